@@ -1,0 +1,174 @@
+"""What the user asks of the text: how tokens are chosen and when to stop.
+
+Knows ranges and defaults (those of llama.cpp), not logits, tokenizers or models: that a token id exists in the
+vocabulary is checked by the sampler, which knows its size. The order of the samplers is in docs/sampling.md.
+"""
+
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quengine.errors import EngineError
+
+MAX_SEED = 2**64 - 1  # the seed is the 64-bit key of the random number generator
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one sequence is sampled; immutable, checked once when made.
+
+    Attributes:
+        max_tokens: most tokens to generate; None: until the context is full.
+        temperature: logits are divided by it; 0 takes the most likely token (greedy).
+        top_k: keep the k most likely tokens; 0 or -1: all of them.
+        top_p: keep the most likely tokens that together reach this probability; 1: all of them.
+        min_p: drop tokens less likely than this share of the most likely one; 0: none.
+        typical_p: keep the tokens of most typical surprise that together reach this probability; 1: all of them.
+        repeat_penalty: divides (multiplies when negative) the logits of recent tokens; 1: no penalty.
+        repeat_last_n: how many of the last tokens, prompt included, the three penalties look at; 0: none, -1: all.
+        presence_penalty: subtracted from the logit of every recent token; 0: no penalty.
+        frequency_penalty: subtracted once for every time a token is among the recent ones; 0: no penalty.
+        logit_bias: token id -> number added to its logit before all else; -inf bans the token.
+        seed: makes the text repeatable; None: `with_seed` draws one.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end the text, beside the model's own end tokens.
+        ignore_eos: go on after the model's end tokens (benchmarks).
+        logprobs: report the log-probability of each token and of this many alternatives; None: report nothing.
+        n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
+
+    Raises:
+        EngineError: a value is outside its range; one line with the field, the value and the range.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_float("temperature", self.temperature, 0.0)
+        _check_int("top_k", self.top_k, -1)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("typical_p", self.typical_p, 0.0, 1.0)
+        _check_float("repeat_penalty", self.repeat_penalty, 0.0, low_included=False)
+        _check_int("repeat_last_n", self.repeat_last_n, -1)
+        _check_float("presence_penalty", self.presence_penalty)
+        _check_float("frequency_penalty", self.frequency_penalty)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if not isinstance(self.ignore_eos, bool):
+            raise _invalid("ignore_eos", self.ignore_eos, "must be True or False")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0)
+        _check_int("n", self.n, 1)
+        # A caller may hand in a list, one string or a dict that it goes on to change: keep our own copies.
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken, so that no random number is drawn."""
+        return self.temperature == 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether any of the three penalties changes a logit."""
+        active = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return active and self.repeat_last_n != 0
+
+    def with_seed(self) -> "SamplingParams":
+        """The same parameters with a seed: the given one, or one drawn from the system's entropy.
+
+        A drawn seed has 32 bits, so that a person can type it again.
+        """
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+
+
+def _invalid(name: str, value: object, rule: str) -> EngineError:
+    return EngineError(f"sampling parameter {name} = {value!r}: {rule}")
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    rule = (
+        f"must be a whole number of at least {low}"
+        if high is None
+        else f"must be a whole number in {low}..{high}"
+    )
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise _invalid(name, value, rule)
+
+
+def _check_float(
+    name: str, value: object, low: float | None = None, high: float | None = None, low_included: bool = True
+) -> None:
+    if low is None:
+        rule = "must be a finite number"
+    elif high is None:
+        rule = f"must be a finite number {'of at least' if low_included else 'above'} {low:g}"
+    else:
+        rule = f"must be a number in {low:g}..{high:g}"
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise _invalid(name, value, rule)
+    too_low = low is not None and (value < low if low_included else value <= low)
+    if too_low or (high is not None and value > high):
+        raise _invalid(name, value, rule)
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Iterable):
+        raise _invalid("stop", value, "must be strings")
+    strings = tuple(value)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise _invalid("stop", string, "every stop string must be text of at least one character")
+    return strings
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, Iterable):
+        raise _invalid(name, value, "must be token ids")
+    ids = tuple(value)
+    for token in ids:
+        _check_int(name, token, 0)
+    return ids
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _invalid("logit_bias", value, "must map token ids to numbers")
+    for token, bias in value.items():
+        _check_int("logit_bias token id", token, 0)
+        if (
+            not isinstance(bias, int | float)
+            or isinstance(bias, bool)
+            or math.isnan(bias)
+            or bias == math.inf
+        ):
+            raise _invalid(f"logit_bias[{token}]", bias, "must be a finite number, or -inf to ban the token")
+    return {token: float(bias) for token, bias in value.items()}

@@ -1,0 +1,121 @@
+"""SamplingParams: llama.cpp's defaults, every range checked with a one-line error, nothing shared with the caller."""
+
+import math
+from dataclasses import FrozenInstanceError, asdict, replace
+from typing import Any
+
+import pytest
+
+from quengine.errors import EngineError
+from quengine.sampling_params import MAX_SEED, SamplingParams
+
+
+def test_defaults_are_those_of_llama_cpp() -> None:
+    xllamacpp = pytest.importorskip("xllamacpp")
+    theirs = xllamacpp.CommonParams().sampling
+    ours = SamplingParams()
+    pairs = {
+        ours.temperature: theirs.temp,
+        ours.top_k: theirs.top_k,
+        ours.top_p: theirs.top_p,
+        ours.min_p: theirs.min_p,
+        ours.repeat_last_n: theirs.penalty_last_n,
+    }
+    for mine, other in pairs.items():
+        assert mine == pytest.approx(other, rel=1e-6)
+    assert (ours.typical_p, ours.repeat_penalty) == (theirs.typ_p, theirs.penalty_repeat)
+    assert (ours.presence_penalty, ours.frequency_penalty) == (theirs.penalty_present, theirs.penalty_freq)
+    assert (ours.max_tokens, ours.seed, ours.logprobs, ours.stop, ours.n) == (None, None, None, (), 1)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "rule"),
+    [
+        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", 1.5, "at least 1"),
+        ("max_tokens", True, "at least 1"),
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", math.nan, "finite"),
+        ("temperature", math.inf, "finite"),
+        ("temperature", "hot", "finite"),
+        ("top_k", -2, "at least -1"),
+        ("top_k", 40.0, "whole number"),
+        ("top_p", 1.01, "0..1"),
+        ("top_p", -0.01, "0..1"),
+        ("min_p", 1.5, "0..1"),
+        ("typical_p", math.nan, "0..1"),
+        ("repeat_penalty", 0.0, "above 0"),
+        ("repeat_last_n", -2, "at least -1"),
+        ("presence_penalty", math.inf, "finite"),
+        ("frequency_penalty", None, "finite"),
+        ("seed", -1, "0..18446744073709551615"),
+        ("seed", MAX_SEED + 1, "0..18446744073709551615"),
+        ("ignore_eos", 1, "True or False"),
+        ("logprobs", -1, "at least 0"),
+        ("n", 0, "at least 1"),
+        ("stop", ("",), "at least one character"),
+        ("stop", (7,), "at least one character"),
+        ("stop", 7, "strings"),
+        ("stop_token_ids", (-1,), "at least 0"),
+        ("stop_token_ids", 5, "token ids"),
+        ("logit_bias", {-1: 1.0}, "at least 0"),
+        ("logit_bias", {5: math.inf}, "-inf to ban"),
+        ("logit_bias", {5: math.nan}, "-inf to ban"),
+        ("logit_bias", [5], "map token ids"),
+    ],
+)
+def test_a_value_out_of_range_is_one_line_with_field_value_and_range(field: str, bad: Any, rule: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        replace(SamplingParams(), **{field: bad})
+    message = str(caught.value)
+    assert field in message
+    assert rule in message
+    shown = next(iter(bad.values())) if isinstance(bad, dict) else bad
+    assert (
+        repr(shown) in message
+        or repr(shown[0] if isinstance(shown, tuple) else shown) in message
+        or "-1" in message
+    )
+    assert "\n" not in message
+
+
+def test_values_at_the_edges_are_accepted() -> None:
+    params = SamplingParams(
+        max_tokens=1, temperature=0, top_k=-1, top_p=0.0, min_p=1.0, typical_p=1, repeat_last_n=-1, seed=MAX_SEED,
+        logprobs=0, logit_bias={0: -math.inf},
+    )  # fmt: skip
+    assert params.greedy
+    assert not SamplingParams().greedy
+
+
+def test_a_single_stop_string_is_not_taken_apart_into_characters() -> None:
+    assert SamplingParams(stop="###").stop == ("###",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_parameters_are_frozen_hashable_and_do_not_follow_the_callers_dict() -> None:
+    bias = {3: 1}
+    params = SamplingParams(logit_bias=bias)
+    bias[4] = 9
+    assert params.logit_bias == {3: 1.0}
+    assert isinstance(params.logit_bias[3], float)
+    with pytest.raises(FrozenInstanceError):
+        params.temperature = 1.0  # type: ignore[misc]
+    assert len({params, SamplingParams(logit_bias={3: 1.0})}) == 1
+    assert SamplingParams(**asdict(params)) == params
+
+
+def test_a_seed_is_drawn_once_and_a_given_one_is_kept() -> None:
+    drawn = SamplingParams().with_seed()
+    assert drawn.seed is not None and 0 <= drawn.seed < 2**32
+    assert drawn.with_seed() is drawn
+    assert SamplingParams(seed=7).with_seed().seed == 7
+    assert len({SamplingParams().with_seed().seed for _ in range(8)}) > 1
+
+
+def test_penalties_are_off_by_default_and_without_a_window() -> None:
+    assert not SamplingParams().penalizes
+    assert not SamplingParams(repeat_penalty=1.3, repeat_last_n=0).penalizes
+    assert SamplingParams(repeat_penalty=1.3).penalizes
+    assert SamplingParams(presence_penalty=-0.5).penalizes
+    assert SamplingParams(frequency_penalty=0.1, repeat_last_n=-1).penalizes
