@@ -1,0 +1,64 @@
+"""Causal attention with grouped key-value heads: the torch definition, and the mask built once at load.
+
+The key-value cache of one layer is two tensors `[context, kv_heads, head_dim]`, keys already rotated: a row
+holds one position of all heads, so a token's write is one contiguous run and the cache of a shorter context
+is a prefix. Prefill takes a slice of the precomputed mask; decode (one query row, which sees every key it
+is given) takes none. Knows nothing of pages, sequences or how the cache is stored (fp16 or q8_0): it is
+given dequantized K and V.
+"""
+
+import torch
+
+
+def causal_mask_band(
+    chunk: int, context: int, window: int | None = None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """The mask of `chunk` query rows at any start position, as one bool band [chunk, context + chunk].
+
+    Column c of row r stands for the key that lies `context + r - c` positions before the query, so the mask
+    of T rows at start position p against keys 0..p+T is `mask_slice(band, p, T)`. True means visible: `0 <=
+    query - key < window` (window None: no limit below). Built once per model, on its device.
+    """
+    rows = torch.arange(chunk, device=device)[:, None]
+    columns = torch.arange(context + chunk, device=device)[None, :]
+    distance = context + rows - columns
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def mask_slice(band: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+    """The view of a band for queries start..start+rows against keys 0..start+rows: [rows, start+rows]."""
+    chunk, width = band.shape
+    context = width - chunk
+    if not 0 < rows <= chunk or not 0 <= start <= context:
+        raise ValueError(
+            f"mask band of {chunk} rows over {context} positions has no slice of {rows} at {start}"
+        )
+    return band[:rows, context - start : context + rows]
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """`softmax(q k^T * scale) v` of each head; query heads share key-value heads in consecutive groups.
+
+    q: [T, H, head_dim]; k, v: [S, H_kv, head_dim] with H a multiple of H_kv; mask: bool [T, S], True is
+    visible, or None: every key is visible to every query (decode). Every row must see at least one key.
+    Returns [T, H, head_dim] in q's dtype. fp32 and fp64 queries are computed in their dtype, fp16 and bf16
+    in fp32. Sources: Vaswani et al. 2017; Ainslie et al. 2023 (grouped queries).
+    """
+    compute = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
+    group = heads // kv_heads
+    out = torch.empty(tokens, heads, head_dim, dtype=compute, device=q.device)
+    for h in range(kv_heads):  # a head group at a time bounds the scores to [group, T, S]
+        queries = q[:, h * group : (h + 1) * group].to(compute).transpose(0, 1)
+        scores = queries @ k[:, h].to(compute).T * scale
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        mixed = torch.softmax(scores, dim=-1) @ v[:, h].to(compute)
+        out[:, h * group : (h + 1) * group] = mixed.transpose(0, 1)
+    return out.to(q.dtype)
