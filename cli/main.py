@@ -1,0 +1,170 @@
+"""The `engine` program: the commands, the global flags, and what every kind of failure looks like.
+
+Knows how a failure is shown and which exit code it has; does not know what any command does.
+
+Exit codes: 0 right; 1 user error (bad flag, bad file, unknown model); 2 cannot run on this machine (no such
+device, too little memory, failed self-test); 3 a bug in the engine; 130 stopped with Ctrl-C; 141 the reader
+of the output went away.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import warnings
+from typing import Annotated, TextIO
+
+import typer
+from quengine.errors import EngineError
+
+CANNOT_RUN = 2
+INTERNAL_ERROR = 3
+INTERRUPTED = 130
+READER_GONE = 141
+
+# The click that typer carries is its own in newer releases and the separate package in older ones; both
+# derive BadParameter from UsageError from ClickException.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+ClickException: type[Exception] = typer.BadParameter.__mro__[2]
+
+logger = logging.getLogger("quengine")
+
+app = typer.Typer(
+    name="engine",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 right, 1 user error, 2 cannot run here, 3 a bug in the engine, 130 on Ctrl-C.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from quengine import __version__
+
+        typer.echo(f"engine {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Log what is done; show tracebacks.")
+    ] = False,
+) -> None:
+    """Run quantized GGUF language models as they are stored."""
+    del version
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine())
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    warnings.showwarning = _show_warning
+
+
+for _name in ("generate", "chat", "bench", "parity", "tokenize", "show", "pull", "list", "rm", "doctor"):
+    if importlib.util.find_spec(f"quengine.cli.{_name}") is not None:
+        app.command(_name)(getattr(importlib.import_module(f"quengine.cli.{_name}"), _name))
+
+
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"engine: {record.levelname.lower()}: {record.getMessage()}"
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Our own warnings are for the user; those of the libraries underneath only when asked for."""
+    del file, line
+    ours = "quengine" in filename or category.__module__.startswith("quengine")
+    text = str(message) if ours else f"{filename}:{lineno}: {category.__name__}: {message}"
+    logger.log(logging.WARNING if ours else logging.DEBUG, "%s", text)
+
+
+def _print_error(message: str, hint: str = "") -> None:
+    line = " ".join(message.split())
+    label = "engine: error:"
+    if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+        label = f"\x1b[31m{label}\x1b[0m"
+    print(f"{label} {line}", file=sys.stderr)
+    if hint:
+        print(hint, file=sys.stderr)
+
+
+def _usage_hint(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "engine"
+    return f"Try `{command} --help`."
+
+
+def _report(error: BaseException) -> int:
+    """Says on standard error what went wrong, and returns the exit code for it."""
+    verbose = logger.isEnabledFor(logging.DEBUG)
+    if verbose and not isinstance(error, ClickException):
+        import traceback
+
+        traceback.print_exception(error)
+    if isinstance(error, EngineError):
+        _print_error(str(error))
+        return error.exit_code
+    if isinstance(error, UsageError):
+        message: str = error.format_message()  # type: ignore[attr-defined]
+        _print_error(message[:1].lower() + message[1:], _usage_hint(error))
+        return EngineError.exit_code
+    if isinstance(error, ClickException):
+        _print_error(error.format_message())  # type: ignore[attr-defined]
+        return EngineError.exit_code
+    if isinstance(error, MemoryError):
+        _print_error(f"not enough memory{': ' if str(error) else ''}{error}")
+        return CANNOT_RUN
+    name = type(error).__name__
+    text = f"{name}: {error}" if str(error) else name
+    _print_error(f"internal: {text}", "" if verbose else "Run with `engine -v ...` for the traceback.")
+    return INTERNAL_ERROR
+
+
+def _drop_stdout() -> None:
+    """Points standard output at nothing, so that the interpreter's last flush cannot fail again."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+
+
+def run(args: list[str]) -> int:
+    """Runs one command line (without the program's name) and returns the exit code."""
+    logger.setLevel(logging.WARNING)
+    try:
+        outcome = typer.main.get_command(app).main(args or ["--help"], "engine", standalone_mode=False)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_stdout()
+        return READER_GONE
+    except SystemExit as stop:
+        # typer itself turns a closed pipe into an exit.
+        if isinstance(stop.__context__, BrokenPipeError):
+            _drop_stdout()
+            return READER_GONE
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
+    except Exception as error:
+        return _report(error)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def main() -> int:
+    """The entry point of the `engine` script."""
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The short names of models: which repository and file each stands for.
+
+Knows the data file `catalogue.toml` beside it; not whether a file is here, nor how it comes here.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """One alias. `package` is a Python package that ships `package_file`, where there is one."""
+
+    alias: str
+    repo: str
+    file: str
+    about: str
+    verified: str
+    package: str | None = None
+    package_file: str | None = None
+
+
+@cache
+def catalogue() -> Mapping[str, CatalogueEntry]:
+    """Every alias, in the order of the data file."""
+    text = Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
+    return MappingProxyType(
+        {alias: CatalogueEntry(alias=alias, **row) for alias, row in tomllib.loads(text).items()}
+    )
+
+
+def closest_aliases(name: str, limit: int = 3) -> list[str]:
+    """The aliases that look most like `name`, best first; empty when none is near."""
+    wanted = name.lower().replace("_", "-").replace(":", "-")
+    near = difflib.get_close_matches(wanted, catalogue(), n=limit, cutoff=0.6)
+    return (
+        near
+        + [alias for alias in catalogue() if len(wanted) > 2 and wanted in alias and alias not in near][
+            : limit - len(near)
+        ]
+    )
