@@ -1,0 +1,137 @@
+"""The tokenizer that the rest of the program sees, whatever kind is underneath.
+
+Knows when BOS is added and that text is never read as control tokens unless asked. Does not know requests,
+streams or templates.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+from quengine.models.tokenizer.added_tokens import partition
+from quengine.models.tokenizer.errors import TokenizerError
+from quengine.models.tokenizer.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from quengine.models.gguf import GGUFFile
+
+
+class TextEncoder(Protocol):
+    """Cuts a piece of text without added tokens into ids.
+
+    `after_special` says that the piece is at the beginning or follows an added token.
+    """
+
+    def encode(self, text: str, after_special: bool) -> list[int]: ...
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    The merging engine is built at the first `encode`, so that a model can be opened, shown or decoded from
+    without it. Safe to use from several threads.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, make_encoder: Callable[[], TextEncoder]) -> None:
+        self._vocabulary = vocabulary
+        self._make_encoder = make_encoder
+        self._encoder: TextEncoder | None = None
+        self._lock = Lock()
+
+    @classmethod
+    def from_gguf(cls, source: "str | Path | GGUFFile") -> "Tokenizer":
+        """From the metadata of a GGUF file, which may hold a vocabulary only.
+
+        Raises GGUFError for a file that cannot be read, TokenizerError for a tokenizer that is not supported.
+        """
+        from quengine.models.gguf import open_gguf
+        from quengine.models.tokenizer.from_gguf import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(open_gguf(source) if isinstance(source, str | Path) else source)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._vocabulary)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._vocabulary.named_ids.get("bos")
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """All ids that end a generation: the file's eos, eot and eom, and well-known ones found by text."""
+        return self._vocabulary.eos_ids
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether a prompt begins with BOS."""
+        return self._vocabulary.add_bos
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether the file asks for EOS after a text. `encode` leaves that to the caller: a prompt goes on."""
+        return self._vocabulary.add_eos
+
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary spells it, e.g. `Ġthe` or `▁the`."""
+        return self._vocabulary.texts[self._checked(token_id)]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes the token stands for, possibly only part of a character; control tokens give their name."""
+        return self._vocabulary.token_bytes(self._checked(token_id))
+
+    def is_control(self, token_id: int) -> bool:
+        return self._vocabulary.is_control(self._checked(token_id))
+
+    def encode(self, text: str, bos: bool = False, special: bool = False) -> list[int]:
+        """The ids of `text`.
+
+        bos: begin with BOS if the model asks for it (`add_bos`) and `text` has not already written it.
+        special: turn the text of control tokens (`<|im_start|>`, `<s>`) into those tokens. Without it they are
+            ordinary text. User-defined tokens are matched in either case.
+        A surrogate pair counts as its character, a surrogate alone as U+FFFD.
+        """
+        text = without_surrogates(text)
+        added = [self._vocabulary.user_defined_tokens]
+        if special:
+            added.append(self._vocabulary.control_tokens)
+        encoder = self._text_encoder()
+        ids: list[int] = []
+        after_special = True
+        for piece in partition(text, added):
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids += encoder.encode(piece, after_special)
+            after_special = isinstance(piece, int)
+        bos_id = self.bos_id
+        if bos and self.add_bos and bos_id is not None and ids[:1] != [bos_id]:
+            ids.insert(0, bos_id)
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of `ids`, without control tokens unless `skip_special` is False. Bytes that are no UTF-8
+        become U+FFFD."""
+        kept = [i for i in ids if not (skip_special and self.is_control(i))]
+        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+
+    def _text_encoder(self) -> TextEncoder:
+        with self._lock:
+            if self._encoder is None:
+                self._encoder = self._make_encoder()
+            return self._encoder
+
+    def _checked(self, token_id: int) -> int:
+        if not 0 <= token_id < len(self._vocabulary):
+            raise TokenizerError(f"token {token_id} is not from 0 to {len(self._vocabulary) - 1}")
+        return token_id
+
+
+def without_surrogates(text: str) -> str:
+    """`text` with surrogate pairs joined and lone surrogates, which no UTF-8 can hold, as U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text

@@ -1,0 +1,131 @@
+"""A vocabulary: each token's text, type and bytes, and which tokens begin and end a text.
+
+Knows what the token types of GGUF (`tokenizer.ggml.token_type`, after sentencepiece's `ModelProto`) mean and
+which well-known texts end a generation. Does not know how text is cut into tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+
+from quengine.models.tokenizer.errors import TokenizerError
+
+
+class TokenType(IntEnum):
+    """Values of `tokenizer.ggml.token_type` (GGUF specification, "Tokenizer")."""
+
+    UNDEFINED = 0
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# Texts that end a turn or a document in the models of the field, whatever `eos_token_id` says; the list is
+# llama.cpp's (src/llama-vocab.cpp, "special_eog_ids"), which GGUF files are made for.
+END_OF_GENERATION = frozenset(
+    ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["]
+)
+# Padding and file separators of fill-in-the-middle models: a completion that reaches one is over.
+# One of each line, the first that the vocabulary has.
+_FIM_ENDS = (
+    ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    ("<|file_sep|>",),
+)
+# Other texts that are control tokens even where a file calls them normal.
+_FIM_MARKS = frozenset(
+    ["<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>", "<|middle|>"]
+)
+_NAMED_ENDS = ("eos", "eot", "eom")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`texts[id]` and `types[id]` of every token, and the ids with a role.
+
+    `named_ids` holds the roles that the file assigns: bos, eos, eot, eom, unk, pad and so on. `add_bos` is
+    whether a prompt begins with `bos`; `to_bytes` turns a normal token's text into the bytes it stands for.
+    """
+
+    texts: Sequence[str]
+    types: Sequence[int]
+    named_ids: dict[str, int]
+    add_bos: bool
+    add_eos: bool
+    to_bytes: Callable[[str], bytes]
+    eos_ids: frozenset[int] = field(default=frozenset())
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        return {text: i for i, text in enumerate(self.texts)}
+
+    def is_control(self, token_id: int) -> bool:
+        """Whether the token stands for no text: begin and end marks, roles, padding, the unknown token."""
+        return self.types[token_id] in (TokenType.CONTROL, TokenType.UNKNOWN)
+
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Text to id of the tokens that only template text may turn into, longest first."""
+        return self._added((TokenType.CONTROL, TokenType.UNKNOWN))
+
+    @cached_property
+    def user_defined_tokens(self) -> dict[str, int]:
+        """Text to id of the tokens that are cut out of any text before everything else, longest first."""
+        return self._added((TokenType.USER_DEFINED,))
+
+    def _added(self, kinds: tuple[TokenType, ...]) -> dict[str, int]:
+        found = [i for i, kind in enumerate(self.types) if kind in kinds and self.texts[i]]
+        found.sort(key=lambda i: -len(self.texts[i].encode()))
+        return {self.texts[i]: i for i in found}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, possibly only part of a character. Unused and undefined tokens have none."""
+        text, kind = self.texts[token_id], self.types[token_id]
+        if kind == TokenType.NORMAL:
+            return self.to_bytes(text)
+        if kind == TokenType.BYTE:
+            return bytes([byte_value(text)])
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
+            return text.encode()
+        return b""
+
+
+def byte_value(text: str) -> int:
+    """The byte that a byte token `<0x0A>` stands for. Raises TokenizerError for another text."""
+    try:
+        if text[:3] != "<0x" or text[5:] != ">":
+            raise ValueError
+        return int(text[3:5], 16)
+    except ValueError:
+        raise TokenizerError(f"{text!r} is marked as a byte token but is not of the form <0x0A>") from None
+
+
+def with_roles_by_text(vocabulary: Vocabulary) -> Vocabulary:
+    """The same vocabulary with `eos_ids` found, and end and fill-in-the-middle marks made control tokens.
+
+    Files often miss a type or a role: `<|im_end|>` may be marked normal, `eot_token_id` be absent.
+    """
+    ids = vocabulary.ids
+    ends = {ids[text] for text in END_OF_GENERATION if text in ids}
+    ends |= {
+        next(ids[text] for text in line if text in ids) for line in _FIM_ENDS if any(t in ids for t in line)
+    }
+    ends |= {vocabulary.named_ids[role] for role in _NAMED_ENDS if role in vocabulary.named_ids}
+    marks = ends | {ids[text] for text in _FIM_MARKS if text in ids}
+    if {"<|return|>", "<|call|>", "<|end|>"} <= ids.keys() or {
+        "<|call|>",
+        "<|flush|>",
+        "<|end|>",
+    } <= ids.keys():
+        ends.discard(ids["<|end|>"])  # there it ends a message, and the turn goes on
+    types = list(vocabulary.types)
+    for token_id in marks:
+        types[token_id] = TokenType.CONTROL
+    return replace(vocabulary, types=types, eos_ids=frozenset(ends))
