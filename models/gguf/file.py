@@ -1,0 +1,164 @@
+"""A GGUF model as one object, be it one file or a split: metadata with typed access, and tensors.
+
+It checks types and ranges that a caller names; what a key means for a model is `quengine.models.config`'s,
+`vocab_checks`' and `tensor_table`'s business.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+from quengine.models.gguf.cursor import StringArray
+from quengine.models.gguf.errors import GGUFError, shown
+from quengine.models.gguf.header import Entry, GGUFTensor, Shard, Value
+from quengine.models.gguf.splits import read_shards
+
+
+class GGUFFile:
+    """An open GGUF model.
+
+    `metadata` maps keys to Python scalars, strings, numpy arrays (views) and lazy `StringArray`s; of a split,
+    the first file's entries win. `tensors` maps names to `GGUFTensor`s in file order, their data being
+    views on the mapped files; those views stay valid after `close`, which only lets go of this object's own.
+    """
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        self.path = shards[0].path
+        self.shards = tuple(shard.path for shard in shards)
+        self.version = shards[0].version
+        self.nbytes = sum(shard.size for shard in shards)
+        self.entries: dict[str, Entry] = {}
+        for shard in shards:
+            self.entries = shard.entries | self.entries
+        self.metadata: Mapping[str, Value] = MappingProxyType({k: e.value for k, e in self.entries.items()})
+        self.tensors: dict[str, GGUFTensor] = {n: t for shard in shards for n, t in shard.tensors.items()}
+
+    def __enter__(self) -> "GGUFFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops the tensors and metadata; the mapping goes with the last view that somebody holds."""
+        self.tensors = {}
+        self.entries = {}
+        self.metadata = MappingProxyType({})
+
+    def error(self, key: str, problem: str, index: int | None = None) -> GGUFError:
+        """A GGUFError about metadata `key`, or element `index` of its array, with file and byte offset."""
+        entry = self.entries.get(key)
+        field = shown(key) if index is None else f"{shown(key)}[{index}]"
+        if entry is None:
+            return GGUFError(self.path, field, problem)
+        offset = entry.offset
+        if index is not None and isinstance(entry.value, StringArray):
+            offset = int(entry.value.bounds[index])
+        elif index is not None and isinstance(entry.value, np.ndarray):
+            # An array starts with its u32 element type and u64 length; a stored bool is one byte, as numpy's.
+            offset += 12 + index * entry.value.itemsize
+        return GGUFError(entry.path, field, problem, offset)
+
+    def tensor_error(self, name: str, problem: str) -> GGUFError:
+        """A GGUFError about tensor `name`, with file and the byte offset of its description."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return GGUFError(self.path, f"tensor {shown(name)}", problem)
+        return GGUFError(tensor.path, f"tensor {shown(name)}", problem, tensor.info_offset)
+
+    def _wrong_type(self, key: str, expected: str) -> GGUFError:
+        return self.error(key, f"is a {self.entries[key].type_name}, must be {expected}")
+
+    def _missing(self, key: str) -> GGUFError:
+        return self.error(key, "missing from the metadata")
+
+    def get_int(self, key: str, low: int = 0, high: int = (1 << 31) - 1) -> int | None:
+        """The integer at `key`, or None where absent. Another type, or outside [low, high]: GGUFError."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._wrong_type(key, "an integer")
+        if not low <= value <= high:
+            raise self.error(key, f"{value} is not from {low} to {high}")
+        return value
+
+    def require_int(self, key: str, low: int = 0, high: int = (1 << 31) - 1) -> int:
+        """As `get_int`, and absence raises GGUFError."""
+        value = self.get_int(key, low, high)
+        if value is None:
+            raise self._missing(key)
+        return value
+
+    def get_float(self, key: str) -> float | None:
+        """The float32 or float64 at `key`, or None where absent; not checked for being finite."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, float):
+            raise self._wrong_type(key, "float32 or float64")
+        return value
+
+    def get_bool(self, key: str) -> bool | None:
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, bool):
+            raise self._wrong_type(key, "bool")
+        return value
+
+    def get_str(self, key: str) -> str | None:
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self._wrong_type(key, "a string")
+        return value
+
+    def require_str(self, key: str) -> str:
+        value = self.get_str(key)
+        if value is None:
+            raise self._missing(key)
+        return value
+
+    def get_strings(self, key: str) -> StringArray | None:
+        """The array of strings at `key`, still undecoded, or None where absent."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, StringArray):
+            raise self._wrong_type(key, "an array of strings")
+        return value
+
+    def require_strings(self, key: str) -> StringArray:
+        value = self.get_strings(key)
+        if value is None:
+            raise self._missing(key)
+        return value
+
+    def get_floats(self, key: str) -> NDArray[np.generic] | None:
+        """The array of float32 or float64 at `key` as a view, or None where absent."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+            raise self._wrong_type(key, "an array of floats")
+        return value
+
+    def get_ints(self, key: str) -> NDArray[np.generic] | None:
+        """The array of integers at `key` as a view, or None where absent."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+            raise self._wrong_type(key, "an array of integers")
+        return value
+
+
+def open_gguf(path: str | Path) -> GGUFFile:
+    """Opens the GGUF model at `path`; of a split model, any of its files. Raises GGUFError."""
+    return GGUFFile(read_shards(Path(path)))

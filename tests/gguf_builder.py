@@ -1,0 +1,293 @@
+"""Builds small GGUF files in memory for the tests, whole ones and, with the raw hooks, broken ones.
+
+    data = GGUFBuilder().kv("general.architecture", "llama").tensor("output_norm.weight", (64,)).build()
+
+It writes bytes by its own rules, so that it is an independent opinion on the format: it shares no code with
+the reader. Shapes are in torch order; tensor data defaults to zeros.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCALAR_CODES = {
+    "uint8": (0, "B"),
+    "int8": (1, "b"),
+    "uint16": (2, "H"),
+    "int16": (3, "h"),
+    "uint32": (4, "I"),
+    "int32": (5, "i"),
+    "float32": (6, "f"),
+    "bool": (7, "?"),
+    "string": (8, ""),
+    "array": (9, ""),
+    "uint64": (10, "Q"),
+    "int64": (11, "q"),
+    "float64": (12, "d"),
+}
+
+# name -> (number in the file, weights per block, bytes per block)
+TENSOR_CODES = {
+    "F32": (0, 1, 4),
+    "F16": (1, 1, 2),
+    "BF16": (30, 1, 2),
+    "Q4_0": (2, 32, 18),
+    "Q4_1": (3, 32, 20),
+    "Q5_0": (6, 32, 22),
+    "Q5_1": (7, 32, 24),
+    "Q8_0": (8, 32, 34),
+    "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
+    "Q4_K": (12, 256, 144),
+    "Q5_K": (13, 256, 176),
+    "Q6_K": (14, 256, 210),
+    "IQ4_NL": (20, 32, 18),
+    "IQ4_XS": (23, 256, 136),
+    "MXFP4": (39, 32, 17),
+    "I32": (26, 1, 4),
+}
+
+
+def string(text: str | bytes) -> bytes:
+    """A GGUF string: u64 length, then the bytes."""
+    raw = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def guess_type(value: Any) -> str:
+    """The value type converters write: bool, uint32 (int32 when negative), float32, string."""
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int32" if value < 0 else "uint32"
+    if isinstance(value, float):
+        return "float32"
+    return "string"
+
+
+def scalar(value: Any, kind: str) -> bytes:
+    return string(value) if kind == "string" else struct.pack("<" + SCALAR_CODES[kind][1], value)
+
+
+def array(values: Sequence[Any], kind: str) -> bytes:
+    """An array's element type, length and elements."""
+    head = struct.pack("<IQ", SCALAR_CODES[kind][0], len(values))
+    if kind == "string":
+        return head + b"".join(string(v) for v in values)
+    return head + struct.pack(f"<{len(values)}{SCALAR_CODES[kind][1]}", *values)
+
+
+def entry(key: str | bytes, value: Any, kind: str | None = None) -> bytes:
+    """One metadata entry. `kind` is the value's type, of a list the elements' type."""
+    if isinstance(value, list | tuple | np.ndarray):
+        values = value.tolist() if isinstance(value, np.ndarray) else value
+        kind = kind or guess_type(values[0] if len(values) else "")
+        return string(key) + struct.pack("<I", 9) + array(values, kind)
+    kind = kind or guess_type(value)
+    return string(key) + struct.pack("<I", SCALAR_CODES[kind][0]) + scalar(value, kind)
+
+
+def tensor_nbytes(shape: Sequence[int], kind: str) -> int:
+    """Bytes of a tensor of torch-order `shape`."""
+    _, block, nbytes = TENSOR_CODES[kind]
+    return shape[-1] // block * nbytes * prod(shape[:-1])
+
+
+@dataclass
+class _Tensor:
+    name: str | bytes
+    shape: tuple[int, ...]
+    kind: str | int
+    data: bytes
+    offset: int | None
+
+
+@dataclass
+class GGUFBuilder:
+    """Collects entries and tensors and lays them out. `*_field` replaces what the header would say."""
+
+    version: int = 3
+    magic: bytes = b"GGUF"
+    alignment: int = 32
+    tensor_count_field: int | None = None
+    entry_count_field: int | None = None
+    entries: list[bytes] = field(default_factory=list)
+    tensors: list[_Tensor] = field(default_factory=list)
+
+    def kv(self, key: str | bytes, value: Any, kind: str | None = None) -> "GGUFBuilder":
+        self.entries.append(entry(key, value, kind))
+        return self
+
+    def kvs(self, values: Mapping[str, Any]) -> "GGUFBuilder":
+        for key, value in values.items():
+            self.kv(key, value)
+        return self
+
+    def raw_entry(self, raw: bytes) -> "GGUFBuilder":
+        """An entry given as bytes, right or wrong."""
+        self.entries.append(raw)
+        return self
+
+    def tensor(
+        self,
+        name: str | bytes,
+        shape: Sequence[int],
+        kind: str | int = "F32",
+        data: bytes | np.ndarray | None = None,
+        offset: int | None = None,
+    ) -> "GGUFBuilder":
+        """A tensor of torch-order `shape`: `data` its stored bytes (None: zeros), `offset` to override."""
+        if data is None:
+            data = bytes(tensor_nbytes(shape, kind)) if isinstance(kind, str) and min(shape) > 0 else b""
+        raw = data.tobytes() if isinstance(data, np.ndarray) else data
+        self.tensors.append(_Tensor(name, tuple(shape), kind, raw, offset))
+        return self
+
+    def _padded(self, size: int) -> int:
+        return -(-size // self.alignment) * self.alignment
+
+    def build(self) -> bytes:
+        counts = (
+            len(self.tensors) if self.tensor_count_field is None else self.tensor_count_field,
+            len(self.entries) if self.entry_count_field is None else self.entry_count_field,
+        )
+        head = self.magic + struct.pack("<Iqq", self.version, *counts) + b"".join(self.entries)
+        data = b""
+        for tensor in self.tensors:
+            offset = len(data) if tensor.offset is None else tensor.offset
+            number = tensor.kind if isinstance(tensor.kind, int) else TENSOR_CODES[tensor.kind][0]
+            ne = tensor.shape[::-1]
+            head += string(tensor.name) + struct.pack(f"<I{len(ne)}qIQ", len(ne), *ne, number, offset)
+            data += tensor.data
+            data += bytes(self._padded(len(data)) - len(data))
+        if not self.tensors:
+            return head
+        return head + bytes(self._padded(len(head)) - len(head)) + data
+
+    def write(self, path: Path) -> Path:
+        path.write_bytes(self.build())
+        return path
+
+
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def spm_vocabulary(pieces: Sequence[str] = ("\u2581a", "\u2581the", "a", "b", "\u2581")) -> dict[str, Any]:
+    """Tokenizer metadata of a small SentencePiece-style vocabulary: 3 special, 256 byte tokens, `pieces`."""
+    tokens = ["<unk>", "<s>", "</s>", *BYTE_TOKENS, *pieces]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(pieces))],
+        "tokenizer.ggml.token_type": np.array([2, 3, 3] + [6] * 256 + [1] * len(pieces), np.int32),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def byte_level_alphabet() -> list[str]:
+    """The 256 characters that byte-level BPE (GPT-2) writes for the bytes 0 to 255, in byte order."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = iter(range(256))
+    return [chr(b) if b in visible else chr(256 + next(hidden)) for b in range(256)]
+
+
+def bpe_vocabulary(
+    merges: Sequence[str] = ("t h", "th e", "\u0120 the"),
+    special: Sequence[str] = ("<|endoftext|>",),
+    pre: str = "gpt-2",
+) -> dict[str, Any]:
+    """Tokenizer metadata of a small byte-level BPE vocabulary: bytes, the merges' results, control tokens."""
+    merged = [merge.replace(" ", "") for merge in merges]
+    tokens = [*byte_level_alphabet(), *merged, *special]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array([1] * (256 + len(merged)) + [3] * len(special), np.int32),
+        "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.bos_token_id": len(tokens) - len(special),
+        "tokenizer.ggml.eos_token_id": len(tokens) - len(special),
+    }
+
+
+@dataclass
+class ModelSizes:
+    """The sizes of a model small enough to build in memory."""
+
+    architecture: str = "llama"
+    blocks: int = 2
+    embedding: int = 64
+    feed_forward: int = 96
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    context: int = 128
+
+    def metadata(self) -> dict[str, Any]:
+        """The metadata a converter writes for these sizes."""
+        a = self.architecture
+        return {
+            "general.architecture": a,
+            "general.name": f"tiny {a}",
+            f"{a}.block_count": self.blocks,
+            f"{a}.context_length": self.context,
+            f"{a}.embedding_length": self.embedding,
+            f"{a}.feed_forward_length": self.feed_forward,
+            f"{a}.attention.head_count": self.heads,
+            f"{a}.attention.head_count_kv": self.kv_heads,
+            f"{a}.attention.key_length": self.head_dim,
+            f"{a}.attention.value_length": self.head_dim,
+            f"{a}.attention.layer_norm_rms_epsilon": 1e-5,
+            f"{a}.rope.dimension_count": self.head_dim,
+            f"{a}.rope.freq_base": 10000.0,
+        }
+
+    def tensor_shapes(self, vocab: int, tied: bool = False) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the model and its torch-order shape."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
+        for i in range(self.blocks):
+            block = {
+                "attn_norm.weight": (self.embedding,),
+                "attn_q.weight": (q, self.embedding),
+                "attn_k.weight": (kv, self.embedding),
+                "attn_v.weight": (kv, self.embedding),
+                "attn_output.weight": (self.embedding, q),
+                "ffn_norm.weight": (self.embedding,),
+                "ffn_gate.weight": (self.feed_forward, self.embedding),
+                "ffn_up.weight": (self.feed_forward, self.embedding),
+                "ffn_down.weight": (self.embedding, self.feed_forward),
+            }
+            if self.architecture == "qwen2":
+                block |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+            if self.architecture == "qwen3":
+                block |= {"attn_q_norm.weight": (self.head_dim,), "attn_k_norm.weight": (self.head_dim,)}
+            shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
+        shapes["output_norm.weight"] = (self.embedding,)
+        if not tied:
+            shapes["output.weight"] = (vocab, self.embedding)
+        return shapes
+
+
+def model_builder(
+    sizes: ModelSizes | None = None,
+    vocabulary: Mapping[str, Any] | None = None,
+    tied: bool = False,
+    changes: Mapping[str, Any] | None = None,
+    kind: str = "F32",
+) -> GGUFBuilder:
+    """A whole small model with zero weights. `changes` replaces metadata; a value of None drops the key."""
+    sizes = sizes or ModelSizes()
+    vocabulary = vocabulary or spm_vocabulary()
+    metadata = {**sizes.metadata(), **vocabulary, **(changes or {})}
+    builder = GGUFBuilder().kvs({k: v for k, v in metadata.items() if v is not None})
+    for name, shape in sizes.tensor_shapes(len(vocabulary["tokenizer.ggml.tokens"]), tied).items():
+        builder.tensor(name, shape, kind if len(shape) > 1 else "F32")
+    return builder
