@@ -1,0 +1,45 @@
+"""A weight as it is stored: its name, block format, shape and bytes.
+
+Does not know: where the bytes came from (usually a view on the mapped file), or how a backend packs them.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor, uint8
+
+from quengine.kernels.block_formats import BlockFormat
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """A tensor of `shape` (torch order: the last dimension is the columns, all others count rows).
+
+    data: uint8 [rows, row_bytes], contiguous rows of `format` blocks; never written to.
+    Raises ValueError when the bytes do not fit the shape.
+    """
+
+    name: str
+    format: BlockFormat
+    shape: tuple[int, ...]
+    data: Tensor
+
+    def __post_init__(self) -> None:
+        expected = (self.rows, self.format.row_bytes(self.cols))
+        if self.data.dtype != uint8 or tuple(self.data.shape) != expected or not self.data.is_contiguous():
+            raise ValueError(
+                f"{self.name}: {self.format.name} {list(self.shape)} needs contiguous uint8 "
+                f"{list(expected)}, not {self.data.dtype} {list(self.data.shape)}"
+            )
+
+    @property
+    def rows(self) -> int:
+        return prod(self.shape[:-1])
+
+    @property
+    def cols(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
