@@ -1,0 +1,42 @@
+"""What a run is asked to be: one frozen record, checked once."""
+
+from dataclasses import dataclass
+
+from quengine.errors import EngineError
+
+DEFAULT_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How a model is to be run.
+
+    Attributes:
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        ctx_size: positions of the key/value cache; None: the model's own, cut to what fits in memory.
+        threads: CPU threads; None: the physical cores.
+        backend: "auto" (the packed kernels of the device) or "reference" (the float64 definition).
+        chunk_size: the most prompt tokens computed at once.
+        reuse_prefix: keep the cache between requests and compute only what differs from the last one.
+
+    Raises:
+        EngineError: a value is outside its range.
+    """
+
+    device: str = "auto"
+    ctx_size: int | None = None
+    threads: int | None = None
+    backend: str = "auto"
+    chunk_size: int = DEFAULT_CHUNK
+    reuse_prefix: bool = False
+
+    def __post_init__(self) -> None:
+        kind, _, index = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())):
+            raise EngineError(f"device {self.device!r}: must be auto, cpu, cuda or cuda:N")
+        if self.backend not in ("auto", "reference"):
+            raise EngineError(f"backend {self.backend!r}: must be auto or reference")
+        for name in ("ctx_size", "threads", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EngineError(f"{name} {value}: must be at least 1")

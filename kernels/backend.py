@@ -1,0 +1,111 @@
+"""What a decoder asks of the machine it runs on: one protocol, one implementation per kind of device.
+
+A backend knows how weights are held and which kernel does an operation. It does not know what a model is: it
+sees matrices, vectors and one layer's key/value cache at a time. The operations are as coarse as the launches
+that a fast device wants (norm with the matmul behind it, the whole attention, SwiGLU with its norm and matmul),
+so the decoder reads the same on every backend.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.quant_tensor import QuantTensor
+
+Hidden: TypeAlias = Any
+"""What a backend hands from one of its operations to the next, [T, width] in meaning: a plain tensor on the
+reference and CPU backends; a device backend may carry rounded planes or partial sums along. The decoder only
+passes it on."""
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """One layer's cache: `k` and `v` are [ctx, kv_heads, head_dim], written in place."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What stays the same from step to step in one layer's attention.
+
+    `cos`, `sin` are [ctx, rope_dim / 2] fp32, one row a position. `rope_layout` says which elements rotate
+    together: "pairs" (0,1), (2,3), ... or "halves" (0, d/2), (1, d/2 + 1), ... `mask_band` is the causal mask
+    made once at load (see kernels/attention.py). `q_norm`, `k_norm` are per-head norm weights [head_dim].
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    rope_layout: str
+    cos: Tensor
+    sin: Tensor
+    mask_band: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+class Weight(Protocol):
+    """A matrix as the backend holds it: `rows` outputs by `cols` inputs, `nbytes` read by one pass over it."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def cols(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Backend(Protocol):
+    """The operations of a decoder over T tokens of one sequence."""
+
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+
+    def weight(self, parts: Sequence[QuantTensor]) -> Weight:
+        """Take matrices [N_i, K] that are applied to the same input; the outputs lie side by side, in order."""
+        ...
+
+    def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
+        """Take one-dimensional tensors (norm weights, biases), concatenated, as [n] on the device."""
+        ...
+
+    def embed(self, weight: Weight, ids: Tensor) -> Hidden:
+        """Rows `ids` [T] int64 of a one-part weight: [T, K]."""
+        ...
+
+    def norm_linear(
+        self, x: Hidden, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None = None
+    ) -> Hidden:
+        """RMSNorm of x [T, K], then the matmul with weight [N, K], plus bias [N]: [T, N]."""
+        ...
+
+    def norm_swiglu(self, x: Hidden, norm: Tensor, eps: float, gate_up: Weight) -> Hidden:
+        """RMSNorm of x [T, K], gate_up [2F, K] (gate rows first), silu(gate) * up: [T, F]."""
+        ...
+
+    def linear_add(self, x: Hidden, weight: Weight, residual: Hidden) -> Hidden:
+        """x [T, K] times weight [N, K], plus residual [T, N]."""
+        ...
+
+    def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: int) -> Hidden:
+        """Rotary embedding, cache write and causal attention of tokens start .. start + T - 1.
+
+        `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first. The keys and values are written to `layer`
+        before they are read. T == 1 reads no mask. Returns [T, heads * head_dim].
+        """
+        ...
+
+    def logits(self, x: Hidden, norm: Tensor, eps: float, weight: Weight, last_only: bool) -> Tensor:
+        """Final norm and output matmul: [1, V] for the last token, or [T, V]."""
+        ...

@@ -1,0 +1,117 @@
+"""The reference backend: torch definitions in float64 over dequantized weights. Slow, exact, the oracle.
+
+Nothing is rounded but the key/value cache, which is stored in the type the run asks for. Weights are expanded
+once when `keep` is set (8 bytes a weight); otherwise each matmul expands its rows anew, so any file that can be
+mapped can be checked.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.attention import attention, mask_slice
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.block_formats import dequantize
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import rms_norm
+from quengine.kernels.rope import apply_rope
+from quengine.kernels.swiglu import swiglu
+
+_ROWS_AT_A_TIME = 4096
+
+
+@dataclass(frozen=True)
+class ReferenceWeight:
+    """Matrices on one input, either dequantized or as stored."""
+
+    parts: tuple[QuantTensor, ...]
+    dense: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return sum(part.shape[0] for part in self.parts)
+
+    @property
+    def cols(self) -> int:
+        return self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.cols * 8
+
+
+class ReferenceBackend:
+    """See the module docstring; implements kernels.backend.Backend."""
+
+    def __init__(self, keep: bool, dtype: torch.dtype = torch.float64) -> None:
+        self.name = "reference"
+        self.device = torch.device("cpu")
+        self.dtype = dtype
+        self.keep = keep
+
+    def weight(self, parts: Sequence[QuantTensor]) -> ReferenceWeight:
+        dense = torch.cat([self._dense(part) for part in parts]) if self.keep else None
+        return ReferenceWeight(tuple(parts), dense)
+
+    def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
+        return torch.cat([self._dense(part).flatten() for part in parts])
+
+    def embed(self, weight: ReferenceWeight, ids: Tensor) -> Tensor:
+        if weight.dense is not None:
+            return weight.dense[ids]
+        (part,) = weight.parts
+        return dequantize(part.format, part.data[ids]).to(self.dtype)
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight, bias: Tensor | None = None
+    ) -> Tensor:
+        y = self._matmul(rms_norm(x, norm, eps), weight)
+        return y if bias is None else y + bias
+
+    def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, gate_up: ReferenceWeight) -> Tensor:
+        return swiglu(self._matmul(rms_norm(x, norm, eps), gate_up))
+
+    def linear_add(self, x: Tensor, weight: ReferenceWeight, residual: Tensor) -> Tensor:
+        return self._matmul(x, weight) + residual
+
+    def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> Tensor:
+        tokens = qkv.shape[0]
+        end = start + tokens
+        q, k, v = (
+            part.reshape(tokens, -1, spec.head_dim)
+            for part in qkv.split(
+                [n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)], dim=1
+            )
+        )
+        if spec.q_norm is not None and spec.k_norm is not None:
+            q, k = rms_norm(q, spec.q_norm, spec.eps), rms_norm(k, spec.k_norm, spec.eps)
+        cos, sin = spec.cos[start:end].to(self.dtype), spec.sin[start:end].to(self.dtype)
+        q, k = (apply_rope(x, cos, sin, spec.rope_layout) for x in (q, k))
+        layer.k[start:end] = k.to(layer.k.dtype)
+        layer.v[start:end] = v.to(layer.v.dtype)
+        first = 0
+        mask = None
+        if tokens > 1:
+            mask = mask_slice(spec.mask_band, start, tokens)
+        elif spec.window is not None:
+            first = max(0, end - spec.window)
+        keys, values = (t[first:end].to(self.dtype) for t in (layer.k, layer.v))
+        return attention(q, keys, values, mask, spec.scale).reshape(tokens, -1)
+
+    def logits(self, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight, last_only: bool) -> Tensor:
+        return self._matmul(rms_norm(x[-1:] if last_only else x, norm, eps), weight)
+
+    def _dense(self, part: QuantTensor) -> Tensor:
+        return dequantize(part.format, part.data).reshape(part.shape).to(self.dtype)
+
+    def _matmul(self, x: Tensor, weight: ReferenceWeight) -> Tensor:
+        if weight.dense is not None:
+            return x @ weight.dense.T
+        tiles = [
+            x @ dequantize(part.format, part.data[row : row + _ROWS_AT_A_TIME]).to(self.dtype).T
+            for part in weight.parts
+            for row in range(0, part.shape[0], _ROWS_AT_A_TIME)
+        ]
+        return torch.cat(tiles, dim=1)

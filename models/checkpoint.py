@@ -1,0 +1,53 @@
+"""One way to open a model, whatever it is stored as: configuration, tensors by GGUF name, tokenizer, template."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.chat_template import ChatTemplate
+from quengine.models.config import ModelConfig
+from quengine.models.tokenizer import Tokenizer
+
+
+class Checkpoint(Protocol):
+    """A model on disk, mapped and not read: tensors are views until something computes with them."""
+
+    path: Path
+    config: ModelConfig
+
+    @property
+    def tensors(self) -> Mapping[str, QuantTensor]:
+        """Every tensor of the decoder by its GGUF name."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        ...
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of how this model is held, one line each."""
+        ...
+
+    def tokenizer(self) -> Tokenizer: ...
+
+    def chat_template(self) -> ChatTemplate | None: ...
+
+    def close(self) -> None: ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a GGUF file (or any shard of a split one) or a Hugging Face checkpoint folder.
+
+    Raises:
+        EngineError: the file or folder is not a model this engine runs; the message says why.
+    """
+    if path.is_dir():
+        from quengine.models.hf_checkpoint import HFCheckpoint
+
+        return HFCheckpoint(path)
+    from quengine.models.gguf_checkpoint import GGUFCheckpoint
+
+    return GGUFCheckpoint(path)

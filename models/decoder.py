@@ -1,0 +1,99 @@
+"""The decoder: llama, Mistral, Qwen2 and Qwen3 shapes on the shared layers.
+
+What differs between them (biases, query/key norms, rotary layout, window, tied output) follows from the
+configuration and from which tensors are there. The decoder knows positions and one cache; it does not know of
+requests, text or sampling.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from quengine.kernels.attention import causal_mask_band
+from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rope import rope_table
+from quengine.models.config import ModelConfig
+from quengine.models.layers import Attention, FeedForward, LayerTensors
+from torch import Tensor
+
+
+class Block:
+    """One transformer layer."""
+
+    def __init__(self, config: ModelConfig, tensors: LayerTensors, backend: Backend, spec: AttentionSpec) -> None:
+        self.attention = Attention(config, tensors, backend, spec)
+        self.ffn = FeedForward(config, tensors, backend)
+
+    def __call__(self, x: Hidden, cache: KVLayer, start: int) -> Hidden:
+        return self.ffn(self.attention(x, cache, start))
+
+
+class Decoder:
+    """Token ids in, logits out, over a key/value cache of at most `ctx_size` positions.
+
+    Args:
+        config: the model's shape.
+        tensors: every tensor of the model by its GGUF name.
+        backend: holds the weights and runs the operations.
+        ctx_size: positions for which rotary rows and the causal mask are made, once, here.
+        chunk_size: the most tokens one `forward` takes.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, QuantTensor],
+        backend: Backend,
+        ctx_size: int,
+        chunk_size: int,
+    ) -> None:
+        self.config = config
+        self.backend = backend
+        self.chunk_size = chunk_size
+        top = LayerTensors(tensors, "")
+        self.token_embd = backend.weight(top.take("token_embd"))
+        self.output_norm = backend.vector(top.take("output_norm"))
+        self.output = backend.weight(top.take("output")) if top.has("output") else self.token_embd
+        shared = self._attention_spec(top, ctx_size)
+        self.blk = [self._block(LayerTensors(tensors, f"blk.{i}."), shared) for i in range(config.block_count)]
+
+    def forward(self, ids: Tensor, cache: Sequence[KVLayer], start: int, last_only: bool = True) -> Tensor:
+        """Logits of tokens `ids` [T] int64 at positions start .. start + T - 1, given the cache before them.
+
+        Returns [1, vocab] for the last token, or [T, vocab] when `last_only` is false.
+        """
+        x = self.backend.embed(self.token_embd, ids)
+        for block, layer in zip(self.blk, cache, strict=True):
+            x = block(x, layer, start)
+        return self.backend.logits(x, self.output_norm, self.config.rms_eps, self.output, last_only)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Weight bytes that one decoded token reads: every matrix once, one row of the embedding."""
+        blocks = sum(block.attention.nbytes + block.ffn.nbytes for block in self.blk)
+        return blocks + self.output.nbytes + self.token_embd.nbytes // self.token_embd.rows
+
+    def _block(self, tensors: LayerTensors, shared: AttentionSpec) -> Block:
+        spec = shared
+        if self.config.qk_norm:
+            (q_norm,), (k_norm,) = tensors.take("attn_q_norm"), tensors.take("attn_k_norm")
+            spec = replace(shared, q_norm=self.backend.vector([q_norm]), k_norm=self.backend.vector([k_norm]))
+        return Block(self.config, tensors, self.backend, spec)
+
+    def _attention_spec(self, top: LayerTensors, ctx_size: int) -> AttentionSpec:
+        config, device = self.config, self.backend.device
+        factors = self.backend.vector(top.take("rope_freqs")) if top.has("rope_freqs") else None
+        cos, sin = rope_table(config.rope, ctx_size, factors)
+        return AttentionSpec(
+            heads=config.head_count,
+            kv_heads=config.head_count_kv,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            window=config.sliding_window,
+            rope_layout=config.rope_layout,
+            cos=cos.to(device, torch.float32),
+            sin=sin.to(device, torch.float32),
+            mask_band=causal_mask_band(min(self.chunk_size, ctx_size), ctx_size, config.sliding_window).to(device),
+            eps=config.rms_eps,
+        )

@@ -1,0 +1,75 @@
+"""A GGUF model as the decoder wants it: checked tensors as views on the mapped file.
+
+Types of the block format table stay as stored. The few others (IQ1 to IQ3, TQ) are expanded to F32 here, through
+the gguf package, and the notes say so with the memory that it takes.
+"""
+
+import warnings
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.chat_template import ChatTemplate
+from quengine.models.config import ModelConfig
+from quengine.models.gguf import GGUFTensor, open_gguf
+from quengine.models.tensor_table import check_tensors
+from quengine.models.tokenizer import Tokenizer
+
+
+class GGUFCheckpoint:
+    """See the module docstring; implements models.checkpoint.Checkpoint.
+
+    Raises:
+        GGUFError: the file is malformed, or lacks a tensor the architecture needs.
+        EngineError: the architecture is not one of those supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = open_gguf(path)
+        self.config = ModelConfig.from_gguf(self.file)
+        check_tensors(self.file, self.config)
+
+    @cached_property
+    def tensors(self) -> dict[str, QuantTensor]:
+        return {name: _quant_tensor(tensor) for name, tensor in self.file.tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.file.tensors.values())
+
+    @property
+    def notes(self) -> list[str]:
+        expanded = [t for t in self.file.tensors.values() if t.type_name not in FORMATS]
+        if not expanded:
+            return []
+        types = ", ".join(sorted({t.type_name for t in expanded}))
+        gib = sum(4 * int(np.prod(t.shape)) for t in expanded) / 2**30
+        return [f"{len(expanded)} tensors of type {types} have no packed kernel: expanded to F32, {gib:.2f} GiB"]
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_gguf(self.file)
+
+    def chat_template(self) -> ChatTemplate | None:
+        return ChatTemplate.from_gguf(self.file)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _quant_tensor(tensor: GGUFTensor) -> QuantTensor:
+    if tensor.type_name in FORMATS:
+        with warnings.catch_warnings():
+            # The mapping is read-only on purpose; nothing here writes through the tensor.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            data = torch.from_numpy(tensor.data)
+        return QuantTensor(tensor.name, FORMATS[tensor.type_name], tensor.shape, data)
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values = dequantize(tensor.data, GGMLQuantizationType[tensor.type_name]).astype(np.float32, copy=False)
+    rows = torch.from_numpy(np.ascontiguousarray(values)).reshape(-1, tensor.shape[-1])
+    return QuantTensor(tensor.name, FORMATS["F32"], tensor.shape, rows.view(torch.uint8))
