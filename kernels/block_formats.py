@@ -1,11 +1,11 @@
 """The GGUF block formats as one table, and their torch unpacking: what the bytes of a weight row mean.
 
-A row of K weights is K / `block` blocks of `nbytes` bytes. In a block, groups of `group` weights share a scale:
+A row of K weights is K / `block` blocks of `nbytes` bytes. Groups of `group` weights in it share a scale:
 
     w = s*q - m      s = d*sc (d where the format has no sub-scales),  m = dmin*mn (dmin without sub-minimums)
 
-q is `code - offset`, or `table[code]` for the 4-bit formats with a non-uniform grid. `Groups` keeps exactly the
-stored integers (codes, sc, mn) and 16-bit scales (d, dmin), so any packed layout can be made of it without loss.
+q is `code - offset`, or `table[code]` for the 4-bit formats with a non-uniform grid. `Groups` keeps the stored
+integers (codes, sc, mn) and 16-bit scales (d, dmin) as they are: any packed layout can be made of it.
 References: the `gguf` package (`gguf.quants`, to which `dequantize` is bit-exact) and ggml's `ggml-common.h`;
 MXFP4 is the OCP Microscaling Formats specification 1.0.
 
@@ -189,7 +189,7 @@ class Groups:
     d      fp16 [R, K/block]; for MXFP4 uint8, the E8M0 exponent e of the scale 2^(e-128)
     sc     [R, K/group] sub-scales or None: uint8 (Q2_K 4 bits, Q4_K and Q5_K 6 bits), int8 where signed
            (Q3_K and IQ4_XS -32..31, Q6_K 8 bits)
-    dmin   fp16 [R, K/block] or None; Q4_1 and Q5_1 store an added minimum: negated here, so that w = d*q - dmin
+    dmin   fp16 [R, K/block] or None; Q4_1 and Q5_1 store an added minimum: negated here, so w = d*q - dmin
     mn     uint8 [R, K/group] sub-minimums or None (same bits as sc)
     """
 
@@ -280,7 +280,7 @@ def _e8m0_half(e: Tensor) -> Tensor:
 
 
 def _bit_planes(field: Tensor, run: int, width: int) -> Tensor:
-    """Codes of `width` bits, stored as planes: each run of `run` bytes holds 8/width runs of codes, low bits first.
+    """Codes of `width` bits in planes: each run of `run` bytes holds 8/width runs of codes, low bits first.
 
     field uint8 [R, B, n] -> uint8 [R, B, n*8/width].
     """
@@ -336,8 +336,8 @@ def _unpack_q2_k(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
 
 
 def _unpack_q3_k(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    # The mask bit is the third bit of the code: q = code - 4. Sub-scales: low nibbles of 8 bytes, then their high
-    # nibbles, with the top two bits in four bytes, as planes of four.
+    # The mask bit is the third bit of the code: q = code - 4. Sub-scales: low nibbles of 8 bytes, then their
+    # high nibbles, with the top two bits in four bytes, as planes of four.
     codes = _bit_planes(f["codes"], 32, 2) | (_bit_planes(f["high"], 32, 1) << 2)
     low, top = f["scales"][..., 0:8], f["scales"][..., 8:12]
     sc = (_bit_planes(low, 8, 4) | (_bit_planes(top, 4, 2) << 4)).view(torch.int8) - 32
@@ -362,7 +362,7 @@ def _unpack_q6_k(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
 
 
 def _unpack_iq4_xs(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    # 6-bit sub-scales: low nibbles two to a byte; the top two bits of scale i are bits 2i, 2i+1 of a 16-bit field.
+    # 6-bit sub-scales: low nibbles two to a byte; the top two bits of scale i are bits 2i, 2i+1 of 16 bits.
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=f["d"].device)
     top = ((f["scales_high"].unsqueeze(-1) >> shifts) & 3).flatten(-2)
     sc = (_bit_planes(f["scales"], 1, 4) | (top << 4)).view(torch.int8) - 32
