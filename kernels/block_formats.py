@@ -4,8 +4,8 @@ A row of K weights is K / `block` blocks of `nbytes` bytes. Groups of `group` we
 
     w = s*q - m      s = d*sc (d where the format has no sub-scales),  m = dmin*mn (dmin without sub-minimums)
 
-q is `code - offset`, or `table[code]` for the 4-bit formats with a non-uniform grid. `Groups` keeps the stored
-integers (codes, sc, mn) and 16-bit scales (d, dmin) as they are: any packed layout can be made of it.
+q is `code - offset`, or `table[code]` for the 4-bit formats with a non-uniform grid. `Groups` keeps the
+stored integers (codes, sc, mn) and 16-bit scales (d, dmin) as they are: any packed layout can be made of it.
 References: the `gguf` package (`gguf.quants`, to which `dequantize` is bit-exact) and ggml's `ggml-common.h`;
 MXFP4 is the OCP Microscaling Formats specification 1.0.
 
