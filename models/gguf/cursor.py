@@ -14,6 +14,7 @@ from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
+
 from quengine.models.gguf.errors import GGUFError
 
 _U64 = struct.Struct("<Q")

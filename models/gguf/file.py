@@ -10,6 +10,7 @@ from types import MappingProxyType, TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
+
 from quengine.models.gguf.cursor import StringArray
 from quengine.models.gguf.errors import GGUFError, shown
 from quengine.models.gguf.header import Entry, GGUFTensor, Shard, Value

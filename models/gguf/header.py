@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
 from quengine.models.gguf.cursor import ARRAY, SCALAR_TYPES, STRING, UINT32, Cursor, StringArray
 from quengine.models.gguf.errors import GGUFError, shown
 from quengine.models.gguf.tensor_types import TENSOR_TYPES, TensorType

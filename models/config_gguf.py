@@ -1,0 +1,250 @@
+"""Reads a ModelConfig from GGUF metadata.
+
+Key names and defaults follow the GGUF specification and what llama.cpp does where the specification is silent;
+keys that would change the computation in a way the decoder lacks are refused, never ignored.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from quengine.models.config import (
+    LIMITS,
+    ROPE_LAYOUTS,
+    ModelConfig,
+    RopeScaling,
+    RopeScalingKind,
+    unsupported_architecture,
+    yarn_attention_factor,
+)
+from quengine.models.gguf import GGUFError, GGUFFile
+from quengine.models.gguf.vocab_checks import TOKENS, check_chat_templates
+
+# ModelConfig field -> the key, after the architecture's prefix, that an error about it names.
+KEYS: Mapping[str, str] = {
+    "vocab_size": "vocab_size",
+    "context_length": "context_length",
+    "embedding_length": "embedding_length",
+    "block_count": "block_count",
+    "feed_forward_length": "feed_forward_length",
+    "head_count": "attention.head_count",
+    "head_count_kv": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rope_dim": "rope.dimension_count",
+    "rope_freq_base": "rope.freq_base",
+    "rms_eps": "attention.layer_norm_rms_epsilon",
+    "sliding_window": "attention.sliding_window",
+    "rope_scaling.factor": "rope.scaling.factor",
+    "rope_scaling.attention_factor": "rope.scaling.attn_factor",
+    "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
+    "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
+    "rope_scaling.original_context_length": "rope.scaling.original_context_length",
+    "attention_temperature_scale": "attention.temperature_scale",
+    "attention_temperature_length": "rope.scaling.original_context_length",
+}
+ROPE_FREQS = "rope_freqs.weight"
+
+# Keys whose presence with another value than the neutral one means a computation that the decoder lacks.
+_NEUTRAL: Mapping[str, float | bool] = {
+    "attention.scale": 0.0,
+    "attention.output_scale": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.causal": True,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 0.0,
+    "residual_scale": 0.0,
+    "embedding_scale": 0.0,
+    "use_parallel_residual": False,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
+_REFUSED = ("attention.sliding_window_pattern", "rope.dimension_sections", "attention.kv_lora_rank")
+
+
+def read_gguf_config(file: GGUFFile) -> ModelConfig:
+    """See ModelConfig.from_gguf."""
+    architecture = file.require_str("general.architecture")
+    layout = ROPE_LAYOUTS.get(architecture)
+    if layout is None:
+        raise unsupported_architecture(architecture)
+    _refuse_unimplemented(file, architecture)
+    check_chat_templates(file)
+    heads = _uniform_int(file, architecture, "head_count")
+    heads_kv = _uniform_int(file, architecture, "head_count_kv", default=heads)
+    embedding = _uniform_int(file, architecture, "embedding_length")
+    context = _uniform_int(file, architecture, "context_length")
+    head_dim = _head_dim(file, architecture, embedding, heads)
+    scaling = _rope_scaling(file, architecture, context)
+    temperature = file.get_float(f"{architecture}.attention.temperature_scale") or 0.0
+    window = file.get_int(f"{architecture}.attention.sliding_window")
+    config = ModelConfig(
+        architecture=architecture,
+        name=file.get_str("general.name") or architecture,
+        vocab_size=_vocab_size(file, architecture),
+        context_length=context,
+        embedding_length=embedding,
+        block_count=_uniform_int(file, architecture, "block_count"),
+        feed_forward_length=_uniform_int(file, architecture, "feed_forward_length"),
+        head_count=heads,
+        head_count_kv=heads_kv,
+        head_dim=head_dim,
+        rope_dim=_uniform_int(file, architecture, "rope_dim", default=head_dim),
+        rope_freq_base=_float(file, f"{architecture}.rope.freq_base", 10000.0),
+        rope_layout=layout,
+        rope_scaling=scaling,
+        rms_eps=_rms_eps(file, architecture),
+        # Converters write 0 for "no window".
+        sliding_window=window or None,
+        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
+        qk_norm=architecture == "qwen3",
+        tied_output="token_embd.weight" in file.tensors and "output.weight" not in file.tensors,
+        attention_temperature_scale=temperature,
+        attention_temperature_length=scaling.original_context_length if temperature else 0,
+    )
+    for field, problem in config.problems():
+        raise _field_error(file, architecture, field, problem)
+    return config
+
+
+def _field_error(file: GGUFFile, architecture: str, field: str, problem: str) -> GGUFError:
+    if field == "rope_scaling.freq_factors":
+        return file.tensor_error(ROPE_FREQS, problem)
+    if field == "vocab_size" and TOKENS in file.metadata:
+        return file.error(TOKENS, problem)
+    return file.error(f"{architecture}.{KEYS[field]}", problem)
+
+
+def _refuse_unimplemented(file: GGUFFile, architecture: str) -> None:
+    if file.get_int(f"{architecture}.expert_count"):
+        experts = file.get_int(f"{architecture}.expert_count")
+        why = f"with {experts} experts (a mixture of experts) is not supported"
+        raise unsupported_architecture(architecture, why)
+    for suffix, neutral in _NEUTRAL.items():
+        key = f"{architecture}.{suffix}"
+        value = file.metadata.get(key)
+        if value is not None and (not isinstance(value, int | float) or value != neutral):
+            shown = value if isinstance(value, int | float) else f"a {file.entries[key].type_name}"
+            raise file.error(key, f"{shown}: the decoder does not implement this, only {neutral}")
+    for suffix in _REFUSED:
+        key = f"{architecture}.{suffix}"
+        if key in file.metadata:
+            raise file.error(key, "the decoder does not implement what this key asks for")
+
+
+def _uniform_int(file: GGUFFile, architecture: str, field: str, default: int | None = None) -> int:
+    """A size that some files give once and some once a layer; the layers must then agree."""
+    key = f"{architecture}.{KEYS[field]}"
+    low, high = LIMITS[field]
+    value = file.metadata.get(key)
+    if isinstance(value, np.ndarray):
+        values = file.get_ints(key)
+        assert values is not None
+        distinct = np.unique(values).tolist()
+        if len(distinct) != 1:
+            shown = ", ".join(map(str, distinct[:4]))
+            raise file.error(key, f"differs between layers ({shown}), which the decoder does not implement")
+        number = int(distinct[0])
+        if not low <= number <= high:
+            raise file.error(key, f"{number} is not from {low} to {high}")
+        return number
+    if value is None and default is not None:
+        return default
+    return file.require_int(key, low, high)
+
+
+def _float(file: GGUFFile, key: str, default: float) -> float:
+    value = file.get_float(key)
+    return default if value is None else value
+
+
+def _rms_eps(file: GGUFFile, architecture: str) -> float:
+    key = f"{architecture}.{KEYS['rms_eps']}"
+    value = file.get_float(key)
+    if value is None:
+        raise file.error(key, "missing from the metadata")
+    return value
+
+
+def _vocab_size(file: GGUFFile, architecture: str) -> int:
+    """The tokenizer's size where the file has one; the tensors are checked against it elsewhere."""
+    tokens = file.get_strings(TOKENS)
+    return _uniform_int(file, architecture, "vocab_size") if tokens is None else len(tokens)
+
+
+def _head_dim(file: GGUFFile, architecture: str, embedding: int, heads: int) -> int:
+    key_length = file.get_int(f"{architecture}.attention.key_length", *LIMITS["head_dim"])
+    value_key = f"{architecture}.attention.value_length"
+    value_length = file.get_int(value_key, *LIMITS["head_dim"])
+    if key_length is None:
+        if embedding % heads:
+            problem = (
+                f"{embedding} is not a multiple of the {heads} heads, and there is no attention.key_length"
+            )
+            raise file.error(f"{architecture}.embedding_length", problem)
+        key_length = embedding // heads
+    if value_length is not None and value_length != key_length:
+        problem = (
+            f"{value_length} differs from the key length, {key_length}, which the decoder does not implement"
+        )
+        raise file.error(value_key, problem)
+    return key_length
+
+
+def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> RopeScaling:
+    prefix = f"{architecture}.rope.scaling"
+    named = file.get_str(f"{prefix}.type")
+    if named not in (None, "none", "linear", "yarn"):
+        raise file.error(f"{prefix}.type", f"{named!r} is not implemented; none, linear and yarn are")
+    factor = file.get_float(f"{prefix}.factor")
+    if factor is None:
+        factor = file.get_float(f"{architecture}.rope.scale_linear")  # the name before GGUF had scaling types
+    # Writers put 0 for "not scaled"; a bare factor has always meant linear scaling.
+    factor = factor or 1.0
+    kind: RopeScalingKind = "none"
+    if named == "yarn":
+        kind = "yarn"
+    elif named != "none" and factor != 1.0:
+        kind = "linear"
+    freq_factors = _freq_factors(file)
+    if freq_factors is not None and kind == "none":
+        kind = "llama3"
+    original = file.get_int(f"{prefix}.original_context_length", 1, LIMITS["context_length"][1])
+    return RopeScaling(
+        kind=kind,
+        factor=factor if kind in ("linear", "yarn") else 1.0,
+        original_context_length=context if original is None else original,
+        beta_fast=_float(file, f"{prefix}.yarn_beta_fast", 32.0),
+        beta_slow=_float(file, f"{prefix}.yarn_beta_slow", 1.0),
+        attention_factor=_attention_factor(file, prefix, kind, factor),
+        freq_factors=freq_factors,
+    )
+
+
+def _attention_factor(file: GGUFFile, prefix: str, kind: RopeScalingKind, factor: float) -> float:
+    """The multiplier of cos and sin.
+
+    `yarn_attn_factor` is Hugging Face's `attention_factor`, which replaces YaRN's own; `attn_factor`
+    multiplies whatever there is.
+    """
+    extra = _float(file, f"{prefix}.attn_factor", 1.0)
+    if kind != "yarn":
+        return extra
+    multiplier = _float(file, f"{prefix}.yarn_log_multiplier", 0.0)
+    if not 0.0 <= multiplier <= 100.0:
+        raise file.error(f"{prefix}.yarn_log_multiplier", f"{multiplier} is not a number from 0 to 100")
+    given = file.get_float(f"{prefix}.yarn_attn_factor")
+    return extra * (yarn_attention_factor(factor, multiplier) if given is None else given)
+
+
+def _freq_factors(file: GGUFFile) -> tuple[float, ...] | None:
+    tensor = file.tensors.get(ROPE_FREQS)
+    if tensor is None:
+        return None
+    if tensor.type_name != "F32" or len(tensor.shape) != 1:
+        problem = f"{tensor.type_name} of shape {list(tensor.shape)}, must be a vector of F32"
+        raise file.tensor_error(ROPE_FREQS, problem)
+    if tensor.shape[0] > LIMITS["rope_dim"][1]:
+        raise file.tensor_error(ROPE_FREQS, f"{tensor.shape[0]} frequency factors are more than any head has")
+    values = np.frombuffer(tensor.data.tobytes(), "<f4")
+    return tuple(float(value) for value in values)
