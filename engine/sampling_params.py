@@ -1,7 +1,7 @@
 """What the user asks of the text: how tokens are chosen and when to stop.
 
-Knows ranges and defaults (those of llama.cpp), not logits, tokenizers or models: that a token id exists in the
-vocabulary is checked by the sampler, which knows its size. The order of the samplers is in docs/sampling.md.
+Knows ranges and defaults (those of llama.cpp), not logits, tokenizers or models: that a token id exists in
+the vocabulary is checked by the sampler, which knows its size. docs/sampling.md gives the samplers' order.
 """
 
 import math
@@ -25,9 +25,9 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1: all of them.
         top_p: keep the most likely tokens that together reach this probability; 1: all of them.
         min_p: drop tokens less likely than this share of the most likely one; 0: none.
-        typical_p: keep the tokens of most typical surprise that together reach this probability; 1: all of them.
+        typical_p: keep the tokens of most typical surprise that together reach this probability; 1: all.
         repeat_penalty: divides (multiplies when negative) the logits of recent tokens; 1: no penalty.
-        repeat_last_n: how many of the last tokens, prompt included, the three penalties look at; 0: none, -1: all.
+        repeat_last_n: how many of the last tokens, prompt included, the penalties look at; 0: none, -1: all.
         presence_penalty: subtracted from the logit of every recent token; 0: no penalty.
         frequency_penalty: subtracted once for every time a token is among the recent ones; 0: no penalty.
         logit_bias: token id -> number added to its logit before all else; -inf bans the token.
@@ -35,7 +35,7 @@ class SamplingParams:
         stop: strings that end the text; they are not part of it.
         stop_token_ids: tokens that end the text, beside the model's own end tokens.
         ignore_eos: go on after the model's end tokens (benchmarks).
-        logprobs: report the log-probability of each token and of this many alternatives; None: report nothing.
+        logprobs: report the log-probability of each token and of this many likely ones; None: of none.
         n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
 
     Raises:
