@@ -23,6 +23,10 @@ _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio and sqrt(3) - 1: the key
 _PHILOX_ROUNDS = 10
 
 
+class NoCandidateError(ValueError):
+    """Every token is banned: there is nothing to choose from."""
+
+
 class Candidates(NamedTuple):
     """The tokens still in play, most likely first; equal logits by the lower id."""
 
@@ -93,7 +97,7 @@ def top_k_candidates(logits: Tensor, k: int) -> Candidates:
     """The `k` largest of `logits` (fp32 [V]), ranked; k <= 0 or k >= V: all. Banned tokens (-inf) stay out.
 
     Raises:
-        ValueError: every token is banned.
+        NoCandidateError: every token is banned.
     """
     if 0 < k < logits.shape[0]:
         # topk takes any of the tokens that tie for the last place: take all that reach it, rank them, cut.
@@ -104,7 +108,7 @@ def top_k_candidates(logits: Tensor, k: int) -> Candidates:
     kept = logits[ids]
     allowed = int(torch.searchsorted(-kept, math.inf))  # the -inf ones come last
     if allowed == 0:
-        raise ValueError("every token is banned")
+        raise NoCandidateError("every token is banned")
     return Candidates(ids[:allowed], kept[:allowed].double())
 
 
@@ -181,12 +185,12 @@ def sample(
     other settings.
 
     Raises:
-        ValueError: every token is banned.
+        NoCandidateError: every token is banned.
     """
     if temperature == 0:
         token = greedy(logits)
         if logits[token] == -math.inf:
-            raise ValueError("every token is banned")
+            raise NoCandidateError("every token is banned")
         return token
     candidates = top_k_candidates(logits, top_k)
     candidates = keep_typical_p(candidates, typical_p)

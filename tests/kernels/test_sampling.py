@@ -82,7 +82,7 @@ def test_banned_tokens_are_never_candidates() -> None:
     assert sampling.top_k_candidates(logits, 3).ids.tolist() == [1, 3]
     assert sampling.top_k_candidates(logits, 0).ids.tolist() == [1, 3]
     for temperature in (0, 1):
-        with pytest.raises(ValueError, match="every token is banned"):
+        with pytest.raises(sampling.NoCandidateError, match="every token is banned"):
             sampling.sample(torch.full((4,), -math.inf), **OPEN | {"temperature": temperature}, uniform=0.5)
 
 

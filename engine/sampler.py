@@ -1,0 +1,167 @@
+"""Chooses the next token of one sequence: its penalties, its bias, its stream of random numbers.
+
+Knows the parameters of one request and the tokens so far; not where logits come from, nor when text ends. The
+arithmetic is in kernels/sampling.py, which runs wherever the logits are.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.errors import EngineError
+from quengine.kernels import sampling
+from quengine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely a token was to the model: natural logarithms, from the logits as the model gave them.
+
+    `top` holds the most likely tokens and their log-probabilities, best first, whether the sampled token is
+    among them or not.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A chosen token; `logprobs` is None unless asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Sampler:
+    """Samples one sequence.
+
+    Args:
+        params: how to sample; its seed must be set (`SamplingParams.with_seed`).
+        vocab_size: entries of the logits.
+        stream: which completion of the prompt this is; each has random numbers of its own under one seed.
+
+    Raises:
+        EngineError: `logit_bias` or `stop_token_ids` names a token outside the vocabulary.
+        ValueError: the parameters have no seed.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, stream: int = 0) -> None:
+        if params.seed is None:
+            raise ValueError("the parameters have no seed: call with_seed() first")
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise EngineError(f"{name}: token id {token} is not in the vocabulary of {vocab_size}")
+        self.params = params
+        self.vocab_size = vocab_size
+        self.seed: int = params.seed
+        self.stream = stream
+        self._recent = RecentTokens(params.repeat_last_n)
+        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
+
+    def sample(self, logits: Tensor, history: Sequence[int], position: int) -> Sample:
+        """The token at `position`, given the `logits` [vocab_size] fp32 there and the tokens before it.
+
+        `history` is the prompt and what has been generated, of which the penalties see the end. From call to
+        call it grows, or is cut short. The random number depends on seed, stream and `position` alone.
+
+        Raises:
+            EngineError: the logits are not all finite, or every token is banned; it says at which token.
+        """
+        assert logits.shape == (self.vocab_size,), (
+            f"logits {tuple(logits.shape)}, vocabulary {self.vocab_size}"
+        )
+        params = self.params
+        _check_finite(logits, position)
+        adjusted = self._adjusted(logits, history)
+        uniform = 0.0 if params.greedy else sampling.uniform(self.seed, position, self.stream)
+        try:
+            token = sampling.sample(
+                adjusted,
+                top_k=params.top_k,
+                typical_p=params.typical_p,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                temperature=params.temperature,
+                uniform=uniform,
+            )
+        except sampling.NoCandidateError:
+            raise EngineError(
+                f"token {position}: logit_bias bans every token, none is left to choose"
+            ) from None
+        return Sample(
+            token, None if params.logprobs is None else token_logprobs(logits, token, params.logprobs)
+        )
+
+    def _adjusted(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+        """Bias, then penalties; `logits` stays as it was, for the log-probabilities are the model's own."""
+        params, device = self.params, logits.device
+        if params.logit_bias:
+            logits = sampling.add_logit_bias(logits, self._bias_ids.to(device), self._bias.to(device))
+        if params.penalizes:
+            counts = self._recent.counts(history)
+            if counts:
+                ids = torch.tensor(list(counts), device=device)
+                seen = torch.tensor(list(counts.values()), device=device)
+                penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
+                logits = sampling.penalize(logits, ids, seen, *penalties)
+        return logits
+
+
+class RecentTokens:
+    """How often each token occurs among the last `window` of a growing history (-1: all of it).
+
+    Counts are kept from call to call, so that a long window costs as little as the tokens that are new.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._counts: Counter[int] = Counter()
+        self._start = 0  # history[_start:_end] is what has been counted
+        self._end = 0
+
+    def counts(self, history: Sequence[int]) -> Counter[int]:
+        """Token id -> occurrences (none of them 0) in the window's tokens of `history`."""
+        end = len(history)
+        start = 0 if self.window < 0 else max(0, end - self.window)
+        if end < self._end or start >= self._end:  # shorter than before, or nothing of the old window is left
+            self._counts.clear()
+            self._start = self._end = start
+        self._counts.update(history[self._end : end])
+        for token in history[self._start : start]:
+            self._counts[token] -= 1
+            if self._counts[token] == 0:
+                del self._counts[token]
+        self._start, self._end = start, end
+        return self._counts
+
+
+def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
+    """Log-probabilities of `token` and of the `top` most likely tokens under `logits` (fp32 [V], finite)."""
+    normalizer = sampling.log_normalizer(logits)
+    best: tuple[tuple[int, float], ...] = ()
+    if top > 0:
+        candidates = sampling.top_k_candidates(logits, top)
+        values = (candidates.logits - normalizer).tolist()
+        best = tuple(zip(candidates.ids.tolist(), values, strict=True))
+    return TokenLogprobs(token, float(logits[token]) - normalizer, best)
+
+
+def _check_finite(logits: Tensor, position: int) -> None:
+    low, high = (float(edge) for edge in torch.aminmax(logits))  # NaN goes through to both
+    if math.isfinite(low) and math.isfinite(high):
+        return
+    bad = ~torch.isfinite(logits)
+    first = int(torch.nonzero(bad)[0])
+    raise EngineError(
+        f"token {position}: {int(bad.sum())} of {logits.shape[0]} logits are not finite "
+        f"(first: {float(logits[first])} at token id {first}); the model file may be damaged, "
+        f"or the backend is at fault: try --backend reference"
+    )
