@@ -1,0 +1,133 @@
+"""Activations rounded for the q-dot, on the device: int16 per group of 32, kept as a high and a low byte plane.
+
+The rounding is kernels/activations.py's. The planes are what the matrix instructions take: `256*high + low`
+is the int16. `round_group` is for other kernels that produce a row and can round it while it is in
+registers. Does not know: which weights the row meets.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GROUP = 32
+_GROUPS_PER_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class RoundedActivations:
+    """T rows of K activations, a multiple of 32: x is about scale * (256*high + low). Rows are contiguous.
+
+    high   int8  [T, K]
+    low    uint8 [T, K]
+    scale  fp32  [T, K/32]  max|x| / 32767 of each group; 0 for a group of zeros
+    sums   int32 [T, K/16]  of the rounded integers, 16 at a time (some formats have a minimum every 16
+    weights)
+    """
+
+    high: Tensor
+    low: Tensor
+    scale: Tensor
+    sums: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.high.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.high.shape[1]
+
+    @classmethod
+    def empty(cls, rows: int, cols: int, device: torch.device | str) -> "RoundedActivations":
+        """Room for `rows` by `cols`, not filled. Raises ValueError if cols is no multiple of 32."""
+        if cols % GROUP:
+            raise ValueError(f"activations are rounded in groups of {GROUP}; {cols} is not a multiple")
+        return cls(
+            torch.empty(rows, cols, dtype=torch.int8, device=device),
+            torch.empty(rows, cols, dtype=torch.uint8, device=device),
+            torch.empty(rows, cols // GROUP, dtype=torch.float32, device=device),
+            torch.empty(rows, cols // 16, dtype=torch.int32, device=device),
+        )
+
+    def take(self, rows: slice) -> "RoundedActivations":
+        """Some of the rows, without a copy."""
+        return RoundedActivations(self.high[rows], self.low[rows], self.scale[rows], self.sums[rows])
+
+    def ints(self) -> Tensor:
+        """The rounded values: int16 [T, K]."""
+        return self.high.to(torch.int16) * 256 + self.low.to(torch.int16)
+
+    def dequantize(self) -> Tensor:
+        """fp32 [T, K]."""
+        return (self.ints().view(self.rows, -1, GROUP).float() * self.scale.unsqueeze(-1)).view(self.rows, -1)
+
+
+@triton.jit
+def round_group(x):
+    """Round x fp32 [G, 32], one group a row: (high int8, low uint8, both [G, 32], scale [G], sums int32 [G, 2])."""
+    peak = tl.max(tl.abs(x), axis=1)
+    scale = tl.math.div_rn(peak, 32767.0)
+    ratio = tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
+    # Adding 1.5 * 2^23 leaves no bits behind the point: rounds to nearest even, and |ratio| < 2^22.
+    value = ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
+    value = tl.where((scale > 0)[:, None], value, 0)
+    sums = tl.sum(tl.reshape(value, [value.shape[0], 2, 16]), axis=2)
+    return (value >> 8).to(tl.int8), (value & 255).to(tl.uint8), scale, sums
+
+
+@triton.jit
+def store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, first, groups, high, low, scale, sums):
+    """Store `round_group`'s results at group `first` of planes taken as flat; `groups` bounds the group index."""
+    group = first + tl.arange(0, high.shape[0])
+    inside = group < groups
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(high_ptr + at, high, mask=inside[:, None])
+    tl.store(low_ptr + at, low, mask=inside[:, None])
+    tl.store(scale_ptr + group, scale, mask=inside)
+    tl.store(sums_ptr + group[:, None] * 2 + tl.arange(0, 2)[None, :], sums, mask=inside[:, None])
+
+
+@triton.jit
+def _round_kernel(x_ptr, high_ptr, low_ptr, scale_ptr, sums_ptr, groups, BLOCK: tl.constexpr, PDL:
+tl.constexpr):
+    first = tl.program_id(0) * BLOCK
+    group = first + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = tl.load(x_ptr + at, mask=(group < groups)[:, None], other=0.0).to(tl.float32)
+    high, low, scale, sums = round_group(x)
+    store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, first, groups, high, low, scale, sums)
+
+
+def round_activations(
+    x: Tensor, out: RoundedActivations | None = None, pdl: bool = False
+) -> RoundedActivations:
+    """Round x [T, K] of any float type, contiguous, K a multiple of 32. `out` avoids the allocation.
+
+    Raises ValueError on other shapes. `pdl`: launched before its predecessor ends (sm_90 and later).
+    """
+    if x.ndim != 2 or not x.is_contiguous():
+        raise ValueError(f"rounding takes contiguous rows [T, K], not {list(x.shape)} {list(x.stride())}")
+    rounded = RoundedActivations.empty(*x.shape, x.device) if out is None else out
+    if rounded.high.shape != x.shape:
+        raise ValueError(f"out holds {list(rounded.high.shape)}, not {list(x.shape)}")
+    groups = x.numel() // GROUP
+    options = {"launch_pdl": True} if pdl else {}
+    _round_kernel[(triton.cdiv(groups, _GROUPS_PER_BLOCK),)](
+        x,
+        rounded.high,
+        rounded.low,
+        rounded.scale,
+        rounded.sums,
+        groups,
+        BLOCK=_GROUPS_PER_BLOCK,
+        PDL=pdl,
+        num_warps=4,
+        **options,
+    )
+    return rounded

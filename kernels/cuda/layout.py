@@ -1,0 +1,138 @@
+"""How each block format lies in packed planes: the constants that packing, kernels and tests share.
+
+A packed matrix is cut in tiles of 16 rows, a tile in chunks of 256 columns (128 where the columns are no
+multiple of 256), a chunk in steps. One step is what one integer matrix instruction (m16n8k32) of one warp
+consumes: lane 4r + q holds 8 consecutive columns of rows r and r + 8. The four lanes of a quad (q = 0..3)
+hold columns of four *different* groups: step s*J + j of a chunk covers columns 8j .. 8j+7 of groups 4s ..
+4s+3, with J = group/8. So a lane meets one group at a time, and the scales of that group are the only ones
+it needs. 4s .. 4s+3 is "set" s.
+
+Plane     per lane         content (rh: 0 for row r, 1 for row r + 8; half: first or last 4 of the 8 columns)
+low       4 bits: 8 B/step byte b of word `half`: code of rh 0 in the low nibble, of rh 1 in the high one
+          4 bits, table    word `half`: 16 bits of rh 0, 16 bits of rh 1, one nibble a column
+          2 bits: 4 B/step byte b: four 2-bit codes (half 0 rh 0, half 0 rh 1, half 1 rh 0, half 1 rh 1)
+          8 bits: 16 B/step two planes of 8 B: rh 0, then rh 1
+high      2 bits: 4 B/step as `low` with 2 bits
+          1 bit: 4 B a pair of steps: bits 0..3 of byte b as above for the even step, bits 4..7 for the odd
+          one
+scales    per chunk        see `ScaleKind`
+supers    per chunk        fp16 d (and dmin) of row r, then of row r + 8, for r = 0..7
+
+Does not know: how the planes are filled (packed.py) or multiplied (matvec.py, matmul.py).
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from quengine.kernels.block_formats import FORMATS, BlockFormat
+
+TILE_ROWS = 16
+LANES = 32
+
+
+class ScaleKind(IntEnum):
+    """What a lane reads per chunk, for the sets s of its group column q."""
+
+    HALF = 0  # fp16 d of rh 0, rh 1 for each set
+    HALF_MIN = 1  # fp16 d of rh 0, rh 1, dmin of rh 0, rh 1; 8 B a set, set-major
+    E8M0 = 2  # exponent byte of rh 0, rh 1 for each set
+    BYTE = 3  # int8 sc of rh 0, rh 1 for each set; supers hold d
+    BYTE_MIN = 4  # uint8 sc, mn of rh 0, sc, mn of rh 1 for each set; supers hold d, dmin
+    NIBBLE_MIN = 5  # byte sc | mn << 4 of rh 0, rh 1 for each set; supers hold d, dmin
+    SIX = 6  # sc + 32 in 6 bits: 32 words of low nibbles (field 2s + rh), then 32 shorts of top bits
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The planes of one format at one chunk size. Kernels take it whole, as a compile-time constant."""
+
+    format: str
+    group: int  # weights sharing a scale: 32 or 16
+    low: int  # bits in the low plane
+    high: int  # bits in the high plane, 0 if there is none
+    offset: int  # q = code - offset (a power of two, half the code range) or 0
+    table: int  # 0: none, 1: IQ4, 2: MXFP4
+    scales: int  # a ScaleKind
+    has_min: bool
+    chunk: int  # columns per chunk
+
+    @property
+    def bits(self) -> int:
+        return self.low + self.high
+
+    @property
+    def sets(self) -> int:
+        return self.chunk // (4 * self.group)
+
+    @property
+    def steps(self) -> int:
+        return self.chunk // 32
+
+    @property
+    def steps_per_set(self) -> int:
+        return self.group // 8
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of the low plane in one chunk of one tile."""
+        return TILE_ROWS * self.chunk * self.low // 8
+
+    @property
+    def high_bytes(self) -> int:
+        return TILE_ROWS * self.chunk * self.high // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        per_set = {0: 4, 1: 8, 2: 2, 3: 2, 4: 4, 5: 2}
+        return 192 if self.scales == ScaleKind.SIX else LANES * per_set[self.scales] * self.sets
+
+    @property
+    def super_bytes(self) -> int:
+        if self.scales in (ScaleKind.BYTE_MIN, ScaleKind.NIBBLE_MIN):
+            return 4 * TILE_ROWS
+        return 2 * TILE_ROWS if self.scales in (ScaleKind.BYTE, ScaleKind.SIX) else 0
+
+    @property
+    def chunk_bytes(self) -> int:
+        """All bytes of one chunk of one tile (16 rows)."""
+        return self.low_bytes + self.high_bytes + self.scale_bytes + self.super_bytes
+
+
+_SCALE_KINDS = {
+    "Q4_0": ScaleKind.HALF,
+    "Q4_1": ScaleKind.HALF_MIN,
+    "Q5_0": ScaleKind.HALF,
+    "Q5_1": ScaleKind.HALF_MIN,
+    "Q8_0": ScaleKind.HALF,
+    "Q2_K": ScaleKind.NIBBLE_MIN,
+    "Q3_K": ScaleKind.SIX,
+    "Q4_K": ScaleKind.BYTE_MIN,
+    "Q5_K": ScaleKind.BYTE_MIN,
+    "Q6_K": ScaleKind.BYTE,
+    "IQ4_NL": ScaleKind.HALF,
+    "IQ4_XS": ScaleKind.BYTE,
+    "MXFP4": ScaleKind.E8M0,
+}
+_LOW_BITS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}
+
+
+def packed_layout(fmt: BlockFormat, cols: int) -> PackedLayout:
+    """The layout of a matrix of `cols` columns. Raises ValueError for a float format."""
+    if not fmt.is_quantized:
+        raise ValueError(f"{fmt.name} stores plain floats: it is not packed")
+    low = _LOW_BITS[fmt.bits]
+    table = {"IQ4_NL": 1, "IQ4_XS": 1, "MXFP4": 2}.get(fmt.name, 0)
+    return PackedLayout(
+        fmt.name,
+        fmt.group,
+        low,
+        fmt.bits - low,
+        fmt.offset,
+        table,
+        int(_SCALE_KINDS[fmt.name]),
+        fmt.has_min,
+        256 if cols % 256 == 0 else 128,
+    )
+
+
+PACKED_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.is_quantized)
