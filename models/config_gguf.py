@@ -1,7 +1,7 @@
 """Reads a ModelConfig from GGUF metadata.
 
-Key names and defaults follow the GGUF specification and what llama.cpp does where the specification is silent;
-keys that would change the computation in a way the decoder lacks are refused, never ignored.
+Key names and defaults follow the GGUF specification, and llama.cpp where that is silent. Keys that change
+the computation in a way the decoder lacks are refused, never ignored.
 """
 
 from collections.abc import Mapping

@@ -58,7 +58,7 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
     embedding = _int(text, "embedding_length")
     head_dim = _head_dim(text, embedding, heads)
     rope = _rope_parameters(text)
-    rope_dim = int(head_dim * _number(text | rope, "partial_rotary_factor", 1.0))
+    rope_dim = int(head_dim * _number({**text, **rope}, "partial_rotary_factor", 1.0))
     context = _int(text, "context_length")
     base = _number(rope, "rope_theta", 10000.0)
     scaling = _rope_scaling(rope, base, rope_dim, context)

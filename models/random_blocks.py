@@ -1,0 +1,144 @@
+"""Random weights in any stored format: valid blocks whose dequantized values have a given spread.
+
+The integers are drawn and packed straight into blocks, no float matrix is made. It knows no tensors.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quengine.kernels.block_formats import FORMATS, BlockFormat
+
+Bytes = NDArray[np.uint8]
+_CHUNK_BYTES = 1 << 24
+
+
+def random_rows(
+    name: str, rows: int, cols: int, std: float, rng: np.random.Generator, mean: float = 0.0
+) -> Bytes:
+    """`rows` rows of `cols` weights of format `name`, uint8 [rows, row_bytes].
+
+    Weights have about mean 0 and standard deviation `std`; scales differ from group to group and block to block.
+    `mean` is for the float formats only. Raises ValueError for a `cols` that is not whole blocks.
+    """
+    fmt = FORMATS[name]
+    data = np.empty((rows, fmt.row_bytes(cols)), np.uint8)
+    step = max(1, _CHUNK_BYTES // data.shape[1])
+    for start in range(0, rows, step):
+        part = data[start : start + step]
+        if fmt.is_quantized:
+            part[:] = _random_blocks(fmt, part.size // fmt.nbytes, std, rng).reshape(part.shape)
+        else:
+            part[:] = _random_floats(name, len(part), cols, mean, std, rng)
+    return data
+
+
+def _random_floats(
+    name: str, rows: int, cols: int, mean: float, std: float, rng: np.random.Generator
+) -> Bytes:
+    values = rng.standard_normal((rows, cols), np.float32) * np.float32(std) + np.float32(mean)
+    if name == "F32":
+        return values.view(np.uint8)
+    if name == "F16":
+        return values.astype(np.float16).view(np.uint8)
+    # BF16 is the upper half of an F32.
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def _random_blocks(fmt: BlockFormat, count: int, std: float, rng: np.random.Generator) -> Bytes:
+    """`count` blocks, uint8 [count, nbytes]. Any bits are valid codes, so those are plain noise."""
+    blocks = np.frombuffer(bytearray(rng.bytes(count * fmt.nbytes)), np.uint8).reshape(count, fmt.nbytes)
+    grid = _code_values(fmt)
+    if fmt.name == "MXFP4":
+        # The scale is 2^(e - 127) over a table of doubled values; e is rounded, and varies by one.
+        exponent = np.log2(std / float(np.sqrt(np.mean(grid**2)))) + 128
+        _put(blocks, fmt, "d", np.floor(exponent + rng.random((count, 1))).astype(np.uint8))
+        return blocks
+    jitter = rng.uniform(0.75, 1.25, (count, 1))
+    if not fmt.sub_scale_bits:
+        centre = grid.mean() if fmt.has_min else 0.0
+        d = std / np.sqrt(np.mean((grid - centre) ** 2)) * jitter
+        _put(blocks, fmt, "d", _half(d))
+        if fmt.has_min:
+            _put(blocks, fmt, "min", _half(-centre * d))
+    elif fmt.has_min:
+        _put_scales_and_mins(blocks, fmt, std * jitter / grid.std(), float(grid.mean()), rng)
+    else:
+        _put_signed_scales(blocks, fmt, std * jitter / np.sqrt(np.mean(grid**2)), rng)
+    return blocks
+
+
+def _code_values(fmt: BlockFormat) -> NDArray[np.float64]:
+    """The integers that uniformly drawn codes stand for."""
+    if fmt.table is not None:
+        return np.array(fmt.table, np.float64)
+    low = -128 if fmt.bits == 8 else -fmt.offset
+    return np.arange(low, low + (1 << fmt.bits), dtype=np.float64)
+
+
+def _put(blocks: Bytes, fmt: BlockFormat, field: str, values: Bytes) -> None:
+    start, stop = fmt.layout[field]
+    blocks[:, start:stop] = values
+
+
+def _half(values: NDArray[np.float64]) -> Bytes:
+    return values.astype("<f2").view(np.uint8)
+
+
+def _put_scales_and_mins(
+    blocks: Bytes, fmt: BlockFormat, scale: NDArray[np.float64], centre: float, rng: np.random.Generator
+) -> None:
+    """Sub-scales sc and sub-minimums mn near them: with dmin = centre*d, d*sc*q - dmin*mn has mean 0."""
+    limit = 1 << fmt.sub_scale_bits
+    groups = fmt.block // fmt.group
+    sc = rng.integers(limit // 2, limit, (len(blocks), groups), np.uint8)
+    near = sc.astype(np.int16) + rng.integers(-limit // 16, limit // 16 + 1, sc.shape, np.int16)
+    mn = near.clip(0, limit - 1).astype(np.uint8)
+    d = scale / (0.75 * limit)
+    _put(blocks, fmt, "d", _half(d))
+    _put(blocks, fmt, "dmin", _half(centre * d))
+    _put(blocks, fmt, "scales", sc | mn << 4 if fmt.sub_scale_bits == 4 else _pack_k4(sc, mn))
+
+
+def _pack_k4(sc: Bytes, mn: Bytes) -> Bytes:
+    """Q4_K and Q5_K: 8 + 8 six-bit values in 12 bytes.
+
+    Bytes 0-3 and 4-7 hold sc and mn of groups 0-3 in their low six bits, bytes 8-11 the low nibbles of sc and
+    mn of groups 4-7, whose upper two bits are the upper two of bytes 0-7.
+    """
+    first = sc[:, :4] | (sc[:, 4:] >> 4) << 6
+    second = mn[:, :4] | (mn[:, 4:] >> 4) << 6
+    third = sc[:, 4:] & 15 | (mn[:, 4:] & 15) << 4
+    return np.concatenate((first, second, third), axis=1)
+
+
+def _put_signed_scales(
+    blocks: Bytes, fmt: BlockFormat, scale: NDArray[np.float64], rng: np.random.Generator
+) -> None:
+    """Sub-scales of both signs, from half the largest magnitude up."""
+    groups = fmt.block // fmt.group
+    top = 1 << (fmt.sub_scale_bits - 1)
+    magnitude = rng.integers(top // 2, top, (len(blocks), groups), np.int16)
+    signed = np.where(rng.random(magnitude.shape) < 0.5, -magnitude, magnitude)
+    _put(blocks, fmt, "d", _half(scale / (0.75 * top)))
+    if fmt.sub_scale_bits == 8:
+        _put(blocks, fmt, "scales", signed.astype(np.int8).view(np.uint8))
+        return
+    codes = (signed + top).astype(np.uint8)
+    if fmt.name == "Q3_K":
+        _put(blocks, fmt, "scales", _pack_q3k(codes))
+    else:
+        # IQ4_XS: nibbles of two groups a byte, then two upper bits a group in one u16.
+        _put(blocks, fmt, "scales", codes[:, 0::2] & 15 | (codes[:, 1::2] & 15) << 4)
+        upper = (codes >> 4).astype(np.uint16) << (2 * np.arange(groups, dtype=np.uint16))
+        _put(blocks, fmt, "scales_high", upper.sum(1, dtype=np.uint16)[:, None].astype("<u2").view(np.uint8))
+
+
+def _pack_q3k(codes: Bytes) -> Bytes:
+    """Q3_K: 16 six-bit values in 12 bytes, the low nibbles of groups i and i+8 in byte i.
+
+    Byte 8+i holds the upper two bits of groups i, i+4, i+8 and i+12, from the low end.
+    """
+    low = codes[:, :8] & 15 | (codes[:, 8:] & 15) << 4
+    upper = codes >> 4
+    high = upper[:, 0:4] | upper[:, 4:8] << 2 | upper[:, 8:12] << 4 | upper[:, 12:16] << 6
+    return np.concatenate((low, high), axis=1)

@@ -1,0 +1,141 @@
+"""Which tensors a model must have, and of what shape: the table that a file is checked against before use.
+
+It knows names, shapes and which types can be computed with; it reads no weights.
+"""
+
+import logging
+from collections.abc import Mapping
+
+from quengine.models.config import ModelConfig
+from quengine.models.gguf import GGUFFile, GGUFTensor
+
+log = logging.getLogger(__name__)
+
+FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
+QUANT_TYPES = frozenset(
+    [
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q8_0",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ4_NL",
+        "IQ4_XS",
+        "MXFP4",
+    ]
+)  # run as stored
+EXPANDED_TYPES = frozenset(
+    ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
+)  # dequantized at load
+MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | EXPANDED_TYPES
+
+Shape = tuple[int, ...]
+
+# Tensors that some model of a supported architecture has and that change its result: never to be passed over.
+_MEANINGFUL = (
+    "attn_output.bias",
+    "attn_qkv.weight",
+    "attn_qkv.bias",
+    "attn_q_norm.weight",
+    "attn_k_norm.weight",
+    "attn_sinks.weight",
+    "attn_q.bias",
+    "attn_k.bias",
+    "attn_v.bias",
+    "attn_norm.bias",
+    "ffn_norm.bias",
+    "ffn_gate.bias",
+    "ffn_up.bias",
+    "ffn_down.bias",
+    "ffn_gate_inp.weight",
+    "post_attention_norm.weight",
+    "post_ffw_norm.weight",
+)
+_MEANINGFUL_TOP = ("output.bias", "output_norm.bias", "token_embd_norm.weight", "position_embd.weight")
+
+
+def required_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Name and torch-order shape of every tensor that a model of this configuration has."""
+    shapes: dict[str, Shape] = {"token_embd.weight": (config.vocab_size, config.embedding_length)}
+    for i in range(config.block_count):
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in _block_tensors(config).items()}
+    shapes["output_norm.weight"] = (config.embedding_length,)
+    if not config.tied_output:
+        shapes["output.weight"] = (config.vocab_size, config.embedding_length)
+    if config.rope_scaling.freq_factors is not None:
+        shapes["rope_freqs.weight"] = (config.rope_dim // 2,)
+    return shapes
+
+
+def _block_tensors(config: ModelConfig) -> dict[str, Shape]:
+    hidden, inner = config.embedding_length, config.feed_forward_length
+    q, kv = config.head_count * config.head_dim, config.head_count_kv * config.head_dim
+    shapes: dict[str, Shape] = {
+        "attn_norm.weight": (hidden,),
+        "attn_q.weight": (q, hidden),
+        "attn_k.weight": (kv, hidden),
+        "attn_v.weight": (kv, hidden),
+        "attn_output.weight": (hidden, q),
+        "ffn_norm.weight": (hidden,),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        shapes |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+    if config.qk_norm:
+        shapes |= {"attn_q_norm.weight": (config.head_dim,), "attn_k_norm.weight": (config.head_dim,)}
+    return shapes
+
+
+def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
+    """Checks that `file` has the tensors of `config`, each of its shape and a type that can be computed with.
+
+    Extra tensors that nothing uses are named in one warning of this module's logger; extra ones that would
+    change the result are refused.
+
+    Raises:
+        GGUFError: a tensor is missing, or its shape or type is wrong, or the decoder does not apply it.
+    """
+    required = required_tensors(config)
+    for name, shape in required.items():
+        tensor = file.tensors.get(name)
+        if tensor is None:
+            held = len(file.tensors)
+            raise file.tensor_error(
+                name, f"missing: this {config.architecture} model needs it, {held} are there"
+            )
+        _check_tensor(file, tensor, shape)
+    extra = [name for name in file.tensors if name not in required]
+    for name in extra:
+        if name in _MEANINGFUL_TOP or (name.startswith("blk.") and name.endswith(_MEANINGFUL)):
+            raise file.tensor_error(
+                name, f"a {config.architecture} model with this tensor is not implemented"
+            )
+    if extra:
+        shown = ", ".join(extra[:8]) + (f" and {len(extra) - 8} more" if len(extra) > 8 else "")
+        log.warning("%s: %d tensors that nothing uses: %s", file.path, len(extra), shown)
+
+
+def _check_tensor(file: GGUFFile, tensor: GGUFTensor, shape: Shape) -> None:
+    if tensor.shape != shape:
+        problem = f"shape {list(tensor.shape)} (rows first), the metadata needs {list(shape)}"
+        raise file.tensor_error(tensor.name, problem)
+    allowed = FLOAT_TYPES if len(shape) == 1 else MATRIX_TYPES
+    if tensor.type_name not in allowed:
+        kind = "a vector" if len(shape) == 1 else "a matrix"
+        problem = f"type {tensor.type_name} is not supported for {kind}; {', '.join(sorted(allowed))} are"
+        raise file.tensor_error(tensor.name, problem)
+
+
+def parameter_count(tensors: Mapping[str, GGUFTensor]) -> int:
+    """Weights in `tensors`, each counted once."""
+    total = 0
+    for tensor in tensors.values():
+        total += tensor.nbytes // tensor.type.nbytes * tensor.type.block
+    return total
