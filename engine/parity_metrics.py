@@ -1,0 +1,202 @@
+"""How far two streams of logits are apart, and whether that is within a budget.
+
+Knows logits and numbers only: not what produced them, no model, no device, no text. docs/parity.md explains the
+measures to users.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+TILE_ELEMENTS = 2**21
+"""Logits compared at once, in fp64: 16 MiB a temporary, whatever the vocabulary."""
+
+TOP_K = 5
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Upper limits of the NMSE over positions; None: not limited."""
+
+    nmse_median: float
+    nmse_p99: float | None = None
+
+
+@dataclass(frozen=True)
+class PhaseMetrics:
+    """The differences of one phase, over all its positions.
+
+    nmse_*: normalised mean squared error of one position's logits, ||a - b||^2 / ||a - mean(a)||^2.
+    kl_*: Kullback-Leibler divergence KL(softmax a || softmax b) of one position, in nats.
+    top1, top5: the share of positions with the same largest logit; the mean share of a's five largest that are
+        among b's five.
+    max_difference: the largest |a - b| of any logit.
+    not_finite: positions with a NaN or infinite logit on either side; they are in no other number but `positions`.
+
+    Every field but the counts is NaN when no position was finite.
+    """
+
+    positions: int
+    not_finite: int
+    nmse_median: float
+    nmse_p99: float
+    nmse_max: float
+    kl_mean: float
+    kl_p99: float
+    top1: float
+    top5: float
+    max_difference: float
+
+    def excesses(self, budget: Budget) -> list[str]:
+        """What is outside the budget, one phrase each, with value and limit; empty when within."""
+        if self.positions == 0:
+            return ["no position was compared"]
+        found = []
+        if self.not_finite:
+            found.append(f"{self.not_finite} of {self.positions} positions have logits that are not finite")
+        limits = (("median", self.nmse_median, budget.nmse_median), ("p99", self.nmse_p99, budget.nmse_p99))
+        for name, value, limit in limits:
+            # Not "value > limit": NaN must not pass.
+            if limit is not None and not value <= limit:
+                found.append(f"NMSE {name} {value:.2g} is over {limit:.2g}")
+        return found
+
+
+@dataclass
+class Comparison:
+    """Collects the differences of one phase block by block; keeps four numbers a position, no logits."""
+
+    rows: list[Tensor] = field(default_factory=list)
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Take logits [T, vocab] of the same positions, of any float dtype and device."""
+        if a.shape != b.shape or a.ndim != 2:
+            raise ValueError(f"logits to compare have shapes {list(a.shape)} and {list(b.shape)}")
+        step = max(1, TILE_ELEMENTS // a.shape[1])
+        for row in range(0, a.shape[0], step):
+            tile = a[row : row + step].to("cpu", torch.float64), b[row : row + step].to("cpu", torch.float64)
+            self.rows.append(position_differences(*tile))
+
+    def metrics(self) -> PhaseMetrics:
+        """The summary so far."""
+        rows = torch.cat(self.rows) if self.rows else torch.empty(0, 5, dtype=torch.float64)
+        finite = rows[~rows.isnan().any(dim=1)]
+        nmse, kl, top1, top5, difference = finite.T
+        return PhaseMetrics(
+            positions=len(rows),
+            not_finite=len(rows) - len(finite),
+            nmse_median=percentile(nmse, 50),
+            nmse_p99=percentile(nmse, 99),
+            nmse_max=percentile(nmse, 100),
+            kl_mean=float(kl.mean()),
+            kl_p99=percentile(kl, 99),
+            top1=float(top1.mean()),
+            top5=float(top5.mean()),
+            max_difference=percentile(difference, 100),
+        )
+
+
+def position_differences(a: Tensor, b: Tensor) -> Tensor:
+    """Per position [T, 5]: NMSE, KL in nats, same top-1, shared top-5, largest difference; NaN where not finite.
+
+    `a` and `b` are fp64 [T, vocab]. The error is taken as it is, and normalised by the spread of `a` about its
+    mean: a constant added to all logits counts as an error in the one and does not hide errors in the other, so
+    this is never smaller than the NMSE of raw logits or of centred ones.
+    """
+    error = (a - b).square().sum(dim=1)
+    spread = (a - a.mean(dim=1, keepdim=True)).square().sum(dim=1)
+    nmse = torch.where(error == 0, 0.0, error / spread)
+    log_p, log_q = a.log_softmax(dim=1), b.log_softmax(dim=1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=1).clamp(min=0.0)
+    k = min(TOP_K, a.shape[1])
+    top_a, top_b = a.topk(k, dim=1).indices, b.topk(k, dim=1).indices
+    top1 = (a.argmax(dim=1) == b.argmax(dim=1)).double()
+    top5 = (top_a[:, :, None] == top_b[:, None, :]).any(dim=2).double().mean(dim=1)
+    result = torch.stack([nmse, kl, top1, top5, (a - b).abs().amax(dim=1)], dim=1)
+    broken = ~(a.isfinite().all(dim=1) & b.isfinite().all(dim=1))
+    return result.masked_fill(broken[:, None], float("nan"))
+
+
+def percentile(values: Tensor, percent: float) -> float:
+    """The smallest value that at least `percent` of `values` do not exceed; NaN when there are none."""
+    if not len(values):
+        return float("nan")
+    rank = -(-len(values) * percent // 100)
+    return float(values.sort().values[max(0, int(rank) - 1)])
+
+
+def paired_blocks(a: Iterable[Tensor], b: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks [t, vocab] of two streams, cut so that both of a pair hold the same positions.
+
+    The streams may be cut differently (one in chunks, the other token by token); a block of the longer cut is
+    held, never a whole stream. Raises ValueError when one stream ends before the other.
+    """
+    streams = iter(a), iter(b)
+    held: list[Tensor | None] = [None, None]
+    while True:
+        for side, stream in enumerate(streams):
+            if held[side] is None:
+                held[side] = next(stream, None)
+        first, second = held
+        if first is None and second is None:
+            return
+        if first is None or second is None:
+            raise ValueError(f"side {'a' if first is None else 'b'} gave fewer positions than the other")
+        count = min(len(first), len(second))
+        yield first[:count], second[:count]
+        held = [rest[count:] if len(rest) > count else None for rest in (first, second)]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A greedy choice that differs: `token_a` where `token_b` was generated, `index` tokens after the prompt.
+
+    `margin` is the distance of a's two largest logits there, `max_difference` the largest |a - b| of any logit
+    there. When b's token has b's largest logit, margin <= 2 * max_difference follows; a wider margin says that the
+    token was not chosen from these logits. `first` marks where the two free-running texts part.
+    """
+
+    prompt: int
+    index: int
+    token_a: int
+    token_b: int
+    margin: float
+    max_difference: float
+    first: bool
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether the difference of the logits explains the choice; a margin of 0 leaves it open."""
+        return self.margin == 0 or self.margin < 2 * self.max_difference
+
+
+@dataclass(frozen=True)
+class GreedyComparison:
+    """The greedy choices that differ along one generated text, and how far the logits are apart on the way."""
+
+    comparison: Comparison
+    divergences: list[Divergence]
+
+
+def compare_greedy(prompt: int, tokens: list[int], a: Iterable[Tensor], b: Iterable[Tensor]) -> "GreedyComparison":
+    """Compare a generated text's logits, [n, vocab] in blocks: those that each of `tokens` followed from.
+
+    Side b generated `tokens` and side a was fed them, so up to the first difference these are the logits of two
+    free-running texts; after it, those of two engines that go on from the same text.
+    """
+    comparison, found, index = Comparison(), [], 0
+    for block_a, block_b in paired_blocks(a, b):
+        comparison.add(block_a, block_b)
+        for row_a, row_b in zip(block_a.to("cpu", torch.float64), block_b.to("cpu", torch.float64), strict=True):
+            top = row_a.topk(2)
+            choice, token = int(row_a.argmax()), tokens[index]
+            if choice != token:
+                margin = float(top.values[0] - top.values[1])
+                largest = float((row_a - row_b).abs().max())
+                found.append(Divergence(prompt, index, choice, token, margin, largest, first=not found))
+            index += 1
+    if index != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens were generated and {index} positions compared")
+    return GreedyComparison(comparison, found)
