@@ -16,6 +16,10 @@ import warnings
 from typing import Annotated, TextIO
 
 import typer
+
+from quengine.cli.list import list_models
+from quengine.cli.pull import pull
+from quengine.cli.rm import remove
 from quengine.errors import EngineError
 
 CANNOT_RUN = 2
@@ -66,9 +70,12 @@ def options(
     warnings.showwarning = _show_warning
 
 
-for _name in ("generate", "chat", "bench", "parity", "tokenize", "show", "pull", "list", "rm", "doctor"):
+for _name in ("generate", "chat", "bench", "parity", "tokenize", "show", "doctor"):
     if importlib.util.find_spec(f"quengine.cli.{_name}") is not None:
         app.command(_name)(getattr(importlib.import_module(f"quengine.cli.{_name}"), _name))
+app.command("pull")(pull)
+app.command("list")(list_models)
+app.command("rm")(remove)
 
 
 class _OneLine(logging.Formatter):

@@ -1,0 +1,35 @@
+"""`engine pull`: fetches models from the Hugging Face Hub."""
+
+from typing import Annotated
+
+import typer
+
+
+def pull(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="Aliases, hf:user/repo:QUANT or hf:user/repo/file.gguf."),
+    ],
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Use only what is here (as HF_HUB_OFFLINE=1 does).")
+    ] = False,
+) -> None:
+    """Fetch models from the Hugging Face Hub, or go on with a fetch that was interrupted.
+
+    The files go to the Hugging Face cache, which other programs share; their digests are checked. Prints the
+    path of each model. See `engine list --all` for the aliases.
+    """
+    from pathlib import Path
+
+    from quengine.models.catalogue import catalogue
+    from quengine.models.hub import packaged_file
+    from quengine.models.hub_pull import pull_model
+
+    for name in names:
+        entry = catalogue().get(name.lower())
+        path = packaged_file(entry) if entry is not None else None
+        if path is None and Path(name).expanduser().exists():
+            path = Path(name).expanduser()
+        if path is None:
+            path = pull_model(name, offline, say=lambda line: typer.echo(line, err=True))
+        typer.echo(path)

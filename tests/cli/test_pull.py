@@ -1,0 +1,317 @@
+"""`engine pull`, `list` and `rm` with the real huggingface_hub client against a hub on loopback."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import COMMIT, Hub, serve_hub
+
+REPO = "someone/Tiny-GGUF"
+CHUNK = 10 * 2**20  # what huggingface_hub writes at once
+BIG = random.Random(1).randbytes(2 * CHUNK + 3_000_000)
+FILES = {
+    "README.md": b"a model",
+    "Tiny-Q4_K_M.gguf": BIG,
+    "Tiny-Q4_K_S.gguf": BIG[:1000],
+    "Tiny-Q8_0-00001-of-00003.gguf": BIG[1:2000],
+    "Tiny-Q8_0-00002-of-00003.gguf": BIG[2:2000],
+    "Tiny-Q8_0-00003-of-00003.gguf": BIG[3:2000],
+    "mmproj-Tiny-F16.gguf": BIG[:10],
+    "deep/Tiny-F16.gguf": BIG[:700],
+}
+
+
+@pytest.fixture
+def hub():
+    with serve_hub(Hub(files={REPO: dict(FILES)})) as served:
+        yield served
+
+
+@pytest.fixture
+def env(hub, tmp_path):
+    kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGING"))}
+    kept = {key: value for key, value in kept.items() if not key.lower().endswith("_proxy")}
+    return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
+
+
+@pytest.fixture
+def engine(env):
+    def run(*args, stdin="", code=None, **more):
+        program = (
+            [sys.executable, "-m", "quengine.cli.main"] if code is None else [sys.executable, "-c", code]
+        )
+        return subprocess.run(
+            [*program, *args], env={**env, **more}, input=stdin, capture_output=True, text=True, timeout=60
+        )
+
+    return run
+
+
+@pytest.fixture
+def start(env):
+    started = []
+
+    def run(*args):
+        program = [sys.executable, "-m", "quengine.cli.main", *args]
+        process = subprocess.Popen(
+            program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def cache(tmp_path):
+    return tmp_path / "hf" / "hub" / "models--someone--Tiny-GGUF"
+
+
+def blobs(tmp_path):
+    folder = cache(tmp_path) / "blobs"
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.is_dir() else {}
+
+
+def only_error_line(done, exit_code):
+    assert done.returncode == exit_code, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("engine: error:")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_a_quantization_is_fetched_into_the_shared_cache_and_then_resolves_without_the_network(
+    engine, hub, tmp_path
+):
+    done = engine("pull", f"hf:{REPO}:q4_k_m")
+    assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.strip())
+    assert path == cache(tmp_path) / "snapshots" / COMMIT / "Tiny-Q4_K_M.gguf"
+    assert path.read_bytes() == BIG
+    assert (cache(tmp_path) / "refs" / "main").read_text() == COMMIT
+    assert list(blobs(tmp_path)) == [hashlib.sha256(BIG).hexdigest()]
+
+    hub.requests.clear()
+    again = engine("pull", "--offline", f"hf:{REPO}:Q4_K_M")
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    code = "import sys; from quengine.models.hub import resolve_model; print(resolve_model(sys.argv[1]))"
+    assert engine(f"hf:{REPO}/Tiny-Q4_K_M.gguf", code=code).stdout == done.stdout
+    assert hub.requests == []
+
+
+def test_the_files_are_found_by_huggingface_hub_itself(engine):
+    engine("pull", f"hf:{REPO}:Q4_K_S")
+    code = f"import huggingface_hub as h; print(h.try_to_load_from_cache({REPO!r}, 'Tiny-Q4_K_S.gguf'))"
+    assert Path(engine(code=code).stdout.strip()).read_bytes() == FILES["Tiny-Q4_K_S.gguf"]
+
+
+def test_all_shards_of_a_split_model_come_and_the_first_is_named(engine):
+    done = engine("pull", f"hf:{REPO}:Q8_0")
+    path = Path(done.stdout.strip())
+    assert path.name == "Tiny-Q8_0-00001-of-00003.gguf"
+    for name in (name for name in FILES if "-of-" in name):
+        assert (path.parent / name).read_bytes() == FILES[name]
+
+
+def test_a_file_in_a_folder_of_the_repository_is_fetched_by_its_path(engine):
+    done = engine("pull", f"hf:{REPO}/deep/Tiny-F16.gguf")
+    assert Path(done.stdout.strip()).read_bytes() == FILES["deep/Tiny-F16.gguf"]
+
+
+def test_a_small_file_outside_large_file_storage_is_checked_by_its_git_object_id(engine, hub):
+    hub.small.add("Tiny-Q4_K_S.gguf")
+    done = engine("pull", f"hf:{REPO}:Q4_K_S")
+    assert Path(done.stdout.strip()).read_bytes() == FILES["Tiny-Q4_K_S.gguf"]
+    hub.small.add("Tiny-Q4_K_M.gguf")
+    hub.sent_instead["Tiny-Q4_K_M.gguf"] = BIG[::-1]
+    assert "git sha1" in only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M"), 1)
+
+
+def test_a_connection_cut_once_is_taken_up_again_in_the_same_pull(engine, hub):
+    hub.cut_after = [CHUNK + 1_000_000]
+    done = engine("pull", f"hf:{REPO}:Q4_K_M")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).read_bytes() == BIG
+    assert hub.gets == [("Tiny-Q4_K_M.gguf", None), ("Tiny-Q4_K_M.gguf", f"bytes={CHUNK}-")]
+
+
+def test_a_pull_that_failed_midway_goes_on_where_it_stopped(engine, hub, tmp_path):
+    hub.cut_after, hub.down = [CHUNK + 1_000_000], True
+    failed = engine("pull", f"hf:{REPO}:Q4_K_M")
+    line = only_error_line(failed, 2)
+    assert "10.49 MB of 23.97 MB is kept" in line
+    assert "pull again" in line
+    assert not (cache(tmp_path) / "snapshots").exists()
+
+    hub.down = False
+    hub.gets.clear()
+    done = engine("pull", f"hf:{REPO}:Q4_K_M")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).read_bytes() == BIG
+    assert hub.gets == [("Tiny-Q4_K_M.gguf", f"bytes={CHUNK}-")]
+    assert list(blobs(tmp_path)) == [hashlib.sha256(BIG).hexdigest()]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_pull_stopped_by_a_signal_goes_on_where_it_stopped(engine, start, hub, tmp_path, how):
+    hub.hold = threading.Event()
+    first = start("pull", f"hf:{REPO}:Q4_K_M")
+    assert hub.halfway.wait(30)
+    partial = cache(tmp_path) / "blobs" / f"{hashlib.sha256(BIG).hexdigest()}.incomplete"
+    first.send_signal(how)
+    hub.hold.set()
+    hub.hold = None
+    _, stderr = first.communicate(timeout=30)
+    assert first.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert "Traceback" not in stderr
+    had = partial.stat().st_size
+    assert had == CHUNK
+
+    hub.gets.clear()
+    done = engine("pull", f"hf:{REPO}:Q4_K_M")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).read_bytes() == BIG
+    assert hub.gets == [("Tiny-Q4_K_M.gguf", f"bytes={had}-")]
+
+
+def test_a_file_with_the_wrong_digest_is_refused_deleted_and_named(engine, hub, tmp_path):
+    hub.sent_instead["Tiny-Q4_K_M.gguf"] = BIG[:-1] + bytes([BIG[-1] ^ 1])
+    line = only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M"), 1)
+    assert "Tiny-Q4_K_M.gguf" in line
+    assert hashlib.sha256(BIG).hexdigest() in line
+    assert blobs(tmp_path) == {}
+    assert not (cache(tmp_path) / "snapshots").exists()
+    hub.sent_instead.clear()
+    assert engine("pull", f"hf:{REPO}:Q4_K_M").returncode == 0
+
+
+def test_a_corrupt_partial_file_is_caught_by_the_digest(engine, hub, tmp_path):
+    partial = cache(tmp_path) / "blobs" / f"{hashlib.sha256(BIG).hexdigest()}.incomplete"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"x" * 1000)
+    only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M"), 1)
+    assert hub.gets == [("Tiny-Q4_K_M.gguf", "bytes=1000-")]
+    assert not partial.exists()
+
+
+def test_too_little_disk_is_said_before_anything_is_fetched(engine, hub):
+    code = (
+        "import collections, shutil, sys\n"
+        "usage = collections.namedtuple('usage', 'total used free')\n"
+        "shutil.disk_usage = lambda path: usage(10**9, 0, 20_000_000)\n"
+        "from quengine.cli.main import run\n"
+        "sys.exit(run(sys.argv[1:]))"
+    )
+    line = only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M", code=code), 2)
+    assert "23.97 MB" in line and "20.00 MB" in line
+    assert hub.gets == []
+    assert engine("pull", f"hf:{REPO}:Q4_K_S", code=code).returncode == 0
+
+
+def test_a_disk_that_fills_up_midway_is_said_and_the_part_is_kept(engine, hub):
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (12_000_000, 12_000_000))\n"
+        "from quengine.cli.main import run\n"
+        "sys.exit(run(sys.argv[1:]))"
+    )
+    line = only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M", code=code), 2)
+    assert "12.00 MB of 23.97 MB is kept" in line
+    hub.gets.clear()
+    assert engine("pull", f"hf:{REPO}:Q4_K_M").returncode == 0
+    assert hub.gets == [("Tiny-Q4_K_M.gguf", "bytes=12000000-")]
+
+
+def test_of_two_pulls_at_once_one_fetches_and_the_other_waits_for_it(start, hub):
+    hub.hold = threading.Event()
+    first = start("pull", f"hf:{REPO}:Q4_K_M")
+    assert hub.halfway.wait(30)
+    second = start("pull", f"hf:{REPO}:Q4_K_M")
+    assert "being pulled by another process" in second.stderr.readline()
+    hub.hold.set()
+    out = [process.communicate(timeout=30)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0]
+    assert out[0] == out[1]
+    assert Path(out[0].strip()).read_bytes() == BIG
+    assert hub.gets == [("Tiny-Q4_K_M.gguf", None)]
+
+
+@pytest.mark.parametrize("switch", [{"args": ["--offline"]}, {"HF_HUB_OFFLINE": "1"}])
+def test_offline_never_asks_the_network_and_says_what_is_missing(engine, hub, switch):
+    args = switch.pop("args", [])
+    line = only_error_line(engine("pull", *args, f"hf:{REPO}:Q4_K_M", **switch), 1)
+    assert "offline" in line
+    assert hub.requests == []
+
+
+def test_a_quantization_that_is_not_there_lists_what_is(engine):
+    line = only_error_line(engine("pull", f"hf:{REPO}:Q5_K_M"), 1)
+    for name in ("Tiny-Q4_K_M.gguf", "Tiny-Q4_K_S.gguf", "2 more shards"):
+        assert name in line
+
+
+def test_a_name_that_fits_several_files_lists_them(engine):
+    line = only_error_line(engine("pull", f"hf:{REPO}"), 1)
+    assert "Tiny-Q4_K_M.gguf" in line and "Tiny-Q4_K_S.gguf" in line
+    assert "mmproj" not in line
+
+
+def test_unknown_and_gated_repositories_are_told_apart(engine, hub):
+    assert "no such repository" in only_error_line(engine("pull", "hf:no/where:Q4_0"), 2)
+    hub.gated.add(REPO)
+    assert "gated" in only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M"), 2)
+
+
+def test_a_hub_that_does_not_answer_is_one_line(engine):
+    line = only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M", HF_ENDPOINT="http://127.0.0.1:9"), 2)
+    assert "cannot reach http://127.0.0.1:9" in line
+
+
+def test_list_shows_what_is_here_and_rm_deletes_it_after_a_yes(engine, tmp_path):
+    engine("pull", f"hf:{REPO}:Q4_K_M", f"hf:{REPO}:Q8_0")
+    rows = {row["name"]: row for row in json.loads(engine("list", "--json").stdout)}
+    one, split = f"hf:{REPO}/Tiny-Q4_K_M.gguf", f"hf:{REPO}/Tiny-Q8_0-00001-of-00003.gguf"
+    assert (rows[one]["size"], rows[one]["quant"]) == (len(BIG), "Q4_K_M")
+    assert (rows[split]["size"], rows[split]["quant"]) == (1999 + 1998 + 1997, "Q8_0")
+    assert Path(rows[split]["path"]).is_file()
+    assert one in engine("list").stdout
+
+    only_error_line(engine("rm", one), 1)
+    assert Path(rows[one]["path"]).exists()
+
+    assert engine("rm", "-y", one).returncode == 0
+    assert len(blobs(tmp_path)) == 3
+    assert [name for name in engine("list").stdout.split() if name.startswith("hf:")] == [split]
+    assert engine("rm", "--yes", f"hf:{REPO}:Q8_0").returncode == 0
+    assert not cache(tmp_path).exists()
+    assert "not on this machine" in only_error_line(engine("rm", "-y", one), 1)
+
+
+def test_rm_keeps_a_blob_that_another_file_still_uses(engine, hub, tmp_path):
+    hub.files[REPO]["Copy-Q4_K_M-2.gguf"] = BIG
+    engine("pull", f"hf:{REPO}/Tiny-Q4_K_M.gguf", f"hf:{REPO}/Copy-Q4_K_M-2.gguf")
+    assert engine("rm", "-y", f"hf:{REPO}/Tiny-Q4_K_M.gguf").returncode == 0
+    assert (cache(tmp_path) / "snapshots" / COMMIT / "Copy-Q4_K_M-2.gguf").read_bytes() == BIG
+
+
+def test_list_all_shows_the_aliases_that_can_be_pulled(engine):
+    shown = engine("list", "--all").stdout
+    assert "mistral-7b-q4k" in shown and "(not pulled)" in shown
+
+
+def test_pull_of_a_file_that_is_here_prints_its_path(engine, tmp_path):
+    path = tmp_path / "mine.gguf"
+    path.write_bytes(b"GGUF")
+    assert engine("pull", str(path)).stdout.strip() == str(path)
