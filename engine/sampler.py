@@ -1,20 +1,24 @@
 """Chooses the next token of one sequence: its penalties, its bias, its stream of random numbers.
 
 Knows the parameters of one request and the tokens so far; not where logits come from, nor when text ends. The
-arithmetic is in kernels/sampling.py, which runs wherever the logits are.
+arithmetic is in kernels/sampling.py, on the host: logits that lie on a device are copied.
 """
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from quengine.errors import EngineError
 from quengine.kernels import sampling
+from quengine.kernels.sampling import Logits
 from quengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,10 @@ class Sampler:
         self.seed: int = params.seed
         self.stream = stream
         self._recent = RecentTokens(params.repeat_last_n)
-        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
-        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
+        self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
 
-    def sample(self, logits: Tensor, history: Sequence[int], position: int) -> Sample:
+    def sample(self, logits: "Tensor", history: Sequence[int], position: int) -> Sample:
         """The token at `position`, given the `logits` [vocab_size] fp32 there and the tokens before it.
 
         `history` is the prompt and what has been generated, of which the penalties see the end. From call to
@@ -79,8 +83,9 @@ class Sampler:
             f"logits {tuple(logits.shape)}, vocabulary {self.vocab_size}"
         )
         params = self.params
-        _check_finite(logits, position)
-        adjusted = self._adjusted(logits, history)
+        given: Logits = logits.float().cpu().numpy()
+        _check_finite(given, position)
+        adjusted = self._adjusted(given, history)
         uniform = 0.0 if params.greedy else sampling.uniform(self.seed, position, self.stream)
         try:
             token = sampling.sample(
@@ -97,21 +102,20 @@ class Sampler:
                 f"token {position}: logit_bias bans every token, none is left to choose"
             ) from None
         return Sample(
-            token, None if params.logprobs is None else token_logprobs(logits, token, params.logprobs)
+            token, None if params.logprobs is None else token_logprobs(given, token, params.logprobs)
         )
 
-    def _adjusted(self, logits: Tensor, history: Sequence[int]) -> Tensor:
+    def _adjusted(self, logits: Logits, history: Sequence[int]) -> Logits:
         """Bias, then penalties; `logits` stays as it was, for the log-probabilities are the model's own."""
-        params, device = self.params, logits.device
+        params = self.params
         if params.logit_bias:
-            logits = sampling.add_logit_bias(logits, self._bias_ids.to(device), self._bias.to(device))
+            logits = sampling.add_logit_bias(logits, self._bias_ids, self._bias)
         if params.penalizes:
-            counts = self._recent.counts(history)
-            if counts:
-                ids = torch.tensor(list(counts), device=device)
-                seen = torch.tensor(list(counts.values()), device=device)
-                penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
-                logits = sampling.penalize(logits, ids, seen, *penalties)
+            recent = self._recent.counts(history)
+            ids = np.fromiter(recent, dtype=np.int64, count=len(recent))
+            counts = np.fromiter(recent.values(), dtype=np.int64, count=len(recent))
+            penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
+            logits = sampling.penalize(logits, ids, counts, *penalties)
         return logits
 
 
@@ -143,8 +147,8 @@ class RecentTokens:
         return self._counts
 
 
-def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
-    """Log-probabilities of `token` and of the `top` most likely tokens under `logits` (fp32 [V], finite)."""
+def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
+    """Log-probabilities of `token` and of the `top` most likely tokens under `logits` ([V], finite)."""
     normalizer = sampling.log_normalizer(logits)
     best: tuple[tuple[int, float], ...] = ()
     if top > 0:
@@ -154,14 +158,12 @@ def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(token, float(logits[token]) - normalizer, best)
 
 
-def _check_finite(logits: Tensor, position: int) -> None:
-    low, high = (float(edge) for edge in torch.aminmax(logits))  # NaN goes through to both
-    if math.isfinite(low) and math.isfinite(high):
+def _check_finite(logits: Logits, position: int) -> None:
+    if math.isfinite(logits.min()) and math.isfinite(logits.max()):  # NaN goes through to both
         return
-    bad = ~torch.isfinite(logits)
-    first = int(torch.nonzero(bad)[0])
+    bad = np.flatnonzero(~np.isfinite(logits))
     raise EngineError(
-        f"token {position}: {int(bad.sum())} of {logits.shape[0]} logits are not finite "
-        f"(first: {float(logits[first])} at token id {first}); the model file may be damaged, "
+        f"token {position}: {len(bad)} of {logits.shape[0]} logits are not finite "
+        f"(first: {logits[bad[0]]} at token id {bad[0]}); the model file may be damaged, "
         f"or the backend is at fault: try --backend reference"
     )

@@ -37,6 +37,25 @@ def test_a_seed_gives_the_same_text_and_another_seed_or_stream_another() -> None
     assert tokens(SamplingParams(seed=7), stream=1) != first
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=5, logprobs=3),
+        SamplingParams(seed=5, top_k=0, top_p=1.0, min_p=0.0),
+        SamplingParams(seed=5, top_k=0, typical_p=0.9, logprobs=3),
+    ],
+)
+def test_the_thread_count_changes_nothing(params: SamplingParams) -> None:
+    vocab, threads = 151_936, torch.get_num_threads()
+    seen = []
+    for count in (1, 2, 3, 7):
+        torch.set_num_threads(count)
+        sampler = Sampler(params, vocab)
+        seen.append([sampler.sample(random_logits(row, vocab), [], row) for row in range(3)])
+    torch.set_num_threads(threads)
+    assert all(samples == seen[0] for samples in seen)
+
+
 def test_a_position_can_be_sampled_again_without_the_ones_before() -> None:
     params = SamplingParams(seed=7)
     sampler = Sampler(params, VOCAB)
@@ -113,8 +132,8 @@ def test_logprobs_are_those_of_the_models_own_logits() -> None:
 def test_logprobs_count_from_none_to_the_whole_vocabulary() -> None:
     logits = random_logits(12)
     assert Sampler(SamplingParams(seed=0), VOCAB).sample(logits, [], 0).logprobs is None
-    assert token_logprobs(logits, 3, 0).top == ()
-    everything = token_logprobs(logits, 3, VOCAB + 5).top
+    assert token_logprobs(logits.numpy(), 3, 0).top == ()
+    everything = token_logprobs(logits.numpy(), 3, VOCAB + 5).top
     assert len(everything) == VOCAB
     assert sum(math.exp(value) for _, value in everything) == pytest.approx(1, abs=1e-12)
 
