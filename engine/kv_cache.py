@@ -10,12 +10,6 @@ from quengine.models.config import ModelConfig
 CACHE_DTYPE = torch.float16
 
 
-def kv_bytes(config: ModelConfig, positions: int) -> int:
-    """Bytes of keys and values of all layers for this many positions, fp16."""
-    per_position = 2 * config.head_count_kv * config.head_dim * CACHE_DTYPE.itemsize
-    return config.block_count * positions * per_position
-
-
 @dataclass
 class KVCache:
     """`layers[i]` holds k and v as [ctx_size, kv_heads, head_dim]; `tokens` are the ids whose rows are valid."""

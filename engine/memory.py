@@ -1,7 +1,6 @@
 """How much memory a run needs, and how long a context fits. Refuses before anything is allocated."""
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.kv_cache import kv_bytes
 from quengine.models.config import ModelConfig
 
 _WORKSPACE = 256 * 2**20
@@ -34,16 +33,16 @@ def choose_context(config: ModelConfig, asked: int | None, weight_bytes: int, fr
             f"was made for; use -c {config.context_length} or less"
         )
     room = free - weight_bytes - _WORKSPACE
-    per_step = kv_bytes(config, _STEP)
+    per_step = config.kv_cache_bytes(_STEP)
     fitting = max(0, room) // per_step * _STEP
     wanted = config.context_length if asked is None else asked
     if fitting >= wanted:
         return wanted
     if asked is None and fitting >= _STEP:
         return fitting
-    need = weight_bytes + _WORKSPACE + kv_bytes(config, wanted if asked is not None else _STEP)
+    need = weight_bytes + _WORKSPACE + config.kv_cache_bytes(wanted if asked is not None else _STEP)
     advice = f"try -c {fitting}" if fitting >= _STEP else "use a smaller model or a smaller quantization"
     raise CannotRunError(
         f"not enough memory on {where}: needs {gib(need)} (weights {gib(weight_bytes)}, cache "
-        f"{gib(kv_bytes(config, wanted))} for {wanted} tokens), free {gib(free)}; {advice}"
+        f"{gib(config.kv_cache_bytes(wanted))} for {wanted} tokens), free {gib(free)}; {advice}"
     )

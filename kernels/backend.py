@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rope import RopeLayout
 
 Hidden: TypeAlias = Any
 """What a backend hands from one of its operations to the next, [T, width] in meaning: a plain tensor on the
@@ -35,7 +36,8 @@ class AttentionSpec:
 
     `cos`, `sin` are [ctx, rope_dim / 2] fp32, one row a position. `rope_layout` says which elements rotate
     together: "pairs" (0,1), (2,3), ... or "halves" (0, d/2), (1, d/2 + 1), ... `mask_band` is the causal mask
-    made once at load (see kernels/attention.py). `q_norm`, `k_norm` are per-head norm weights [head_dim].
+    made once at load (see kernels/attention.py). `query_scale` [ctx] fp32 multiplies the rotated query of each
+    position. `q_norm`, `k_norm` are per-head norm weights [head_dim], applied before the rotation.
     """
 
     heads: int
@@ -43,10 +45,11 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None
-    rope_layout: str
+    rope_layout: RopeLayout
     cos: Tensor
     sin: Tensor
     mask_band: Tensor
+    query_scale: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0

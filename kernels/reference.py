@@ -89,6 +89,8 @@ class ReferenceBackend:
             q, k = rms_norm(q, spec.q_norm, spec.eps), rms_norm(k, spec.k_norm, spec.eps)
         cos, sin = spec.cos[start:end].to(self.dtype), spec.sin[start:end].to(self.dtype)
         q, k = (apply_rope(x, cos, sin, spec.rope_layout) for x in (q, k))
+        if spec.query_scale is not None:
+            q = q * spec.query_scale[start:end, None, None].to(self.dtype)
         layer.k[start:end] = k.to(layer.k.dtype)
         layer.v[start:end] = v.to(layer.v.dtype)
         first = 0

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.chat_template import ChatTemplate
 from quengine.models.config import ModelConfig
 from quengine.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quengine.models.chat_template import ChatTemplate
 
 
 class Checkpoint(Protocol):
@@ -33,7 +35,7 @@ class Checkpoint(Protocol):
 
     def tokenizer(self) -> Tokenizer: ...
 
-    def chat_template(self) -> ChatTemplate | None: ...
+    def chat_template(self) -> "ChatTemplate | None": ...
 
     def close(self) -> None: ...
 

@@ -55,7 +55,7 @@ class Decoder:
         self.token_embd = backend.weight(top.take("token_embd"))
         self.output_norm = backend.vector(top.take("output_norm"))
         self.output = backend.weight(top.take("output")) if top.has("output") else self.token_embd
-        shared = self._attention_spec(top, ctx_size)
+        shared = self._attention_spec(ctx_size)
         self.blk = [self._block(LayerTensors(tensors, f"blk.{i}."), shared) for i in range(config.block_count)]
 
     def forward(self, ids: Tensor, cache: Sequence[KVLayer], start: int, last_only: bool = True) -> Tensor:
@@ -81,10 +81,10 @@ class Decoder:
             spec = replace(shared, q_norm=self.backend.vector([q_norm]), k_norm=self.backend.vector([k_norm]))
         return Block(self.config, tensors, self.backend, spec)
 
-    def _attention_spec(self, top: LayerTensors, ctx_size: int) -> AttentionSpec:
+    def _attention_spec(self, ctx_size: int) -> AttentionSpec:
         config, device = self.config, self.backend.device
-        factors = self.backend.vector(top.take("rope_freqs")) if top.has("rope_freqs") else None
-        cos, sin = rope_table(config.rope, ctx_size, factors)
+        cos, sin = rope_table(config.rope, ctx_size, device)
+        band = causal_mask_band(min(self.chunk_size, ctx_size), ctx_size, config.sliding_window, device)
         return AttentionSpec(
             heads=config.head_count,
             kv_heads=config.head_count_kv,
@@ -92,8 +92,17 @@ class Decoder:
             scale=config.head_dim**-0.5,
             window=config.sliding_window,
             rope_layout=config.rope_layout,
-            cos=cos.to(device, torch.float32),
-            sin=sin.to(device, torch.float32),
-            mask_band=causal_mask_band(min(self.chunk_size, ctx_size), ctx_size, config.sliding_window).to(device),
+            cos=cos,
+            sin=sin,
+            query_scale=_query_scale(config, ctx_size, device),
+            mask_band=band,
             eps=config.rms_eps,
         )
+
+
+def _query_scale(config: ModelConfig, ctx_size: int, device: torch.device) -> Tensor | None:
+    """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3), or None."""
+    if not config.attention_temperature_scale:
+        return None
+    steps = torch.arange(ctx_size, dtype=torch.float64) // config.attention_temperature_length
+    return (1.0 + config.attention_temperature_scale * torch.log1p(steps)).to(device, torch.float32)

@@ -7,16 +7,19 @@ the gguf package, and the notes say so with the memory that it takes.
 import warnings
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.chat_template import ChatTemplate
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFTensor, open_gguf
 from quengine.models.tensor_table import check_tensors
 from quengine.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quengine.models.chat_template import ChatTemplate
 
 
 class GGUFCheckpoint:
@@ -53,7 +56,9 @@ class GGUFCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self.file)
 
-    def chat_template(self) -> ChatTemplate | None:
+    def chat_template(self) -> "ChatTemplate | None":
+        from quengine.models.chat_template import ChatTemplate
+
         return ChatTemplate.from_gguf(self.file)
 
     def close(self) -> None:

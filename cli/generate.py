@@ -1,0 +1,134 @@
+"""`engine generate`: one prompt in, text out as it comes, a report at the end.
+
+Text goes to standard output, everything else to standard error.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quengine.cli import options
+from quengine.cli.report import completion_json, print_report
+from quengine.errors import EngineError
+
+if TYPE_CHECKING:
+    from quengine.llm import LLM, CompletionStream
+    from quengine.sampling_params import SamplingParams
+
+
+def generate(
+    model: options.Model,
+    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")] = None,
+    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt; - reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="Read the prompt from a file.")] = None,
+    max_tokens: options.MaxTokens = -1,
+    system: options.System = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Use the model's chat template or not. [default: chat if it has one]"),
+    ] = None,
+    special: Annotated[bool, typer.Option("--special", help="Control tokens: take them from the prompt, show them.")] = False,
+    show_prompt: Annotated[bool, typer.Option("--show-prompt", help="Print the exact prompt first, to standard error.")] = False,
+    logprobs: Annotated[int | None, typer.Option("--logprobs", metavar="K", help="Report log-probabilities of K tokens.")] = None,
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Print the report at the end.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    temp: options.Temperature = 0.8,
+    top_k: options.TopK = 40,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.05,
+    typical: options.TypicalP = 1.0,
+    repeat_penalty: options.RepeatPenalty = 1.0,
+    repeat_last_n: options.RepeatLastN = 64,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    logit_bias: options.LogitBias = None,
+    seed: options.Seed = -1,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    ctx_size: options.CtxSize = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    backend: options.BackendName = "auto",
+) -> None:
+    """Generate text from a prompt."""
+    params = options.sampling_params(
+        max_tokens=max_tokens,
+        temp=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        typical=typical,
+        repeat_penalty=repeat_penalty,
+        repeat_last_n=repeat_last_n,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+    )
+    source = _prompt_text(text, prompt, file)
+    from quengine.llm import LLM
+
+    with LLM(model, device, ctx_size, threads, backend) as llm:
+        ids = _prompt_ids(llm, source, system, chat, special)
+        if show_prompt:
+            print(llm.tokenizer.decode(ids, skip_special=False), file=sys.stderr)
+        _run(llm, ids, params, special, as_json, stats)
+
+
+def _prompt_text(text: str | None, prompt: str | None, file: Path | None) -> str:
+    given = [source for source in (text, prompt, file) if source is not None]
+    if len(given) != 1:
+        wrong = "no prompt" if not given else "more than one prompt"
+        raise EngineError(f"{wrong}: give one as an argument, with -p, with -f FILE, or - for standard input")
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8").removesuffix("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise EngineError(f"cannot read the prompt from {file}: {error}") from error
+    only = text if text is not None else prompt
+    assert only is not None
+    return sys.stdin.read().removesuffix("\n") if only == "-" else only
+
+
+def _prompt_ids(llm: "LLM", source: str, system: str | None, chat: bool | None, special: bool) -> list[int]:
+    has_template = llm.chat_template is not None
+    if chat is None:
+        chat = has_template
+        if not has_template:
+            print("engine: this model has no chat template; the prompt is used as it is", file=sys.stderr)
+    if not chat:
+        if system is not None:
+            raise EngineError("--system needs a chat template: leave it out, or use --chat with a model that has one")
+        return llm.encode(source, special=special)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return llm.encode_chat([*messages, {"role": "user", "content": source}])
+
+
+def _run(
+    llm: "LLM", ids: list[int], params: "SamplingParams", special: bool, as_json: bool, stats: bool
+) -> None:
+    stream = llm.stream(ids, params, show_special=special)
+    try:
+        _print_pieces(stream, quiet=as_json)
+    finally:
+        completion = stream.completion
+        if as_json:
+            print(json.dumps(completion_json(completion, llm), ensure_ascii=False))
+        elif stats and completion.tokens:
+            print_report(completion, llm)
+
+
+def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:
+    for piece in stream:
+        if not quiet:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    if not quiet:
+        sys.stdout.write("\n")
+        sys.stdout.flush()

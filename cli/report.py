@@ -1,0 +1,66 @@
+"""What a generation cost, for people (a few lines on standard error) and for programs (one JSON object)."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quengine.llm import LLM
+    from quengine.output import Completion
+
+
+def print_report(completion: "Completion", llm: "LLM") -> None:
+    """Print the report to standard error."""
+    from quengine.memory import gib
+
+    t = completion.timings
+    cached = f" ({t.cached_tokens} from the cache)" if t.cached_tokens else ""
+    per_token = 1e3 / t.decode_tok_s if t.decode_tok_s else 0.0
+    lines = [
+        f"prompt     {t.prompt_tokens} tokens{cached} in {t.prompt_s:.2f} s, {t.prompt_tok_s:.1f} tok/s; "
+        f"first token after {t.ttft_s:.2f} s",
+        f"generated  {t.generated_tokens} tokens in {t.decode_s:.2f} s, {t.decode_tok_s:.1f} tok/s, "
+        f"{per_token:.1f} ms/token; ended by {completion.finish_reason}, seed {completion.seed}",
+        f"read       {gib(t.bytes_per_token)} a token, {t.gb_s:.1f} GB/s",
+        f"load       {t.load_s:.2f} s; peak memory {gib(t.peak_bytes)}; {llm.loaded.device}, "
+        f"{llm.loaded.threads} threads, {llm.loaded.decoder.backend.name} backend",
+        *llm.loaded.notes,
+    ]
+    print("\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr)
+
+
+def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
+    """The object that `--json` prints."""
+    t = completion.timings
+    result: dict[str, Any] = {
+        "text": completion.text,
+        "tokens": completion.tokens,
+        "prompt_tokens": completion.prompt_tokens,
+        "finish_reason": completion.finish_reason,
+        "seed": completion.seed,
+        "timings": {
+            "load_s": t.load_s,
+            "prompt_s": t.prompt_s,
+            "ttft_s": t.ttft_s,
+            "decode_s": t.decode_s,
+            "prompt_tok_s": t.prompt_tok_s,
+            "decode_tok_s": t.decode_tok_s,
+            "gb_s": t.gb_s,
+            "bytes_per_token": t.bytes_per_token,
+            "cached_tokens": t.cached_tokens,
+            "peak_bytes": t.peak_bytes,
+        },
+        "model": str(llm.loaded.path),
+        "device": llm.loaded.device,
+        "threads": llm.loaded.threads,
+        "backend": llm.loaded.decoder.backend.name,
+    }
+    if completion.logprobs is not None:
+        result["logprobs"] = [
+            {
+                "token": entry.token,
+                "logprob": entry.logprob,
+                "top": [{"token": token, "logprob": logprob} for token, logprob in entry.top],
+            }
+            for entry in completion.logprobs
+        ]
+    return result

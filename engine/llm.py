@@ -1,0 +1,238 @@
+"""The public API: a model that turns prompts into text.
+
+`step` is the engine's whole story; everything else prepares for it or reads what it made.
+"""
+
+import math
+from collections.abc import Generator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from quengine.config import DEFAULT_CHUNK, EngineConfig
+from quengine.errors import EngineError
+from quengine.load import load_model
+from quengine.machine import peak_memory
+from quengine.models.chat_template import encode_chat
+from quengine.output import Completion
+from quengine.runner import Runner
+from quengine.sampler import Sampler
+from quengine.sampling_params import SamplingParams
+from quengine.scheduler import Scheduler
+from quengine.sequence import Sequence
+from quengine.text_stream import TextStream
+
+Prompt = str | Seq[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A loaded model.
+
+    Args:
+        model: an alias, `hf:user/repo:QUANT`, a GGUF file or a Hugging Face checkpoint folder.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        ctx_size: positions of the cache; None: the model's own, cut to what fits.
+        threads: CPU threads; None: the physical cores.
+        backend: "auto", or "reference" for the float64 definition.
+        chunk_size: the most prompt tokens computed at once.
+        reuse_prefix: compute only what differs from the previous request (conversations).
+
+    Raises:
+        EngineError: an argument or the model is wrong.
+        CannotRunError: this machine has no such device or too little memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        device: str = "auto",
+        ctx_size: int | None = None,
+        threads: int | None = None,
+        backend: str = "auto",
+        *,
+        chunk_size: int = DEFAULT_CHUNK,
+        reuse_prefix: bool = False,
+    ) -> None:
+        self.config = EngineConfig(device, ctx_size, threads, backend, chunk_size, reuse_prefix)
+        self.loaded = load_model(model, self.config)
+        self.tokenizer = self.loaded.checkpoint.tokenizer()
+        self.chat_template = self.loaded.checkpoint.chat_template()
+        self.model_config = self.loaded.checkpoint.config
+        self.ctx_size = self.loaded.cache.ctx_size
+        self.runner = Runner(self.loaded.decoder, self.loaded.cache)
+        self.scheduler = Scheduler(self.loaded.cache, self.loaded.decoder.chunk_size, reuse_prefix)
+
+    def generate(self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+        """Complete each prompt (text, or token ids), `params.n` times each, in order.
+
+        Text is taken as it is: no chat template, and nothing in it becomes a control token.
+
+        Raises:
+            EngineError: a prompt does not fit the context (with both numbers), or logits were not finite.
+        """
+        params = (params or SamplingParams()).with_seed()
+        return [
+            stream.finish()
+            for prompt in _as_prompts(prompts)
+            for stream in [self.stream(prompt, params, index=index) for index in range(params.n)]
+        ]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        index: int = 0,
+        show_special: bool = False,
+    ) -> "CompletionStream":
+        """Complete one prompt; iterating yields pieces of text as they become certain.
+
+        `index` tells apart several completions of one prompt under one seed. `show_special` keeps the names of
+        control tokens in the text.
+        """
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return CompletionStream(self, self._sequence(ids, params or SamplingParams(), index, show_special))
+
+    def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation, a list of {"role", "content"}, through the model's own template."""
+        return self.stream_chat(messages, params).finish()
+
+    def stream_chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> "CompletionStream":
+        """Answer a conversation; iterating yields pieces of text as they become certain."""
+        return self.stream(self.encode_chat(messages), params)
+
+    def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
+        """Teacher-forced logits [T, vocab] fp32 after each token; `decode` computes them one token at a time."""
+        ids = self._checked(list(token_ids))
+        return self.runner.teacher_forced(ids, 1 if decode else self.loaded.decoder.chunk_size).float()
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Ids of a raw prompt, with the beginning-of-text token where the model wants one."""
+        return self.tokenizer.encode(text, bos=self.tokenizer.add_bos, special=special)
+
+    def encode_chat(self, messages: Seq[Message]) -> list[int]:
+        """Ids of a conversation rendered through the model's template, ready for the answer.
+
+        Raises:
+            EngineError: the model has no template, or the template fails (with its line).
+        """
+        if self.chat_template is None:
+            raise EngineError(f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)")
+        return encode_chat(self.tokenizer, self.chat_template, messages)
+
+    def step(self) -> tuple[Sequence, str] | None:
+        """Compute one batch; returns its sequence and the text it made visible, None when nothing is waiting."""
+        batch = self.scheduler.next_batch()
+        if batch is None:
+            return None
+        logits = self.runner.step(batch)
+        samples = batch.samples
+        self.scheduler.computed(batch)
+        text = batch.sequence.advance(logits) if samples else ""
+        self.scheduler.release()
+        return batch.sequence, text
+
+    def completion(self, sequence: Sequence) -> Completion:
+        """What a finished or interrupted sequence has come to."""
+        return sequence.completion(
+            load_s=self.loaded.load_s,
+            weight_bytes=self.loaded.decoder.bytes_per_token,
+            cache_bytes_per_position=self.model_config.kv_cache_bytes(1),
+            peak=peak_memory(),
+        )
+
+    def close(self) -> None:
+        """Let the mapped file go. The model cannot be used afterwards."""
+        self.loaded.checkpoint.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _sequence(self, ids: list[int], params: SamplingParams, index: int, show_special: bool) -> Sequence:
+        params = params.with_seed()
+        if params.ignore_eos:
+            banned = dict.fromkeys(self.tokenizer.eos_ids, -math.inf)
+            params = replace(params, logit_bias={**params.logit_bias, **banned})
+        sampler = Sampler(params, self.model_config.vocab_size, index)
+        token_bytes = self.tokenizer.token_bytes if show_special else self._visible_bytes
+        end_ids = self.tokenizer.eos_ids | set(params.stop_token_ids)
+        stream = TextStream(token_bytes, params.stop)
+        return Sequence(self._checked(ids), params, sampler, stream, end_ids, self.ctx_size)
+
+    def _visible_bytes(self, token: int) -> bytes:
+        return b"" if self.tokenizer.is_control(token) else self.tokenizer.token_bytes(token)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise EngineError("the prompt is empty: it has no tokens, and this model adds none of its own")
+        if len(ids) > self.ctx_size - 1:
+            raise EngineError(
+                f"the prompt has {len(ids)} tokens and the context holds {self.ctx_size}, of which one is for the "
+                f"answer; shorten the prompt or raise -c (this model: up to {self.model_config.context_length})"
+            )
+        vocab = self.model_config.vocab_size
+        for position, token in enumerate(ids):
+            if not 0 <= token < vocab:
+                raise EngineError(f"token id {token} at position {position} is not in the vocabulary of {vocab}")
+        return ids
+
+
+class CompletionStream:
+    """One request being computed: iterate for its text, then read `completion`.
+
+    Leaving the iteration early (an error, Ctrl-C, `close`) cancels the request; `completion` then holds what was
+    generated, with finish_reason "abort".
+    """
+
+    def __init__(self, llm: LLM, sequence: Sequence) -> None:
+        self._llm = llm
+        self.sequence = sequence
+        self._pieces = self._run()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def completion(self) -> Completion:
+        return self._llm.completion(self.sequence)
+
+    def finish(self) -> Completion:
+        """Compute to the end."""
+        for _ in self:
+            pass
+        return self.completion
+
+    def close(self) -> None:
+        self._pieces.close()
+
+    def _run(self) -> Generator[str, None, None]:
+        self._llm.scheduler.add(self.sequence)
+        try:
+            while not self.sequence.finished:
+                step = self._llm.step()
+                if step is not None and step[0] is self.sequence and step[1]:
+                    yield step[1]
+        finally:
+            self._llm.scheduler.cancel(self.sequence)
+
+
+def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]

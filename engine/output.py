@@ -1,0 +1,61 @@
+"""What a finished request gives back: the text, how it ended, and what it cost."""
+
+from dataclasses import dataclass, field
+
+from quengine.sampler import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Times in seconds, rates in tokens per second, sizes in bytes.
+
+    `prompt_s` is the time to compute the prompt's tokens that were not cached, `ttft_s` the time from the request
+    to its first token, `decode_s` the time of the tokens after the first. `gb_s` is `bytes_per_token` (weights,
+    and the cache read on average) over the time of a decoded token, in 1e9 bytes per second. Rates of phases
+    that did not happen are 0.
+    """
+
+    load_s: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_s: float = 0.0
+    ttft_s: float = 0.0
+    generated_tokens: int = 0
+    decode_s: float = 0.0
+    bytes_per_token: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def prompt_tok_s(self) -> float:
+        computed = self.prompt_tokens - self.cached_tokens
+        return computed / self.prompt_s if self.prompt_s > 0 else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        return (self.generated_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def gb_s(self) -> float:
+        return self.bytes_per_token * self.decode_tok_s / 1e9
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generated text.
+
+    Attributes:
+        text: what the user sees; without the end token and without the stop string.
+        tokens: the ids that were generated, without the model's end token.
+        finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens or a full context).
+        logprobs: one entry a token when asked for, else None.
+        timings: see Timings.
+        seed: the seed that was used; the same one gives the same text.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    timings: Timings
+    seed: int
+    prompt_tokens: int
+    logprobs: list[TokenLogprobs] | None = field(default=None)

@@ -1,0 +1,41 @@
+"""Turns a batch into logits: the only place where the decoder and its cache meet."""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from quengine.kv_cache import KVCache
+from quengine.models.decoder import Decoder
+from quengine.scheduler import Batch
+
+
+class Runner:
+    """Runs the decoder; knows no text and samples nothing."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self.decoder = decoder
+        self.cache = cache
+
+    @torch.inference_mode()
+    def forward(self, ids: Seq[int], start: int, last_only: bool = True) -> Tensor:
+        """Logits of `ids` at positions start .. start + T - 1, given the rows before them in the cache.
+
+        Returns [1, vocab] for the last token, or [T, vocab], in the backend's dtype, on its device.
+        """
+        part = torch.tensor(ids, device=self.decoder.backend.device)
+        return self.decoder.forward(part, self.cache.layers, start, last_only)
+
+    def step(self, batch: Batch) -> Tensor:
+        """Logits [vocab] fp32 that follow the batch's last token."""
+        return self.forward(batch.ids, batch.start)[0].float()
+
+    def teacher_forced(self, ids: Seq[int], chunk: int) -> Tensor:
+        """Logits [T, vocab] after each of `ids`, computed `chunk` tokens at a time from an empty cache.
+
+        chunk = 1 goes through the decode kernels, a larger one through those of the prefill. In the backend's
+        dtype, on the CPU. What the cache held is gone afterwards.
+        """
+        self.cache.tokens.clear()
+        starts = range(0, len(ids), chunk)
+        return torch.cat([self.forward(ids[s : s + chunk], s, last_only=False).cpu() for s in starts])

@@ -1,0 +1,100 @@
+"""One request on its way from prompt to text: its tokens, what is cached of them, and when it ends."""
+
+import time
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from quengine.output import Completion, Timings
+from quengine.sampler import Sampler, TokenLogprobs
+from quengine.sampling_params import SamplingParams
+from quengine.text_stream import TextStream
+
+
+@dataclass
+class Sequence:
+    """A prompt and what has been generated after it. The sequence decides itself when it is finished.
+
+    `token_ids` are prompt and generated ids; the first `num_cached_tokens` of them are in the cache.
+    `end_ids` end the text and are no part of it.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    sampler: Sampler
+    stream: TextStream
+    end_ids: frozenset[int]
+    ctx_size: int
+    num_cached_tokens: int = 0
+    reused_tokens: int = 0
+    finish_reason: str | None = None
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    cached_at_token: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def advance(self, logits: Tensor) -> str:
+        """Choose the next token from `logits` [vocab]; returns the text that it makes visible.
+
+        Sets finish_reason when the sequence ends here.
+
+        Raises:
+            EngineError: the logits are not finite (with the token's position).
+        """
+        sample = self.sampler.sample(logits, self.token_ids, len(self.token_ids))
+        self.last_token = time.perf_counter()
+        if not self.first_token:
+            self.first_token = self.last_token
+        token = sample.token
+        if token in self.end_ids:
+            return self._finish("stop")
+        self.token_ids.append(token)
+        self.generated.append(token)
+        self.cached_at_token += len(self.token_ids)
+        if sample.logprobs is not None:
+            self.logprobs.append(sample.logprobs)
+        text = self.stream.push(token)
+        if self.stream.stopped is not None:
+            self.finish_reason = "stop"
+        elif len(self.generated) == self.params.max_tokens or len(self.token_ids) >= self.ctx_size:
+            text += self._finish("length")
+        return text
+
+    def _finish(self, reason: str) -> str:
+        self.finish_reason = reason
+        return self.stream.finish()
+
+    def completion(self, load_s: float, weight_bytes: int, cache_bytes_per_position: int, peak: int) -> Completion:
+        """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on."""
+        count = len(self.generated)
+        mean_context = self.cached_at_token // count if count else 0
+        timings = Timings(
+            load_s=load_s,
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.reused_tokens,
+            prompt_s=max(0.0, self.first_token - self.started),
+            ttft_s=max(0.0, self.first_token - self.arrived),
+            generated_tokens=count,
+            decode_s=max(0.0, self.last_token - self.first_token),
+            bytes_per_token=weight_bytes + mean_context * cache_bytes_per_position,
+            peak_bytes=peak,
+        )
+        return Completion(
+            text=self.stream.text,
+            tokens=list(self.generated),
+            finish_reason=self.finish_reason or "abort",
+            timings=timings,
+            seed=self.sampler.seed,
+            prompt_tokens=self.num_prompt_tokens,
+            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+        )

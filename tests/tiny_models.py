@@ -1,0 +1,60 @@
+"""Models small enough to run in a test, with random weights in any tensor type, written as GGUF files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+
+from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def chat_vocabulary() -> dict[str, Any]:
+    """Bytes, a few merges and ChatML's control tokens; the end token is <|im_end|>."""
+    vocabulary = bpe_vocabulary(special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    count = len(vocabulary["tokenizer.ggml.tokens"])
+    return vocabulary | {"tokenizer.ggml.eos_token_id": count - 1, "tokenizer.chat_template": CHATML}
+
+
+def random_weights(sizes: ModelSizes, vocab: int, tied: bool, seed: int) -> dict[str, np.ndarray]:
+    """fp32 weights by GGUF name, scaled so that activations neither vanish nor grow."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in sizes.tensor_shapes(vocab, tied).items():
+        values = rng.standard_normal(shape).astype(np.float32)
+        if "norm" in name:
+            values = 1.0 + 0.1 * values
+        elif len(shape) > 1:
+            values *= 2.0 / np.sqrt(shape[-1])
+        weights[name] = values
+    return weights
+
+
+def write_tiny(
+    path: Path,
+    architecture: str = "llama",
+    kind: str = "F32",
+    *,
+    sizes: ModelSizes | None = None,
+    tied: bool = False,
+    changes: Mapping[str, Any] | None = None,
+    vocabulary: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a model whose matrices are stored as `kind` (a type that gguf can quantize to)."""
+    sizes = sizes or ModelSizes(architecture=architecture)
+    vocabulary = vocabulary or chat_vocabulary()
+    metadata = {**sizes.metadata(), **vocabulary, **(changes or {})}
+    builder = GGUFBuilder().kvs({key: value for key, value in metadata.items() if value is not None})
+    weights = random_weights(sizes, len(vocabulary["tokenizer.ggml.tokens"]), tied, seed)
+    for name, values in weights.items():
+        stored = kind if values.ndim > 1 else "F32"
+        builder.tensor(name, values.shape, stored, quantize(values, GGMLQuantizationType[stored]))
+    return builder.write(path)
