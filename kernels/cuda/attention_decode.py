@@ -1,0 +1,376 @@
+"""Decode attention on CUDA: one launch rotates q and k, writes the cache, attends and combines.
+
+A block serves one key-value head and one slice of the cache, so the query heads of a group share each read
+of K and V. Slice count and size follow the sequence's length and the model alone, never the batch, and the
+slices are combined in a fixed order by whichever block finishes last, so a result does not depend on what
+runs beside it. Positions are read from device memory: one captured launch serves every length. There is no
+mask: a query sees all keys that the window leaves.
+
+Accuracy without fp32 matrix units: an fp32 operand is split into two fp16 terms (value and remainder, 22
+bits), which share one 16-row matrix instruction, the terms of up to 8 heads above each other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cuda.kv_store import KVStore, load_tile, store_rows
+from quengine.kernels.cuda.rope import load_heads, load_rotated
+
+_TARGET_BLOCKS = 128
+"""Blocks wanted for one sequence: a constant, not this GPU's count of multiprocessors, so that the slices,
+and with them the last bits of a result, are the same on every GPU."""
+
+GRAIN = 32
+"""A slice is a multiple of this many keys."""
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """What the slices of one launch leave for the combination; reused by every layer.
+
+    mixed: fp32 [sequences, heads, slices, head_dim], unnormalised; state: fp32 [sequences, heads, slices,
+    2], a slice's largest score (base 2) and sum; arrived: int32 [sequences, kv_heads], zero between
+    launches.
+    """
+
+    mixed: torch.Tensor
+    state: torch.Tensor
+    arrived: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+    ) -> "DecodeWorkspace":
+        slices = slice_count(kv_heads)
+        return cls(
+            torch.empty(sequences, heads, slices, head_dim, dtype=torch.float32, device=device),
+            torch.empty(sequences, heads, slices, 2, dtype=torch.float32, device=device),
+            torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device),
+        )
+
+
+def slice_count(kv_heads: int) -> int:
+    """How many slices a sequence's cache is cut into at most: a power of two, 2 to 64."""
+    return min(64, max(2, triton.next_power_of_2(_TARGET_BLOCKS // kv_heads)))
+
+
+@triton.jit
+def _add_halves(x):
+    """[2 * R, N] -> [2 * R, N]: rows r and r + R both become their sum (the two terms of one head)."""
+    ROWS: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    total = tl.sum(tl.reshape(x, [2, ROWS // 2, N]), 0)
+    return tl.reshape(tl.broadcast_to(total[None, :, :], [2, ROWS // 2, N]), [ROWS, N])
+
+
+@triton.jit
+def _two_terms(x, upper):
+    """fp32 [R, N] with equal halves -> fp16: rounded values in the upper half's rows, remainders below."""
+    value = x.to(tl.float16)
+    remainder = (x - value.to(tl.float32)).to(tl.float16)
+    return tl.where(upper[:, None], value, remainder)
+
+
+@triton.jit
+def _attend_slice(
+    q,
+    upper,
+    largest,
+    total,
+    mixed,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    begin,
+    end,
+    kv_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    Q8: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Online softmax (Milakov & Gimelshein 2018) over keys begin..end, onto the running state of 2R rows."""
+    for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        live = key < end
+        row = key.to(tl.int64) * KV_HEADS + kv_head
+        k = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
+        v = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
+        if Q8:  # codes times scale need 19 bits: two fp16 terms as well
+            k_value = k.to(tl.float16)
+            scores = tl.dot(q, tl.trans(k_value))
+            scores = tl.dot(q, tl.trans((k - k_value.to(tl.float32)).to(tl.float16)), scores)
+        else:
+            scores = tl.dot(q, tl.trans(k))
+        scores = tl.where(live[None, :], _add_halves(scores) * scale, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        shrink = tl.exp2(largest - new_largest)
+        weights = tl.exp2(scores - new_largest[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None]
+        p = _two_terms(weights, upper)
+        if Q8:
+            v_value = v.to(tl.float16)
+            mixed = tl.dot(p, v_value, mixed)
+            mixed = tl.dot(p, (v - v_value.to(tl.float32)).to(tl.float16), mixed)
+        else:
+            mixed = tl.dot(p, v, mixed)
+        largest = new_largest
+    return largest, total, mixed
+
+
+@triton.jit
+def _combine(
+    mixed_ptr,
+    state_ptr,
+    out_ptr,
+    first_head,
+    slices,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    """Merge the slices of a group's heads in order and write the heads' outputs, fp32."""
+    s = tl.arange(0, SLICES)
+    d = tl.arange(0, PADDED)
+    live = s < slices
+    tile = live[:, None] & (d < HEAD_DIM)[None, :]
+    for g in tl.static_range(GROUP):
+        head = first_head + g
+        state = state_ptr + (head * SLICES + s) * 2
+        # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
+        largest = tl.load(state, mask=live, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(state + 1, mask=live, other=0.0, cache_modifier=".cg")
+        address = mixed_ptr + (head * SLICES + s)[:, None] * HEAD_DIM + d[None, :]
+        mixed = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(largest - tl.max(largest, 0))
+        out = tl.sum(mixed * weight[:, None], 0) / tl.sum(total * weight, 0)
+        tl.store(out_ptr + head * HEAD_DIM + d, out, mask=d < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["context"])
+def _attention_decode_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    position_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    mixed_ptr,
+    state_ptr,
+    arrived_ptr,
+    out_ptr,
+    eps,
+    scale,
+    context,
+    qkv_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    HALVES: tl.constexpr,
+    NORM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    Q8: tl.constexpr,
+    SLICES: tl.constexpr,
+    GRAIN: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    position = tl.load(position_ptr + sequence)
+    # Keys before the new one, cut into `slices` slices of `per_slice`.
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position - (WINDOW - 1), 0)
+    old_keys = position - first
+    per_slice = tl.cdiv(tl.cdiv(old_keys, SLICES), GRAIN) * GRAIN
+    per_slice = tl.maximum(per_slice, GRAIN)
+    slices = tl.maximum(tl.cdiv(old_keys, per_slice), 1)
+    if part >= slices:
+        return
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    k_ptr += sequence * context * (KV_HEADS * HEAD_DIM)
+    v_ptr += sequence * context * (KV_HEADS * HEAD_DIM)
+    if Q8:
+        k_scale_ptr += sequence * context * (KV_HEADS * HEAD_DIM // 32)
+        v_scale_ptr += sequence * context * (KV_HEADS * HEAD_DIM // 32)
+    cos_row = cos_ptr + position.to(tl.int64) * (ROPE_DIM // 2)
+    sin_row = sin_ptr + position.to(tl.int64) * (ROPE_DIM // 2)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    r = tl.arange(0, ROWS)
+    g = r % (ROWS // 2)
+    upper = r < ROWS // 2
+    qkv = qkv_ptr + sequence * qkv_stride
+    q_rows = qkv + (kv_head * GROUP + g) * HEAD_DIM
+    q = load_rotated(
+        q_rows, g < GROUP, cos_row, sin_row, q_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
+    )
+    one = tl.arange(0, 1)
+    k_row = qkv + (HEADS + kv_head + one) * HEAD_DIM
+    v_row = qkv + (HEADS + KV_HEADS + kv_head + one) * HEAD_DIM
+    k_new = load_rotated(
+        k_row, one == 0, cos_row, sin_row, k_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
+    )
+    v_new = load_heads(v_row, one == 0, HEAD_DIM, PADDED)
+    # Slice 0 writes the new key and value and starts its state with them; nobody reads them back in this
+    # launch.
+    owner = part == 0
+    row = position.to(tl.int64) * KV_HEADS + kv_head + one
+    write = (one == 0) & owner & (position < context)
+    k_new = store_rows(k_new, row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
+    v_new = store_rows(v_new, row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
+    new_score = tl.sum(q * k_new, 1) * scale
+    largest = tl.where(owner, new_score, float("-inf"))
+    total = tl.where(owner & (r >= 0), 1.0, 0.0)
+    mixed = tl.where(owner & upper[:, None], v_new, 0.0)
+
+    begin = first + part * per_slice
+    largest, total, mixed = _attend_slice(
+        _two_terms(q, upper),
+        upper,
+        largest,
+        total,
+        mixed,
+        k_ptr,
+        v_ptr,
+        k_scale_ptr,
+        v_scale_ptr,
+        begin,
+        tl.minimum(begin + per_slice, position),
+        kv_head,
+        scale,
+        KV_HEADS,
+        HEAD_DIM,
+        PADDED,
+        Q8,
+        BLOCK_KEYS,
+        STAGES,
+    )
+    mixed = _add_halves(mixed)
+
+    d = tl.arange(0, PADDED)
+    head = kv_head * GROUP + g
+    live = upper & (g < GROUP)
+    tile = live[:, None] & (d < HEAD_DIM)[None, :]
+    out_ptr += sequence * (HEADS * HEAD_DIM)
+    if slices == 1:
+        tl.store(out_ptr + head[:, None] * HEAD_DIM + d[None, :], mixed / total[:, None], mask=tile)
+    else:
+        mixed_ptr += sequence * (HEADS * SLICES * HEAD_DIM)
+        state_ptr += sequence * (HEADS * SLICES * 2)
+        place = head * SLICES + part
+        tl.store(mixed_ptr + place[:, None] * HEAD_DIM + d[None, :], mixed, mask=tile)
+        tl.store(state_ptr + place * 2, largest, mask=live)
+        tl.store(state_ptr + place * 2 + 1, total, mask=live)
+        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        arrived = arrived_ptr + sequence * KV_HEADS + kv_head
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
+            tl.store(arrived, 0)
+            _combine(mixed_ptr, state_ptr, out_ptr, kv_head * GROUP, slices, GROUP, HEAD_DIM, PADDED, SLICES)
+
+
+def attention_decode(
+    qkv: torch.Tensor,
+    spec: AttentionSpec,
+    cache: KVStore,
+    positions: torch.Tensor,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """One new token of each of B sequences: rotate, write its key and value, attend to all keys up to itself.
+
+    qkv: [B, (heads + 2 * kv_heads) * head_dim] fp32 or fp16, unit inner stride; row b belongs to sequence b
+    of `cache`. positions: int32 [B] on the device. out: fp32 [B, heads * head_dim], written and returned.
+
+    With `pdl` (sm_90 and later) the launch overlaps the one before it: then only `qkv` may come from that
+    launch; `positions` and the rows already in the cache must be complete before the step began. Sources:
+    Dao et al. 2023 (Flash-Decoding), Ainslie et al. 2023 (grouped queries).
+    """
+    batch = qkv.shape[0]
+    context, kv_heads, head_dim = cache.k.shape[1:]
+    group = spec.heads // kv_heads
+    slices = slice_count(kv_heads)
+    assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
+    assert positions.shape == (batch,) and positions.dtype == torch.int32 and batch <= cache.k.shape[0]
+    assert spec.heads == group * kv_heads and spec.cos.is_contiguous() and spec.sin.is_contiguous()
+    assert out.shape == (batch, spec.heads * head_dim) and out.dtype == torch.float32 and out.is_contiguous()
+    assert workspace.mixed.shape[1:] == (spec.heads, slices, head_dim) and batch <= workspace.mixed.shape[0]
+    launch = decode_launch(head_dim, cache.q8_0)
+    _attention_decode_kernel[(kv_heads, slices, batch)](
+        qkv,
+        spec.cos,
+        spec.sin,
+        spec.q_norm if spec.q_norm is not None else spec.cos,
+        spec.k_norm if spec.k_norm is not None else spec.cos,
+        positions,
+        cache.k,
+        cache.v,
+        cache.k_scale if cache.k_scale is not None else cache.k,
+        cache.v_scale if cache.v_scale is not None else cache.v,
+        workspace.mixed,
+        workspace.state,
+        workspace.arrived,
+        out,
+        spec.eps,
+        spec.scale * 1.4426950408889634,  # scores in base 2: exp2 is one instruction
+        context,
+        qkv.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        ROWS=max(16, 2 * triton.next_power_of_2(group)),
+        HEAD_DIM=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        ROPE_DIM=2 * spec.cos.shape[1],
+        HALVES=spec.rope_layout == "halves",
+        NORM=spec.q_norm is not None,
+        WINDOW=spec.window or 0,
+        Q8=cache.q8_0,
+        SLICES=slices,
+        GRAIN=GRAIN,
+        BLOCK_KEYS=launch.block_keys,
+        STAGES=launch.stages,
+        PDL=pdl,
+        num_warps=launch.warps,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """Keys a tile, warps a block, tiles in flight."""
+
+    block_keys: int
+    warps: int
+    stages: int
+
+
+def decode_launch(head_dim: int, q8_0: bool) -> DecodeLaunch:
+    """Launch shape by head size; the tiles of all stages must fit 99 KiB of shared memory (sm_89)."""
+    if head_dim > 128:
+        return DecodeLaunch(32, 4, 2)
+    return DecodeLaunch(64, 4, 2 if q8_0 else 3)

@@ -1,0 +1,197 @@
+"""Rotary embedding on CUDA, and the launch that rotates a chunk of tokens and writes its keys and values.
+
+Heads are rotated while they are loaded: an element's partner is loaded beside it (from L1), so no layout
+needs a shuffle and both layouts, partial rotation and per-head norms (Qwen 3) are one code path. Knows the
+merged QKV row, the angle table and the cache; not attention.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cuda.kv_store import KVStore, store_rows
+
+
+@triton.jit
+def load_rotated(
+    head_ptr,
+    live,
+    cos_ptr,
+    sin_ptr,
+    norm_ptr,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    HALVES: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Heads at pointers `head_ptr` [R], normalised where NORM, rotated by one position's angles.
+
+    `cos_ptr`, `sin_ptr` point to the position's table row [ROPE_DIM / 2]. Elements from ROPE_DIM on pass
+    through; rows where `live` [R] is false and columns from HEAD_DIM on are 0.
+    """
+    HALF: tl.constexpr = ROPE_DIM // 2
+    d = tl.arange(0, PADDED)
+    turned = d < ROPE_DIM
+    if HALVES:
+        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        angle = tl.where(d < HALF, d, d - HALF)
+        sign = tl.where(d < HALF, -1.0, 1.0)
+    else:
+        partner = d ^ 1
+        angle = d // 2
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+    partner = tl.where(turned, partner, d)
+    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)[None, :]
+    sin = (tl.load(sin_ptr + angle, mask=turned, other=0.0) * sign)[None, :]
+    mask = live[:, None] & (d < HEAD_DIM)[None, :]
+    x = tl.load(head_ptr[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(head_ptr[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        inside = d < HEAD_DIM
+        weight = tl.load(norm_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+        partner_weight = tl.load(norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
+        inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+        x = x * inverse_rms * weight
+        y = y * inverse_rms * partner_weight
+    return x * cos + y * sin
+
+
+@triton.jit
+def load_heads(head_ptr, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Heads at pointers `head_ptr` [R] as they are: fp32 [R, PADDED], 0 where not live."""
+    d = tl.arange(0, PADDED)[None, :]
+    return tl.load(head_ptr[:, None] + d, mask=live[:, None] & (d < HEAD_DIM), other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["context"])
+def _rope_store_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    position_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    eps,
+    context,
+    qkv_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    HALVES: tl.constexpr,
+    NORM: tl.constexpr,
+    Q8: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    first_head = tl.program_id(1) * BLOCK_HEADS
+    position = tl.load(position_ptr + token).to(tl.int64)
+    head = first_head + tl.arange(0, BLOCK_HEADS)
+    live = head < HEADS + 2 * KV_HEADS
+    head_ptr = qkv_ptr + token * qkv_stride + head * HEAD_DIM
+    cos_row = cos_ptr + position * (ROPE_DIM // 2)
+    sin_row = sin_ptr + position * (ROPE_DIM // 2)
+    if first_head < HEADS:
+        q = load_rotated(
+            head_ptr, live, cos_row, sin_row, q_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
+        )
+        d = tl.arange(0, PADDED)[None, :]
+        out = q_ptr + (token * HEADS + head[:, None]) * HEAD_DIM + d
+        tl.store(out, q.to(q_ptr.dtype.element_ty), mask=live[:, None] & (d < HEAD_DIM))
+    else:
+        # A block holds heads of one section only: BLOCK_HEADS divides both HEADS and KV_HEADS.
+        row = position * KV_HEADS + (head - HEADS)
+        if first_head < HEADS + KV_HEADS:
+            k = load_rotated(
+                head_ptr, live, cos_row, sin_row, k_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
+            )
+            store_rows(k, row, live & (position < context), k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
+        else:
+            v = load_heads(head_ptr, live, HEAD_DIM, PADDED)
+            row -= KV_HEADS
+            store_rows(v, row, live & (position < context), v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
+
+
+def rope_store(
+    qkv: torch.Tensor,
+    spec: AttentionSpec,
+    cache: KVStore,
+    sequence: int,
+    positions: torch.Tensor,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Rotate queries and keys of T tokens of one sequence and write its keys and values to the cache.
+
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride; positions: int32 [T] on
+    the device (a position past the context is not written). Returns the rotated queries [T, heads,
+    head_dim] fp16. With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
+    """
+    tokens = qkv.shape[0]
+    context, kv_heads, head_dim = cache.k.shape[1:]
+    assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
+    assert positions.shape == (tokens,) and positions.dtype == torch.int32
+    assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
+    q = torch.empty(tokens, spec.heads, head_dim, dtype=torch.float16, device=qkv.device)
+    block_heads = heads_per_block(spec.heads, kv_heads)
+    k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
+    grid = (tokens, (spec.heads + 2 * kv_heads) // block_heads)
+    _rope_store_kernel[grid](
+        qkv,
+        spec.cos,
+        spec.sin,
+        spec.q_norm if spec.q_norm is not None else spec.cos,
+        spec.k_norm if spec.k_norm is not None else spec.cos,
+        positions,
+        q,
+        k,
+        v,
+        k_scale,
+        v_scale,
+        spec.eps,
+        context,
+        qkv.stride(0),
+        HEADS=spec.heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        ROPE_DIM=2 * spec.cos.shape[1],
+        HALVES=spec.rope_layout == "halves",
+        NORM=spec.q_norm is not None,
+        Q8=cache.q8_0,
+        BLOCK_HEADS=block_heads,
+        PDL=pdl,
+        num_warps=max(1, min(4, block_heads * head_dim // 256)),
+        launch_pdl=pdl,
+    )
+    return q
+
+
+def heads_per_block(heads: int, kv_heads: int) -> int:
+    """The largest power of two, at most 8, that divides both counts: a block then holds one section."""
+    block = 8
+    while heads % block or kv_heads % block:
+        block //= 2
+    return block
+
+
+def sequence_pointers(
+    cache: KVStore, sequence: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """k, v, k_scale, v_scale of one sequence; an fp16 cache has no scales and stands in, never read."""
+    k, v = cache.k[sequence], cache.v[sequence]
+    if cache.k_scale is None or cache.v_scale is None:
+        return k, v, k, v
+    return k, v, cache.k_scale[sequence], cache.v_scale[sequence]

@@ -1,0 +1,40 @@
+"""Rows of a q8_0 key-value cache: the torch definition of how they are stored and read.
+
+A head's row is cut into groups of 32; a group holds 32 int8 codes and one fp16 scale, `x = scale * code`.
+Codes and scales lie in two tensors, so that the codes of a tile load as one aligned run. Knows nothing of
+attention.
+"""
+
+import torch
+
+from quengine.errors import EngineError
+
+GROUP = 32
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raises EngineError where a head is not a whole number of groups."""
+    if head_dim % GROUP:
+        raise EngineError(
+            f"a q8_0 cache needs a head size that is a multiple of {GROUP}, and this model's is {head_dim}; "
+            "use --cache-type f16"
+        )
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., head_dim] of any float dtype -> codes int8 [..., head_dim], scales fp16 [..., head_dim / 32].
+
+    A group's scale is max|x| / 127 and its codes are x / scale rounded half to even, with the scale in fp32
+    as it is
+    before it is stored: ggml's Q8_0 but for the rounding of exact halves.
+    """
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 127.0
+    codes = torch.where(scales > 0, groups / scales, 0.0).round().to(torch.int8)
+    return codes.flatten(-2), scales.squeeze(-1).to(torch.float16)
+
+
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """codes int8 [..., head_dim], scales [..., head_dim / 32] -> the fp32 values they stand for."""
+    groups = codes.float().unflatten(-1, (-1, GROUP)) * scales.float()[..., None]
+    return groups.flatten(-2)

@@ -1,0 +1,164 @@
+"""Decode attention in one launch, against rotating, storing and attending by the definitions in fp64."""
+
+import pytest
+import torch
+
+from quengine.kernels.attention import attention
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode
+from quengine.kernels.cuda.kv_store import KVStore
+from quengine.kernels.kv_q8_0 import dequantize_rows, quantize_rows
+from quengine.kernels.rms_norm import rms_norm
+from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CONTEXT = 700
+
+
+def make_spec(
+    heads: int, kv_heads: int, head_dim: int, rope_dim: int, layout: str, window: int | None, normed: bool
+) -> AttentionSpec:
+    cos, sin = rope_table(RopeSpec(dim=rope_dim), CONTEXT, DEVICE)
+    generator = torch.Generator().manual_seed(99)
+    q_norm, k_norm = (torch.rand(2, head_dim, generator=generator) + 0.5).to(DEVICE)
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        window=window,
+        rope_layout=layout,
+        cos=cos,
+        sin=sin,
+        mask_band=torch.zeros(0, 0, dtype=torch.bool),
+        q_norm=q_norm if normed else None,
+        k_norm=k_norm if normed else None,
+        eps=1e-6,
+    )
+
+
+def filled_cache(sequences: int, kv_heads: int, head_dim: int, q8_0: bool) -> KVStore:
+    generator = torch.Generator().manual_seed(head_dim + kv_heads)
+    cache = KVStore.allocate(sequences, CONTEXT, kv_heads, head_dim, DEVICE, q8_0)
+    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+        rows = torch.randn(codes.shape, generator=generator)
+        if scales is None:
+            codes.copy_(rows)
+        else:
+            quantized = quantize_rows(rows)
+            codes.copy_(quantized[0])
+            scales.copy_(quantized[1])
+    return cache
+
+
+def stored(x: torch.Tensor, q8_0: bool) -> torch.Tensor:
+    """x as the cache gives it back."""
+    return dequantize_rows(*quantize_rows(x)).double() if q8_0 else x.half().double()
+
+
+def cached(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    return codes.double() if scales is None else dequantize_rows(codes, scales).double()
+
+
+def expected_row(
+    qkv: torch.Tensor,
+    spec: AttentionSpec,
+    k_old: torch.Tensor,
+    v_old: torch.Tensor,
+    position: int,
+    q8_0: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One sequence by definition, fp64: the output [heads * head_dim] and the new rows of the cache."""
+    q, k, v = qkv.double().view(1, -1, spec.head_dim).split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+    if spec.q_norm is not None and spec.k_norm is not None:
+        q, k = rms_norm(q, spec.q_norm.double(), spec.eps), rms_norm(k, spec.k_norm.double(), spec.eps)
+    cos, sin = spec.cos[position : position + 1], spec.sin[position : position + 1]
+    q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
+    k_new, v_new = stored(k, q8_0), stored(v, q8_0)
+    first = 0 if spec.window is None else max(0, position + 1 - spec.window)
+    keys, values = torch.cat((k_old[first:position], k_new)), torch.cat((v_old[first:position], v_new))
+    return attention(q, keys, values, None, spec.scale).flatten(), k_new[0], v_new[0]
+
+
+def check(
+    spec: AttentionSpec, positions: list[int], q8_0: bool, qkv_dtype: torch.dtype = torch.float32
+) -> None:
+    batch = len(positions)
+    cache = filled_cache(batch, spec.kv_heads, spec.head_dim, q8_0)
+    k_old, v_old = cached(cache.k, cache.k_scale), cached(cache.v, cache.v_scale)
+    generator = torch.Generator().manual_seed(sum(positions))
+    width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    qkv = torch.randn(batch, width, generator=generator).to(DEVICE, qkv_dtype)
+    workspace = DecodeWorkspace.allocate(batch, spec.heads, spec.kv_heads, spec.head_dim, DEVICE)
+    out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=DEVICE)
+    attention_decode(
+        qkv, spec, cache, torch.tensor(positions, dtype=torch.int32, device=DEVICE), workspace, out
+    )
+    assert not workspace.arrived.any(), "the arrival counters must be zero for the next launch"
+    k_after, v_after = cached(cache.k, cache.k_scale), cached(cache.v, cache.v_scale)
+    for b, position in enumerate(positions):
+        expected, k_new, v_new = expected_row(qkv[b], spec, k_old[b], v_old[b], position, q8_0)
+        error = (out[b].double() - expected).norm() / expected.norm()
+        assert error < 2e-5 if q8_0 else error < 3e-6, (
+            f"sequence {b} at {position}: relative error {error:.2e}"
+        )
+        tolerance = (
+            0.03 if q8_0 else 2e-3
+        )  # one code or one fp16 step where rotation rounds across a boundary
+        torch.testing.assert_close(k_after[b, position], k_new, rtol=0, atol=tolerance)
+        torch.testing.assert_close(v_after[b, position], v_new, rtol=0, atol=tolerance)
+        k_after[b, position], v_after[b, position] = k_old[b, position], v_old[b, position]
+    assert torch.equal(k_after, k_old) and torch.equal(v_after, v_old), "a row of another position changed"
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,head_dim,rope_dim",
+    [(4, 1, 64, 64), (6, 2, 80, 32), (2, 2, 96, 96), (8, 2, 128, 128), (4, 2, 256, 64)],
+)
+@pytest.mark.parametrize("position", [0, 1, 37, 300])
+def test_head_sizes_and_positions(
+    heads: int, kv_heads: int, head_dim: int, rope_dim: int, position: int
+) -> None:
+    check(make_spec(heads, kv_heads, head_dim, rope_dim, "pairs", None, False), [position], False)
+
+
+@pytest.mark.parametrize("position", [0, 5, 33, 320])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_q8_0_cache(position: int, head_dim: int) -> None:
+    check(make_spec(4, 2, head_dim, head_dim, "halves", None, False), [position], True)
+
+
+@pytest.mark.parametrize("window", [1, 2, 64, 100])
+def test_sliding_window(window: int) -> None:
+    check(make_spec(4, 2, 64, 64, "halves", window, False), [130], False)
+
+
+def test_per_head_norms_and_half_precision_input() -> None:
+    check(make_spec(4, 2, 64, 64, "halves", None, True), [77], False, torch.float16)
+
+
+def test_sixteen_query_heads_share_one_key_head() -> None:
+    check(make_spec(16, 1, 64, 64, "pairs", None, False), [90], False)
+
+
+def test_a_batch_of_different_lengths() -> None:
+    check(make_spec(4, 2, 64, 64, "pairs", None, False), [3, 250, 0], False)
+
+
+def test_many_slices() -> None:
+    check(make_spec(2, 1, 64, 64, "pairs", None, False), [699], False)
+
+
+def test_result_does_not_depend_on_the_batch() -> None:
+    spec = make_spec(4, 2, 64, 64, "pairs", None, False)
+    qkv = torch.randn(3, 8 * 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    positions = torch.tensor([100, 260, 41], dtype=torch.int32, device=DEVICE)
+    together = torch.empty(3, 256, device=DEVICE)
+    workspace = DecodeWorkspace.allocate(3, 4, 2, 64, DEVICE)
+    attention_decode(qkv, spec, filled_cache(3, 2, 64, False), positions, workspace, together)
+    cache = filled_cache(3, 2, 64, False)
+    for b in range(3):
+        alone = torch.empty(1, 256, device=DEVICE)
+        own = KVStore(cache.k[b : b + 1], cache.v[b : b + 1])
+        attention_decode(qkv[b : b + 1], spec, own, positions[b : b + 1], workspace, alone)
+        assert torch.equal(alone[0], together[b])
