@@ -17,8 +17,8 @@ def random_rows(
 ) -> Bytes:
     """`rows` rows of `cols` weights of format `name`, uint8 [rows, row_bytes].
 
-    Weights have about mean 0 and standard deviation `std`; scales differ from group to group and block to block.
-    `mean` is for the float formats only. Raises ValueError for a `cols` that is not whole blocks.
+    Weights have about mean 0 and standard deviation `std`; scales vary by group and block. `mean`
+    is for the float formats only. Raises ValueError for a `cols` that is not whole blocks.
     """
     fmt = FORMATS[name]
     data = np.empty((rows, fmt.row_bytes(cols)), np.uint8)
@@ -130,7 +130,7 @@ def _put_signed_scales(
         # IQ4_XS: nibbles of two groups a byte, then two upper bits a group in one u16.
         _put(blocks, fmt, "scales", codes[:, 0::2] & 15 | (codes[:, 1::2] & 15) << 4)
         upper = (codes >> 4).astype(np.uint16) << (2 * np.arange(groups, dtype=np.uint16))
-        _put(blocks, fmt, "scales_high", upper.sum(1, dtype=np.uint16)[:, None].astype("<u2").view(np.uint8))
+        _put(blocks, fmt, "scales_high", upper.sum(1, dtype=np.uint16).reshape(-1, 1).view(np.uint8))
 
 
 def _pack_q3k(codes: Bytes) -> Bytes:

@@ -1,0 +1,190 @@
+"""What a model on disk is, read from its headers alone: for people to look at before anything is loaded.
+
+It also describes models that this engine cannot run, saying why, and files with a vocabulary and no tensors.
+It computes nothing and knows no devices.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from quengine.errors import EngineError
+from quengine.models.config import ModelConfig
+from quengine.models.gguf import GGUFError, GGUFFile, open_gguf
+from quengine.models.gguf.vocab_checks import CHAT_TEMPLATE, MERGES, TOKENS, check_vocabulary
+from quengine.models.tensor_table import EXPANDED_TYPES, check_tensors
+
+_LAYER = re.compile(r"^blk\.\d+\.(.*)$")
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One stored tensor; `shape` is rows first."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass
+class TensorGroup:
+    """The tensors that share a role and a type: every layer's `ffn_down.weight` in Q6_K, say."""
+
+    name: str
+    type: str
+    count: int = 0
+    parameters: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class TokenizerSummary:
+    """The tokenizer of a GGUF file. `problem` says what is wrong with its arrays, None if nothing."""
+
+    model: str
+    pre: str | None
+    tokens: int
+    merges: int
+    special: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    add_bos: bool | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """A model's description. `problem` is why this engine cannot run it, None if it can."""
+
+    path: Path
+    files: tuple[Path, ...]
+    file_format: str
+    architecture: str
+    name: str
+    nbytes: int
+    config: ModelConfig | None
+    tensors: tuple[TensorRow, ...]
+    tokenizer: TokenizerSummary | None
+    templates: Mapping[str, str]
+    problem: str | None
+
+    @property
+    def parameters(self) -> int:
+        return sum(prod(row.shape) for row in self.tensors)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes the weights take in memory: as stored, or as F32 for types that have no packed kernel."""
+        return sum(4 * prod(row.shape) if row.type in EXPANDED_TYPES else row.nbytes for row in self.tensors)
+
+    def groups(self) -> list[TensorGroup]:
+        """Tensors by role and type, in file order of the first of each."""
+        found: dict[tuple[str, str], TensorGroup] = {}
+        for row in self.tensors:
+            layer = _LAYER.match(row.name)
+            name = f"blk.*.{layer[1]}" if layer else row.name
+            group = found.setdefault((name, row.type), TensorGroup(name, row.type))
+            group.count += 1
+            group.parameters += prod(row.shape)
+            group.nbytes += row.nbytes
+        return list(found.values())
+
+
+def summarize(path: Path) -> ModelSummary:
+    """Describes the GGUF file, or Hugging Face checkpoint folder, at `path`.
+
+    Raises EngineError for what cannot be read at all; what can be read but not run is in `problem`.
+    """
+    if path.is_dir():
+        return _summarize_folder(path)
+    with open_gguf(path) as file:
+        return _summarize_gguf(path, file)
+
+
+def _summarize_gguf(path: Path, file: GGUFFile) -> ModelSummary:
+    config, problem = None, None
+    try:
+        config = ModelConfig.from_gguf(file)
+        if file.tensors:
+            check_tensors(file, config)
+        else:
+            problem = "no tensors: a vocabulary only, which tokenizes but does not generate"
+    except EngineError as error:
+        problem = str(error)
+    rows = tuple(TensorRow(t.name, t.type_name, t.shape, t.nbytes) for t in file.tensors.values())
+    architecture = file.get_str("general.architecture") or "unknown"
+    return ModelSummary(
+        path=path,
+        files=file.shards,
+        file_format=f"GGUF v{file.version}",
+        architecture=architecture,
+        name=file.get_str("general.name") or "",
+        nbytes=file.nbytes,
+        config=config,
+        tensors=rows,
+        tokenizer=_summarize_tokenizer(file),
+        templates=_templates(file),
+        problem=problem,
+    )
+
+
+def _summarize_tokenizer(file: GGUFFile) -> TokenizerSummary | None:
+    tokens = file.get_strings(TOKENS)
+    if tokens is None:
+        return None
+    problem = None
+    special: dict[str, tuple[int, str]] = {}
+    try:
+        check_vocabulary(file)
+        for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+            token = file.get_int(f"tokenizer.ggml.{name}_token_id", 0, (1 << 32) - 1)
+            if token is not None and token < len(tokens):
+                special[name] = (token, tokens[token])
+    except GGUFError as error:
+        problem = str(error)
+    merges = file.get_strings(MERGES)
+    return TokenizerSummary(
+        model=file.get_str("tokenizer.ggml.model") or "unknown",
+        pre=file.get_str("tokenizer.ggml.pre"),
+        tokens=len(tokens),
+        merges=len(merges) if merges is not None else 0,
+        special=special,
+        add_bos=file.get_bool("tokenizer.ggml.add_bos_token"),
+        problem=problem,
+    )
+
+
+def _templates(file: GGUFFile) -> dict[str, str]:
+    """Chat templates by name, the unnamed one as "default"."""
+    found = {}
+    for key in file.metadata:
+        if key == CHAT_TEMPLATE or key.startswith(CHAT_TEMPLATE + "."):
+            found[key[len(CHAT_TEMPLATE) + 1 :] or "default"] = file.get_str(key) or ""
+    return found
+
+
+def _summarize_folder(path: Path) -> ModelSummary:
+    from quengine.models.hf_headers import read_config, read_template, safetensors_rows
+
+    raw = read_config(path)
+    config, problem = None, None
+    try:
+        config = ModelConfig.from_hf(raw)
+    except EngineError as error:
+        problem = str(error)
+    files, rows = safetensors_rows(path)
+    template = read_template(path)
+    return ModelSummary(
+        path=path,
+        files=files,
+        file_format="safetensors",
+        architecture=config.architecture if config else str(raw.get("model_type", "unknown")),
+        name=path.name,
+        nbytes=sum(file.stat().st_size for file in files),
+        config=config,
+        tensors=tuple(TensorRow(*row) for row in rows),
+        tokenizer=None,
+        templates={} if template is None else {"default": template},
+        problem=problem,
+    )
