@@ -1,15 +1,17 @@
 """Reads a vocabulary and its way of encoding from GGUF metadata (`tokenizer.ggml.*`).
 
 Knows the keys and their defaults (GGUF specification, "Tokenizer"; llama.cpp src/llama-vocab.cpp where the
-specification is silent). Does not check what the GGUF reader checks: types of values, ids in range.
+specification is silent). What the arrays say of each other is checked by `gguf.vocab_checks`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quengine.models.gguf import GGUFFile
+from quengine.models.gguf.vocab_checks import MERGES, SCORES, TOKEN_TYPE, TOKENS, check_vocabulary
 from quengine.models.tokenizer.byte_level import ByteLevelBPE, byte_level_bytes
 from quengine.models.tokenizer.errors import TokenizerError
 from quengine.models.tokenizer.pre_tokenizers import PreTokenizer, pre_tokenizer
+from quengine.models.tokenizer.scored_bpe import ScoredBPE, scored_bytes
 from quengine.models.tokenizer.tokenizer import TextEncoder, Tokenizer
 from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, with_roles_by_text
 
@@ -22,6 +24,8 @@ _ROLES = {
     "unk": "unknown_token_id",
     "pad": "padding_token_id",
 }
+# SentencePiece's own places for them, in files that do not say.
+_SCORED_ROLES = {"unk": 0, "bos": 1, "eos": 2}
 
 
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
@@ -29,6 +33,8 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     kind = file.require_str(_PREFIX + "model")
     if kind == "gpt2":
         return _byte_level(file)
+    if kind == "llama":
+        return _scored(file)
     raise TokenizerError(f"{file.path}: tokenizer model {kind!r} is not supported; supported: gpt2, llama")
 
 
@@ -38,48 +44,57 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
         splits = pre_tokenizer(name)
     except TokenizerError as failure:
         raise TokenizerError(f"{file.path}: {failure}") from None
-    vocabulary = _vocabulary(file, splits.add_bos, byte_level_bytes)
-    return Tokenizer(vocabulary, lambda: _byte_level_encoder(file, vocabulary, splits))
+    check_vocabulary(file)
+    vocabulary = _vocabulary(file, splits.add_bos, {}, byte_level_bytes)
+    merges = file.require_strings(MERGES)
+    return Tokenizer(vocabulary, lambda: _byte_level_encoder(vocabulary, list(merges), splits))
 
 
-def _byte_level_encoder(file: GGUFFile, vocabulary: Vocabulary, splits: PreTokenizer) -> TextEncoder:
-    key = _PREFIX + "merges"
-    merges = []
-    for index, merge in enumerate(file.require_strings(key)):
-        # The first character may itself be a space in files of odd origin.
-        cut = merge.find(" ", 1)
-        if cut < 0:
-            raise file.error(key, f"{merge!r} is not two pieces with a space between", index)
-        merges.append((merge[:cut], merge[cut + 1 :]))
-    return ByteLevelBPE(vocabulary, merges, splits)
+def _byte_level_encoder(vocabulary: Vocabulary, merges: list[str], splits: PreTokenizer) -> TextEncoder:
+    # The first character may itself be a space in files of odd origin.
+    cuts = [merge.find(" ", 1) for merge in merges]
+    pairs = [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
+    return ByteLevelBPE(vocabulary, pairs, splits)
 
 
-def _vocabulary(file: GGUFFile, add_bos: bool, to_bytes: Callable[[str], bytes]) -> Vocabulary:
-    texts = list(file.require_strings(_PREFIX + "tokens"))
-    types = file.get_ints(_PREFIX + "token_type")
-    if types is not None and len(types) != len(texts):
-        raise file.error(_PREFIX + "token_type", f"{len(types)} entries for {len(texts)} tokens")
-    roles = {role: _token_id(file, _PREFIX + key, len(texts)) for role, key in _ROLES.items()}
+def _scored(file: GGUFFile) -> Tokenizer:
+    check_vocabulary(file)
+    vocabulary = _vocabulary(file, True, _SCORED_ROLES, scored_bytes)
+    said = file.get_bool(_PREFIX + "add_space_prefix")
+    space_prefix = said is None or said
+    scores = file.get_floats(SCORES)
+    if scores is None:
+        raise file.error(SCORES, "missing, and tokenizer model 'llama' merges by score")
+    values: list[float] = scores.tolist()
+    return Tokenizer(vocabulary, lambda: ScoredBPE(vocabulary, values, space_prefix), space_prefix)
+
+
+def _vocabulary(
+    file: GGUFFile, add_bos: bool, roles: Mapping[str, int], to_bytes: Callable[[str], bytes]
+) -> Vocabulary:
+    """`add_bos` and `roles` are what holds where the file does not say."""
+    texts = list(file.require_strings(TOKENS))
+    types = file.get_ints(TOKEN_TYPE)
+    named = {role: i for role, i in roles.items() if i < len(texts)}
+    for role, key in _ROLES.items():
+        found = file.get_int(_PREFIX + key, high=(1 << 32) - 1)
+        if found is not None and found < len(texts):
+            named[role] = found
+        elif found is not None:
+            named.pop(role, None)  # converters write -1 for a token that the model does not have
     said = file.get_bool(_PREFIX + "add_bos_token")
-    if said and roles["bos"] is None:
-        raise file.error(_PREFIX + "add_bos_token", "true, but there is no bos_token_id")
+    if said and "bos" not in named:
+        raise file.error(_PREFIX + "add_bos_token", "true, but the file names no BOS token (bos_token_id)")
     vocabulary = Vocabulary(
         texts=texts,
         types=[int(TokenType.NORMAL)] * len(texts) if types is None else types.tolist(),
-        named_ids={role: i for role, i in roles.items() if i is not None},
-        add_bos=(add_bos if said is None else said) and roles["bos"] is not None,
+        named_ids=named,
+        add_bos=(add_bos if said is None else said) and "bos" in named,
         add_eos=bool(file.get_bool(_PREFIX + "add_eos_token")),
         to_bytes=to_bytes,
     )
     _check_unique(file, vocabulary)
     return with_roles_by_text(vocabulary)
-
-
-def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
-    found = file.get_int(key, high=(1 << 32) - 1)
-    if found is not None and found >= size:
-        raise file.error(key, f"{found} is outside of the vocabulary of {size} tokens")
-    return found
 
 
 def _check_unique(file: GGUFFile, vocabulary: Vocabulary) -> None:
@@ -88,4 +103,4 @@ def _check_unique(file: GGUFFile, vocabulary: Vocabulary) -> None:
     for index, text in enumerate(vocabulary.texts):
         last = vocabulary.ids[text]
         if text and last != index:
-            raise file.error(_PREFIX + "tokens", f"{text!r} is both token {index} and token {last}", index)
+            raise file.error(TOKENS, f"{text!r} is both token {index} and token {last}", index)

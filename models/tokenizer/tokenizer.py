@@ -30,10 +30,14 @@ class Tokenizer:
     """Text to token ids and back.
 
     The merging engine is built at the first `encode`, so that a model can be opened, shown or decoded from
-    without it. Safe to use from several threads.
+    without it. Safe to use from several threads. `space_prefix` says that the encoder puts a space before a text,
+    which `decode` takes away again.
     """
 
-    def __init__(self, vocabulary: Vocabulary, make_encoder: Callable[[], TextEncoder]) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, make_encoder: Callable[[], TextEncoder], space_prefix: bool = False
+    ) -> None:
+        self.space_prefix = space_prefix
         self._vocabulary = vocabulary
         self._make_encoder = make_encoder
         self._encoder: TextEncoder | None = None
@@ -110,11 +114,21 @@ class Tokenizer:
             ids.insert(0, bos_id)
         return ids
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of `ids`, without control tokens unless `skip_special` is False. Bytes that are no UTF-8
-        become U+FFFD."""
-        kept = [i for i in ids if not (skip_special and self.is_control(i))]
-        return b"".join(map(self.token_bytes, kept)).decode(errors="replace")
+    def decode(self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False) -> str:
+        """The text of `ids`, without control tokens unless `skip_special` is False.
+
+        Bytes that are no UTF-8 become U+FFFD. The space that encoding put before a text is left out, unless
+        `continuation` says that `ids` go on from an earlier text.
+        """
+        pieces: list[bytes] = []
+        strip = self.space_prefix and not continuation
+        for token_id in ids:
+            control = self.is_control(token_id)
+            if not (control and skip_special):
+                piece = self.token_bytes(token_id)
+                pieces.append(piece[1:] if strip and not control and piece[:1] == b" " else piece)
+            strip = strip and control
+        return b"".join(pieces).decode(errors="replace")
 
     def _text_encoder(self) -> TextEncoder:
         with self._lock:
