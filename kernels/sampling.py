@@ -73,8 +73,8 @@ def penalize(
     """A copy of `logits` [V] with the distinct tokens `ids` [n] made less likely.
 
     `counts` [n] says how often each was seen. The repeat penalty (Keskar et al., CTRL, 2019) divides a
-    positive logit and multiplies a negative one, so that a factor above 1 always makes a token less likely; then
-    `presence + counts * frequency` is subtracted.
+    positive logit and multiplies a negative one: above 1 it makes a token less likely, whatever its sign.
+    Then `presence + counts * frequency` is subtracted.
     """
     seen = logits[ids].astype(np.float64)
     seen = np.where(seen > 0, seen / repeat, seen * repeat)
