@@ -80,7 +80,7 @@ app.command("rm")(remove)
 
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return f"engine: {record.levelname.lower()}: {record.getMessage()}"
+        return f"engine: {record.levelname.lower()}: {' '.join(record.getMessage().split())}"
 
 
 def _show_warning(

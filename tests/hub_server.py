@@ -147,12 +147,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body[half:])
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_args: object) -> None:
+        """Clients that are killed on purpose reset their connections."""
+
+
 @contextmanager
 def serve_hub(hub: Hub) -> Iterator[Hub]:
     """Serves `hub` on a free loopback port; its address is `hub.url`."""
     handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _Server(("127.0.0.1", 0), handler)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

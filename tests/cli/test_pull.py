@@ -8,10 +8,16 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import namedtuple
+from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
+from quengine.cli.main import run
+from quengine.models.hub import resolve_model
 from tests.hub_server import COMMIT, Hub, serve_hub
 
 REPO = "someone/Tiny-GGUF"
@@ -37,41 +43,60 @@ def hub():
 
 @pytest.fixture
 def env(hub, tmp_path):
+    """The environment of a process of its own that uses the hub and a cache of its own."""
     kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(("HF_", "HUGGING"))}
     kept = {key: value for key, value in kept.items() if not key.lower().endswith("_proxy")}
     return {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "*"}
 
 
-@pytest.fixture
-def engine(env):
-    def run(*args, stdin="", code=None, **more):
-        program = (
-            [sys.executable, "-m", "quengine.cli.main"] if code is None else [sys.executable, "-c", code]
-        )
-        return subprocess.run(
-            [*program, *args], env={**env, **more}, input=stdin, capture_output=True, text=True, timeout=60
-        )
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
 
-    return run
+
+@pytest.fixture
+def engine(hub, tmp_path, monkeypatch, capfd):
+    """Runs a command line in this process, on the hub and a cache of its own."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("time.sleep", lambda *_: None)
+
+    def engine(*args):
+        capfd.readouterr()
+        code = run(list(args))
+        return Done(code, *capfd.readouterr())
+
+    return engine
 
 
 @pytest.fixture
 def start(env):
+    """Starts a command line as a process of its own."""
     started = []
 
-    def run(*args):
-        program = [sys.executable, "-m", "quengine.cli.main", *args]
+    def start(*args, code="import sys; from quengine.cli.main import run; sys.exit(run(sys.argv[1:]))"):
+        pipe = subprocess.PIPE
         process = subprocess.Popen(
-            program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, *args], env=env, stdout=pipe, stderr=pipe, text=True
         )
         started.append(process)
         return process
 
-    yield run
+    yield start
     for process in started:
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+def finish(process):
+    stdout, stderr = process.communicate(timeout=60)
+    return Done(process.returncode, stdout, stderr)
 
 
 def cache(tmp_path):
@@ -105,15 +130,14 @@ def test_a_quantization_is_fetched_into_the_shared_cache_and_then_resolves_witho
     hub.requests.clear()
     again = engine("pull", "--offline", f"hf:{REPO}:Q4_K_M")
     assert (again.returncode, again.stdout) == (0, done.stdout)
-    code = "import sys; from quengine.models.hub import resolve_model; print(resolve_model(sys.argv[1]))"
-    assert engine(f"hf:{REPO}/Tiny-Q4_K_M.gguf", code=code).stdout == done.stdout
+    assert resolve_model(f"hf:{REPO}/Tiny-Q4_K_M.gguf") == path
     assert hub.requests == []
 
 
 def test_the_files_are_found_by_huggingface_hub_itself(engine):
     engine("pull", f"hf:{REPO}:Q4_K_S")
-    code = f"import huggingface_hub as h; print(h.try_to_load_from_cache({REPO!r}, 'Tiny-Q4_K_S.gguf'))"
-    assert Path(engine(code=code).stdout.strip()).read_bytes() == FILES["Tiny-Q4_K_S.gguf"]
+    found = huggingface_hub.try_to_load_from_cache(REPO, "Tiny-Q4_K_S.gguf", constants.HF_HUB_CACHE)
+    assert Path(found).read_bytes() == FILES["Tiny-Q4_K_S.gguf"]
 
 
 def test_all_shards_of_a_split_model_come_and_the_first_is_named(engine):
@@ -172,9 +196,9 @@ def test_a_pull_stopped_by_a_signal_goes_on_where_it_stopped(engine, start, hub,
     first.send_signal(how)
     hub.hold.set()
     hub.hold = None
-    _, stderr = first.communicate(timeout=30)
-    assert first.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
-    assert "Traceback" not in stderr
+    stopped = finish(first)
+    assert stopped.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert "Traceback" not in stopped.stderr
     had = partial.stat().st_size
     assert had == CHUNK
 
@@ -205,21 +229,16 @@ def test_a_corrupt_partial_file_is_caught_by_the_digest(engine, hub, tmp_path):
     assert not partial.exists()
 
 
-def test_too_little_disk_is_said_before_anything_is_fetched(engine, hub):
-    code = (
-        "import collections, shutil, sys\n"
-        "usage = collections.namedtuple('usage', 'total used free')\n"
-        "shutil.disk_usage = lambda path: usage(10**9, 0, 20_000_000)\n"
-        "from quengine.cli.main import run\n"
-        "sys.exit(run(sys.argv[1:]))"
-    )
-    line = only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M", code=code), 2)
+def test_too_little_disk_is_said_before_anything_is_fetched(engine, hub, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda *_: usage(10**9, 0, 20_000_000))
+    line = only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M"), 2)
     assert "23.97 MB" in line and "20.00 MB" in line
     assert hub.gets == []
-    assert engine("pull", f"hf:{REPO}:Q4_K_S", code=code).returncode == 0
+    assert engine("pull", f"hf:{REPO}:Q4_K_S").returncode == 0
 
 
-def test_a_disk_that_fills_up_midway_is_said_and_the_part_is_kept(engine, hub):
+def test_a_disk_that_fills_up_midway_is_said_and_the_part_is_kept(engine, start, hub):
     code = (
         "import resource, signal, sys\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -227,7 +246,7 @@ def test_a_disk_that_fills_up_midway_is_said_and_the_part_is_kept(engine, hub):
         "from quengine.cli.main import run\n"
         "sys.exit(run(sys.argv[1:]))"
     )
-    line = only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M", code=code), 2)
+    line = only_error_line(finish(start("pull", f"hf:{REPO}:Q4_K_M", code=code)), 2)
     assert "12.00 MB of 23.97 MB is kept" in line
     hub.gets.clear()
     assert engine("pull", f"hf:{REPO}:Q4_K_M").returncode == 0
@@ -248,10 +267,10 @@ def test_of_two_pulls_at_once_one_fetches_and_the_other_waits_for_it(start, hub)
     assert hub.gets == [("Tiny-Q4_K_M.gguf", None)]
 
 
-@pytest.mark.parametrize("switch", [{"args": ["--offline"]}, {"HF_HUB_OFFLINE": "1"}])
-def test_offline_never_asks_the_network_and_says_what_is_missing(engine, hub, switch):
-    args = switch.pop("args", [])
-    line = only_error_line(engine("pull", *args, f"hf:{REPO}:Q4_K_M", **switch), 1)
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_offline_never_asks_the_network_and_says_what_is_missing(engine, hub, monkeypatch, by_variable):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", by_variable)
+    line = only_error_line(engine("pull", *([] if by_variable else ["--offline"]), f"hf:{REPO}:Q4_K_M"), 1)
     assert "offline" in line
     assert hub.requests == []
 
@@ -274,8 +293,9 @@ def test_unknown_and_gated_repositories_are_told_apart(engine, hub):
     assert "gated" in only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M"), 2)
 
 
-def test_a_hub_that_does_not_answer_is_one_line(engine):
-    line = only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M", HF_ENDPOINT="http://127.0.0.1:9"), 2)
+def test_a_hub_that_does_not_answer_is_one_line(engine, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    line = only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M"), 2)
     assert "cannot reach http://127.0.0.1:9" in line
 
 
