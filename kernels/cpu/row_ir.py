@@ -1,0 +1,289 @@
+"""Loops over one row, as numba intrinsics: dot products, dequantization, rounding of activations.
+
+Rounded activations lie in memory as one record per row of K values (`ActivationRecord`):
+
+    bytes 0 .. 2K             a, int16
+    bytes 2K .. 2K + K/4      per group of 32: t and t * sum(a), fp32, side by side
+    bytes 2K + K/4 .. 5K/2    per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
+
+Order of the sums: slice j of 32 weights of block i adds into 8 lanes of accumulator (i*slices + j) mod 2; the two are
+added, then the lanes pairwise; the sum of the minimums is subtracted last. It depends on nothing but K and the format.
+
+Does not know: how rows are shared among threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.cpu.block_ir import Slices, emit_block
+from quengine.kernels.cpu.vector_ir import F32, I16, I32, I64, Emitter, vec
+
+_UNROLL = 4  # blocks of 32 per turn of the loop
+
+
+def record_bytes(cols: int) -> int:
+    """Bytes from one activation record to the next; a multiple of 64."""
+    return (5 * cols // 2 + 63) // 64 * 64
+
+
+def emitter(context: Any, builder: ir.IRBuilder) -> Emitter:
+    triple, _, features = context.codegen().magic_tuple()
+    return Emitter(builder, has_half="+f16c" in features or triple.startswith(("aarch64", "arm64")))
+
+
+@intrinsic(prefer_literal=True)
+def dot_row(
+    typingctx: Any, variant: Any, w: Any, blocks: Any, record: Any, stride: Any, last: Any, y: Any, y_stride: Any
+) -> Any:
+    """One weight row times `width` activation records: y[min(b, last)] for b < width. `variant`: "Q4_K/width/...".
+
+    w, record, y: addresses; stride, y_stride: bytes. Activations beyond `last` repeat it, so their y do too.
+    """
+    format_name, width = variant.literal_value.split("/")[:2]
+    fmt = FORMATS[format_name]
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, w, blocks, record, stride, last, y, y_stride = args
+        e = emitter(context, builder)
+        picks = [
+            builder.select(builder.icmp_signed("<", e.i64(b), last), e.i64(b), last) for b in range(int(width))
+        ]
+        records = [builder.add(record, builder.mul(pick, stride)) for pick in picks]
+        totals = _RowDot(e, fmt, w, blocks, records).emit()
+        for pick, total in zip(picks, totals, strict=True):
+            e.store(total, builder.add(y, builder.mul(pick, y_stride)))
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 7), codegen
+
+
+class _RowDot:
+    """Writes the code of one row's dot products with several records."""
+
+    def __init__(
+        self, e: Emitter, fmt: BlockFormat, w: ir.Value, blocks: ir.Value, records: list[ir.Value]
+    ) -> None:
+        self.e, self.fmt, self.w, self.blocks, self.records = e, fmt, w, blocks, records
+        self.slices = fmt.block // 32
+        self.cols = e.b.mul(blocks, e.i64(fmt.block))
+        self.min_lanes = 8 if self.slices > 1 else 1
+
+    def emit(self) -> list[ir.Value]:
+        """One fp32 per record."""
+        e = self.e
+        unroll = 2 if self.slices > 1 else _UNROLL
+        zero, min_zero = e.const(vec(F32, 8), 0.0), e.const(vec(F32, self.min_lanes), 0.0)
+        state: list[ir.Value] = [zero, zero, min_zero] * len(self.records)
+        whole = e.b.and_(self.blocks, e.i64(-unroll))
+
+        def turn(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            for k in range(unroll):
+                state = self._block(e.at(i, k), k, state)
+            return state
+
+        state = e.loop(e.i64(0), whole, unroll, state, turn)
+        state = e.loop(whole, self.blocks, 1, state, lambda i, s: self._block(i, 0, s))
+        totals = []
+        for b in range(len(self.records)):
+            first, second, mins = state[3 * b : 3 * b + 3]
+            total = e.total(e.b.fadd(first, second))
+            totals.append(e.b.fsub(total, e.total(mins)) if self.fmt.has_min else total)
+        return totals
+
+    def _block(self, i: ir.Value, parity: int, state: list[ir.Value]) -> list[ir.Value]:
+        e, state = self.e, list(state)
+        content = emit_block(e, self.fmt, e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes))))
+        weight = e.b.mul(i, e.i64(self.fmt.block))
+        factors = []
+        for b, record in enumerate(self.records):
+            t, sums = self._scales(record, weight)
+            factors.append(e.b.fmul(content.scales, t))
+            if content.mins is not None:
+                state[3 * b + 2] = self._mins(content, record, weight, sums, state[3 * b + 2])
+        for j in range(self.slices):
+            low, high = content.ints(j)
+            for b, record in enumerate(self.records):
+                a = e.at(record, e.b.mul(weight, e.i64(2)))
+                x_low, x_high = (e.load(vec(I16, 16), a, 64 * j + 32 * k) for k in (0, 1))
+                dots = e.b.add(e.pair_products(low, x_low), e.pair_products(high, x_high))
+                slot = 3 * b + (parity + j) % 2
+                state[slot] = e.fma(e.to_float(dots), e.splat_lane(factors[b], j, 8), state[slot])
+        return state
+
+    def _scales(self, record: ir.Value, weight: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """t and t * sum(a) of the block's slices, one lane a slice."""
+        e = self.e
+        address = e.b.add(record, e.b.mul(self.cols, e.i64(2)))
+        address = e.b.add(address, e.b.lshr(weight, e.i64(2)))
+        return e.evens_odds(e.load(vec(F32, 2 * self.slices), address))
+
+    def _mins(self, content: Slices, record: ir.Value, weight: ir.Value, sums: ir.Value, acc: ir.Value) -> ir.Value:
+        e, mins = self.e, content.mins or ()
+        if len(mins) == 1:
+            return e.fma(mins[0], sums, acc)
+        address = e.b.add(record, e.b.lshr(e.b.mul(self.cols, e.i64(9)), e.i64(2)))
+        pairs = e.load(vec(F32, 16), e.b.add(address, e.b.lshr(weight, e.i64(2))))
+        for part, by_16 in zip(mins, e.evens_odds(pairs), strict=True):
+            acc = e.fma(part, by_16, acc)
+        return acc
+
+
+@intrinsic(prefer_literal=True)
+def dot_float_row(typingctx: Any, variant: Any, w: Any, cols: Any, x: Any) -> Any:
+    """fp32 dot of a row of F32, F16 or BF16 weights at address w with fp32 at address x."""
+    name = variant.literal_value.split("/")[0]
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, w, cols, x = args
+        e = emitter(context, builder)
+        whole = builder.and_(cols, e.i64(-32))
+        zeros = [e.const(vec(F32, 8), 0.0)] * 4
+
+        def turn(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            values = [_float_weights(e, name, w, e.at(i, 8 * k), 8) for k in range(4)]
+            address = builder.add(x, builder.mul(i, e.i64(4)))
+            inputs = [e.load(vec(F32, 8), address, 32 * k) for k in range(4)]
+            return [e.fma(v, u, s) for v, u, s in zip(values, inputs, state, strict=True)]
+
+        s = e.loop(e.i64(0), whole, 32, zeros, turn)
+        total = e.total(builder.fadd(builder.fadd(s[0], s[1]), builder.fadd(s[2], s[3])))
+
+        def single(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            value = e.lane(_float_weights(e, name, w, i, 1), 0)
+            return [e.fma(value, e.load(F32, builder.add(x, builder.mul(i, e.i64(4)))), state[0])]
+
+        return e.loop(whole, cols, 1, [total], single)[0]
+
+    return types.float32(variant, types.int64, types.int64, types.int64), codegen
+
+
+def _float_weights(e: Emitter, name: str, w: ir.Value, index: ir.Value, count: int) -> ir.Value:
+    """`count` weights from `index` on, as fp32 lanes."""
+    address = e.b.add(w, e.b.mul(index, e.i64(FORMATS[name].nbytes)))
+    if name == "F32":
+        return e.load(vec(F32, count), address)
+    if name == "F16":
+        return e.load_halves(count, address)
+    wide = e.widen(e.load(vec(I16, count), address), I32, False)
+    return e.b.bitcast(e.shift_left(wide, 16), vec(F32, count))
+
+
+@intrinsic(prefer_literal=True)
+def dequantize_row(typingctx: Any, variant: Any, w: Any, blocks: Any, out: Any) -> Any:
+    """A row of `blocks` blocks at address w to fp32 at address out, the values of `block_formats.dequantize`."""
+    fmt = FORMATS[variant.literal_value.split("/")[0]]
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, w, blocks, out = args
+        e = emitter(context, builder)
+
+        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            block = e.at(w, builder.mul(i, e.i64(fmt.nbytes)))
+            target = e.at(out, builder.mul(i, e.i64(4 * fmt.block)))
+            if fmt.is_quantized:
+                _emit_dequantized(e, fmt, block, target)
+            else:
+                e.store(_float_weights(e, fmt.name, block, e.i64(0), 1), target)
+            return []
+
+        e.loop(e.i64(0), blocks, 1, [], turn)
+        return context.get_dummy_value()
+
+    return types.void(variant, types.int64, types.int64, types.int64), codegen
+
+
+def _emit_dequantized(e: Emitter, fmt: BlockFormat, block: ir.Value, target: ir.Value) -> None:
+    content = emit_block(e, fmt, block)
+    for j in range(fmt.block // 32):
+        scale = e.splat_lane(content.scales, j, 16)
+        for half, ints in enumerate(content.ints(j)):
+            value = e.b.fmul(e.to_float(e.widen(ints, I32, True)), scale)
+            if content.mins is not None:
+                mins = content.mins[half % len(content.mins)]
+                value = e.b.fsub(value, e.splat_lane(mins, j, 16))
+            e.store(value, target, 128 * j + 64 * half)
+
+
+@intrinsic
+def round_row(typingctx: Any, x: Any, cols: Any, record: Any) -> Any:
+    """Round `cols` fp32 at address x into the activation record at address `record` (see activations.py)."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        x, cols, record = args
+        e = emitter(context, builder)
+        pairs = builder.add(record, builder.mul(cols, e.i64(2)))
+        by_16 = builder.add(pairs, builder.lshr(cols, e.i64(2)))
+
+        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            values = e.load(vec(F32, 32), e.at(x, builder.mul(i, e.i64(4))))
+            a, t = _emit_rounding(e, values)
+            e.store(a, e.at(record, builder.mul(i, e.i64(2))))
+            sums = [e.to_float(_sum_int16(e, part)) for part in e.halves(a)]
+            offset = builder.lshr(i, e.i64(2))  # 8 bytes per group of 32
+            e.store(t, e.at(pairs, offset))
+            e.store(builder.fmul(t, builder.fadd(*sums)), e.at(pairs, offset), 4)
+            for k, part in enumerate(sums):
+                e.store(builder.fmul(t, part), e.at(by_16, offset), 4 * k)
+            return []
+
+        e.loop(e.i64(0), cols, 32, [], turn)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """One group of 32 fp32: its integers, int16 lanes, and its scale t."""
+    b, lanes = e.b, vec(F32, 32)
+    # As integers the bits of |x| order like |x|, and a NaN is above all: it is then t.
+    largest = e.and_(b.bitcast(x, vec(I32, 32)), 0x7FFFFFFF)
+    while largest.type.count > 1:
+        low, high = e.halves(largest)
+        largest = b.select(b.icmp_unsigned(">", low, high), low, high)
+    t = b.fdiv(b.bitcast(e.lane(largest, 0), F32), e.const(F32, 32767.0))
+    quotient = b.fdiv(x, e.splat(t, 32))
+    limit, zero = e.const(lanes, 32767.0), e.const(lanes, 0.0)
+    # Comparisons with NaN are false: 0/0 of a zero group and all of a non-finite one become 0.
+    quotient = b.select(b.fcmp_ordered("ord", quotient, zero), quotient, zero)
+    quotient = b.select(b.fcmp_ordered("<", quotient, limit), quotient, limit)
+    quotient = b.select(b.fcmp_ordered(">", quotient, b.fneg(limit)), quotient, b.fneg(limit))
+    quotient = b.select(b.fcmp_ordered("==", e.splat(t, 32), zero), zero, quotient)
+    # Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+    shifted = b.bitcast(b.fadd(quotient, e.const(lanes, 12582912.0)), vec(I32, 32))
+    return b.trunc(shifted, vec(I16, 32)), t
+
+
+def _sum_int16(e: Emitter, v: ir.Value) -> ir.Value:
+    total = e.widen(v, I32, True)
+    while total.type.count > 1:
+        low, high = e.halves(total)
+        total = e.b.add(low, high)
+    return e.lane(total, 0)
+
+
+@intrinsic
+def get(typingctx: Any, context_address: Any, slot: Any) -> Any:
+    """Slot `slot` of the int64 parameters at an address."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        e = Emitter(builder, has_half=False)
+        return e.load(I64, e.at(args[0], builder.mul(args[1], e.i64(8))))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_f32(typingctx: Any, value: Any, address: Any) -> Any:
+    """Write an fp32 to an address."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        Emitter(builder, has_half=False).store(args[0], args[1])
+        return context.get_dummy_value()
+
+    return types.void(types.float32, types.int64), codegen

@@ -1,0 +1,180 @@
+"""Short names for the LLVM vector instructions that the CPU kernels are written in.
+
+Only target-independent instructions and intrinsics are emitted: LLVM lowers 8-lane fp32 and 16-lane int16 vectors
+to AVX-512, AVX2, SSE or NEON alike. Nothing is marked `fast` or `contract`: where a multiply and an add are to be
+one rounding it says `fma`, so a kernel gives the same bits whatever it is inlined into.
+
+Does not know: block formats or what the numbers mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+
+
+def vec(lane: ir.Type, lanes: int) -> ir.VectorType:
+    return ir.VectorType(lane, lanes)
+
+
+class Emitter:
+    """Appends instructions at a builder's position. Addresses are i64 values; loads and stores are unaligned."""
+
+    def __init__(self, builder: ir.IRBuilder, has_half: bool) -> None:
+        self.b = builder
+        self._has_half = has_half
+
+    # ---- constants, memory -------------------------------------------------------------------------------
+    def const(self, type_: ir.Type, value: Any) -> ir.Constant:
+        """A scalar, or a vector with the value in all lanes, or with a list of lanes."""
+        if isinstance(type_, ir.VectorType) and not isinstance(value, list):
+            value = [value] * type_.count
+        return ir.Constant(type_, value)
+
+    def i64(self, value: int) -> ir.Constant:
+        return ir.Constant(I64, value)
+
+    def at(self, address: ir.Value, offset: int | ir.Value) -> ir.Value:
+        """address + offset, in bytes."""
+        if isinstance(offset, int):
+            if offset == 0:
+                return address
+            offset = self.i64(offset)
+        return self.b.add(address, offset)
+
+    def load(self, type_: ir.Type, address: ir.Value, offset: int = 0) -> ir.Value:
+        pointer = self.b.inttoptr(self.at(address, offset), type_.as_pointer())
+        value = self.b.load(pointer)
+        value.align = 1
+        return value
+
+    def store(self, value: ir.Value, address: ir.Value, offset: int = 0) -> None:
+        pointer = self.b.inttoptr(self.at(address, offset), value.type.as_pointer())
+        self.b.store(value, pointer).align = 1
+
+    # ---- lanes -------------------------------------------------------------------------------------------
+    def pick(self, v: ir.Value, lanes: Sequence[int], other: ir.Value | None = None) -> ir.Value:
+        """The vector of the named lanes of v (and, from v's length on, of `other`)."""
+        mask = ir.Constant(vec(I32, len(lanes)), list(lanes))
+        return self.b.shuffle_vector(v, other or ir.Constant(v.type, ir.Undefined), mask)
+
+    def lane(self, v: ir.Value, i: int) -> ir.Value:
+        return self.b.extract_element(v, ir.Constant(I32, i))
+
+    def splat(self, scalar: ir.Value, lanes: int) -> ir.Value:
+        undefined = ir.Constant(vec(scalar.type, lanes), ir.Undefined)
+        first = self.b.insert_element(undefined, scalar, ir.Constant(I32, 0))
+        return self.pick(first, [0] * lanes)
+
+    def splat_lane(self, v: ir.Value, i: int, lanes: int) -> ir.Value:
+        return self.pick(v, [i] * lanes)
+
+    def halves(self, v: ir.Value) -> tuple[ir.Value, ir.Value]:
+        half = v.type.count // 2
+        return self.pick(v, range(half)), self.pick(v, range(half, 2 * half))
+
+    def join(self, low: ir.Value, high: ir.Value) -> ir.Value:
+        return self.pick(low, range(2 * low.type.count), high)
+
+    def evens_odds(self, v: ir.Value) -> tuple[ir.Value, ir.Value]:
+        count = v.type.count
+        return self.pick(v, range(0, count, 2)), self.pick(v, range(1, count, 2))
+
+    # ---- integers ----------------------------------------------------------------------------------------
+    def and_(self, v: ir.Value, mask: int) -> ir.Value:
+        return self.b.and_(v, self.const(v.type, mask))
+
+    def shift_left(self, v: ir.Value, by: int) -> ir.Value:
+        """Left by `by` bits, right (zeros from above) when it is negative."""
+        if by == 0:
+            return v
+        amount = self.const(v.type, abs(by))
+        return self.b.shl(v, amount) if by > 0 else self.b.lshr(v, amount)
+
+    def widen(self, v: ir.Value, lane: ir.Type, signed: bool) -> ir.Value:
+        type_ = vec(lane, v.type.count)
+        return self.b.sext(v, type_) if signed else self.b.zext(v, type_)
+
+    def pair_products(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16 lanes, int32, exact: one instruction on x86 (pmaddwd)."""
+        product = self.b.mul(self.widen(x, I32, True), self.widen(y, I32, True))
+        even, odd = self.evens_odds(product)
+        return self.b.add(even, odd)
+
+    # ---- floats ------------------------------------------------------------------------------------------
+    def to_float(self, v: ir.Value) -> ir.Value:
+        """Signed integers to fp32."""
+        count = v.type.count if isinstance(v.type, ir.VectorType) else 0
+        return self.b.sitofp(v, vec(F32, count) if count else F32)
+
+    def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+        """x*y + z in one rounding."""
+        type_ = x.type
+        name = f"llvm.fma.v{type_.count}f32" if isinstance(type_, ir.VectorType) else "llvm.fma.f32"
+        declared = self.b.module.globals.get(name)
+        if declared is None:
+            declared = ir.Function(self.b.module, ir.FunctionType(type_, [type_] * 3), name)
+        return self.b.call(declared, [x, y, z])
+
+    def half_to_float(self, bits: ir.Value) -> ir.Value:
+        """fp16 lanes given as i16 to fp32, every value.
+
+        Without conversion instructions (x86 before F16C) LLVM calls a library function that need not be there; then
+        the exponent is moved by a multiplication, which is exact for denormals too.
+        """
+        count = bits.type.count
+        if self._has_half:
+            return self.b.fpext(self.b.bitcast(bits, vec(F16, count)), vec(F32, count))
+        wide = self.widen(bits, I32, False)
+        magnitude = self.shift_left(self.and_(wide, 0x7FFF), 13)
+        scaled = self.b.fmul(self.b.bitcast(magnitude, vec(F32, count)), self.const(vec(F32, count), 2.0**112))
+        special = self.b.icmp_unsigned(">=", magnitude, self.const(vec(I32, count), 0x0F800000))
+        value = self.b.bitcast(scaled, vec(I32, count))
+        value = self.b.select(special, self.b.or_(value, self.const(vec(I32, count), 0x7F800000)), value)
+        sign = self.shift_left(self.and_(wide, 0x8000), 16)
+        return self.b.bitcast(self.b.or_(value, sign), vec(F32, count))
+
+    def load_halves(self, count: int, address: ir.Value, offset: int = 0) -> ir.Value:
+        """`count` fp16 in memory as fp32 lanes."""
+        return self.half_to_float(self.load(vec(I16, count), address, offset))
+
+    def total(self, v: ir.Value) -> ir.Value:
+        """The sum of the lanes of a float vector, halves added to each other until one lane is left."""
+        while v.type.count > 1:
+            low, high = self.halves(v)
+            v = self.b.fadd(low, high)
+        return self.lane(v, 0)
+
+    # ---- loops -------------------------------------------------------------------------------------------
+    def loop(
+        self,
+        start: ir.Value,
+        stop: ir.Value,
+        step: int,
+        carried: Sequence[ir.Value],
+        body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+    ) -> list[ir.Value]:
+        """for i in range(start, stop, step): carried = body(i, carried). i64 indices; may run zero times."""
+        before = self.b.block
+        head, inside, after = (self.b.append_basic_block(n) for n in ("head", "inside", "after"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        index = self.b.phi(I64)
+        index.add_incoming(start, before)
+        phis = [self.b.phi(v.type) for v in carried]
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(value, before)
+        self.b.cbranch(self.b.icmp_signed("<", index, stop), inside, after)
+        self.b.position_at_end(inside)
+        values = body(index, list(phis))
+        index.add_incoming(self.b.add(index, self.i64(step)), self.b.block)
+        for phi, value in zip(phis, values, strict=True):
+            phi.add_incoming(value, self.b.block)
+        self.b.branch(head)
+        self.b.position_at_end(after)
+        return list(phis)
