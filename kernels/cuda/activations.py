@@ -68,12 +68,15 @@ class RoundedActivations:
 @triton.jit
 def round_group(x):
     """Round x fp32 [G, 32], one group a row: (high int8, low uint8, both [G, 32], scale [G], sums int32 [G, 2])."""
-    peak = tl.max(tl.abs(x), axis=1)
+    # The order of the bits of |x| is that of the values, with NaN on top: a NaN reaches the scale.
+    peak = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
     scale = tl.math.div_rn(peak, 32767.0)
-    ratio = tl.math.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
+    live = (scale > 0)[:, None]
+    ratio = tl.math.div_rn(x, tl.where(live, scale[:, None], 1.0))
+    ratio = tl.where(live & (ratio == ratio), ratio, 0.0)
+    ratio = tl.minimum(tl.maximum(ratio, -32767.0), 32767.0)
     # Adding 1.5 * 2^23 leaves no bits behind the point: rounds to nearest even, and |ratio| < 2^22.
     value = ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
-    value = tl.where((scale > 0)[:, None], value, 0)
     sums = tl.sum(tl.reshape(value, [value.shape[0], 2, 16]), axis=2)
     return (value >> 8).to(tl.int8), (value & 255).to(tl.uint8), scale, sums
 
