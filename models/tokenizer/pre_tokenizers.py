@@ -35,12 +35,15 @@ _NEW_IN_UNICODE_16 = """
     1FAC6 1FADC 1FADF 1FAE9 1FBCB-1FBEF"""
 
 
+def _ranges(spans: str) -> str:
+    r"""Hexadecimal code points and spans, `41-5A B5`, as the inside of a character class."""
+    return "".join("-".join(rf"\x{{{end}}}" for end in span.split("-")) for span in spans.split())
+
+
 def _unicode_15(pattern: str) -> str:
     r"""`pattern` with every \p{X} cut to the characters that had that category in Unicode 15.1."""
-    ranges = "".join(
-        "-".join(rf"\x{{{end}}}" for end in span.split("-")) for span in _NEW_IN_UNICODE_16.split()
-    )
-    return re.sub(r"\\p\{\w+\}", lambda category: f"[{category[0]}&&[^{ranges}]]", pattern)
+    later = _ranges(_NEW_IN_UNICODE_16)
+    return re.sub(r"\\p\{\w+\}", lambda category: f"[{category[0]}&&[^{later}]]", pattern)
 
 
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -56,15 +59,20 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
 )
 # CJK and Hangul; the middle range spans other scripts too, and llama.cpp takes no white space for any of them.
-_DEEPSEEK_CJK = r"[一-龥ࠀ-一가-퟿&&[^\s]]+"
-_DEEPSEEK_LETTERS = (
-    r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ"
-    r"Ὗ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚ"
-    r"ａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+"
-)
+_DEEPSEEK_CJK = rf"[{_ranges('800-9FA5 AC00-D7FF')}&&[^\s]]+"
+# Letters with case (and a few that had it when DeepSeek LLM was made), from its tokenizer.json.
+_DEEPSEEK_LETTERS = """
+    41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A
+    38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF
+    1D00-1D2B 1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D
+    1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4
+    1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128 212A-212D 212F-2134 2139 213C-213F
+    2145-2149 214E 2183 2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2 2CF3 A640-A66D A680-A69B A722-A76F
+    A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3
+    104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943"""
 _DEEPSEEK_LLM = (
     r"[\r\n]",
-    _DEEPSEEK_LETTERS,
+    rf"\s?[{_ranges(_DEEPSEEK_LETTERS)}]+",
     r"\s?[!-/:-~！-／：-～‘-‟、。]+",
     r"\s+\z",
     _DEEPSEEK_CJK,
