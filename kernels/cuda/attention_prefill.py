@@ -1,0 +1,218 @@
+"""Prefill attention on CUDA: a chunk of query rows against the cache up to and including the chunk.
+
+Online softmax over key tiles on the matrix units, fp16 operands and fp32 sums. The causal mask (and the
+window's) is the band built once at load; it is read only in the tiles that the diagonal or the window's edge
+crosses, and tiles wholly outside are not visited. Knows a chunk of one sequence; rotation and the cache write
+come before.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cuda.kv_store import KVStore, load_tile
+from quengine.kernels.cuda.rope import sequence_pointers
+
+
+@triton.jit
+def _attend_tiles(
+    q,
+    largest,
+    total,
+    mixed,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    mask_ptr,
+    row_live,
+    begin,
+    end,
+    keys,
+    kv_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    Q8: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Online softmax (Milakov & Gimelshein 2018) over key tiles begin..end, onto the rows' running state.
+
+    `mask_ptr` [rows, 1] points to each row's mask at key 0; only MASKED tiles read it, and only they may hold
+    keys from `keys` on or rows that see nothing yet.
+    """
+    for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        live = key < keys if MASKED else key >= 0
+        row = key.to(tl.int64) * KV_HEADS + kv_head
+        k = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8).to(tl.float16)
+        scores = tl.dot(q, tl.trans(k))
+        if MASKED:
+            visible = tl.load(mask_ptr + key[None, :], mask=row_live[:, None] & live[None, :], other=0)
+            scores = tl.where(visible != 0, scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        else:
+            new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+            base = new_largest
+        shrink = tl.exp2(largest - base)
+        weights = tl.exp2(scores * scale - base[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        v = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8).to(tl.float16)
+        mixed = tl.dot(weights.to(tl.float16), v, mixed * shrink[:, None])
+        largest = new_largest
+    return largest, total, mixed
+
+
+@triton.jit(do_not_specialize=["start", "rows", "mask_stride", "mask_origin"])
+def _attention_prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    mask_ptr,
+    out_ptr,
+    scale,
+    start,
+    rows,
+    mask_stride,
+    mask_origin,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    Q8: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # The last rows see the most keys: they start first, so that no long block is left over at the end.
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    head = tl.program_id(0)
+    kv_head = head // (HEADS // KV_HEADS)
+    first_row = block * BLOCK_ROWS
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    row_live = row < rows
+    d = tl.arange(0, PADDED)
+    inside = row_live[:, None] & (d < HEAD_DIM)[None, :]
+    at = (row[:, None].to(tl.int64) * HEADS + head) * HEAD_DIM + d[None, :]
+    q = tl.load(q_ptr + at, mask=inside, other=0.0)
+    mask_rows = mask_ptr + row[:, None].to(tl.int64) * mask_stride + mask_origin
+
+    # Positions: the block's queries are first..last; keys `low`..`keys` are seen by some of them, and tiles
+    # within `full_low`..`full_high` by all of them.
+    keys = start + rows
+    first = start + first_row
+    last = tl.minimum(first + BLOCK_ROWS, keys) - 1
+    end = last + 1
+    full_high = (first + 1) // BLOCK_KEYS * BLOCK_KEYS
+    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    mixed = tl.zeros([BLOCK_ROWS, PADDED], tl.float32)
+    if WINDOW > 0:
+        low = tl.maximum(first - (WINDOW - 1), 0) // BLOCK_KEYS * BLOCK_KEYS
+        full_low = tl.cdiv(tl.maximum(last - (WINDOW - 1), 0), BLOCK_KEYS) * BLOCK_KEYS
+        full_low = tl.minimum(full_low, tl.cdiv(end, BLOCK_KEYS) * BLOCK_KEYS)
+        full_high = tl.maximum(full_low, full_high)
+        largest, total, mixed = _attend_tiles(
+            q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, mask_rows, row_live,
+            low, full_low, keys, kv_head, scale,
+        KV_HEADS, HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, True,
+        )  # fmt: skip
+    else:
+        full_low = 0
+    largest, total, mixed = _attend_tiles(
+        q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, mask_rows, row_live,
+        full_low, full_high, keys, kv_head, scale,
+        KV_HEADS, HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, False,
+    )  # fmt: skip
+    largest, total, mixed = _attend_tiles(
+        q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, mask_rows, row_live,
+        full_high, end, keys, kv_head, scale,
+        KV_HEADS, HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, True,
+    )  # fmt: skip
+    tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    spec: AttentionSpec,
+    cache: KVStore,
+    sequence: int,
+    start: int,
+    out_dtype: torch.dtype = torch.float16,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Causal attention of T query rows at positions start..start+T of one sequence over cache rows 0..start+T.
+
+    q: [T, heads, head_dim] fp16, rotated (`rope_store` makes it and has written the chunk's keys and values);
+    `spec.mask_band` must have at least T rows and reach `start`. Returns [T, heads * head_dim] of `out_dtype`.
+    Source: Dao 2023 (FlashAttention-2).
+    """
+    rows, heads, head_dim = q.shape
+    kv_heads = cache.k.shape[2]
+    chunk, width = spec.mask_band.shape
+    assert q.is_contiguous() and q.dtype == torch.float16 and heads == spec.heads and heads % kv_heads == 0
+    assert 0 < rows <= chunk and 0 <= start <= width - chunk and start + rows <= cache.k.shape[1]
+    assert spec.mask_band.dtype == torch.bool and spec.mask_band.stride(1) == 1
+    out = torch.empty(rows, heads * head_dim, dtype=out_dtype, device=q.device)
+    k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
+    launch = prefill_launch(head_dim, rows)
+    _attention_prefill_kernel[(heads, triton.cdiv(rows, launch.block_rows))](
+        q,
+        k,
+        v,
+        k_scale,
+        v_scale,
+        spec.mask_band,
+        out,
+        spec.scale * 1.4426950408889634,  # scores in base 2: exp2 is one instruction
+        start,
+        rows,
+        spec.mask_band.stride(0),
+        width - chunk - start,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        WINDOW=spec.window or 0,
+        Q8=cache.q8_0,
+        BLOCK_ROWS=launch.block_rows,
+        BLOCK_KEYS=launch.block_keys,
+        STAGES=launch.stages,
+        PDL=pdl,
+        num_warps=launch.warps,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+@dataclass(frozen=True)
+class PrefillLaunch:
+    """Query rows and keys a tile, warps a block, key tiles in flight."""
+
+    block_rows: int
+    block_keys: int
+    warps: int
+    stages: int
+
+
+def prefill_launch(head_dim: int, rows: int) -> PrefillLaunch:
+    """Launch shape by head size and rows; all tiles must fit 99 KiB of shared memory (sm_89)."""
+    if rows <= 64:
+        return PrefillLaunch(64, 32 if head_dim > 128 else 64, 4, 2)
+    if head_dim > 128:
+        return PrefillLaunch(64, 32, 4, 2)
+    return PrefillLaunch(128, 64, 8 if head_dim > 64 else 4, 2)

@@ -1,0 +1,200 @@
+"""RMSNorm on CUDA: alone, with the residual add in front, with the rounding of the q-dot behind.
+
+One kernel, whose geometry follows (rows, width). Few rows take a block each with as many warps as the row
+can feed; many narrow rows share a block, so that every block has enough loads in flight. A row is read once
+and stays in registers. Knows rows and weights; not where a row comes from or which matmul reads it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.cuda.activations import RoundedActivations, round_group, store_rounded
+
+_MAX_WIDTH = 65536
+"""Widest row: 64 fp32 a thread with 1024 threads."""
+
+_FEW_ROWS = 512
+"""Up to here every row has a multiprocessor nearly to itself, and latency counts: more warps a row."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A tile of `block_rows` rows by `head` + `tail` columns, on `warps` warps.
+
+    `head` is the largest power of two within the width and `tail` the smallest that covers the rest (0: none),
+    so a width of 576 is 512 + 64 and not a half-empty 1024.
+    """
+
+    block_rows: int
+    head: int
+    tail: int
+    warps: int
+
+
+def geometry(rows: int, width: int, itemsize: int) -> Geometry:
+    """The tile for this many rows of `width` elements of `itemsize` bytes.
+
+    Raises ValueError for a row wider than one block can hold.
+    """
+    if not 0 < width <= _MAX_WIDTH:
+        raise ValueError(f"RMSNorm rows of 1 to {_MAX_WIDTH} elements, not {width}")
+    head = 1 << (width.bit_length() - 1)
+    tail = triton.next_power_of_2(width - head) if width > head else 0
+    if rows <= _FEW_ROWS:
+        # 16 bytes a thread: one load each, then the shortest reduction.
+        warps = min(32, max(1, width * itemsize // (32 * 16)))
+        return Geometry(1, head, tail, 1 << (warps.bit_length() - 1))
+    # Four 16-byte loads a thread, and at least two warps' worth of rows a block.
+    block_rows = max(1, 2048 // triton.next_power_of_2(width))
+    warps = min(32, max(1, block_rows * width * itemsize // (32 * 64)))
+    return Geometry(block_rows, head, tail, 1 << (warps.bit_length() - 1))
+
+
+@triton.jit
+def _load_part(x_ptr, residual_ptr, row, column, mask, x_stride, residual_stride, ADD: tl.constexpr):
+    """A part of the rows in fp32; with ADD the sum with the residual, which is also written back."""
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        at = residual_ptr + row * residual_stride + column
+        total = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
+        tl.store(at, total, mask=mask)
+        x = total.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _store_round(y, high_ptr, low_ptr, scale_ptr, sums_ptr, first, groups):
+    """Round a [1, N] part of a row in groups of 32; store it from group `first` on, up to group `groups`."""
+    high, low, scale, sums = round_group(tl.reshape(y, [y.shape[1] // 32, 32]))
+    store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, first, groups, high, low, scale, sums)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    low_ptr,
+    scale_ptr,
+    sums_ptr,
+    rows,
+    x_stride,
+    residual_stride,
+    out_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ADD: tl.constexpr,
+    ROUND: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    row = (first_row + tl.arange(0, BLOCK_ROWS))[:, None]
+    column = tl.arange(0, HEAD)[None, :]
+    live = (row < rows) & (column < HEAD)
+    weight = tl.load(weight_ptr + column).to(tl.float32)
+    if TAIL > 0:
+        tail_column = HEAD + tl.arange(0, TAIL)[None, :]
+        tail_live = (row < rows) & (tail_column < WIDTH)
+        tail_weight = tl.load(weight_ptr + tail_column, mask=tail_column < WIDTH, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = _load_part(x_ptr, residual_ptr, row, column, live, x_stride, residual_stride, ADD)
+    squares = tl.sum(x * x, 1)
+    if TAIL > 0:
+        tail = _load_part(x_ptr, residual_ptr, row, tail_column, tail_live, x_stride, residual_stride, ADD)
+        squares += tl.sum(tail * tail, 1)
+    inverse_rms = tl.rsqrt(squares / WIDTH + eps)[:, None]
+    y = x * inverse_rms * weight
+    if ROUND:
+        first = first_row * (WIDTH // 32)
+        _store_round(y, out_ptr, low_ptr, scale_ptr, sums_ptr, first, first + WIDTH // 32)
+    else:
+        tl.store(out_ptr + row * out_stride + column, y.to(out_ptr.dtype.element_ty), mask=live)
+    if TAIL > 0:
+        y = tail * inverse_rms * tail_weight
+        if ROUND:
+            first = first_row * (WIDTH // 32)
+            _store_round(y, out_ptr, low_ptr, scale_ptr, sums_ptr, first + HEAD // 32, first + WIDTH // 32)
+        else:
+            tl.store(out_ptr + row * out_stride + tail_column, y.to(out_ptr.dtype.element_ty), mask=tail_live)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`quengine.kernels.rms_norm` of the rows of x, computed in fp32 and rounded once.
+
+    x: [T, D] fp16, bf16 or fp32, unit inner stride (rows may be slices of wider ones); weight: [D].
+    `residual` [T, D] is set to x + residual, rounded to its dtype, and that sum is normalised. `out` [T, D]
+    avoids the allocation and sets the result's dtype; otherwise it is x's. `pdl` (sm_90 and later) lets the
+    launch overlap the one before it, which may produce x and residual but not weight.
+    """
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    assert result.shape == x.shape and result.stride(1) == 1
+    _launch(x, weight, eps, residual, (result, result, result, result), result.stride(0), False, pdl)
+    return result
+
+
+def rms_norm_round(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    out: RoundedActivations | None = None,
+    pdl: bool = False,
+) -> RoundedActivations:
+    """As `rms_norm`, the result rounded to int16 per group of 32 for the q-dot; D a multiple of 32."""
+    rounded = RoundedActivations.empty(*x.shape, x.device) if out is None else out
+    assert rounded.high.shape == x.shape
+    _launch(x, weight, eps, residual, (rounded.high, rounded.low, rounded.scale, rounded.sums), 0, True, pdl)
+    return rounded
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    out_stride: int,
+    rounds: bool,
+    pdl: bool,
+) -> None:
+    rows, width = x.shape
+    assert x.stride(1) == 1 and weight.shape == (width,) and weight.is_contiguous()
+    assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
+    shape = geometry(1 if rounds else rows, width, x.element_size())
+    _rms_norm_kernel[(triton.cdiv(rows, shape.block_rows),)](
+        x,
+        x if residual is None else residual,
+        weight,
+        *outputs,
+        rows,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        out_stride,
+        eps,
+        WIDTH=width,
+        BLOCK_ROWS=shape.block_rows,
+        HEAD=shape.head,
+        TAIL=shape.tail,
+        ADD=residual is not None,
+        ROUND=rounds,
+        PDL=pdl,
+        num_warps=shape.warps,
+        launch_pdl=pdl,
+    )
