@@ -21,18 +21,30 @@ if TYPE_CHECKING:
 
 def generate(
     model: options.Model,
-    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")] = None,
-    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt; - reads standard input.")] = None,
+    text: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="The prompt; - reads standard input.")
+    ] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", help="Read the prompt from a file.")] = None,
     max_tokens: options.MaxTokens = -1,
     system: options.System = None,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="Use the model's chat template or not. [default: chat if it has one]"),
+        typer.Option(
+            "--chat/--raw", help="Use the model's chat template or not. [default: chat if it has one]"
+        ),
     ] = None,
-    special: Annotated[bool, typer.Option("--special", help="Control tokens: take them from the prompt, show them.")] = False,
-    show_prompt: Annotated[bool, typer.Option("--show-prompt", help="Print the exact prompt first, to standard error.")] = False,
-    logprobs: Annotated[int | None, typer.Option("--logprobs", metavar="K", help="Report log-probabilities of K tokens.")] = None,
+    special: Annotated[
+        bool, typer.Option("--special", help="Control tokens: take them from the prompt, show them.")
+    ] = False,
+    show_prompt: Annotated[
+        bool, typer.Option("--show-prompt", help="Print the exact prompt first, to standard error.")
+    ] = False,
+    logprobs: Annotated[
+        int | None, typer.Option("--logprobs", metavar="K", help="Report log-probabilities of K tokens.")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Print the report at the end.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
     temp: options.Temperature = 0.8,
@@ -104,7 +116,9 @@ def _prompt_ids(llm: "LLM", source: str, system: str | None, chat: bool | None, 
             print("engine: this model has no chat template; the prompt is used as it is", file=sys.stderr)
     if not chat:
         if system is not None:
-            raise EngineError("--system needs a chat template: leave it out, or use --chat with a model that has one")
+            raise EngineError(
+                "--system needs a chat template: leave it out, or use --chat with a model that has one"
+            )
         return llm.encode(source, special=special)
     messages = [{"role": "system", "content": system}] if system is not None else []
     return llm.encode_chat([*messages, {"role": "user", "content": source}])

@@ -15,37 +15,53 @@ _RUN = "How it runs"
 
 Model = Annotated[
     str,
-    typer.Option("-m", "--model", help="Alias, hf:user/repo:QUANT, GGUF file or checkpoint folder.", show_default=False),
+    typer.Option(
+        "-m", "--model", help="Alias, hf:user/repo:QUANT, GGUF file or checkpoint folder.", show_default=False
+    ),
 ]
 CtxSize = Annotated[
     int | None,
-    typer.Option("-c", "--ctx-size", help="Context in tokens. [default: the model's, cut to fit]", rich_help_panel=_RUN),
+    typer.Option(
+        "-c", "--ctx-size", help="Context in tokens. [default: the model's, cut to fit]", rich_help_panel=_RUN
+    ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_RUN)]
 Threads = Annotated[
-    int | None, typer.Option("-t", "--threads", help="CPU threads. [default: physical cores]", rich_help_panel=_RUN)
+    int | None,
+    typer.Option("-t", "--threads", help="CPU threads. [default: physical cores]", rich_help_panel=_RUN),
 ]
 BackendName = Annotated[
     str, typer.Option("--backend", help="auto, or reference (float64, slow).", rich_help_panel=_RUN)
 ]
 MaxTokens = Annotated[
     int,
-    typer.Option("-n", "--max-tokens", "--n-predict", help="Most tokens to generate; -1: until the context is full."),
+    typer.Option(
+        "-n", "--max-tokens", "--n-predict", help="Most tokens to generate; -1: until the context is full."
+    ),
 ]
 Temperature = Annotated[
     float, typer.Option("--temp", help="0 takes the most likely token.", rich_help_panel=_SAMPLING)
 ]
-TopK = Annotated[int, typer.Option("--top-k", help="Keep the K most likely; 0: all.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[float, typer.Option("--top-p", help="Keep the likely ones up to P; 1: all.", rich_help_panel=_SAMPLING)]
+TopK = Annotated[
+    int, typer.Option("--top-k", help="Keep the K most likely; 0: all.", rich_help_panel=_SAMPLING)
+]
+TopP = Annotated[
+    float, typer.Option("--top-p", help="Keep the likely ones up to P; 1: all.", rich_help_panel=_SAMPLING)
+]
 MinP = Annotated[
     float, typer.Option("--min-p", help="Drop those under P times the likeliest.", rich_help_panel=_SAMPLING)
 ]
-TypicalP = Annotated[float, typer.Option("--typical", help="Locally typical mass; 1: off.", rich_help_panel=_SAMPLING)]
+TypicalP = Annotated[
+    float, typer.Option("--typical", help="Locally typical mass; 1: off.", rich_help_panel=_SAMPLING)
+]
 RepeatPenalty = Annotated[
     float, typer.Option("--repeat-penalty", help="Of recent tokens; 1: off.", rich_help_panel=_SAMPLING)
 ]
 RepeatLastN = Annotated[
-    int, typer.Option("--repeat-last-n", help="How many tokens penalties look at; -1: all.", rich_help_panel=_SAMPLING)
+    int,
+    typer.Option(
+        "--repeat-last-n", help="How many tokens penalties look at; -1: all.", rich_help_panel=_SAMPLING
+    ),
 ]
 PresencePenalty = Annotated[
     float, typer.Option("--presence-penalty", help="0: off.", rich_help_panel=_SAMPLING)
@@ -55,13 +71,16 @@ FrequencyPenalty = Annotated[
 ]
 LogitBias = Annotated[
     list[str] | None,
-    typer.Option("--logit-bias", help="TOKEN_ID+BIAS or TOKEN_ID-BIAS; repeatable.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        "--logit-bias", help="TOKEN_ID+BIAS or TOKEN_ID-BIAS; repeatable.", rich_help_panel=_SAMPLING
+    ),
 ]
 Seed = Annotated[
     int, typer.Option("-s", "--seed", help="Same seed, same text; -1: a new one.", rich_help_panel=_SAMPLING)
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option("--stop", "-r", help="End before this text; repeatable.", rich_help_panel=_SAMPLING)
+    list[str] | None,
+    typer.Option("--stop", "-r", help="End before this text; repeatable.", rich_help_panel=_SAMPLING),
 ]
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on after the model's end token.", rich_help_panel=_SAMPLING)
@@ -117,4 +136,6 @@ def _bias(text: str) -> tuple[int, float]:
                 return int(token), float(sign + value)
             except ValueError:
                 break
-    raise EngineError(f"--logit-bias {text!r}: must be TOKEN_ID+BIAS or TOKEN_ID-BIAS, such as 15043+1 or 2-inf")
+    raise EngineError(
+        f"--logit-bias {text!r}: must be TOKEN_ID+BIAS or TOKEN_ID-BIAS, such as 15043+1 or 2-inf"
+    )

@@ -67,7 +67,9 @@ class LLM:
         self.runner = Runner(self.loaded.decoder, self.loaded.cache)
         self.scheduler = Scheduler(self.loaded.cache, self.loaded.decoder.chunk_size, reuse_prefix)
 
-    def generate(self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None) -> list[Completion]:
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None
+    ) -> list[Completion]:
         """Complete each prompt (text, or token ids), `params.n` times each, in order.
 
         Text is taken as it is: no chat template, and nothing in it becomes a control token.
@@ -183,7 +185,9 @@ class LLM:
         vocab = self.model_config.vocab_size
         for position, token in enumerate(ids):
             if not 0 <= token < vocab:
-                raise EngineError(f"token id {token} at position {position} is not in the vocabulary of {vocab}")
+                raise EngineError(
+                    f"token id {token} at position {position} is not in the vocabulary of {vocab}"
+                )
         return ids
 
 

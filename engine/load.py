@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,8 +53,14 @@ def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
     shape = checkpoint.config
     ctx_size = choose_context(shape, config.ctx_size, checkpoint.nbytes, free, device)
     cache = KVCache.allocate(shape, ctx_size, backend.device)
-    cut = "" if config.ctx_size or ctx_size == shape.context_length else f", cut from {shape.context_length} to fit"
-    notes.append(f"context {ctx_size} tokens{cut}, cache {gib(cache.nbytes)}, weights {gib(checkpoint.nbytes)}")
+    cut = (
+        ""
+        if config.ctx_size or ctx_size == shape.context_length
+        else f", cut from {shape.context_length} to fit"
+    )
+    notes.append(
+        f"context {ctx_size} tokens{cut}, cache {gib(cache.nbytes)}, weights {gib(checkpoint.nbytes)}"
+    )
     decoder = Decoder(shape, checkpoint.tensors, backend, ctx_size, min(config.chunk_size, ctx_size))
     load_s = time.perf_counter() - began
     return LoadedModel(path, checkpoint, decoder, cache, device, threads, load_s, notes)
@@ -61,15 +68,19 @@ def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
 
 def _choose_device(config: EngineConfig, notes: list[str]) -> str:
     if config.device.startswith("cuda"):
-        raise CannotRunError(f"device {config.device} was asked for, but no CUDA backend is in this version; use --device cpu")
+        raise CannotRunError(
+            f"device {config.device} was asked for, but no CUDA backend is in this version; use --device cpu"
+        )
     return "cpu"
 
 
-def _make_backend(config: EngineConfig, checkpoint: Checkpoint, threads: int, free: int) -> Backend:
+def _make_backend(config: EngineConfig, checkpoint: Checkpoint, threads: int, free: int) -> Backend[Any]:
     if config.backend == "reference":
         from quengine.kernels.reference import ReferenceBackend
 
-        expanded = REFERENCE_BYTES_A_WEIGHT * sum(t.shape[0] * t.shape[-1] for t in checkpoint.tensors.values())
+        expanded = REFERENCE_BYTES_A_WEIGHT * sum(
+            t.shape[0] * t.shape[-1] for t in checkpoint.tensors.values()
+        )
         return ReferenceBackend(keep=expanded < free // 2)
     from quengine.kernels.cpu_backend import CpuBackend
 

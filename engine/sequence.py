@@ -74,7 +74,9 @@ class Sequence:
         self.finish_reason = reason
         return self.stream.finish()
 
-    def completion(self, load_s: float, weight_bytes: int, cache_bytes_per_position: int, peak: int) -> Completion:
+    def completion(
+        self, load_s: float, weight_bytes: int, cache_bytes_per_position: int, peak: int
+    ) -> Completion:
         """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on."""
         count = len(self.generated)
         mean_context = self.cached_at_token // count if count else 0

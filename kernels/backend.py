@@ -8,7 +8,7 @@ so the decoder reads the same on every backend.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,14 +68,17 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
 
-class Backend(Protocol):
-    """The operations of a decoder over T tokens of one sequence."""
+WeightT = TypeVar("WeightT", bound=Weight)
+
+
+class Backend(Protocol[WeightT]):
+    """The operations of a decoder over T tokens of one sequence, on weights of the backend's own kind."""
 
     name: str
     device: torch.device
     dtype: torch.dtype
 
-    def weight(self, parts: Sequence[QuantTensor]) -> Weight:
+    def weight(self, parts: Sequence[QuantTensor]) -> WeightT:
         """Take matrices [N_i, K] that are applied to the same input; the outputs lie side by side, in order."""
         ...
 
@@ -83,21 +86,21 @@ class Backend(Protocol):
         """Take one-dimensional tensors (norm weights, biases), concatenated, as [n] on the device."""
         ...
 
-    def embed(self, weight: Weight, ids: Tensor) -> Hidden:
+    def embed(self, weight: WeightT, ids: Tensor) -> Hidden:
         """Rows `ids` [T] int64 of a one-part weight: [T, K]."""
         ...
 
     def norm_linear(
-        self, x: Hidden, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None = None
+        self, x: Hidden, norm: Tensor, eps: float, weight: WeightT, bias: Tensor | None = None
     ) -> Hidden:
         """RMSNorm of x [T, K], then the matmul with weight [N, K], plus bias [N]: [T, N]."""
         ...
 
-    def norm_swiglu(self, x: Hidden, norm: Tensor, eps: float, gate_up: Weight) -> Hidden:
+    def norm_swiglu(self, x: Hidden, norm: Tensor, eps: float, gate_up: WeightT) -> Hidden:
         """RMSNorm of x [T, K], gate_up [2F, K] (gate rows first), silu(gate) * up: [T, F]."""
         ...
 
-    def linear_add(self, x: Hidden, weight: Weight, residual: Hidden) -> Hidden:
+    def linear_add(self, x: Hidden, weight: WeightT, residual: Hidden) -> Hidden:
         """x [T, K] times weight [N, K], plus residual [T, N]."""
         ...
 
@@ -109,6 +112,6 @@ class Backend(Protocol):
         """
         ...
 
-    def logits(self, x: Hidden, norm: Tensor, eps: float, weight: Weight, last_only: bool) -> Tensor:
+    def logits(self, x: Hidden, norm: Tensor, eps: float, weight: WeightT, last_only: bool) -> Tensor:
         """Final norm and output matmul: [1, V] for the last token, or [T, V]."""
         ...

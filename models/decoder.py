@@ -7,21 +7,25 @@ requests, text or sampling.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
+
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
 from quengine.models.config import ModelConfig
 from quengine.models.layers import Attention, FeedForward, LayerTensors
-from torch import Tensor
 
 
 class Block:
     """One transformer layer."""
 
-    def __init__(self, config: ModelConfig, tensors: LayerTensors, backend: Backend, spec: AttentionSpec) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: LayerTensors, backend: Backend[Any], spec: AttentionSpec
+    ) -> None:
         self.attention = Attention(config, tensors, backend, spec)
         self.ffn = FeedForward(config, tensors, backend)
 
@@ -44,7 +48,7 @@ class Decoder:
         self,
         config: ModelConfig,
         tensors: Mapping[str, QuantTensor],
-        backend: Backend,
+        backend: Backend[Any],
         ctx_size: int,
         chunk_size: int,
     ) -> None:
@@ -56,7 +60,9 @@ class Decoder:
         self.output_norm = backend.vector(top.take("output_norm"))
         self.output = backend.weight(top.take("output")) if top.has("output") else self.token_embd
         shared = self._attention_spec(ctx_size)
-        self.blk = [self._block(LayerTensors(tensors, f"blk.{i}."), shared) for i in range(config.block_count)]
+        self.blk = [
+            self._block(LayerTensors(tensors, f"blk.{i}."), shared) for i in range(config.block_count)
+        ]
 
     def forward(self, ids: Tensor, cache: Sequence[KVLayer], start: int, last_only: bool = True) -> Tensor:
         """Logits of tokens `ids` [T] int64 at positions start .. start + T - 1, given the cache before them.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
@@ -51,7 +52,9 @@ class GGUFCheckpoint:
             return []
         types = ", ".join(sorted({t.type_name for t in expanded}))
         gib = sum(4 * int(np.prod(t.shape)) for t in expanded) / 2**30
-        return [f"{len(expanded)} tensors of type {types} have no packed kernel: expanded to F32, {gib:.2f} GiB"]
+        return [
+            f"{len(expanded)} tensors of type {types} have no packed kernel: expanded to F32, {gib:.2f} GiB"
+        ]
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self.file)

@@ -4,11 +4,13 @@ A layer holds weights in the form its backend gave them and knows neither the de
 """
 
 from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
-from torch import Tensor
 
 
 class LayerTensors:
@@ -28,7 +30,9 @@ class LayerTensors:
 class Attention:
     """Norm, merged query/key/value projection, rotary causal attention over the cache, output projection."""
 
-    def __init__(self, config: ModelConfig, tensors: LayerTensors, backend: Backend, spec: AttentionSpec) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: LayerTensors, backend: Backend[Any], spec: AttentionSpec
+    ) -> None:
         self.backend = backend
         self.eps = config.rms_eps
         self.spec = spec
@@ -52,7 +56,7 @@ class Attention:
 class FeedForward:
     """Norm, merged gate and up projection, SwiGLU, down projection."""
 
-    def __init__(self, config: ModelConfig, tensors: LayerTensors, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, tensors: LayerTensors, backend: Backend[Any]) -> None:
         self.backend = backend
         self.eps = config.rms_eps
         self.ffn_norm = backend.vector(tensors.take("ffn_norm"))

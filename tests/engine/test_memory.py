@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
+
 from quengine.errors import CannotRunError, EngineError
 from quengine.memory import choose_context
 from quengine.models.config import ModelConfig
-
 from tests.shapes import small_config
 
 GIB = 2**30

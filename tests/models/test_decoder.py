@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf_checkpoint import GGUFCheckpoint
-
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
 
@@ -71,7 +71,9 @@ def plain_forward(sizes: ModelSizes, weights: dict[str, np.ndarray], window: int
             first = 0 if window is None else max(0, t - window + 1)
             for head in range(sizes.heads):
                 query = rotate(q[t, head], t, 10000.0, layout)
-                keys = np.stack([half(rotate(k[s, head // group], s, 10000.0, layout)) for s in range(first, t + 1)])
+                keys = np.stack(
+                    [half(rotate(k[s, head // group], s, 10000.0, layout)) for s in range(first, t + 1)]
+                )
                 scores = keys @ query / np.sqrt(hd)
                 p = np.exp(scores - scores.max())
                 p /= p.sum()

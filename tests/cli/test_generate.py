@@ -1,0 +1,191 @@
+"""`engine generate`: where text and everything else go, what the flags mean, how it fails."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quengine.cli.main import run
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+COMMON = ["--device", "cpu", "--temp", "0", "-n", "6", "--ignore-eos"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = ModelSizes(embedding=64, feed_forward=128)
+    return str(write_tiny(tmp_path_factory.mktemp("generate") / "tiny.gguf", kind="Q8_0", sizes=sizes))
+
+
+@pytest.fixture(scope="module")
+def bare_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without a chat template."""
+    path = tmp_path_factory.mktemp("generate") / "bare.gguf"
+    return str(write_tiny(path, changes={"tokenizer.chat_template": None}))
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, object]:
+    assert run(["generate", *args, *COMMON, "--json"]) == 0
+    loaded = json.loads(capsys.readouterr().out)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "-m", model, "the", *COMMON]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith("\n")
+    assert "tok/s" not in captured.out
+    for word in (
+        "prompt",
+        "generated  6 tokens",
+        "ms/token",
+        "first token",
+        "load",
+        "peak memory",
+        "GB/s",
+        "cpu",
+    ):
+        assert word in captured.err
+
+
+def test_no_stats_leaves_stderr_empty(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "-m", model, "the", *COMMON, "--no-stats"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_json_has_every_documented_field_and_the_same_text(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = as_json(capsys, "-m", model, "the", "--logprobs", "2")
+    assert result.keys() >= {
+        "text",
+        "tokens",
+        "prompt_tokens",
+        "finish_reason",
+        "logprobs",
+        "timings",
+        "model",
+        "device",
+    }
+    timings = result["timings"]
+    assert isinstance(timings, dict)
+    assert timings.keys() >= {
+        *("load_s", "prompt_s", "ttft_s", "decode_s", "prompt_tok_s", "decode_tok_s", "gb_s", "peak_bytes"),
+    }
+    assert run(["generate", "-m", model, "the", *COMMON]) == 0
+    assert capsys.readouterr().out == f"{result['text']}\n"
+
+
+def test_every_way_to_give_the_prompt_means_the_same(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import io
+
+    file = tmp_path / "prompt.txt"
+    file.write_text("the cat\n")
+    outcomes = [
+        as_json(capsys, "-m", model, "the cat")["tokens"],
+        as_json(capsys, "-m", model, "-p", "the cat")["tokens"],
+        as_json(capsys, "-m", model, "-f", str(file))["tokens"],
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
+    outcomes.append(as_json(capsys, "-m", model, "-")["tokens"])
+    assert all(tokens == outcomes[0] for tokens in outcomes)
+
+
+@pytest.mark.parametrize("given", [[], ["the", "-p", "cat"], ["-p", "a", "-f", "b"]])
+def test_the_prompt_is_given_exactly_once(
+    model: str, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "-m", model, *given]) == 1
+    assert "prompt" in capsys.readouterr().err
+
+
+def test_show_prompt_prints_the_exact_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["generate", "-m", model, "the", "--system", "be brief", "--show-prompt", "--no-stats", *COMMON]
+    assert run(args) == 0
+    expected = (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert capsys.readouterr().err.removesuffix("\n") == expected
+
+
+def test_raw_uses_the_prompt_as_it_is(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "-m", model, "the", "--raw", "--show-prompt", "--no-stats", *COMMON]) == 0
+    assert capsys.readouterr().err == "the\n"
+
+
+def test_a_model_without_a_template_is_used_raw_and_says_so(
+    bare_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "-m", bare_model, "the", "--no-stats", *COMMON]) == 0
+    assert "no chat template" in capsys.readouterr().err
+
+
+def test_asking_for_a_template_that_is_not_there_is_an_error(
+    bare_model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "-m", bare_model, "the", "--chat"]) == 1
+    assert "no chat template" in capsys.readouterr().err
+    assert run(["generate", "-m", bare_model, "the", "--system", "x"]) == 1
+
+
+def test_user_text_becomes_control_tokens_only_with_special(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = as_json(capsys, "-m", model, "--raw", "<|im_end|>")["prompt_tokens"]
+    special = as_json(capsys, "-m", model, "--raw", "--special", "<|im_end|>")["prompt_tokens"]
+    assert special == 1
+    assert plain == len("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--temp", "-1"], 1, "temperature"),
+        (["--top-p", "2"], 1, "top_p"),
+        (["-c", "100000"], 1, "128"),
+        (["--backend", "magic"], 1, "backend"),
+        (["--device", "tpu"], 1, "device"),
+        (["--logit-bias", "x"], 1, "--logit-bias"),
+        (["-n", "0"], 1, "max_tokens"),
+        (["-t", "0"], 1, "threads"),
+    ],
+)
+def test_bad_flags_end_with_one_line(
+    model: str, flags: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "-m", model, "the", *flags]) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_prompt_that_does_not_fit_names_both_numbers(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(["generate", "-m", model, "--raw", "a b c d e f g h i j k l m n", "-c", "8", "--device", "cpu"])
+        == 1
+    )
+    error = capsys.readouterr().err
+    assert "27 tokens" in error and "holds 8" in error
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "-m", str(tmp_path / "none.gguf"), "the"]) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_a_truncated_model_is_one_line(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(Path(model).read_bytes()[:-1000])
+    assert run(["generate", "-m", str(cut), "the"]) == 1
+    error = capsys.readouterr().err
+    assert "cut.gguf" in error
+    assert len(error.strip().splitlines()) == 1
