@@ -1,0 +1,167 @@
+"""An unquantized Hugging Face checkpoint folder as the decoder wants it: mapped tensors under GGUF names.
+
+F32, F16 and BF16 are taken as they are, as views on the mapped files. Only the query and key matrices of the
+llama family are copied, when they are asked for: their rows go from Hugging Face's order to GGUF's, so that a
+checkpoint and the GGUF file made of it give the same logits to the last bit, and kernels see one layout per
+architecture. That is under a tenth of a model. It knows no quantized checkpoints; they are refused.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.config import ModelConfig
+from quengine.models.hf_headers import read_config
+from quengine.models.hf_shards import HFShards, StoredTensor, listed
+from quengine.models.tensor_table import required_tensors
+
+# GGUF tensor (without .weight or .bias) -> Hugging Face module, and where its rows belong to heads that are
+# rotated the ModelConfig field that counts them: GGUF's llama has such rows in pairs, Hugging Face in halves.
+NAMES: Mapping[str, tuple[str, str | None]] = {
+    "token_embd": ("{body}.embed_tokens", None),
+    "output_norm": ("{body}.norm", None),
+    "output": ("{head}lm_head", None),
+    "blk.{i}.attn_norm": ("{body}.layers.{i}.input_layernorm", None),
+    "blk.{i}.attn_q": ("{body}.layers.{i}.self_attn.q_proj", "head_count"),
+    "blk.{i}.attn_k": ("{body}.layers.{i}.self_attn.k_proj", "head_count_kv"),
+    "blk.{i}.attn_v": ("{body}.layers.{i}.self_attn.v_proj", None),
+    "blk.{i}.attn_q_norm": ("{body}.layers.{i}.self_attn.q_norm", None),
+    "blk.{i}.attn_k_norm": ("{body}.layers.{i}.self_attn.k_norm", None),
+    "blk.{i}.attn_output": ("{body}.layers.{i}.self_attn.o_proj", None),
+    "blk.{i}.ffn_norm": ("{body}.layers.{i}.post_attention_layernorm", None),
+    "blk.{i}.ffn_gate": ("{body}.layers.{i}.mlp.gate_proj", None),
+    "blk.{i}.ffn_up": ("{body}.layers.{i}.mlp.up_proj", None),
+    "blk.{i}.ffn_down": ("{body}.layers.{i}.mlp.down_proj", None),
+}
+
+# (body, head) of those names: a text model; the text part of a Mistral 3 vision model as it was released, and
+# as newer releases of transformers save it.
+PREFIXES = (("model", ""), ("language_model.model", "language_model."), ("model.language_model", ""))
+
+# Not in a checkpoint: the configuration gives these numbers.
+_COMPUTED = "rope_freqs.weight"
+# In old checkpoints, a buffer of what the decoder computes.
+_BUFFER = "rotary_emb.inv_freq"
+
+
+class HFCheckpoint:
+    """A checkpoint folder: config.json, and *.safetensors with their index where there are several.
+
+    Implements models.checkpoint.Checkpoint. All headers are checked here; weights are read when something
+    computes with them.
+
+    Raises:
+        EngineError: a file, shard or tensor is missing, has a wrong shape or an unsupported type, or the
+            configuration is not that of a supported, unquantized model. One line, with the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = ModelConfig.from_hf(read_config(path))
+        self._shards = HFShards(path)
+        self._tensors = HFTensors(self._shards, self.config)
+
+    @property
+    def tensors(self) -> "HFTensors":
+        """Every tensor of the decoder by its GGUF name; a permuted one is copied on each access."""
+        return self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decoder's tensors as stored."""
+        return sum(stored.nbytes for stored in self._tensors.stored.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of how this model is held, one line each."""
+        lines = []
+        copied = sum(self._tensors.stored[name].nbytes for name in self._tensors.heads)
+        if copied:
+            lines.append(f"query and key weights are copied into GGUF's row order: {copied / 2**30:.2f} GiB")
+        unused = self._tensors.unused
+        if unused:
+            lines.append(f"{len(unused)} tensors that the text model does not use: {listed(unused)}")
+        return lines
+
+    def close(self) -> None:
+        """Let the mapped files go; tensors taken before stay valid as long as they are held."""
+        self._shards.close()
+
+
+class HFTensors(Mapping[str, QuantTensor]):
+    """GGUF name -> tensor of a checkpoint, made when asked for.
+
+    `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
+    `unused` the checkpoint's tensors outside the text model.
+    """
+
+    def __init__(self, shards: HFShards, config: ModelConfig) -> None:
+        self._shards = shards
+        self._rope_dim = config.rope_dim
+        self.stored: dict[str, StoredTensor] = {}
+        self.heads: dict[str, int] = {}
+        body, head = _prefix(shards)
+        for name, shape in required_tensors(config).items():
+            if name == _COMPUTED:
+                continue
+            module, kind = name.rsplit(".", 1)
+            block = module.split(".")[1] if module.startswith("blk.") else ""
+            hf_module, heads = NAMES[module.replace(f"blk.{block}.", "blk.{i}.", 1)]
+            self.stored[name] = shards.stored(
+                f"{hf_module.format(body=body, head=head, i=block)}.{kind}", shape
+            )
+            if heads is not None and config.rope_layout == "pairs":
+                self.heads[name] = getattr(config, heads)
+        self.unused = self._unused(body, f"{head}lm_head.weight")
+
+    def _unused(self, body: str, output: str) -> list[str]:
+        # Hugging Face ignores the output matrix of a model with tied embeddings, and so does this.
+        known = {stored.name for stored in self.stored.values()} | {output}
+        rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
+        ignored = [name for name in rest if name.startswith((f"{body}.", output.removesuffix("weight")))]
+        if ignored:
+            raise self._shards.error(
+                f"{len(ignored)} tensors that this decoder does not apply: {listed(ignored)}"
+            )
+        return rest
+
+    def __getitem__(self, name: str) -> QuantTensor:
+        stored = self.stored[name]
+        tensor = self._shards.tensor(stored.name)
+        if name in self.heads:
+            tensor = permute_heads(tensor, self.heads[name], self._rope_dim)
+        data = tensor.reshape(-1, stored.shape[-1]).view(torch.uint8)
+        return QuantTensor(name, FORMATS[stored.dtype], stored.shape, data)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored  # the inherited one would make the tensor
+
+
+def permute_heads(tensor: Tensor, heads: int, rope_dim: int) -> Tensor:
+    """A copy of `tensor` [heads * head_dim, ...] with each head's rotated rows in pairs instead of halves.
+
+    Of a head's first `rope_dim` rows, Hugging Face rotates row j with row j + rope_dim/2; GGUF's llama layout
+    has them as neighbours, 2j and 2j + 1. Rows from `rope_dim` on are not rotated and stay.
+    """
+    head_dim = tensor.shape[0] // heads
+    rotated = torch.arange(rope_dim).reshape(2, rope_dim // 2).T.flatten()  # 0, d/2, 1, d/2 + 1, ...
+    order = torch.cat([rotated, torch.arange(rope_dim, head_dim)])
+    rows = (torch.arange(heads)[:, None] * head_dim + order).flatten()
+    return tensor[rows]
+
+
+def _prefix(shards: HFShards) -> tuple[str, str]:
+    for body, head in PREFIXES:
+        if f"{body}.embed_tokens.weight" in shards.files:
+            return body, head
+    return PREFIXES[0]  # the missing tensor is then named as a text model's

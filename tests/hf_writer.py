@@ -1,0 +1,107 @@
+"""Writes tiny Hugging Face checkpoint folders: random weights, config.json, one safetensors file or several.
+
+The same weights are given under their GGUF names, Q and K in GGUF's order, so that a test can write them as a
+GGUF file too. Reordering is done here by the reshape that GGUF converters use, not by the code under test.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.gguf_builder import ModelSizes
+
+MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any) -> dict[str, Any]:
+    """The config.json of a model of `sizes`; a change to None drops the key."""
+    config = {
+        "model_type": sizes.architecture,
+        "vocab_size": vocab,
+        "max_position_embeddings": sizes.context,
+        "hidden_size": sizes.embedding,
+        "num_hidden_layers": sizes.blocks,
+        "intermediate_size": sizes.feed_forward,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+    }
+    return {key: value for key, value in {**config, **changes}.items() if value is not None}
+
+
+def hf_name(gguf_name: str) -> str:
+    if gguf_name in TOP:
+        return TOP[gguf_name]
+    _, block, module, kind = gguf_name.split(".")
+    return f"model.layers.{block}.{MODULES[module]}.{kind}"
+
+
+def random_weights(
+    sizes: ModelSizes, vocab: int, tied: bool = False, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """GGUF name -> weights, Q and K in Hugging Face's order."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {}
+    for name, shape in sizes.tensor_shapes(vocab, tied).items():
+        values = torch.randn(shape, generator=generator) * 0.3
+        weights[name] = (values + 1.0 if name.endswith("norm.weight") else values).to(dtype)
+    return weights
+
+
+def in_gguf_order(weights: dict[str, Tensor], sizes: ModelSizes) -> dict[str, Tensor]:
+    """The weights as a GGUF converter writes them: Q and K of the llama family with rotated rows in pairs."""
+    if sizes.architecture.startswith("qwen"):
+        return weights
+    ordered = dict(weights)
+    for name, values in weights.items():
+        heads = {"attn_q": sizes.heads, "attn_k": sizes.kv_heads}.get(name.split(".")[-2])
+        if heads:
+            halves = values.reshape(heads, 2, sizes.head_dim // 2, *values.shape[1:])
+            ordered[name] = halves.swapaxes(1, 2).reshape(values.shape).contiguous()
+    return ordered
+
+
+def write_hf(
+    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], shards: int = 1, rename: Any = hf_name
+) -> Path:
+    """A checkpoint folder with `weights` (by GGUF name; `rename` gives the name in the files)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    named = {rename(name): values for name, values in weights.items()}
+    if shards == 1:
+        save_file(named, folder / "model.safetensors")
+        return folder
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        part = dict(list(named.items())[i::shards])
+        save_file(part, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
