@@ -7,6 +7,7 @@ the lock and the links; the partial file is kept here, because releases from 2.0
 
 import errno
 import hashlib
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,8 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub import ModelNotHereError, hub_name
 from quengine.models.hub_cache import cache_dir, find_in_cache, repo_dir
 from quengine.models.hub_name import HubName, ModelNameError, choose_files
+
+logger = logging.getLogger(__name__)
 
 LISTING_TIMEOUT = 30.0
 """Seconds to wait for the hub's listing of a repository."""
@@ -165,15 +168,35 @@ def _download(file: _HubFile) -> None:
     if file.partial.exists() and file.partial.stat().st_size > file.size:
         file.partial.unlink()
     headers = {**build_hf_headers(library_name="quengine"), "Accept-Encoding": "identity"}
-    with _hub_errors(f"hf:{file.repo}/{file.name}", file), file.partial.open("ab") as out:
-        http_get(
-            hf_hub_url(file.repo, file.name, revision=file.commit),
-            out,
-            resume_size=out.tell(),
-            headers=headers,
-            expected_size=file.size,
-            displayed_filename=PurePosixPath(file.name).name,
-        )
+    url = hf_hub_url(file.repo, file.name, revision=file.commit)
+    shown = PurePosixPath(file.name).name
+    with _hub_errors(f"hf:{file.repo}/{file.name}", file):
+        while True:
+            with file.partial.open("ab") as out:
+                had = out.tell()
+                try:
+                    http_get(
+                        url,
+                        out,
+                        resume_size=had,
+                        headers=headers,
+                        expected_size=file.size,
+                        displayed_filename=shown,
+                    )
+                    return
+                except _transport_error() as error:
+                    # As long as something came, the connection is worth another try.
+                    if out.tell() == had:
+                        raise
+                    logger.warning("%s: %s; going on from %s", shown, error, _gb(out.tell()))
+
+
+def _transport_error() -> type[Exception]:
+    """The base of httpx's or httpx2's errors, whichever this release of huggingface_hub is built on."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    base: type[Exception] = HfHubHTTPError.__bases__[0]
+    return base
 
 
 def _check_digest(file: _HubFile) -> None:
@@ -219,8 +242,6 @@ def _hub_errors(what: str, file: _HubFile | None = None) -> Iterator[None]:
         RepositoryNotFoundError,
     )
 
-    # httpx or httpx2, whichever this release of huggingface_hub is built on.
-    transport: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         yield
     except GatedRepoError as error:
@@ -235,7 +256,7 @@ def _hub_errors(what: str, file: _HubFile | None = None) -> Iterator[None]:
         raise ModelNameError(f"{what}: {str(error).splitlines()[0]}") from error
     except HfHubHTTPError as error:
         raise HubError(f"{what}: {str(error).splitlines()[0]}{_kept(file)}") from error
-    except transport as error:
+    except _transport_error() as error:
         raise HubError(f"{what}: cannot reach {constants.ENDPOINT}: {error}{_kept(file)}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
