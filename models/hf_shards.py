@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint folder, mapped: which tensor is where, its header, and views on its bytes.
+"""The safetensors files of a checkpoint folder, mapped: where each tensor is, its header, views on its bytes.
 
 Knows the index file and the float types; not what a tensor's name means.
 """
@@ -90,9 +90,7 @@ class HFShards:
             raise EngineError(f"{index}: has no weight_map")
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise EngineError(
-                    f"{index}: {name!r} is said to be in {file!r}, which is no file of this folder"
-                )
+                raise EngineError(f"{index}: {name!r} is said to be in {file!r}, not a file of this folder")
         shards = sorted(set(weight_map.values()))
         missing = [file for file in shards if not (self.folder / file).is_file()]
         if missing:
