@@ -1,7 +1,7 @@
 """How far two streams of logits are apart, and whether that is within a budget.
 
-Knows logits and numbers only: not what produced them, no model, no device, no text. docs/parity.md explains the
-measures to users.
+Knows logits and numbers only: not what produced them, no model, no device, no text. docs/parity.md explains
+the measures to users.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,10 +30,11 @@ class PhaseMetrics:
 
     nmse_*: normalised mean squared error of one position's logits, ||a - b||^2 / ||a - mean(a)||^2.
     kl_*: Kullback-Leibler divergence KL(softmax a || softmax b) of one position, in nats.
-    top1, top5: the share of positions with the same largest logit; the mean share of a's five largest that are
-        among b's five.
+    top1, top5: the share of positions with the same largest logit; the mean share of a's five largest that
+        are among b's five.
     max_difference: the largest |a - b| of any logit.
-    not_finite: positions with a NaN or infinite logit on either side; they are in no other number but `positions`.
+    not_finite: positions with a NaN or infinite logit on either side; they are in no other number but
+        `positions`.
 
     Every field but the counts is NaN when no position was finite.
     """
@@ -99,11 +100,13 @@ class Comparison:
 
 
 def position_differences(a: Tensor, b: Tensor) -> Tensor:
-    """Per position [T, 5]: NMSE, KL in nats, same top-1, shared top-5, largest difference; NaN where not finite.
+    """Per position [T, 5]: NMSE, KL in nats, same top-1, shared top-5, largest difference; NaN where not
+    finite.
 
-    `a` and `b` are fp64 [T, vocab]. The error is taken as it is, and normalised by the spread of `a` about its
-    mean: a constant added to all logits counts as an error in the one and does not hide errors in the other, so
-    this is never smaller than the NMSE of raw logits or of centred ones.
+    `a` and `b` are fp64 [T, vocab]. The error is taken as it is, and normalised by the spread of `a` about
+    its
+    mean: a constant added to all logits counts as an error in the one and does not hide errors in the
+    other, so this is never smaller than the NMSE of raw logits or of centred ones.
     """
     error = (a - b).square().sum(dim=1)
     spread = (a - a.mean(dim=1, keepdim=True)).square().sum(dim=1)
@@ -153,9 +156,10 @@ def paired_blocks(a: Iterable[Tensor], b: Iterable[Tensor]) -> Iterator[tuple[Te
 class Divergence:
     """A greedy choice that differs: `token_a` where `token_b` was generated, `index` tokens after the prompt.
 
-    `margin` is the distance of a's two largest logits there, `max_difference` the largest |a - b| of any logit
-    there. When b's token has b's largest logit, margin <= 2 * max_difference follows; a wider margin says that the
-    token was not chosen from these logits. `first` marks where the two free-running texts part.
+    `margin` is the distance of a's two largest logits there, `max_difference` the largest |a - b| of any
+    logit there. When b's token has b's largest logit, margin <= 2 * max_difference follows; a wider margin
+    says that the token was not chosen from these logits. `first` marks where the two free-running texts
+    part.
     """
 
     prompt: int
@@ -180,16 +184,21 @@ class GreedyComparison:
     divergences: list[Divergence]
 
 
-def compare_greedy(prompt: int, tokens: list[int], a: Iterable[Tensor], b: Iterable[Tensor]) -> "GreedyComparison":
+def compare_greedy(
+    prompt: int, tokens: list[int], a: Iterable[Tensor], b: Iterable[Tensor]
+) -> "GreedyComparison":
     """Compare a generated text's logits, [n, vocab] in blocks: those that each of `tokens` followed from.
 
-    Side b generated `tokens` and side a was fed them, so up to the first difference these are the logits of two
-    free-running texts; after it, those of two engines that go on from the same text.
+    Side b generated `tokens` and side a was fed them, so up to the first difference these are the logits of
+    two free-running texts; after it, those of two engines that go on from the same text.
     """
-    comparison, found, index = Comparison(), [], 0
+    comparison, index = Comparison(), 0
+    found: list[Divergence] = []
     for block_a, block_b in paired_blocks(a, b):
         comparison.add(block_a, block_b)
-        for row_a, row_b in zip(block_a.to("cpu", torch.float64), block_b.to("cpu", torch.float64), strict=True):
+        for row_a, row_b in zip(
+            block_a.to("cpu", torch.float64), block_b.to("cpu", torch.float64), strict=True
+        ):
             top = row_a.topk(2)
             choice, token = int(row_a.argmax()), tokens[index]
             if choice != token:
