@@ -1,0 +1,216 @@
+"""`engine bench`: tokens per second of models on this machine, with the flags that llama-bench's users know.
+
+The table, and nothing else, goes to standard output; each row as soon as it is measured (`-o json`: at the
+end).
+"""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quengine.cli import options
+from quengine.cli.progress import ProgressLine
+from quengine.errors import EngineError
+
+if TYPE_CHECKING:
+    from quengine.bench import BenchRow
+
+_LISTS = "Lists: 128,512 or the flag repeated."
+
+
+def bench(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-m", "--model", help="Alias, hf:user/repo:QUANT, GGUF file or checkpoint folder; repeatable."
+        ),
+    ] = None,
+    synthetic: Annotated[
+        list[str] | None,
+        typer.Option("--synthetic", help="Make a model of this shape: mistral-7b, mistral-7b-2l or tiny."),
+    ] = None,
+    n_prompt: Annotated[
+        list[str] | None, typer.Option("-p", "--n-prompt", help=f"Prompt tokens. {_LISTS} [default: 512]")
+    ] = None,
+    n_gen: Annotated[
+        list[str] | None, typer.Option("-n", "--n-gen", help="Generated tokens. [default: 128]")
+    ] = None,
+    pairs: Annotated[
+        list[str] | None, typer.Option("-pg", metavar="PP,TG", help="Both in one test; repeatable.")
+    ] = None,
+    depths: Annotated[
+        list[str] | None, typer.Option("-d", "--n-depth", help="Tokens already in the cache. [default: 0]")
+    ] = None,
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times each test is run.")] = 5,
+    batches: Annotated[
+        list[str] | None,
+        typer.Option("-b", "--batch-size", help="Sequences at once; only 1 so far. [default: 1]"),
+    ] = None,
+    threads: Annotated[
+        list[str] | None, typer.Option("-t", "--threads", help="CPU threads. [default: physical cores]")
+    ] = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="md, json, jsonl or csv.")] = "md",
+    warm_up: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before.")] = True,
+    device: options.Device = "auto",
+    backend: options.BackendName = "auto",
+) -> None:
+    """Time prompt processing and token generation."""
+    if output not in _WRITERS:
+        raise EngineError(f"-o {output}: must be one of {', '.join(_WRITERS)}")
+    if not model and not synthetic:
+        raise EngineError("no model: give -m MODEL or --synthetic mistral-7b")
+    numbers = {
+        "-p": _numbers("-p", n_prompt, 512),
+        "-n": _numbers("-n", n_gen, 128),
+        "-d": _numbers("-d", depths, 0),
+        "-b": _numbers("-b", batches, 1),
+    }
+    both = [_pair(text) for text in pairs or ()]
+    thread_counts = [_thread_count(n) for n in _numbers("-t", threads, 0)] if threads else [None]
+    from quengine.bench import BenchPlan, expand_tests, run_bench, synthetic_model
+
+    progress = ProgressLine()
+    tests = expand_tests(numbers["-p"], numbers["-n"], both, numbers["-d"])
+    made = [synthetic_model(name, _announce) for name in _split(synthetic)]
+    plan = BenchPlan(
+        models=[*_split(model), *made],
+        tests=tests,
+        threads=thread_counts,
+        batches=numbers["-b"],
+        repetitions=repetitions,
+        device=device,
+        backend=backend,
+        warm_up=warm_up,
+    )
+    try:
+        _WRITERS[output](_cleared(run_bench(plan, progress), progress))
+    finally:
+        progress.clear()
+
+
+def _announce(text: str) -> None:
+    print(f"engine: {text}", file=sys.stderr)
+
+
+def _cleared(rows: "Iterator[BenchRow]", progress: ProgressLine) -> "Iterator[BenchRow]":
+    """The rows, with the progress line out of the way when one is printed."""
+    for row in rows:
+        progress.clear()
+        yield row
+
+
+def _split(texts: list[str] | None) -> list[str]:
+    return [part for text in texts or () for part in text.split(",") if part]
+
+
+def _numbers(flag: str, texts: list[str] | None, default: int) -> list[int]:
+    if not texts:
+        return [default]
+    parts = [part.strip() for text in texts for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise EngineError(
+            f"{flag} {','.join(texts)}: must be whole numbers with commas between, such as 128,512"
+        )
+    return [int(part) for part in parts]
+
+
+def _pair(text: str) -> tuple[int, int]:
+    numbers = _numbers("-pg", [text], 0)
+    if len(numbers) != 2:
+        raise EngineError(f"-pg {text}: must be two numbers, such as 512,128; repeat the flag for more")
+    return numbers[0], numbers[1]
+
+
+def _thread_count(number: int) -> int:
+    if number < 1:
+        raise EngineError("-t 0: must be at least 1")
+    return number
+
+
+_COLUMNS: tuple[tuple[str, int, Callable[["BenchRow"], str]], ...] = (
+    ("model", 28, lambda row: row.model.name),
+    ("size", 10, lambda row: _gib(row.model.nbytes)),
+    ("params", 9, lambda row: _count(row.model.params)),
+    ("type", 12, lambda row: row.model.types),
+    ("device", 9, lambda row: row.device if row.backend == row.device else f"{row.device} {row.backend}"),
+    ("threads", 7, lambda row: str(row.threads)),
+    ("test", 14, lambda row: row.test.name),
+    ("t/s", 17, lambda row: f"{row.tok_s:.2f} ± {row.deviation:.2f}"),
+    ("GB/s", 7, lambda row: "-" if row.gb_s is None else f"{row.gb_s:.1f}"),
+    (
+        "% of bandwidth",
+        14,
+        lambda row: "-" if row.bandwidth_percent is None else f"{row.bandwidth_percent:.0f}",
+    ),
+    ("peak memory", 11, lambda row: _gib(row.peak_bytes)),
+)
+"""Heading, least width and text of the table's columns; the numbers stand to the right."""
+
+_LEFT = {"model", "type", "device", "test"}
+
+
+def _gib(nbytes: int) -> str:
+    from quengine.memory import gib
+
+    return gib(nbytes)
+
+
+def _count(params: int) -> str:
+    return f"{params / 1e9:.2f} B" if params >= 1e9 else f"{params / 1e6:.2f} M"
+
+
+def _write_md(rows: "Iterator[BenchRow]") -> None:
+    def line(cells: list[str]) -> str:
+        padded = (
+            cell.ljust(width) if heading in _LEFT else cell.rjust(width)
+            for cell, (heading, width, _) in zip(cells, _COLUMNS, strict=True)
+        )
+        return f"| {' | '.join(padded)} |"
+
+    rules = [
+        "-" * (width + 2) if heading in _LEFT else "-" * (width + 1) + ":" for heading, width, _ in _COLUMNS
+    ]
+    for index, row in enumerate(rows):
+        if index == 0:
+            print(line([heading for heading, _, _ in _COLUMNS]))
+            print(f"|{'|'.join(rules)}|")
+        print(line([text(row) for _, _, text in _COLUMNS]), flush=True)
+
+
+def _described(row: "BenchRow") -> dict[str, Any]:
+    from quengine.bench import describe_machine
+
+    return row.as_dict(describe_machine())
+
+
+def _write_json(rows: "Iterator[BenchRow]") -> None:
+    print(json.dumps([_described(row) for row in rows], indent=2))
+
+
+def _write_jsonl(rows: "Iterator[BenchRow]") -> None:
+    for row in rows:
+        print(json.dumps(_described(row)), flush=True)
+
+
+def _write_csv(rows: "Iterator[BenchRow]") -> None:
+    writer = None
+    for row in rows:
+        # A cell that is a list or an object holds it as JSON.
+        cells = {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in _described(row).items()}
+        if writer is None:
+            writer = csv.DictWriter(sys.stdout, cells.keys(), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(cells)
+        sys.stdout.flush()
+
+
+_WRITERS: dict[str, "Callable[[Iterator[BenchRow]], None]"] = {
+    "md": _write_md,
+    "json": _write_json,
+    "jsonl": _write_jsonl,
+    "csv": _write_csv,
+}
