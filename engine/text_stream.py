@@ -1,0 +1,80 @@
+"""Text from tokens as they come: whole characters only, and never a stop string.
+
+Knows bytes and strings. Does not know the tokenizer, when a sequence ends, or who prints.
+"""
+
+import codecs
+from collections.abc import Callable, Sequence
+
+from quengine.errors import EngineError
+
+
+class TextStream:
+    """Joins the bytes of tokens into text.
+
+    A character appears with the token that completes it. Bytes that are no UTF-8 become U+FFFD, as
+    `bytes.decode(errors="replace")` of all of them together has it, so a character cut off by the end becomes one
+    in `finish`. What could still become a stop string is held back until it does or cannot any more. Of
+    several stop strings the one whose last character comes first counts, then the longest; what is shown
+    does not depend on how the text was cut into tokens.
+
+    token_bytes: the bytes of a token id, empty for one that shows nothing.
+    stop: strings that end the text and are not shown.
+    Raises EngineError for an empty stop string.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+        if "" in stop:
+            raise EngineError("a stop string must have at least one character")
+        self.stopped: str | None = None
+        self._token_bytes = token_bytes
+        self._stop = sorted(stop, key=len, reverse=True)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self._shown: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All that `push` and `finish` have returned."""
+        return "".join(self._shown)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token makes certain; nothing more after a stop string."""
+        if self.stopped is not None:
+            return ""
+        return self._show(self._decoder.decode(self._token_bytes(token_id)), final=False)
+
+    def finish(self) -> str:
+        """What was held back, once there are no more tokens."""
+        if self.stopped is not None:
+            return ""
+        return self._show(self._decoder.decode(b"", final=True), final=True)
+
+    def _show(self, text: str, final: bool) -> str:
+        pending = self._held + text
+        end, stop = min(
+            ((at + len(stop), stop) for stop in self._stop if (at := pending.find(stop)) >= 0),
+            key=lambda match: match[0],
+            default=(0, None),
+        )
+        if stop is not None:
+            self.stopped = stop
+            certain = end - len(stop)
+            self._held = ""
+        else:
+            certain = len(pending) - (0 if final else self._undecided(pending))
+            self._held = pending[certain:]
+        shown = pending[:certain]
+        if shown:
+            self._shown.append(shown)
+        return shown
+
+    def _undecided(self, pending: str) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        if not self._stop:
+            return 0
+        longest = min(len(pending), len(self._stop[0]) - 1)
+        return next(
+            (n for n in range(longest, 0, -1) if any(s.startswith(pending[-n:]) for s in self._stop)),
+            0,
+        )
