@@ -1,10 +1,11 @@
 """Loops over one row, as numba intrinsics: dot products, dequantization, rounding of activations.
 
-Rounded activations lie in memory as one record per row of K values (`ActivationRecord`):
+Rounded activations lie in memory as one record per row of K values:
 
-    bytes 0 .. 2K             a, int16
-    bytes 2K .. 2K + K/4      per group of 32: t and t * sum(a), fp32, side by side
-    bytes 2K + K/4 .. 5K/2    per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
+    bytes 0                a, int16
+    bytes 2K               per group of 32: t, fp32
+    bytes 2K + K/8         per group of 32: t * sum(a), fp32
+    bytes 2K + K/4 .. 5K/2 per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
 
 Order of the sums: slice j of 32 weights of block i adds into 8 lanes of accumulator (i*slices + j) mod 2; the two are
 added, then the lanes pairwise; the sum of the minimums is subtracted last. It depends on nothing but K and the format.
@@ -21,7 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
-from quengine.kernels.cpu.block_ir import Slices, emit_block
+from quengine.kernels.cpu.block_ir import emit_block
 from quengine.kernels.cpu.vector_ir import F32, I16, I32, I64, Emitter, vec
 
 _UNROLL = 4  # blocks of 32 per turn of the loop
@@ -39,7 +40,15 @@ def emitter(context: Any, builder: ir.IRBuilder) -> Emitter:
 
 @intrinsic(prefer_literal=True)
 def dot_row(
-    typingctx: Any, variant: Any, w: Any, blocks: Any, record: Any, stride: Any, last: Any, y: Any, y_stride: Any
+    typingctx: Any,
+    variant: Any,
+    w: Any,
+    blocks: Any,
+    record: Any,
+    stride: Any,
+    last: Any,
+    y: Any,
+    y_stride: Any,
 ) -> Any:
     """One weight row times `width` activation records: y[min(b, last)] for b < width. `variant`: "Q4_K/width/...".
 
@@ -52,7 +61,8 @@ def dot_row(
         _, w, blocks, record, stride, last, y, y_stride = args
         e = emitter(context, builder)
         picks = [
-            builder.select(builder.icmp_signed("<", e.i64(b), last), e.i64(b), last) for b in range(int(width))
+            builder.select(builder.icmp_signed("<", e.i64(b), last), e.i64(b), last)
+            for b in range(int(width))
         ]
         records = [builder.add(record, builder.mul(pick, stride)) for pick in picks]
         totals = _RowDot(e, fmt, w, blocks, records).emit()
@@ -102,10 +112,10 @@ class _RowDot:
         weight = e.b.mul(i, e.i64(self.fmt.block))
         factors = []
         for b, record in enumerate(self.records):
-            t, sums = self._scales(record, weight)
+            t = self._per_group(record, 16, weight, self.slices)
             factors.append(e.b.fmul(content.scales, t))
             if content.mins is not None:
-                state[3 * b + 2] = self._mins(content, record, weight, sums, state[3 * b + 2])
+                state[3 * b + 2] = self._mins(content.mins, record, weight, state[3 * b + 2])
         for j in range(self.slices):
             low, high = content.ints(j)
             for b, record in enumerate(self.records):
@@ -116,21 +126,23 @@ class _RowDot:
                 state[slot] = e.fma(e.to_float(dots), e.splat_lane(factors[b], j, 8), state[slot])
         return state
 
-    def _scales(self, record: ir.Value, weight: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """t and t * sum(a) of the block's slices, one lane a slice."""
+    def _per_group(self, record: ir.Value, eighths: int, weight: ir.Value, lanes: int) -> ir.Value:
+        """fp32 lanes of a per-32 field of the record that starts at byte K * eighths / 8, from `weight` on."""
         e = self.e
-        address = e.b.add(record, e.b.mul(self.cols, e.i64(2)))
-        address = e.b.add(address, e.b.lshr(weight, e.i64(2)))
-        return e.evens_odds(e.load(vec(F32, 2 * self.slices), address))
+        start = e.b.lshr(e.b.mul(self.cols, e.i64(eighths)), e.i64(3))
+        return e.load(vec(F32, lanes), e.b.add(e.b.add(record, start), e.b.lshr(weight, e.i64(3))))
 
-    def _mins(self, content: Slices, record: ir.Value, weight: ir.Value, sums: ir.Value, acc: ir.Value) -> ir.Value:
-        e, mins = self.e, content.mins or ()
+    def _mins(
+        self, mins: tuple[ir.Value, ...], record: ir.Value, weight: ir.Value, acc: ir.Value
+    ) -> ir.Value:
+        """acc plus the block's minimums times t * sum(a)."""
+        e = self.e
         if len(mins) == 1:
-            return e.fma(mins[0], sums, acc)
-        address = e.b.add(record, e.b.lshr(e.b.mul(self.cols, e.i64(9)), e.i64(2)))
-        pairs = e.load(vec(F32, 16), e.b.add(address, e.b.lshr(weight, e.i64(2))))
-        for part, by_16 in zip(mins, e.evens_odds(pairs), strict=True):
-            acc = e.fma(part, by_16, acc)
+            return e.fma(mins[0], self._per_group(record, 17, weight, self.slices), acc)
+        start = e.b.add(e.b.mul(self.cols, e.i64(9)), weight)  # four times the offset
+        pairs = e.load(vec(F32, 16), e.b.add(record, e.b.lshr(start, e.i64(2))))
+        for part, sums in zip(mins, e.evens_odds(pairs), strict=True):
+            acc = e.fma(part, sums, acc)
         return acc
 
 
@@ -210,32 +222,33 @@ def _emit_dequantized(e: Emitter, fmt: BlockFormat, block: ir.Value, target: ir.
             e.store(value, target, 128 * j + 64 * half)
 
 
-@intrinsic
-def round_row(typingctx: Any, x: Any, cols: Any, record: Any) -> Any:
+@intrinsic(prefer_literal=True)
+def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, record: Any) -> Any:
     """Round `cols` fp32 at address x into the activation record at address `record` (see activations.py)."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        x, cols, record = args
+        _, x, cols, record = args
         e = emitter(context, builder)
-        pairs = builder.add(record, builder.mul(cols, e.i64(2)))
-        by_16 = builder.add(pairs, builder.lshr(cols, e.i64(2)))
+        scales = builder.add(record, builder.mul(cols, e.i64(2)))
+        by_32 = builder.add(scales, builder.lshr(cols, e.i64(3)))
+        by_16 = builder.add(scales, builder.lshr(cols, e.i64(2)))
 
         def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             values = e.load(vec(F32, 32), e.at(x, builder.mul(i, e.i64(4))))
             a, t = _emit_rounding(e, values)
             e.store(a, e.at(record, builder.mul(i, e.i64(2))))
             sums = [e.to_float(_sum_int16(e, part)) for part in e.halves(a)]
-            offset = builder.lshr(i, e.i64(2))  # 8 bytes per group of 32
-            e.store(t, e.at(pairs, offset))
-            e.store(builder.fmul(t, builder.fadd(*sums)), e.at(pairs, offset), 4)
+            offset = builder.lshr(i, e.i64(3))  # 4 bytes per group of 32
+            e.store(t, e.at(scales, offset))
+            e.store(builder.fmul(t, builder.fadd(*sums)), e.at(by_32, offset))
             for k, part in enumerate(sums):
-                e.store(builder.fmul(t, part), e.at(by_16, offset), 4 * k)
+                e.store(builder.fmul(t, part), e.at(by_16, builder.lshr(i, e.i64(2))), 4 * k)
             return []
 
         e.loop(e.i64(0), cols, 32, [], turn)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), codegen
+    return types.void(variant, types.int64, types.int64, types.int64), codegen
 
 
 def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -150,7 +150,7 @@ def map_tasks(task: Callable[[int], _Result], count: int) -> list[_Result]:
 
 
 @compiled_function
-def _lead(state, number, table, length, counters):  # type: ignore[no-untyped-def]
+def _lead(state: int, number: int, table: int, length: int, counters: int) -> None:
     """Publish a list, work on it, and return when it is finished and nobody looks at it any more."""
     atomic_store(state + _TABLE, table)
     atomic_store(state + _LENGTH, length)
@@ -168,7 +168,7 @@ def _lead(state, number, table, length, counters):  # type: ignore[no-untyped-de
 
 
 @compiled_function
-def _watch(state, seen):  # type: ignore[no-untyped-def]
+def _watch(state: int, seen: int) -> int:
     """Join every list published after number `seen`; return the last one's number when none comes for a while."""
     turns = 0
     while turns < _WATCH and atomic_load(state + _DISMISSED) == 0:
@@ -188,7 +188,7 @@ def _watch(state, seen):  # type: ignore[no-untyped-def]
 
 
 @compiled_function
-def _work(table, length, counters):  # type: ignore[no-untyped-def]
+def _work(table: int, length: int, counters: int) -> None:
     finished = 0
     for i in range(length):
         launch, counter = table + i * _LAUNCH_BYTES, counters + i * _COUNTER_BYTES
@@ -196,7 +196,10 @@ def _work(table, length, counters):  # type: ignore[no-untyped-def]
         tasks, after_previous = atomic_load(launch + 16), atomic_load(launch + 24)
         if after_previous:
             while finished < i:
-                _await(counters + finished * _COUNTER_BYTES + 64, atomic_load(table + finished * _LAUNCH_BYTES + 16))
+                _await(
+                    counters + finished * _COUNTER_BYTES + 64,
+                    atomic_load(table + finished * _LAUNCH_BYTES + 16),
+                )
                 finished += 1
         task = fetch_add(counter, 1)
         while task < tasks:
@@ -206,9 +209,21 @@ def _work(table, length, counters):  # type: ignore[no-untyped-def]
 
 
 @compiled_function
-def _await(done, tasks):  # type: ignore[no-untyped-def]
+def _await(done: int, tasks: int) -> None:
     turns = 0
     while atomic_load(done) < tasks:
         turns += 1
         if turns > _YIELD_AFTER:
             yield_cpu()
+
+
+def run_here(launch: Launch) -> None:
+    """Run all tasks of one kernel on the calling thread: inside a task of `map_tasks`."""
+    context = np.array(launch.parameters, np.int64)
+    _run_tasks(launch.kernel, context.ctypes.data, launch.tasks)
+
+
+@compiled_function
+def _run_tasks(kernel: int, context: int, tasks: int) -> None:
+    for task in range(tasks):
+        call_kernel(kernel, context, task)

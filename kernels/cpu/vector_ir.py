@@ -132,7 +132,9 @@ class Emitter:
             return self.b.fpext(self.b.bitcast(bits, vec(F16, count)), vec(F32, count))
         wide = self.widen(bits, I32, False)
         magnitude = self.shift_left(self.and_(wide, 0x7FFF), 13)
-        scaled = self.b.fmul(self.b.bitcast(magnitude, vec(F32, count)), self.const(vec(F32, count), 2.0**112))
+        scaled = self.b.fmul(
+            self.b.bitcast(magnitude, vec(F32, count)), self.const(vec(F32, count), 2.0**112)
+        )
         special = self.b.icmp_unsigned(">=", magnitude, self.const(vec(I32, count), 0x0F800000))
         value = self.b.bitcast(scaled, vec(I32, count))
         value = self.b.select(special, self.b.or_(value, self.const(vec(I32, count), 0x7F800000)), value)

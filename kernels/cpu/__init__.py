@@ -1,0 +1,34 @@
+"""Operations of a decoder on the CPU: weights as stored, int16 activations in decode, fp32 in prefill.
+
+    set_threads(n), get_threads(), max_threads()             threads of the kernels below and of torch
+    linear(x, parts)                                          x [T, K] fp32 times weights -> [T, sum of N_i]
+    embed(weight, ids)                                        rows of a weight as fp32 [T, K]
+    decode_attention(q, k, v, length, scale, first=0)         one token: q [H, hd], caches [ctx, Hkv, hd] fp16
+    prefill_attention(q, k, v, mask, scale, first=0)          T tokens: q [T, H, hd], mask [T, n]
+
+A step of several operations in one go of the thread team is a list of `Launch`es handed to `run`:
+`linear_launches` and `decode_attention_launches` give the parts. Results are the same to the last bit for any number
+of threads; in decode (up to DECODE_ROWS rows) also for any other rows in the batch.
+
+Kernels are compiled on first use and kept on disk (compiled.py). Does not know: models, files, the order of a layer's
+operations.
+"""
+
+from quengine.kernels.cpu.attention import decode_attention, decode_attention_launches, prefill_attention
+from quengine.kernels.cpu.matmul import DECODE_ROWS, embed, linear, linear_launches
+from quengine.kernels.cpu.threads import Launch, get_threads, max_threads, run, set_threads
+
+__all__ = [
+    "DECODE_ROWS",
+    "Launch",
+    "decode_attention",
+    "decode_attention_launches",
+    "embed",
+    "get_threads",
+    "linear",
+    "linear_launches",
+    "max_threads",
+    "prefill_attention",
+    "run",
+    "set_threads",
+]

@@ -1,0 +1,146 @@
+"""Causal grouped-query attention over an fp16 key/value cache, on the CPU.
+
+Decode (one token) reads the fp16 cache directly and takes no mask. The visible positions are cut into stretches of
+`STRETCH`, counted from the first visible one; a task is one stretch of one key/value head. The parts are joined in
+order, so the result does not depend on the number of threads.
+
+Prefill is torch's fp32 scaled dot product attention, a task being `QUERY_BLOCK` queries of one key/value head, with
+one torch thread each.
+
+Caches are fp16 [ctx, kv_heads, head_dim], with any strides whose last is 1: a transposed view of
+[kv_heads, ctx, head_dim], where a head's positions lie together, is read as well.
+
+Does not know: RoPE, how the cache is written, layers.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from quengine.kernels.cpu.attention_ir import combine_parts, scale_f32, softmax_weights, weighted_halves
+from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
+from quengine.kernels.cpu.row_ir import dot_float_row, get, store_f32
+from quengine.kernels.cpu.threads import Launch, map_tasks, run
+
+STRETCH = 256  # positions; a multiple of 8
+QUERY_BLOCK = 128
+_HEAD_BYTES = 32  # of a part, before its weighted sum
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, first: int = 0) -> Tensor:
+    """softmax(scale * q k^T) v of one token over cache positions first .. length - 1: fp32 [H, hd].
+
+    q: fp32 [H, hd]; k, v: fp16 [ctx, Hkv, hd], H a multiple of Hkv. Raises ValueError for other shapes or types.
+    """
+    out = torch.empty(q.shape)
+    run(decode_attention_launches(q, k, v, length, scale, first, out))
+    return out
+
+
+def decode_attention_launches(
+    q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, first: int, out: Tensor
+) -> list[Launch]:
+    """The kernels of `decode_attention`, for a list that does more than one thing. out: fp32 [H, hd], contiguous."""
+    heads, width = q.shape
+    ctx, kv_heads, _ = k.shape
+    if (
+        k.dtype != torch.float16
+        or v.dtype != torch.float16
+        or q.dtype != torch.float32
+        or not q.is_contiguous()
+    ):
+        raise ValueError(f"decode attention reads fp16 caches with fp32 queries, not {k.dtype} and {q.dtype}")
+    if k.shape != v.shape or k.shape[2] != width or heads % kv_heads or k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError(
+            f"{heads} query heads of {width} do not fit caches {list(k.shape)} and {list(v.shape)}"
+        )
+    if not 0 <= first < length <= ctx:
+        raise ValueError(f"positions {first} to {length - 1} are not in a cache of {ctx}")
+    stretches = -(-(length - first) // STRETCH)
+    part_bytes = _HEAD_BYTES + 4 * width
+    parts = torch.empty(heads, stretches, part_bytes, dtype=torch.uint8)
+    # Scores of one query head at a time; a task has its own.
+    scores = torch.empty(kv_heads * stretches, STRETCH)
+    scale_bits = int.from_bytes(struct.pack("<f", scale), "little")
+    parameters = (
+        *(q.data_ptr(), width, heads // kv_heads, stretches, length - first),
+        *(k.data_ptr() + 2 * first * k.stride(0), 2 * k.stride(0), 2 * k.stride(1)),
+        *(v.data_ptr() + 2 * first * v.stride(0), 2 * v.stride(0), 2 * v.stride(1)),
+        *(parts.data_ptr(), part_bytes, scores.data_ptr(), scale_bits),
+    )
+    joined = (parts.data_ptr(), stretches, part_bytes, width, out.data_ptr())
+    return [
+        Launch(_stretch_kernel(), parameters, kv_heads * stretches, keep=(q, k, v, parts, scores)),
+        Launch(_join_kernel(), joined, heads, keep=(parts, out)),
+    ]
+
+
+@cache
+def _stretch_kernel() -> int:
+    """Task h * stretches + s: the query heads of key/value head h over stretch s.
+
+    0 q, 1 head_dim, 2 query heads per key/value head, 3 stretches, 4 positions; keys: 5 address, 6 bytes from
+    position to position, 7 from head to head; values: 8, 9, 10; 11 parts, 12 bytes per part, 13 scores, 14 scale (fp32).
+    """
+    halves, stamp = f"F16/{source_stamp()}", f"attention/{source_stamp()}"
+
+    def stretch_attention(context: int, task: int) -> None:
+        width, group, stretches = get(context, 1), get(context, 2), get(context, 3)
+        head, stretch = task // stretches, task % stretches
+        start = stretch * STRETCH
+        count = min(STRETCH, get(context, 4) - start)
+        k = get(context, 5) + start * get(context, 6) + head * get(context, 7)
+        v = get(context, 8) + start * get(context, 9) + head * get(context, 10)
+        scores = get(context, 13) + task * 4 * STRETCH
+        for i in range(head * group, (head + 1) * group):
+            q = get(context, 0) + i * 4 * width
+            for position in range(count):
+                dot = dot_float_row(halves, k + position * get(context, 6), width, q)
+                store_f32(scale_f32(dot, context + 8 * 14), scores + 4 * position)
+            part = get(context, 11) + (i * stretches + stretch) * get(context, 12)
+            softmax_weights(stamp, scores, count, part)
+            weighted_halves(stamp, scores, count, v, get(context, 9), width, part + _HEAD_BYTES)
+
+    return compile_kernel(stretch_attention)
+
+
+@cache
+def _join_kernel() -> int:
+    """Task h: joins the parts of query head h. 0 parts, 1 stretches, 2 bytes per part, 3 head_dim, 4 output (fp32)."""
+    stamp = f"attention/{source_stamp()}"
+
+    def join_stretches(context: int, task: int) -> None:
+        stretches, part_bytes, width = get(context, 1), get(context, 2), get(context, 3)
+        parts = get(context, 0) + task * stretches * part_bytes
+        combine_parts(stamp, parts, stretches, part_bytes, width, get(context, 4) + task * 4 * width)
+
+    return compile_kernel(join_stretches)
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, first: int = 0) -> Tensor:
+    """softmax(scale * q k^T) v of T tokens over cache positions first .. first + n - 1, where mask is true.
+
+    q: fp32 [T, H, hd]; k, v: fp16 or fp32 [ctx, Hkv, hd]; mask: bool [T, n], at least one true in a row. fp32
+    [T, H, hd].
+    """
+    tokens, heads, width = q.shape
+    kv_heads, last = k.shape[1], first + mask.shape[1]
+    group, blocks = heads // kv_heads, -(-tokens // QUERY_BLOCK)
+    out = torch.empty(tokens, heads, width)
+
+    def attend(task: int) -> None:
+        head, block = divmod(task, blocks)
+        rows = slice(block * QUERY_BLOCK, min(tokens, (block + 1) * QUERY_BLOCK))
+        columns = slice(head * group, (head + 1) * group)
+        keys, values = (c[first:last, head].float().expand(1, group, -1, -1) for c in (k, v))
+        queries = q[rows, columns].transpose(0, 1).unsqueeze(0)
+        attended = scaled_dot_product_attention(queries, keys, values, mask[rows], scale=scale)
+        out[rows, columns] = attended[0].transpose(0, 1)
+
+    map_tasks(attend, kv_heads * blocks)
+    return out

@@ -1,0 +1,139 @@
+"""Matmul and embedding on the CPU, on weights as stored.
+
+Up to 8 rows of activations ("decode"): q-dot. The activations are rounded to int16 per 32, and the weights are
+read block by block where they lie, usually in the mapped file. A result depends on its activation row and weight row
+alone: not on the number of threads or on what else is in the batch.
+
+More rows ("prefill"): tiles of weight rows are dequantized to fp32 and multiplied in fp32, one tile and one torch
+thread per task. Tiles follow from the weight's shape, so the result does not depend on the number of threads.
+A thread's tile is `TILE_WEIGHTS` fp32 numbers, or 16 rows where that is more.
+
+Does not know: the model, the cache, what is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+from quengine.kernels.cpu.row_ir import record_bytes
+from quengine.kernels.cpu.row_kernels import (
+    MATVEC_WIDTHS,
+    dequantize_kernel,
+    float_matvec_kernel,
+    matvec_kernel,
+    round_kernel,
+)
+from quengine.kernels.cpu.threads import Launch, map_tasks, run, run_here
+from quengine.kernels.quant_tensor import QuantTensor
+
+DECODE_ROWS = MATVEC_WIDTHS[-1]
+TILE_WEIGHTS = 1 << 20
+_TASK_BYTES = 32 << 10  # of weights in one task of a matvec
+
+
+def linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
+    """x [T, K] fp32 times weights [N_i, K], transposed, side by side: fp32 [T, sum of N_i].
+
+    T <= DECODE_ROWS runs q-dot (F32, F16 and BF16 weights: fp32 products), more rows run in fp32. Raises ValueError
+    when a weight's width is not K.
+    """
+    _check_width(x, parts)
+    x = x.contiguous()
+    if x.shape[0] > DECODE_ROWS:
+        return _prefill(x, parts)
+    y = torch.empty(x.shape[0], sum(w.rows for w in parts))
+    run(linear_launches(x, parts, y))
+    return y
+
+
+def linear_launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor) -> list[Launch]:
+    """The kernels of `linear` for up to DECODE_ROWS rows, for a list that does more than one thing.
+
+    x fp32 [T, K] and y fp32 [T, sum of N_i] are contiguous; x may be written by an earlier kernel of the list.
+    """
+    launches, records = [], None
+    if any(w.format.is_quantized for w in parts):
+        records = torch.empty(x.shape[0], record_bytes(x.shape[1]), dtype=torch.uint8)
+        launches.append(round_launch(x, records))
+    column = 0
+    for w in parts:
+        source = records if records is not None and w.format.is_quantized else x
+        launches.append(_matvec_launch(source, w, y, column, after_previous=column == 0))
+        column += w.rows
+    return launches
+
+
+def round_launch(x: Tensor, records: Tensor) -> Launch:
+    """The kernel that rounds x fp32 [T, K] into activation records, uint8 [T, record_bytes(K)]."""
+    parameters = (x.data_ptr(), 4 * x.stride(0), x.shape[1], records.data_ptr(), records.stride(0))
+    return Launch(round_kernel(), parameters, x.shape[0], keep=(x, records))
+
+
+def _matvec_launch(source: Tensor, w: QuantTensor, y: Tensor, column: int, after_previous: bool) -> Launch:
+    """y[:, column : column + N] from activation records, or for a float weight from x itself."""
+    count = source.shape[0]
+    row_bytes = w.data.shape[1]
+    step = max(1, min(w.rows, _TASK_BYTES // row_bytes))
+    if w.format.is_quantized:
+        width = next(width for width in MATVEC_WIDTHS if width >= count)
+        kernel, length = matvec_kernel(w.format.name, width), w.cols // w.format.block
+    else:
+        kernel, length = float_matvec_kernel(w.format.name), w.cols
+    parameters = (
+        *(w.data.data_ptr(), row_bytes, w.rows, step, length),
+        *(source.data_ptr(), source.stride(0) * source.element_size(), count - 1),
+        *(y.data_ptr() + 4 * column, 4 * y.stride(0)),
+    )
+    return Launch(kernel, parameters, -(-w.rows // step), after_previous, (source, w, y))
+
+
+def _prefill(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
+    y = torch.empty(x.shape[0], sum(w.rows for w in parts))
+    tiles: list[tuple[QuantTensor, int, int, int]] = []
+    column = 0
+    for w in parts:
+        step = max(16, TILE_WEIGHTS // w.cols // 16 * 16)
+        tiles += [(w, first, min(w.rows, first + step), column + first) for first in range(0, w.rows, step)]
+        column += w.rows
+
+    def multiply(i: int) -> None:
+        w, first, last, column = tiles[i]
+        tile = torch.empty(last - first, w.cols)
+        run_here(_dequantize_launch(w, torch.arange(first, last), tile))
+        torch.mm(x, tile.t(), out=y[:, column : column + last - first])
+
+    map_tasks(multiply, len(tiles))
+    return y
+
+
+def embed(weight: QuantTensor, ids: Tensor) -> Tensor:
+    """Rows `ids` (int64 [T]) of a weight [N, K] as fp32 [T, K]. Raises ValueError for an id outside 0 .. N-1."""
+    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < weight.rows):
+        raise ValueError(f"{weight.name} has rows 0 to {weight.rows - 1}; asked for {ids.tolist()}")
+    out = torch.empty(ids.shape[0], weight.cols)
+    if ids.numel():
+        run([_dequantize_launch(weight, ids.contiguous(), out)])
+    return out
+
+
+def _dequantize_launch(w: QuantTensor, rows: Tensor, out: Tensor) -> Launch:
+    blocks = w.cols // w.format.block
+    parameters = (
+        w.data.data_ptr(),
+        w.data.shape[1],
+        blocks,
+        rows.data_ptr(),
+        out.data_ptr(),
+        4 * out.stride(0),
+    )
+    return Launch(dequantize_kernel(w.format.name), parameters, rows.shape[0], keep=(w, rows, out))
+
+
+def _check_width(x: Tensor, parts: Sequence[QuantTensor]) -> None:
+    for w in parts:
+        if w.cols != x.shape[1]:
+            raise ValueError(f"{w.name} has width {w.cols}; the activations have {x.shape[1]}")

@@ -1,0 +1,87 @@
+"""The row kernels: compiled functions over tasks of weight rows, one variant per block format.
+
+Each function here returns the address of a kernel for the thread team; its docstring lists the parameter slots.
+Addresses and strides are bytes. Compiled on first use, see compiled.py.
+
+Does not know: tensors. matmul.py fills the parameters.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
+from quengine.kernels.cpu.row_ir import dequantize_row, dot_float_row, dot_row, get, round_row, store_f32
+
+MATVEC_WIDTHS = (1, 2, 4, 8)
+
+
+@cache
+def matvec_kernel(format_name: str, width: int) -> int:
+    """Rows of a quantized weight times up to `width` activation records. A task is a run of rows.
+
+    0 weights, 1 row bytes, 2 rows, 3 rows per task, 4 blocks per row, 5 records, 6 record stride, 7 number of the
+    last record, 8 y (fp32), 9 y stride from record to record.
+    """
+    variant = f"{format_name}/{width}/{source_stamp()}"
+
+    def matvec(context: int, task: int) -> None:
+        w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
+        blocks, records, stride, last = get(context, 4), get(context, 5), get(context, 6), get(context, 7)
+        y, y_stride = get(context, 8), get(context, 9)
+        for row in range(task * step, min(rows, (task + 1) * step)):
+            dot_row(variant, w + row * row_bytes, blocks, records, stride, last, y + 4 * row, y_stride)
+
+    return compile_kernel(matvec)
+
+
+@cache
+def float_matvec_kernel(format_name: str) -> int:
+    """Rows of an F32, F16 or BF16 weight times fp32 activations. A task is a run of rows.
+
+    0 weights, 1 row bytes, 2 rows, 3 rows per task, 4 columns, 5 x (fp32), 6 x stride, 7 number of the last x row,
+    8 y (fp32), 9 y stride.
+    """
+    variant = f"{format_name}/{source_stamp()}"
+
+    def float_matvec(context: int, task: int) -> None:
+        w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
+        cols, x, x_stride, last = get(context, 4), get(context, 5), get(context, 6), get(context, 7)
+        y, y_stride = get(context, 8), get(context, 9)
+        for row in range(task * step, min(rows, (task + 1) * step)):
+            for i in range(last + 1):
+                dot = dot_float_row(variant, w + row * row_bytes, cols, x + i * x_stride)
+                store_f32(dot, y + 4 * row + i * y_stride)
+
+    return compile_kernel(float_matvec)
+
+
+@cache
+def dequantize_kernel(format_name: str) -> int:
+    """Chosen rows of a weight as fp32. Task i writes output row i.
+
+    0 weights, 1 row bytes, 2 blocks per row, 3 row numbers (int64), 4 output (fp32), 5 output stride.
+    """
+    variant = f"{format_name}/{source_stamp()}"
+
+    def dequantize(context: int, task: int) -> None:
+        w, row_bytes, blocks = get(context, 0), get(context, 1), get(context, 2)
+        row = get(get(context, 3), task)
+        dequantize_row(variant, w + row * row_bytes, blocks, get(context, 4) + task * get(context, 5))
+
+    return compile_kernel(dequantize)
+
+
+@cache
+def round_kernel() -> int:
+    """fp32 rows to activation records (row_ir.py). Task i is row i.
+
+    0 x (fp32), 1 x stride, 2 columns, 3 records, 4 record stride.
+    """
+    variant = f"round/{source_stamp()}"
+
+    def round_rows(context: int, task: int) -> None:
+        x, x_stride, cols = get(context, 0), get(context, 1), get(context, 2)
+        round_row(variant, x + task * x_stride, cols, get(context, 3) + task * get(context, 4))
+
+    return compile_kernel(round_rows)
