@@ -17,6 +17,13 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cuda.activations import GROUP as ROUND_GROUP
+from quengine.kernels.cuda.activations import (
+    RoundedActivations,
+    round_activations,
+    round_group,
+    store_rounded,
+)
 from quengine.kernels.cuda.kv_store import KVStore, load_tile, store_rows
 from quengine.kernels.cuda.rope import load_heads, load_rotated
 
@@ -40,6 +47,7 @@ class DecodeWorkspace:
     mixed: torch.Tensor
     state: torch.Tensor
     arrived: torch.Tensor
+    out: torch.Tensor
 
     @classmethod
     def allocate(
@@ -50,6 +58,7 @@ class DecodeWorkspace:
             torch.empty(sequences, heads, slices, head_dim, dtype=torch.float32, device=device),
             torch.empty(sequences, heads, slices, 2, dtype=torch.float32, device=device),
             torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device),
+            torch.empty(sequences, heads * head_dim, dtype=torch.float32, device=device),
         )
 
 
@@ -132,29 +141,46 @@ def _combine(
     mixed_ptr,
     state_ptr,
     out_ptr,
+    low_ptr,
+    scale_ptr,
+    sums_ptr,
     first_head,
     slices,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
     SLICES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
-    """Merge the slices of a group's heads in order and write the heads' outputs, fp32."""
+    """Merge the slices of a group's heads in order; write the outputs, fp32 or rounded for the q-dot."""
     s = tl.arange(0, SLICES)
     d = tl.arange(0, PADDED)
-    live = s < slices
-    tile = live[:, None] & (d < HEAD_DIM)[None, :]
-    for g in tl.static_range(GROUP):
-        head = first_head + g
-        state = state_ptr + (head * SLICES + s) * 2
+    for start in tl.static_range(0, GROUP, AT_ONCE):
+        member = start + tl.arange(0, AT_ONCE)
+        head = first_head + member
+        live = (member < GROUP)[:, None] & (s < slices)[None, :]
+        place = head[:, None] * SLICES + s[None, :]
         # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
-        largest = tl.load(state, mask=live, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(state + 1, mask=live, other=0.0, cache_modifier=".cg")
-        address = mixed_ptr + (head * SLICES + s)[:, None] * HEAD_DIM + d[None, :]
+        largest = tl.load(state_ptr + place * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(state_ptr + place * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+        address = mixed_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :]
+        tile = live[:, :, None] & (d < HEAD_DIM)[None, None, :]
         mixed = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(largest - tl.max(largest, 0))
-        out = tl.sum(mixed * weight[:, None], 0) / tl.sum(total * weight, 0)
-        tl.store(out_ptr + head * HEAD_DIM + d, out, mask=d < HEAD_DIM)
+        weight = tl.exp2(largest - tl.max(largest, 1)[:, None])
+        out = tl.sum(mixed * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
+        if ROUND:
+            GROUPS: tl.constexpr = AT_ONCE * PADDED // 32
+            high, low, scale, sums = round_group(tl.reshape(out, [GROUPS, 32]))
+            n = tl.arange(0, GROUPS)
+            within = n % (PADDED // 32)
+            n = start + n // (PADDED // 32)
+            group = (first_head + n) * (HEAD_DIM // 32) + within
+            inside = (n < GROUP) & (within < HEAD_DIM // 32)
+            store_rounded(out_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
+        else:
+            inside = (member < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+            tl.store(out_ptr + head[:, None] * HEAD_DIM + d[None, :], out, mask=inside)
 
 
 @triton.jit(do_not_specialize=["context"])
@@ -164,6 +190,7 @@ def _attention_decode_kernel(
     sin_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    query_scale_ptr,
     position_ptr,
     k_ptr,
     v_ptr,
@@ -173,6 +200,9 @@ def _attention_decode_kernel(
     state_ptr,
     arrived_ptr,
     out_ptr,
+    low_ptr,
+    out_scale_ptr,
+    sums_ptr,
     eps,
     scale,
     context,
@@ -185,12 +215,15 @@ def _attention_decode_kernel(
     ROPE_DIM: tl.constexpr,
     HALVES: tl.constexpr,
     NORM: tl.constexpr,
+    QUERY_SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     Q8: tl.constexpr,
     SLICES: tl.constexpr,
     GRAIN: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -228,6 +261,8 @@ def _attention_decode_kernel(
     q = load_rotated(
         q_rows, g < GROUP, cos_row, sin_row, q_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
     )
+    if QUERY_SCALE:
+        q *= tl.load(query_scale_ptr + position)
     one = tl.arange(0, 1)
     k_row = qkv + (HEADS + kv_head + one) * HEAD_DIM
     v_row = qkv + (HEADS + KV_HEADS + kv_head + one) * HEAD_DIM
@@ -272,24 +307,38 @@ def _attention_decode_kernel(
     mixed = _add_halves(mixed)
 
     d = tl.arange(0, PADDED)
-    head = kv_head * GROUP + g
     live = upper & (g < GROUP)
     tile = live[:, None] & (d < HEAD_DIM)[None, :]
-    out_ptr += sequence * (HEADS * HEAD_DIM)
-    if slices == 1:
-        tl.store(out_ptr + head[:, None] * HEAD_DIM + d[None, :], mixed / total[:, None], mask=tile)
-    else:
-        mixed_ptr += sequence * (HEADS * SLICES * HEAD_DIM)
-        state_ptr += sequence * (HEADS * SLICES * 2)
-        place = head * SLICES + part
-        tl.store(mixed_ptr + place[:, None] * HEAD_DIM + d[None, :], mixed, mask=tile)
-        tl.store(state_ptr + place * 2, largest, mask=live)
-        tl.store(state_ptr + place * 2 + 1, total, mask=live)
-        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-        arrived = arrived_ptr + sequence * KV_HEADS + kv_head
-        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
-            tl.store(arrived, 0)
-            _combine(mixed_ptr, state_ptr, out_ptr, kv_head * GROUP, slices, GROUP, HEAD_DIM, PADDED, SLICES)
+    mixed_ptr += sequence * (HEADS * SLICES * HEAD_DIM)
+    state_ptr += sequence * (HEADS * SLICES * 2)
+    place = (kv_head * GROUP + g) * SLICES + part
+    tl.store(mixed_ptr + place[:, None] * HEAD_DIM + d[None, :], mixed, mask=tile)
+    tl.store(state_ptr + place * 2, largest, mask=live)
+    tl.store(state_ptr + place * 2 + 1, total, mask=live)
+    tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+    arrived = arrived_ptr + sequence * KV_HEADS + kv_head
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
+        tl.store(arrived, 0)
+        out_ptr += sequence * (HEADS * HEAD_DIM)
+        low_ptr += sequence * (HEADS * HEAD_DIM)
+        out_scale_ptr += sequence * (HEADS * HEAD_DIM // 32)
+        sums_ptr += sequence * (HEADS * HEAD_DIM // 16)
+        _combine(
+            mixed_ptr,
+            state_ptr,
+            out_ptr,
+            low_ptr,
+            out_scale_ptr,
+            sums_ptr,
+            kv_head * GROUP,
+            slices,
+            GROUP,
+            HEAD_DIM,
+            PADDED,
+            SLICES,
+            AT_ONCE,
+            ROUND,
+        )
 
 
 def attention_decode(
@@ -307,17 +356,56 @@ def attention_decode(
     of `cache`. positions: int32 [B] on the device. out: fp32 [B, heads * head_dim], written and returned.
 
     With `pdl` (sm_90 and later) the launch overlaps the one before it: then only `qkv` may come from that
-    launch; `positions` and the rows already in the cache must be complete before the step began. Sources:
-    Dao et al. 2023 (Flash-Decoding), Ainslie et al. 2023 (grouped queries).
+    launch; `positions` and the rows already in the cache must be complete before the step began.
+    Sources: Dao et al. 2023 (Flash-Decoding), Ainslie et al. 2023 (grouped queries).
     """
+    assert out.shape == (qkv.shape[0], spec.heads * spec.head_dim)
+    assert out.dtype == torch.float32 and out.is_contiguous()
+    _launch(qkv, spec, cache, positions, workspace, (out, out, out, out), False, pdl)
+    return out
+
+
+def attention_decode_round(
+    qkv: torch.Tensor,
+    spec: AttentionSpec,
+    cache: KVStore,
+    positions: torch.Tensor,
+    workspace: DecodeWorkspace,
+    out: RoundedActivations,
+    pdl: bool = False,
+) -> RoundedActivations:
+    """As `attention_decode`, with the result rounded to int16 per group of 32 as the q-dot takes it.
+
+    A head that is no whole number of groups takes a second launch for the rounding.
+    """
+    batch = qkv.shape[0]
+    assert out.high.shape == (batch, spec.heads * spec.head_dim)
+    if spec.head_dim % ROUND_GROUP:
+        attention_decode(qkv, spec, cache, positions, workspace, workspace.out[:batch], pdl)
+        return round_activations(workspace.out[:batch], out, pdl)
+    planes = (out.high, out.low, out.scale, out.sums)
+    _launch(qkv, spec, cache, positions, workspace, planes, True, pdl)
+    return out
+
+
+def _launch(
+    qkv: torch.Tensor,
+    spec: AttentionSpec,
+    cache: KVStore,
+    positions: torch.Tensor,
+    workspace: DecodeWorkspace,
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    rounds: bool,
+    pdl: bool,
+) -> None:
     batch = qkv.shape[0]
     context, kv_heads, head_dim = cache.k.shape[1:]
     group = spec.heads // kv_heads
     slices = slice_count(kv_heads)
+    padded = triton.next_power_of_2(head_dim)
     assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
     assert positions.shape == (batch,) and positions.dtype == torch.int32 and batch <= cache.k.shape[0]
     assert spec.heads == group * kv_heads and spec.cos.is_contiguous() and spec.sin.is_contiguous()
-    assert out.shape == (batch, spec.heads * head_dim) and out.dtype == torch.float32 and out.is_contiguous()
     assert workspace.mixed.shape[1:] == (spec.heads, slices, head_dim) and batch <= workspace.mixed.shape[0]
     launch = decode_launch(head_dim, cache.q8_0)
     _attention_decode_kernel[(kv_heads, slices, batch)](
@@ -326,6 +414,7 @@ def attention_decode(
         spec.sin,
         spec.q_norm if spec.q_norm is not None else spec.cos,
         spec.k_norm if spec.k_norm is not None else spec.cos,
+        spec.query_scale if spec.query_scale is not None else spec.cos,
         positions,
         cache.k,
         cache.v,
@@ -334,7 +423,7 @@ def attention_decode(
         workspace.mixed,
         workspace.state,
         workspace.arrived,
-        out,
+        *outputs,
         spec.eps,
         spec.scale * 1.4426950408889634,  # scores in base 2: exp2 is one instruction
         context,
@@ -343,21 +432,28 @@ def attention_decode(
         GROUP=group,
         ROWS=max(16, 2 * triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
-        PADDED=triton.next_power_of_2(head_dim),
+        PADDED=padded,
         ROPE_DIM=2 * spec.cos.shape[1],
         HALVES=spec.rope_layout == "halves",
         NORM=spec.q_norm is not None,
+        QUERY_SCALE=spec.query_scale is not None,
         WINDOW=spec.window or 0,
         Q8=cache.q8_0,
         SLICES=slices,
         GRAIN=GRAIN,
         BLOCK_KEYS=launch.block_keys,
         STAGES=launch.stages,
+        AT_ONCE=combine_heads(group, slices, padded),
+        ROUND=rounds,
         PDL=pdl,
         num_warps=launch.warps,
         launch_pdl=pdl,
     )
-    return out
+
+
+def combine_heads(group: int, slices: int, padded: int) -> int:
+    """How many heads' slices are merged at a time: as many as 64 registers a thread hold, a power of two."""
+    return max(1, min(triton.next_power_of_2(group), 8192 // (slices * padded)))
 
 
 @dataclass(frozen=True)

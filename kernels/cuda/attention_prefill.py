@@ -134,13 +134,13 @@ def _attention_prefill_kernel(
     else:
         full_low = 0
     largest, total, mixed = _attend_tiles(
-        q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, mask_rows, row_live,
-        full_low, full_high, keys, kv_head, scale,
+        q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        mask_rows, row_live, full_low, full_high, keys, kv_head, scale,
         KV_HEADS, HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, False,
     )  # fmt: skip
     largest, total, mixed = _attend_tiles(
-        q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, mask_rows, row_live,
-        full_high, end, keys, kv_head, scale,
+        q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+        mask_rows, row_live, full_high, end, keys, kv_head, scale,
         KV_HEADS, HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, True,
     )  # fmt: skip
     tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)

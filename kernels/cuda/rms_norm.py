@@ -24,8 +24,8 @@ _FEW_ROWS = 512
 class Geometry:
     """A tile of `block_rows` rows by `head` + `tail` columns, on `warps` warps.
 
-    `head` is the largest power of two within the width and `tail` the smallest that covers the rest (0: none),
-    so a width of 576 is 512 + 64 and not a half-empty 1024.
+    `head` is the largest power of two within the width and `tail` the smallest that covers the rest (0: no
+    rest), so a width of 576 is 512 + 64 and not a half-empty 1024.
     """
 
     block_rows: int
@@ -66,10 +66,11 @@ def _load_part(x_ptr, residual_ptr, row, column, mask, x_stride, residual_stride
 
 
 @triton.jit
-def _store_round(y, high_ptr, low_ptr, scale_ptr, sums_ptr, first, groups):
-    """Round a [1, N] part of a row in groups of 32; store it from group `first` on, up to group `groups`."""
+def _store_round(y, high_ptr, low_ptr, scale_ptr, sums_ptr, first, end):
+    """Round a [1, N] part of a row in groups of 32 and store it from group `first` on, up to group `end`."""
     high, low, scale, sums = round_group(tl.reshape(y, [y.shape[1] // 32, 32]))
-    store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, first, groups, high, low, scale, sums)
+    group = first + tl.arange(0, y.shape[1] // 32)
+    store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, group < end, high, low, scale, sums)
 
 
 @triton.jit

@@ -73,6 +73,7 @@ def _rope_store_kernel(
     sin_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    query_scale_ptr,
     position_ptr,
     q_ptr,
     k_ptr,
@@ -89,6 +90,7 @@ def _rope_store_kernel(
     ROPE_DIM: tl.constexpr,
     HALVES: tl.constexpr,
     NORM: tl.constexpr,
+    QUERY_SCALE: tl.constexpr,
     Q8: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
@@ -108,6 +110,8 @@ def _rope_store_kernel(
         q = load_rotated(
             head_ptr, live, cos_row, sin_row, q_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
         )
+        if QUERY_SCALE:
+            q *= tl.load(query_scale_ptr + position)
         d = tl.arange(0, PADDED)[None, :]
         out = q_ptr + (token * HEADS + head[:, None]) * HEAD_DIM + d
         tl.store(out, q.to(q_ptr.dtype.element_ty), mask=live[:, None] & (d < HEAD_DIM))
@@ -154,6 +158,7 @@ def rope_store(
         spec.sin,
         spec.q_norm if spec.q_norm is not None else spec.cos,
         spec.k_norm if spec.k_norm is not None else spec.cos,
+        spec.query_scale if spec.query_scale is not None else spec.cos,
         positions,
         q,
         k,
@@ -170,6 +175,7 @@ def rope_store(
         ROPE_DIM=2 * spec.cos.shape[1],
         HALVES=spec.rope_layout == "halves",
         NORM=spec.q_norm is not None,
+        QUERY_SCALE=spec.query_scale is not None,
         Q8=cache.q8_0,
         BLOCK_HEADS=block_heads,
         PDL=pdl,

@@ -1,11 +1,19 @@
 """Decode attention in one launch, against rotating, storing and attending by the definitions in fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quengine.kernels.attention import attention
 from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode
+from quengine.kernels.cuda.activations import RoundedActivations
+from quengine.kernels.cuda.attention_decode import (
+    DecodeWorkspace,
+    attention_decode,
+    attention_decode_round,
+    combine_heads,
+)
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.kv_q8_0 import dequantize_rows, quantize_rows
 from quengine.kernels.rms_norm import rms_norm
@@ -162,3 +170,43 @@ def test_result_does_not_depend_on_the_batch() -> None:
         own = KVStore(cache.k[b : b + 1], cache.v[b : b + 1])
         attention_decode(qkv[b : b + 1], spec, own, positions[b : b + 1], workspace, alone)
         assert torch.equal(alone[0], together[b])
+
+
+@pytest.mark.parametrize("heads,kv_heads,head_dim", [(4, 2, 64), (6, 2, 96), (2, 2, 80)])
+def test_rounded_output_is_the_output_rounded(heads: int, kv_heads: int, head_dim: int) -> None:
+    spec = make_spec(heads, kv_heads, head_dim, head_dim, "pairs", None, False)
+    width = (heads + 2 * kv_heads) * head_dim
+    qkv = torch.randn(2, width, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    positions = torch.tensor([70, 3], dtype=torch.int32, device=DEVICE)
+    workspace = DecodeWorkspace.allocate(2, heads, kv_heads, head_dim, DEVICE)
+    plain = torch.empty(2, heads * head_dim, device=DEVICE)
+    attention_decode(qkv, spec, filled_cache(2, kv_heads, head_dim, False), positions, workspace, plain)
+    rounded = RoundedActivations.empty(2, heads * head_dim, DEVICE)
+    attention_decode_round(
+        qkv, spec, filled_cache(2, kv_heads, head_dim, False), positions, workspace, rounded
+    )
+    step = rounded.scale.repeat_interleave(32, dim=1)
+    assert bool(((rounded.dequantize() - plain).abs() <= step * 0.51).all())
+    sums = rounded.ints().int().view(2, -1, 16).sum(-1)
+    assert torch.equal(rounded.sums, sums.int())
+
+
+def test_queries_are_scaled_by_their_position() -> None:
+    spec = make_spec(2, 1, 64, 64, "pairs", None, False)
+    scales = torch.linspace(1.0, 2.0, CONTEXT, device=DEVICE)
+    workspace = DecodeWorkspace.allocate(1, 2, 1, 64, DEVICE)
+    qkv = torch.randn(1, 256, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    position = torch.tensor([50], dtype=torch.int32, device=DEVICE)
+    outputs = []
+    for variant in (replace(spec, query_scale=scales), replace(spec, scale=spec.scale * float(scales[50]))):
+        out = torch.empty(1, 128, device=DEVICE)
+        outputs.append(
+            attention_decode(qkv, variant, filled_cache(1, 1, 64, False), position, workspace, out)
+        )
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
+
+
+def test_combined_tiles_fit_the_registers() -> None:
+    assert combine_heads(4, 16, 128) == 4
+    assert combine_heads(8, 64, 256) == 1
+    assert combine_heads(3, 4, 64) == 4
