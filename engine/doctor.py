@@ -1,0 +1,111 @@
+"""What `engine doctor` reports: versions, processor, memory, devices, cache, and whether the kernels are right.
+
+Collects; does not print. The self-test itself is `self_test`.
+"""
+
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from quengine.machine import (
+    CudaDevice,
+    available_memory,
+    cpu_model,
+    cuda_devices,
+    memory_bandwidth,
+    physical_cores,
+    simd_features,
+    total_memory,
+    usable_cpus,
+)
+from quengine.models.hub_cache import cache_dir
+from quengine.self_test import KernelCheck, check_kernels
+
+PACKAGES = (
+    *("quengine", "torch", "triton", "numpy", "numba", "llvmlite", "safetensors", "tokenizers"),
+    *("huggingface_hub", "gguf", "jinja2", "typer", "rich"),
+)
+"""The distributions whose versions matter when something goes wrong."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything `engine doctor` found. Memory in bytes, bandwidth in bytes per second."""
+
+    versions: dict[str, str | None]
+    platform: str
+    cpu: str
+    simd: tuple[str, ...]
+    physical_cores: int
+    usable_cpus: int
+    total_memory: int
+    available_memory: int
+    memory_bandwidth: float
+    cuda: list[CudaDevice]
+    cache_dir: str
+    cache_free: int
+    kernels: list[KernelCheck]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every kernel passed its self-test."""
+        return all(check.passed for check in self.kernels)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for `--json`; NaN, which JSON lacks, as null."""
+        kernels = [
+            {
+                **asdict(check),
+                "passed": check.passed,
+                "error": check.error if check.error == check.error else None,
+            }
+            for check in self.kernels
+        ]
+        return {**asdict(self), "simd": list(self.simd), "kernels": kernels, "healthy": self.healthy}
+
+
+def diagnose(threads: int | None = None, seen: Callable[[KernelCheck], None] = lambda _: None) -> Diagnosis:
+    """Looks at the machine and tests the CPU kernels, which takes a few seconds.
+
+    Args:
+        threads: the CPU threads to measure and test with; None: the physical cores.
+        seen: called with each kernel's result as it comes.
+    """
+    from quengine.kernels.cpu_backend import CpuBackend
+
+    threads = threads or physical_cores()
+    cache = cache_dir()
+    return Diagnosis(
+        versions=versions(),
+        platform=platform.platform(),
+        cpu=cpu_model(),
+        simd=simd_features(),
+        physical_cores=physical_cores(),
+        usable_cpus=len(usable_cpus()),
+        total_memory=total_memory(),
+        available_memory=available_memory(),
+        memory_bandwidth=memory_bandwidth(threads),
+        cuda=cuda_devices(),
+        cache_dir=str(cache),
+        cache_free=shutil.disk_usage(_existing(cache)).free,
+        kernels=check_kernels(CpuBackend(threads), seen),
+    )
+
+
+def versions() -> dict[str, str | None]:
+    """Python's version and those of the packages that matter; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
