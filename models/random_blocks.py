@@ -84,6 +84,11 @@ def _half(values: NDArray[np.float64]) -> Bytes:
     return values.astype("<f2").view(np.uint8)
 
 
+def _nibbles(low: Bytes, high: Bytes) -> Bytes:
+    """The low four bits of each, two to a byte."""
+    return (low & 15 | (high & 15) << 4).astype(np.uint8)
+
+
 def _put_scales_and_mins(
     blocks: Bytes, fmt: BlockFormat, scale: NDArray[np.float64], centre: float, rng: np.random.Generator
 ) -> None:
@@ -96,7 +101,7 @@ def _put_scales_and_mins(
     d = scale / (0.75 * limit)
     _put(blocks, fmt, "d", _half(d))
     _put(blocks, fmt, "dmin", _half(centre * d))
-    _put(blocks, fmt, "scales", sc | mn << 4 if fmt.sub_scale_bits == 4 else _pack_k4(sc, mn))
+    _put(blocks, fmt, "scales", _nibbles(sc, mn) if fmt.sub_scale_bits == 4 else _pack_k4(sc, mn))
 
 
 def _pack_k4(sc: Bytes, mn: Bytes) -> Bytes:
@@ -107,7 +112,7 @@ def _pack_k4(sc: Bytes, mn: Bytes) -> Bytes:
     """
     first = sc[:, :4] | (sc[:, 4:] >> 4) << 6
     second = mn[:, :4] | (mn[:, 4:] >> 4) << 6
-    third = sc[:, 4:] & 15 | (mn[:, 4:] & 15) << 4
+    third = _nibbles(sc[:, 4:], mn[:, 4:])
     return np.concatenate((first, second, third), axis=1)
 
 
@@ -118,7 +123,7 @@ def _put_signed_scales(
     groups = fmt.block // fmt.group
     top = 1 << (fmt.sub_scale_bits - 1)
     magnitude = rng.integers(top // 2, top, (len(blocks), groups), np.int16)
-    signed = np.where(rng.random(magnitude.shape) < 0.5, -magnitude, magnitude)
+    signed = np.where(rng.random(magnitude.shape) < 0.5, -magnitude, magnitude).astype(np.int16)
     _put(blocks, fmt, "d", _half(scale / (0.75 * top)))
     if fmt.sub_scale_bits == 8:
         _put(blocks, fmt, "scales", signed.astype(np.int8).view(np.uint8))
@@ -128,9 +133,12 @@ def _put_signed_scales(
         _put(blocks, fmt, "scales", _pack_q3k(codes))
     else:
         # IQ4_XS: nibbles of two groups a byte, then two upper bits a group in one u16.
-        _put(blocks, fmt, "scales", codes[:, 0::2] & 15 | (codes[:, 1::2] & 15) << 4)
-        upper = (codes >> 4).astype(np.uint16) << (2 * np.arange(groups, dtype=np.uint16))
-        _put(blocks, fmt, "scales_high", upper.sum(1, dtype=np.uint16).reshape(-1, 1).view(np.uint8))
+        _put(blocks, fmt, "scales", _nibbles(codes[:, 0::2], codes[:, 1::2]))
+        upper = codes >> 4
+        low, high = (
+            upper[:, i] | upper[:, i + 1] << 2 | upper[:, i + 2] << 4 | upper[:, i + 3] << 6 for i in (0, 4)
+        )
+        _put(blocks, fmt, "scales_high", np.stack((low, high), axis=1))
 
 
 def _pack_q3k(codes: Bytes) -> Bytes:
@@ -138,7 +146,7 @@ def _pack_q3k(codes: Bytes) -> Bytes:
 
     Byte 8+i holds the upper two bits of groups i, i+4, i+8 and i+12, from the low end.
     """
-    low = codes[:, :8] & 15 | (codes[:, 8:] & 15) << 4
+    low = _nibbles(codes[:, :8], codes[:, 8:])
     upper = codes >> 4
     high = upper[:, 0:4] | upper[:, 4:8] << 2 | upper[:, 8:12] << 4 | upper[:, 12:16] << 6
     return np.concatenate((low, high), axis=1)

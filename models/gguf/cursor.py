@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from quengine.models.gguf.errors import GGUFError
 
 _U64 = struct.Struct("<Q")
+_STRINGS_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -158,18 +159,44 @@ class Cursor:
     def strings(self, count: int, field: str) -> StringArray:
         """Steps over `count` strings, keeping only where each lies."""
         self.need(8 * count, field)
-        position, last = self.pos, self.size - 8
-        unpack_from, buffer = _U64.unpack_from, self.buffer
-        bounds = array("Q", [position])
-        for index in range(count):
-            if position > last:
+        bounds = array("Q", [self.pos])
+        while len(bounds) <= count:
+            step = min(_STRINGS_AT_ONCE, count + 1 - len(bounds))
+            bounds.extend(self._short_strings(step) or self._any_strings(step, len(bounds) - 1, field))
+            self.pos = bounds[-1]
+        return StringArray(self.path, field, self.buffer, np.frombuffer(bounds, np.uint64))
+
+    def _short_strings(self, count: int) -> list[int] | None:
+        """Where `count` strings end, or None unless all are shorter than 256 bytes and in the file.
+
+        Reading one byte of each length is three times faster than reading eight; that the other seven are
+        zero is checked for all at once.
+        """
+        position, buffer, ends = self.pos, self.buffer, []
+        try:
+            for _ in range(count):
+                position += 8 + buffer[position]
+                ends.append(position)
+        except IndexError:
+            return None
+        if position > self.size:
+            return None
+        starts = np.array([self.pos, *ends[:-1]], np.int64)
+        high = np.frombuffer(buffer, np.uint8)[starts[:, None] + np.arange(1, 8)]
+        return None if high.any() else ends
+
+    def _any_strings(self, count: int, first: int, field: str) -> list[int]:
+        """Where `count` strings, of which the first is number `first`, end."""
+        position, ends = self.pos, []
+        for index in range(first, first + count):
+            if position + 8 > self.size:
                 raise self.error(f"{field}[{index}]", "the file ends inside this array", self.size)
-            position += 8 + unpack_from(buffer, position)[0]
-            if position > self.size:
-                raise self.error(f"{field}[{index}]", "longer than the rest of the file", bounds[-1])
-            bounds.append(position)
-        self.pos = position
-        return StringArray(self.path, field, buffer, np.frombuffer(bounds, np.uint64))
+            end = position + 8 + int(_U64.unpack_from(self.buffer, position)[0])
+            if end > self.size:
+                raise self.error(f"{field}[{index}]", "longer than the rest of the file", position)
+            ends.append(end)
+            position = end
+        return ends
 
     def numbers(self, kind: ScalarType, count: int, field: str) -> NDArray[np.generic]:
         """An array of `count` scalars as a read-only view on the file."""

@@ -125,6 +125,11 @@ def _check_byte_tokens(file: GGUFFile, tokens: StringArray, types: NDArray[np.ge
 
 
 def _check_merges(file: GGUFFile, merges: StringArray, tokens: frozenset[str]) -> None:
+    parts = [merge.partition(" ") for merge in merges]
+    joined = {left + right for left, _, right in parts}
+    halves = {left for left, _, _ in parts} | {right for _, _, right in parts}
+    if "" not in halves and halves <= tokens and joined <= tokens:
+        return
     for index, merge in enumerate(merges):
         # The first character may itself be a space, so the separator is looked for after it.
         split = merge.find(" ", 1)
