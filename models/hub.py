@@ -48,6 +48,8 @@ def resolve_model(name: str) -> Path:
     Raises ModelNotHereError (with the `engine pull` command) for a known name that was not pulled yet, and
     ModelNameError for a name that stands for nothing.
     """
+    if not name.strip():
+        raise ModelNameError("the model's name is empty; give an alias, a path or hf:user/repo:QUANT")
     path = Path(name).expanduser()
     if not name.startswith("hf:"):
         if path.is_file() or (path / "config.json").is_file():
@@ -68,8 +70,8 @@ def _is_like_path(name: str) -> bool:
 def _no_path(name: str, path: Path) -> ModelNameError:
     if path.is_dir():
         inside = ", ".join(sorted(child.name for child in path.glob("*.gguf")))
-        having = f"it has {inside}: name that file" if inside else "and no .gguf file"
-        return ModelNameError(f"{name}: a folder without config.json; {having}")
+        having = f"; it has {inside}: name that file" if inside else " and without .gguf files"
+        return ModelNameError(f"{name}: a folder without config.json{having}")
     return ModelNameError(f"{name}: no such file")
 
 

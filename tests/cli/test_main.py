@@ -1,0 +1,174 @@
+"""What the program does around every command: exit codes, one-line errors, quick start."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import typer
+
+from quengine.cli import main
+from quengine.errors import CannotRunError, EngineError
+
+RUN = "import sys; from quengine.cli.main import run; sys.exit(run(sys.argv[1:]))"
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """The real program with one more command, `try`, that does what the test says."""
+    registered = list(main.app.registered_commands)
+    monkeypatch.setattr(main.app, "registered_commands", registered)
+
+    def program(action, *args):
+        registered[:] = [command for command in registered if command.name != "try"]
+        main.app.command("try")(lambda: action())
+        return main.run([*args, "try"])
+
+    return program
+
+
+def raising(error):
+    def action():
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "shown"),
+    [
+        (EngineError("no such file: x.gguf"), 1, "engine: error: no such file: x.gguf"),
+        (CannotRunError("no CUDA device"), 2, "engine: error: no CUDA device"),
+        (EngineError("two\nlines"), 1, "engine: error: two lines"),
+        (MemoryError(), 2, "engine: error: not enough memory"),
+        (typer.BadParameter("must be even"), 1, "engine: error: invalid value: must be even"),
+    ],
+)
+def test_an_error_for_the_user_is_one_line_with_its_exit_code(program, capsys, error, exit_code, shown):
+    assert program(raising(error)) == exit_code
+    assert capsys.readouterr().err.splitlines()[0] == shown
+
+
+def test_an_engine_error_is_nothing_but_that_line(program, capsys):
+    program(raising(EngineError("no such file")))
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "engine: error: no such file\n")
+
+
+def test_a_bug_is_one_line_and_says_how_to_see_more(program, capsys):
+    assert program(raising(KeyError("blk.0"))) == 3
+    line, hint = capsys.readouterr().err.splitlines()
+    assert line == "engine: error: internal: KeyError: 'blk.0'"
+    assert "engine -v" in hint
+
+
+def test_verbose_shows_the_traceback_of_a_bug_and_of_an_error(program, capsys):
+    assert program(raising(KeyError("blk.0")), "-v") == 3
+    assert "Traceback" in capsys.readouterr().err
+    assert program(raising(EngineError("no such file")), "--verbose") == 1
+    captured = capsys.readouterr().err
+    assert "Traceback" in captured
+    assert captured.endswith("engine: error: no such file\n")
+
+
+def test_ctrl_c_is_130_without_a_word(program, capsys):
+    assert program(raising(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_an_exit_code_that_a_command_chose_is_kept(program):
+    assert program(raising(typer.Exit(2))) == 2
+    assert program(raising(SystemExit(1))) == 1
+    assert program(lambda: None) == 0
+
+
+def test_our_warnings_are_one_line_and_those_of_libraries_wait_for_verbose(program, capsys):
+    class ModelWarning(UserWarning):
+        __module__ = "quengine.models.config"
+
+    def warn():
+        warnings.warn("unknown tensor x", ModelWarning, stacklevel=1)
+        warnings.warn("numpy is getting old", UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        program(warn)
+    assert capsys.readouterr().err == "engine: warning: unknown tensor x\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "says", "hint"),
+    [
+        (["--nope"], "no such option: --nope", "Try `engine --help`."),
+        (["nope"], "no such command 'nope'", "Try `engine --help`."),
+        (["pull"], "NAME...", "Try `engine pull --help`."),
+        (["list", "--jsonn"], "no such option: --jsonn", "Try `engine list --help`."),
+        (["doctor", "--threads", "zero"], "'-t' / '--threads'", "Try `engine doctor --help`."),
+        (["doctor", "--threads", "0"], "'-t' / '--threads'", "Try `engine doctor --help`."),
+    ],
+)
+def test_a_wrong_command_line_is_a_user_error_with_a_hint(capsys, args, says, hint):
+    assert main.run(args) == 1
+    line, second = capsys.readouterr().err.splitlines()
+    assert line.startswith("engine: error: ")
+    assert says in line
+    assert second == hint
+
+
+def test_no_arguments_show_the_help(capsys):
+    assert main.run([]) == 0
+    assert "Usage: engine" in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys):
+    from importlib.metadata import version
+
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"engine {version('quengine')}"
+
+
+def test_every_command_is_there_and_explains_itself_and_its_exit_codes(capsys):
+    assert main.run(["--help"]) == 0
+    text = capsys.readouterr().out
+    commands = ("generate", "chat", "bench", "parity", "tokenize", "show", "pull", "list", "rm", "doctor")
+    for command in commands:
+        assert f" {command} " in text
+    assert "130 on Ctrl-C" in " ".join(text.split())
+    for command in commands:
+        assert main.run([command, "--help"]) == 0
+        assert f"Usage: engine {command}" in capsys.readouterr().out
+
+
+def test_help_and_list_load_neither_torch_nor_numba_nor_the_hub_client():
+    heavy = ("torch", "numba", "triton", "tokenizers", "httpx", "httpx2", "transformers", "jinja2", "gguf")
+    code = (
+        "import sys; from quengine.cli.main import run; run(sys.argv[1:]);"
+        f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
+    )
+    for args in (["--help"], ["generate", "--help"], ["list", "--all"], ["list", "nope"]):
+        done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
+        assert done.stderr.splitlines()[-1] == "[]", args
+
+
+@pytest.mark.parametrize("args", [["--help"], ["list", "--all"]])
+def test_a_reader_that_goes_away_is_quiet(args):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *args], stdout=write, stderr=subprocess.PIPE, timeout=60
+    )
+    os.close(write)
+    assert done.stderr == b""
+    assert done.returncode == main.READER_GONE
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_offers_the_commands(shell):
+    variables = {"bash": {"COMP_WORDS": "engine pu", "COMP_CWORD": "1"}}
+    typed = variables.get(
+        shell, {"_TYPER_COMPLETE_ARGS": "engine pu", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    )
+    env = {**os.environ, "_ENGINE_COMPLETE": f"complete_{shell}", **typed}
+    done = subprocess.run([sys.executable, "-c", RUN], env=env, capture_output=True, text=True, timeout=60)
+    assert "pull" in done.stdout
