@@ -17,7 +17,7 @@ class Runner:
         self.decoder = decoder
         self.cache = cache
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, ids: Seq[int], start: int, last_only: bool = True) -> Tensor:
         """Logits of `ids` at positions start .. start + T - 1, given the rows before them in the cache.
 

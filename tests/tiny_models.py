@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
+from quengine.models.config import ModelConfig, RopeScaling
 
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
 
@@ -58,3 +59,24 @@ def write_tiny(
         stored = kind if values.ndim > 1 else "F32"
         builder.tensor(name, values.shape, stored, quantize(values, GGMLQuantizationType[stored]))
     return builder.write(path)
+
+
+def small_config() -> ModelConfig:
+    """A llama's shape, for tests that need sizes and no weights."""
+    return ModelConfig(
+        architecture="llama",
+        name="small",
+        vocab_size=512,
+        context_length=128,
+        embedding_length=64,
+        block_count=2,
+        feed_forward_length=128,
+        head_count=4,
+        head_count_kv=2,
+        head_dim=16,
+        rope_dim=16,
+        rope_freq_base=10000.0,
+        rope_layout="pairs",
+        rope_scaling=RopeScaling(),
+        rms_eps=1e-5,
+    )

@@ -91,8 +91,8 @@ def test_a_stop_token_id_ends_the_text(llm: LLM) -> None:
 
 
 def test_a_stop_string_ends_the_text_and_is_not_shown(llm: LLM) -> None:
-    forced = llm.encode("th")[0]
-    params = SamplingParams(temperature=0, max_tokens=20, logit_bias={forced: 1e6}, stop=("ttt",))
+    forced = llm.encode("c")[0]
+    params = SamplingParams(temperature=0, max_tokens=20, logit_bias={forced: 1e6}, stop=("ccc",))
     completion = llm.generate("a", params)[0]
     assert (completion.text, completion.finish_reason) == ("", "stop")
 

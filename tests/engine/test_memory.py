@@ -7,7 +7,7 @@ import pytest
 from quengine.errors import CannotRunError, EngineError
 from quengine.memory import choose_context
 from quengine.models.config import ModelConfig
-from tests.shapes import small_config
+from tests.tiny_models import small_config
 
 GIB = 2**30
 
