@@ -5,6 +5,40 @@ next in what is left. Knows nothing of how the rest becomes tokens.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from quengine.models.tokenizer.vocabulary import Vocabulary
+
+
+class PieceEncoder(Protocol):
+    """Merges a piece of text without added tokens into ids.
+
+    `after_special` says that the piece is at the beginning or follows an added token.
+    """
+
+    def encode(self, text: str, after_special: bool) -> list[int]: ...
+
+
+class AddedTokenEncoder:
+    """Encodes whole texts: user-defined tokens are always matched, control tokens where `special` asks."""
+
+    def __init__(self, vocabulary: Vocabulary, pieces: PieceEncoder) -> None:
+        self._vocabulary = vocabulary
+        self._pieces = pieces
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        added = [self._vocabulary.user_defined_tokens]
+        if special:
+            added.append(self._vocabulary.control_tokens)
+        ids: list[int] = []
+        after_special = True
+        for piece in partition(text, added):
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids += self._pieces.encode(piece, after_special)
+            after_special = isinstance(piece, int)
+        return ids
 
 
 def partition(text: str, tokens: Iterable[Mapping[str, int]]) -> list[str | int]:

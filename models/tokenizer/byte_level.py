@@ -6,11 +6,12 @@ Knows GPT-2's byte alphabet (openai/gpt-2 encoder.py, `bytes_to_unicode`) and bu
 
 from collections.abc import Sequence
 
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as MergeEngine
+
 from quengine.models.tokenizer.errors import TokenizerError
 from quengine.models.tokenizer.pre_tokenizers import PreTokenizer
 from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary
-from tokenizers import Regex, models, pre_tokenizers
-from tokenizers import Tokenizer as MergeEngine
 
 
 def _byte_alphabet() -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from quengine.models.gguf import GGUFFile
 from quengine.models.gguf.vocab_checks import MERGES, SCORES, TOKEN_TYPE, TOKENS, check_vocabulary
+from quengine.models.tokenizer.added_tokens import AddedTokenEncoder
 from quengine.models.tokenizer.byte_level import ByteLevelBPE, byte_level_bytes
 from quengine.models.tokenizer.errors import TokenizerError
 from quengine.models.tokenizer.pre_tokenizers import PreTokenizer, pre_tokenizer
@@ -54,7 +55,7 @@ def _byte_level_encoder(vocabulary: Vocabulary, merges: list[str], splits: PreTo
     # The first character may itself be a space in files of odd origin.
     cuts = [merge.find(" ", 1) for merge in merges]
     pairs = [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
-    return ByteLevelBPE(vocabulary, pairs, splits)
+    return AddedTokenEncoder(vocabulary, ByteLevelBPE(vocabulary, pairs, splits))
 
 
 def _scored(file: GGUFFile) -> Tokenizer:
@@ -66,7 +67,11 @@ def _scored(file: GGUFFile) -> Tokenizer:
     if scores is None:
         raise file.error(SCORES, "missing, and tokenizer model 'llama' merges by score")
     values: list[float] = scores.tolist()
-    return Tokenizer(vocabulary, lambda: ScoredBPE(vocabulary, values, space_prefix), space_prefix)
+
+    def make_encoder() -> TextEncoder:
+        return AddedTokenEncoder(vocabulary, ScoredBPE(vocabulary, values, space_prefix))
+
+    return Tokenizer(vocabulary, make_encoder, space_prefix)
 
 
 def _vocabulary(

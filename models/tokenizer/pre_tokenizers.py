@@ -101,7 +101,16 @@ _ALIASES = {
     "gpt-2": ("olmo", "phi-2", "mpt", "jais", "trillion", "gigachat", "a.x-4.0", "mellum", "exaone4"),
     "starcoder": ("smollm", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
     "dbrx": ("smaug-bpe", "glm4", "chatglm-bpe"),
-    "qwen2": ("deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2", "kormo", "f2llmv2"),
+    "qwen2": (
+        "deepseek-r1-qwen",
+        "megrez",
+        "stablelm2",
+        "hunyuan",
+        "solar-open",
+        "grok-2",
+        "kormo",
+        "f2llmv2",
+    ),
     "tekken": ("mistral",),
 }
 _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in aliases}

@@ -38,7 +38,9 @@ class ScoredBPE:
         self._ids = {text: i for i, (text, kind) in enumerate(kinds) if kind in _MERGEABLE}
         # Merging pops the least of (cost, left end, right end).
         self._costs = {text: -scores[i] for text, i in self._ids.items() if len(text) > 1}
-        self._byte_ids = {byte_value(text): i for i, (text, kind) in enumerate(kinds) if kind == TokenType.BYTE}
+        self._byte_ids = {
+            byte_value(text): i for i, (text, kind) in enumerate(kinds) if kind == TokenType.BYTE
+        }
         self._unknown = vocabulary.named_ids.get("unk")
         # No token goes on past a word into the next one's space: then nothing merges across that boundary.
         self._words_apart = not any(SPACE in text.lstrip(SPACE) for text in self._costs)
@@ -101,5 +103,7 @@ class ScoredBPE:
         if len(whole) == len(ids):
             return whole
         if self._unknown is None:
-            raise TokenizerError(f"the vocabulary has no token for {character!r}, no bytes and no unknown token")
+            raise TokenizerError(
+                f"the vocabulary has no token for {character!r}, no bytes and no unknown token"
+            )
         return [self._unknown]

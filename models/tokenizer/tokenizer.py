@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 
 class TextEncoder(Protocol):
-    """Cuts a piece of text without added tokens into ids.
+    """Cuts a text into ids; control tokens are matched by their text where `special` asks."""
 
-    `after_special` says that the piece is at the beginning or follows an added token.
-    """
-
-    def encode(self, text: str, after_special: bool) -> list[int]: ...
+    def encode(self, text: str, special: bool) -> list[int]: ...
 
 
 class Tokenizer:
@@ -77,6 +74,11 @@ class Tokenizer:
         """Whether the file asks for EOS after a text. `encode` leaves that to the caller: a prompt goes on."""
         return self._vocabulary.add_eos
 
+    @property
+    def control_texts(self) -> list[str]:
+        """What `encode` turns into control tokens if asked, longest first."""
+        return list(self._vocabulary.control_tokens)
+
     def token_text(self, token_id: int) -> str:
         """The token as the vocabulary spells it, e.g. `Ġthe` or `▁the`."""
         return self._vocabulary.texts[self._checked(token_id)]
@@ -96,23 +98,26 @@ class Tokenizer:
             ordinary text. User-defined tokens are matched in either case.
         A surrogate pair counts as its character, a surrogate alone as U+FFFD.
         """
-        text = without_surrogates(text)
-        added = [self._vocabulary.user_defined_tokens]
-        if special:
-            added.append(self._vocabulary.control_tokens)
+        ids = self._text_encoder().encode(without_surrogates(text), special)
+        return self._with_bos(ids) if bos else ids
+
+    def encode_hidden(self, text: str, restore: Callable[[str], str], bos: bool = False) -> list[int]:
+        """As `encode` with special, of a text in which something is hidden that is not to be a control token.
+
+        The control tokens that are in sight are cut out first; `restore` then gives the text between them back
+        as it is to be read.
+        """
         encoder = self._text_encoder()
         ids: list[int] = []
-        after_special = True
-        for piece in partition(text, added):
-            if isinstance(piece, int):
-                ids.append(piece)
-            else:
-                ids += encoder.encode(piece, after_special)
-            after_special = isinstance(piece, int)
+        for piece in partition(without_surrogates(text), [self._vocabulary.control_tokens]):
+            ids += [piece] if isinstance(piece, int) else encoder.encode(restore(piece), False)
+        return self._with_bos(ids) if bos else ids
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
         bos_id = self.bos_id
-        if bos and self.add_bos and bos_id is not None and ids[:1] != [bos_id]:
-            ids.insert(0, bos_id)
-        return ids
+        if not self.add_bos or bos_id is None or ids[:1] == [bos_id]:
+            return ids
+        return [bos_id, *ids]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True, continuation: bool = False) -> str:
         """The text of `ids`, without control tokens unless `skip_special` is False.

@@ -24,15 +24,18 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+_ENDS = """
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
+    <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
+    <｜end▁of▁sentence｜> [e~["""
+_MARKS = """
+    <|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
+    <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
+    <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>"""
+
 # Texts that end a turn or a document in the models of the field, whatever `eos_token_id` says; the list is
 # llama.cpp's (src/llama-vocab.cpp, "special_eog_ids"), which GGUF files are made for.
-END_OF_GENERATION = frozenset(
-    (
-        "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
-        "<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
-        "<｜end▁of▁sentence｜> [e~["
-    ).split(" ")
-)
+END_OF_GENERATION = frozenset(_ENDS.split())
 # Padding and file separators of fill-in-the-middle models: a completion that reaches one is over.
 # One of each line, the first that the vocabulary has.
 _FIM_ENDS = (
@@ -41,13 +44,7 @@ _FIM_ENDS = (
     ("<|file_sep|>",),
 )
 # Other texts that are control tokens even where a file calls them normal.
-_FIM_MARKS = frozenset(
-    (
-        "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> "
-        "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> "
-        "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>"
-    ).split(" ")
-)
+_FIM_MARKS = frozenset(_MARKS.split())
 _NAMED_ENDS = ("eos", "eot", "eom")
 
 
