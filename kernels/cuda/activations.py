@@ -82,10 +82,8 @@ def round_group(x):
 
 
 @triton.jit
-def store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, first, groups, high, low, scale, sums):
-    """Store `round_group`'s results at group `first` of planes taken as flat; `groups` bounds the group index."""
-    group = first + tl.arange(0, high.shape[0])
-    inside = group < groups
+def store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums):
+    """Store `round_group`'s results as groups `group` [G] of planes taken as flat, where `inside` [G]."""
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(high_ptr + at, high, mask=inside[:, None])
     tl.store(low_ptr + at, low, mask=inside[:, None])
@@ -96,15 +94,15 @@ def store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, first, groups, high, l
 @triton.jit
 def _round_kernel(x_ptr, high_ptr, low_ptr, scale_ptr, sums_ptr, groups, BLOCK: tl.constexpr, PDL:
 tl.constexpr):
-    first = tl.program_id(0) * BLOCK
-    group = first + tl.arange(0, BLOCK)
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    x = tl.load(x_ptr + at, mask=(group < groups)[:, None], other=0.0).to(tl.float32)
+    inside = group < groups
+    x = tl.load(x_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
     high, low, scale, sums = round_group(x)
-    store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, first, groups, high, low, scale, sums)
+    store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
 
 
 def round_activations(

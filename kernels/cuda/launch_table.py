@@ -1,0 +1,71 @@
+"""Launch geometry of the matmul kernels by (device, format, shape): measured, kept in launch_table.json.
+
+benchmarks/tune_matvec.py and benchmarks/matmul_crossover.py write the file. A shape or GPU that is not in it gets a
+default that is right everywhere and not far off; nothing is tuned at run time.
+Does not know: how the kernels use the numbers.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quengine.kernels.cuda.packed import PackedPart
+
+_TABLE = Path(__file__).with_name("launch_table.json")
+_MOST_ROUNDS = 16
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A program of the matvec kernels: `tiles` tiles of 16 weight rows, each shared by `k_warps` warps (powers of
+    two) that split its columns; `ahead` chunks are read before they are needed.
+
+    `k_warps` fixes the order in which a row is summed, so it may follow from the weight alone, never from the batch.
+    """
+
+    tiles: int
+    k_warps: int
+    ahead: int
+
+    @property
+    def warps(self) -> int:
+        return self.tiles * self.k_warps
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return dict(json.loads(_TABLE.read_text()))
+
+
+@cache
+def device_name() -> str:
+    """The key of this machine's GPU in the table, "" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def matvec_key(parts: Sequence[PackedPart], kind: str) -> str:
+    """Formats, rows and columns of the parts of one launch, e.g. "rows Q4_K 5120 + Q6_K 1024 x 4096"."""
+    rows = " + ".join(f"{part.layout.format} {part.rows}" for part in parts)
+    return f"{kind} {rows} x {parts[0].cols}"
+
+
+def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
+    """Geometry for a launch of `kind` "rows" or "swiglu" on the current device."""
+    entry = _table().get(device_name(), {}).get("matvec", {}).get(matvec_key(parts, kind))
+    return Geometry(*entry) if entry else default_geometry(parts[0], kind)
+
+
+def default_geometry(part: PackedPart, kind: str) -> Geometry:
+    """Enough warps to split K in about 4 rounds, 8 warps a program where rows are many."""
+    k_warps = 1
+    while k_warps < 16 and part.chunks > 4 * k_warps:
+        k_warps *= 2
+    while part.chunks > _MOST_ROUNDS * k_warps and k_warps < 32:
+        k_warps *= 2
+    tiles = 4 if kind == "swiglu" else max(1, 8 // k_warps)
+    return Geometry(tiles, min(k_warps, 32 // tiles), 2)
