@@ -85,7 +85,8 @@ def _stretch_kernel() -> int:
     """Task h * stretches + s: the query heads of key/value head h over stretch s.
 
     0 q, 1 head_dim, 2 query heads per key/value head, 3 stretches, 4 positions; keys: 5 address, 6 bytes from
-    position to position, 7 from head to head; values: 8, 9, 10; 11 parts, 12 bytes per part, 13 scores, 14 scale (fp32).
+    position to position, 7 from head to head; values: 8, 9, 10; 11 parts, 12 bytes per part, 13 scores, 14 scale
+    (the bits of an fp32).
     """
     halves, stamp = f"F16/{source_stamp()}", f"attention/{source_stamp()}"
 

@@ -3,6 +3,7 @@
 Does not know: heads, caches, threads.
 """
 
+# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
 
 from typing import Any

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 from quengine.kernels.cpu.row_ir import record_bytes
 from quengine.kernels.cpu.row_kernels import (
     MATVEC_WIDTHS,
@@ -112,7 +111,7 @@ def _prefill(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
 
 def embed(weight: QuantTensor, ids: Tensor) -> Tensor:
     """Rows `ids` (int64 [T]) of a weight [N, K] as fp32 [T, K]. Raises ValueError for an id outside 0 .. N-1."""
-    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < weight.rows):
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.rows):
         raise ValueError(f"{weight.name} has rows 0 to {weight.rows - 1}; asked for {ids.tolist()}")
     out = torch.empty(ids.shape[0], weight.cols)
     if ids.numel():

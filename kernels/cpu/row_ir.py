@@ -13,6 +13,7 @@ added, then the lanes pairwise; the sum of the minimums is subtracted last. It d
 Does not know: how rows are shared among threads.
 """
 
+# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
 
 from typing import Any
