@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile, GGUFTensor
+from quengine.models.gguf.errors import shown
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +119,8 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
                 name, f"a {config.architecture} model with this tensor is not implemented"
             )
     if extra:
-        shown = ", ".join(extra[:8]) + (f" and {len(extra) - 8} more" if len(extra) > 8 else "")
-        log.warning("%s: %d tensors that nothing uses: %s", file.path, len(extra), shown)
+        names = ", ".join(map(shown, extra[:8])) + (f" and {len(extra) - 8} more" if len(extra) > 8 else "")
+        log.warning("%s: %d tensors that nothing uses: %s", file.path, len(extra), names)
 
 
 def _check_tensor(file: GGUFFile, tensor: GGUFTensor, shape: Shape) -> None:

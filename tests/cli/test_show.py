@@ -1,0 +1,164 @@
+"""`engine show`: whole models, vocabularies alone, models that cannot run, folders; text and JSON."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quengine.cli.show import show
+from quengine.errors import EngineError
+from quengine.models.synthetic import PRESETS, write_synthetic
+from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder, spm_vocabulary
+
+
+def shown(capsys, path, **flags) -> str:
+    show(model=str(path), **flags)
+    return capsys.readouterr().out
+
+
+def as_json(capsys, path, **flags) -> dict:
+    return json.loads(shown(capsys, path, as_json=True, **flags))
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return write_synthetic(tmp_path / "tiny.gguf", PRESETS["tiny"])
+
+
+def test_a_whole_model(capsys, tiny):
+    text = shown(capsys, tiny)
+    assert "architecture  llama" in text
+    assert "context       4096 tokens" in text
+    assert "attention     8 heads of 64, 2 key/value heads" in text
+    assert "weights 3.2 MiB + KV cache 4.0 MiB" in text
+    assert "bos 1 '<s>'" in text
+    assert "blk.*.ffn_down.weight" in text and "Q6_K" in text
+    assert "the whole context fits" in text
+    assert "cannot run" not in text and "blk.0." not in text
+
+
+def test_the_numbers_in_json_are_those_of_the_file(capsys, tiny):
+    value = as_json(capsys, tiny)
+    assert value["problem"] is None
+    assert value["file_bytes"] == tiny.stat().st_size
+    assert value["config"]["head_count_kv"] == 2
+    assert (
+        value["parameters"]
+        == 2 * 1024 * 512 + 2 * (2 * 512**2 + 2 * 128 * 512 + 3 * 512 * 1024 + 2 * 512) + 512
+    )
+    assert sum(g["nbytes"] for g in value["tensor_groups"]) == value["weight_bytes"]
+    (cpu, *_) = value["devices"]
+    assert cpu["device"] == "cpu" and cpu["kv_cache_bytes"] == 2 * 2 * 2 * 64 * 4096 * 2
+    assert value["tokenizer"]["special"]["eos"] == [2, "</s>"]
+    assert "tensors" not in value
+
+
+def test_every_tensor_on_request(capsys, tiny):
+    assert "blk.1.attn_v.weight" in shown(capsys, tiny, tensors=True)
+    rows = {row["name"]: row for row in as_json(capsys, tiny, tensors=True)["tensors"]}
+    assert rows["output.weight"] == {
+        "name": "output.weight",
+        "type": "Q6_K",
+        "shape": [1024, 512],
+        "nbytes": 430080,
+    }
+
+
+def test_a_vocabulary_alone(capsys, tmp_path):
+    values = {**ModelSizes().metadata(), **spm_vocabulary()}
+    text = shown(capsys, GGUFBuilder().kvs(values).write(tmp_path / "v.gguf"))
+    assert "a vocabulary only" in text and "264 tokens" in text
+    text = shown(capsys, GGUFBuilder().kvs(bpe_vocabulary()).write(tmp_path / "v.gguf"))
+    assert "gpt2 (gpt-2), 260 tokens, 3 merges" in text and "cannot run" in text
+
+
+def test_an_architecture_that_cannot_run_is_still_described(capsys, tmp_path):
+    builder = model_builder(changes={"general.architecture": "gemma3"})
+    value = as_json(capsys, builder.write(tmp_path / "g.gguf"))
+    assert "'gemma3' is not supported; supported are llama" in value["problem"]
+    assert value["config"] is None and value["devices"] == [] and len(value["tensor_groups"]) == 12
+
+
+def test_a_damaged_vocabulary_is_said_so(capsys, tmp_path):
+    builder = model_builder(changes={"tokenizer.ggml.bos_token_id": 999})
+    text = shown(capsys, builder.write(tmp_path / "d.gguf"))
+    assert "damaged" in text and "999 is not a token" in text
+
+
+def test_a_missing_tensor_is_said_so(capsys, tmp_path):
+    builder = model_builder()
+    builder.tensors = [t for t in builder.tensors if t.name != "blk.1.ffn_up.weight"]
+    assert "blk.1.ffn_up.weight: missing" in shown(capsys, builder.write(tmp_path / "d.gguf"))
+
+
+def test_templates_by_name(capsys, tmp_path):
+    changes = {"tokenizer.chat_template": "one", "tokenizer.chat_template.tool_use": "two!"}
+    path = model_builder(changes=changes).write(tmp_path / "t.gguf")
+    text = shown(capsys, path)
+    assert "template      default, 3 characters" in text and "template      tool_use, 4 characters" in text
+    assert as_json(capsys, path)["templates"] == {"default": "one", "tool_use": "two!"}
+
+
+def test_rope_scaling_and_traits_are_shown(capsys, tmp_path):
+    changes = {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
+    path = model_builder(ModelSizes("qwen2"), tied=True, changes=changes).write(tmp_path / "q.gguf")
+    text = shown(capsys, path)
+    assert "in halves, base 10000, scaling yarn x4 over 128" in text
+    assert "query/key/value biases, tied output" in text
+
+
+def test_types_without_a_packed_kernel_count_as_f32(capsys, tmp_path):
+    spec = replace(PRESETS["tiny"], quant="Q2_K")
+    path = write_synthetic(tmp_path / "m.gguf", spec)
+    before = as_json(capsys, path)
+    # IQ3_S (type 21) has 110 bytes a block; Q3_K, of the same size, stands in for it.
+    builder = model_builder()
+    builder.tensor("blk.0.extra", (1, 256), 21, np.zeros(110, np.uint8))
+    value = as_json(capsys, builder.write(tmp_path / "i.gguf"))
+    assert value["weight_bytes"] - sum(g["nbytes"] for g in value["tensor_groups"]) == 1024 - 110
+    assert before["weight_bytes"] == sum(g["nbytes"] for g in before["tensor_groups"])
+
+
+def test_a_checkpoint_folder(capsys, tmp_path):
+    from safetensors.numpy import save_file
+
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    save_file({"model.norm.weight": np.ones(64, np.float16)}, tmp_path / "model.safetensors")
+    value = as_json(capsys, tmp_path)
+    assert value["architecture"] == "qwen3" and value["format"] == "safetensors"
+    assert value["tensor_groups"] == [
+        {"name": "model.norm.weight", "type": "F16", "count": 1, "parameters": 64, "nbytes": 128}
+    ]
+    assert value["templates"] == {"default": "{{ messages }}"}
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
+def test_a_damaged_config_json_is_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(EngineError, match=r"config\.json"):
+        show(model=str(tmp_path))
+
+
+def test_names_from_the_file_cannot_write_to_the_terminal(capsys, tmp_path):
+    changes = {"general.name": "\x1b[2Jgone", "tokenizer.ggml.pre": "\x1b]0;title\x07"}
+    path = model_builder(changes=changes).tensor("\x1b[31mred", (4,)).write(tmp_path / "t.gguf")
+    assert "\x1b" not in shown(capsys, path, tensors=True)
+
+
+def test_exactly_one_model_is_taken(capsys, tiny):
+    show(model_option=str(tiny))
+    assert "synthetic tiny" in capsys.readouterr().out
+    for model, option in ((None, None), (str(tiny), str(tiny))):
+        with pytest.raises(EngineError, match="one model"):
+            show(model=model, model_option=option)

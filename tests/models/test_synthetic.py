@@ -1,0 +1,199 @@
+"""Synthetic models: valid files of true shapes, in every type, the same for the same seed."""
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+
+from quengine.errors import CannotRunError, EngineError
+from quengine.models import synthetic
+from quengine.models.config import ModelConfig
+from quengine.models.gguf import open_gguf
+from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, check_vocabulary
+from quengine.models.random_blocks import random_rows
+from quengine.models.synthetic import PRESETS, SyntheticModel, tensor_type, write_synthetic
+from quengine.models.synthetic_vocabulary import bpe_metadata, mistral_v3_pieces, spm_metadata
+from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, check_tensors, required_tensors
+
+SMALL = replace(
+    PRESETS["tiny"],
+    name="small",
+    vocab_size=300,
+    embedding_length=256,
+    feed_forward_length=256,
+    head_count=4,
+    head_count_kv=2,
+    context_length=64,
+)
+
+
+def weights(data, kind):
+    return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", sorted(FLOAT_TYPES | QUANT_TYPES))
+def test_random_rows_of_every_type_have_the_spread_asked_for(kind):
+    data = random_rows(kind, 64, 4096, 1 / 64, np.random.default_rng(1))
+    w = weights(data, kind)
+    assert w.shape == (64, 4096) and np.isfinite(w).all()
+    # MXFP4's scales are powers of two, so its spread is met within a factor only.
+    assert w.std() * 64 == pytest.approx(1.0, rel=0.25 if kind == "MXFP4" else 0.05)
+    # The codes of Q4_0 and its like are centred half a step off zero.
+    assert abs(w.mean()) < 0.12 * w.std()
+    # Every row and every stretch of 256 differs from the others.
+    assert len(np.unique(data, axis=0)) == 64
+    assert w.reshape(64, 16, 256).std(-1).min() > 0.5 * w.std()
+
+
+@pytest.mark.parametrize("kind", sorted(QUANT_TYPES))
+def test_random_scales_differ_between_groups(kind):
+    from quengine.kernels.block_formats import FORMATS, unpack
+
+    torch = pytest.importorskip("torch")
+    groups = unpack(
+        FORMATS[kind], torch.from_numpy(random_rows(kind, 8, 1024, 0.1, np.random.default_rng(2)))
+    )
+    assert len(torch.unique(groups.d)) > 1
+    if groups.sc is not None:
+        assert len(torch.unique(groups.sc)) > 4
+    if groups.mn is not None:
+        # Swapping scales and minimums has to show.
+        assert (groups.mn != groups.sc).float().mean() > 0.3
+
+
+def test_rows_that_are_not_whole_blocks_are_refused():
+    with pytest.raises(ValueError, match="multiple"):
+        random_rows("Q4_K", 1, 100, 1.0, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_written_model_is_whole_and_as_described(tmp_path, caplog, architecture, tied):
+    spec = replace(SMALL, architecture=architecture, tied_output=tied, head_dim=128, rope_dim=64)
+    path = write_synthetic(tmp_path / "m.gguf", spec)
+    with open_gguf(path) as file:
+        config = ModelConfig.from_gguf(file)
+        check_tensors(file, config)
+        check_vocabulary(file)
+        assert config == spec.config()
+        for tensor in file.tensors.values():
+            assert np.isfinite(weights(tensor.data, tensor.type_name)).all()
+        norm = file.tensors["blk.0.attn_norm.weight"].data.view("<f4")
+        assert norm.mean() == pytest.approx(1.0, abs=0.05) and norm.std() == pytest.approx(0.1, abs=0.03)
+    assert not caplog.records
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_the_gguf_package_reads_a_written_model(tmp_path):
+    path = write_synthetic(tmp_path / "m.gguf", SMALL)
+    theirs = gguf.GGUFReader(path)
+    with open_gguf(path) as ours:
+        assert [t.name for t in theirs.tensors] == list(ours.tensors)
+        assert all(t.data.tobytes() == ours.tensors[t.name].data.tobytes() for t in theirs.tensors)
+
+
+def test_the_seed_decides_every_byte(tmp_path):
+    first, again, other = (
+        write_synthetic(tmp_path / name, SMALL, seed).read_bytes()
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    )
+    assert first == again != other and len(first) == len(other)
+
+
+def test_frequency_factors_and_extra_metadata_are_written(tmp_path):
+    factors = tuple(float(f) for f in np.linspace(1, 8, 32, dtype=np.float32))
+    spec = replace(SMALL, rope_freq_factors=factors, extra_metadata={"llama.attention.sliding_window": 16})
+    with open_gguf(write_synthetic(tmp_path / "m.gguf", spec)) as file:
+        config = ModelConfig.from_gguf(file)
+        check_tensors(file, config)
+    assert config.rope_scaling.freq_factors == factors and config.sliding_window == 16
+
+
+def test_the_mix_of_mistral_7b_is_that_of_llama_cpp():
+    """Q6_K in layers 0-3, 28-31 and every third between, of attn_v and ffn_down; and for the output matrix."""
+    spec = PRESETS["mistral-7b"]
+    shapes = required_tensors(spec.config())
+    types = {name: tensor_type(spec, name, shape) for name, shape in shapes.items()}
+    more = [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
+    for role in ("attn_v", "ffn_down"):
+        assert [i for i in range(32) if types[f"blk.{i}.{role}.weight"] == "Q6_K"] == more
+    for role in ("attn_q", "attn_k", "attn_output", "ffn_gate", "ffn_up"):
+        assert {types[f"blk.{i}.{role}.weight"] for i in range(32)} == {"Q4_K"}
+    assert (types["output.weight"], types["token_embd.weight"], types["output_norm.weight"]) == (
+        "Q6_K",
+        "Q4_K",
+        "F32",
+    )
+    assert shapes["blk.31.ffn_down.weight"] == (4096, 14336) and shapes["blk.0.attn_k.weight"] == (1024, 4096)
+    total = sum(synthetic._nbytes(shapes[name], types[name]) for name in shapes)
+    assert total == pytest.approx(4.37e9, rel=0.01)  # Mistral-7B-v0.3 Q4_K_M as published
+
+
+def test_the_two_layer_slice_differs_in_depth_only():
+    assert (
+        replace(PRESETS["mistral-7b"], name="synthetic mistral-7b-2l", block_count=2)
+        == PRESETS["mistral-7b-2l"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("mistral-8b", "there are mistral-7b, mistral-7b-2l, tiny"),
+        (replace(SMALL, architecture="gemma"), "gemma"),
+        (replace(SMALL, quant="Q9_K"), "Q9_K"),
+        (replace(SMALL, quant="I8"), "I8"),
+        (replace(SMALL, embedding_length=128), "multiple of 256"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, model, says):
+    with pytest.raises(EngineError, match=says):
+        write_synthetic(tmp_path / "m.gguf", model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_disk_is_refused_before_writing(tmp_path, monkeypatch):
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(synthetic.shutil, "disk_usage", lambda _: usage(10, 9, 1))
+    with pytest.raises(CannotRunError, match="GB are free"):
+        write_synthetic(tmp_path / "m.gguf", SMALL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_while_writing_leaves_an_older_file_alone(tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"older")
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(synthetic, "_weights", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_synthetic(path, SMALL)
+    assert path.read_bytes() == b"older" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("size", [300, 1024, 5000])
+def test_generated_vocabularies_have_the_size_asked_for_and_no_token_twice(size):
+    for metadata in (spm_metadata(size), bpe_metadata(size, "qwen2")):
+        tokens = metadata["tokenizer.ggml.tokens"]
+        assert len(tokens) == len(set(tokens)) == size
+        assert len(metadata["tokenizer.ggml.token_type"]) == size
+    with pytest.raises(ValueError, match="at least 300"):
+        spm_metadata(299)
+
+
+def test_mistrals_own_vocabulary_is_used_at_its_size():
+    pieces = mistral_v3_pieces()
+    if pieces is None:
+        pytest.skip("mistral-common is not installed")
+    assert len(pieces.pieces) == 32768
+    assert [pieces.types[i] for i in (1, 2, 3, 771, 1031)] == [CONTROL, CONTROL, CONTROL, BYTE, NORMAL]
+    assert spm_metadata(32768)["tokenizer.ggml.tokens"] == pieces.pieces
+
+
+def test_a_default_model_is_mistral_7b():
+    assert SyntheticModel("synthetic mistral-7b") == PRESETS["mistral-7b"]

@@ -1,0 +1,138 @@
+"""A file must have the tensors of its configuration, no fewer, of the right shape, and none that would be ignored."""
+
+import logging
+
+import pytest
+
+from quengine.models.config import ModelConfig
+from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.tensor_table import (
+    EXPANDED_TYPES,
+    FLOAT_TYPES,
+    QUANT_TYPES,
+    check_tensors,
+    required_tensors,
+)
+from tests.gguf_builder import GGUFBuilder, ModelSizes, model_builder
+
+
+def check(tmp_path, builder: GGUFBuilder) -> None:
+    with open_gguf(builder.write(tmp_path / "m.gguf")) as file:
+        check_tensors(file, ModelConfig.from_gguf(file))
+
+
+def without(builder: GGUFBuilder, name: str) -> GGUFBuilder:
+    builder.tensors = [t for t in builder.tensors if t.name != name]
+    return builder
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_whole_models_pass_without_a_warning(tmp_path, caplog, architecture, tied):
+    check(tmp_path, model_builder(ModelSizes(architecture), tied=tied))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_each_missing_tensor_is_named(tmp_path, architecture):
+    names = [t.name for t in model_builder(ModelSizes(architecture)).tensors]
+    # Without an output matrix the embedding is used: that is a tied model, not a broken one.
+    for name in set(names) - {"output.weight"}:
+        with pytest.raises(GGUFError) as caught:
+            check(tmp_path, without(model_builder(ModelSizes(architecture)), name))
+        assert caught.value.field == f"tensor {name}" and "missing" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("token_embd.weight", (263, 64)),
+        ("blk.0.attn_q.weight", (32, 64)),
+        ("blk.1.attn_k.weight", (64, 32)),
+        ("blk.0.ffn_down.weight", (96, 64)),
+        ("output_norm.weight", (63,)),
+        ("output_norm.weight", (1, 64)),
+        ("output.weight", (264, 64, 1)),
+    ],
+)
+def test_a_wrong_shape_is_refused_with_both(tmp_path, name, shape):
+    builder = without(model_builder(), name).tensor(name, shape)
+    with pytest.raises(GGUFError) as caught:
+        check(tmp_path, builder)
+    assert caught.value.field == f"tensor {name}" and str(list(shape)) in str(caught.value)
+    assert caught.value.offset is not None
+
+
+@pytest.mark.parametrize(("name", "kind"), [("output_norm.weight", "Q8_0"), ("output.weight", "I32")])
+def test_types_that_cannot_be_computed_with_are_refused(tmp_path, name, kind):
+    builder = model_builder()
+    (old,) = (t for t in builder.tensors if t.name == name)
+    with pytest.raises(GGUFError, match=f"type {kind} is not supported"):
+        check(tmp_path, without(builder, name).tensor(name, old.shape, kind))
+
+
+def test_unused_tensors_are_named_in_one_warning(tmp_path, caplog):
+    builder = model_builder()
+    for i in range(10):
+        builder.tensor(f"extra.{i}", (4,))
+    with caplog.at_level(logging.WARNING):
+        check(tmp_path, builder)
+    (record,) = caplog.records
+    assert "10 tensors that nothing uses: extra.0, extra.1" in record.getMessage()
+    assert "and 2 more" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("blk.0.attn_output.bias", (64,)),
+        ("blk.1.ffn_up.bias", (96,)),
+        ("blk.0.attn_q_norm.weight", (16,)),
+        ("blk.0.ffn_gate_inp.weight", (2, 64)),
+        ("blk.1.attn_k.bias", (32,)),
+        ("output.bias", (264,)),
+    ],
+)
+def test_tensors_that_would_change_the_result_are_never_passed_over(tmp_path, name, shape):
+    with pytest.raises(GGUFError, match="is not implemented"):
+        check(tmp_path, model_builder().tensor(name, shape))
+
+
+def test_a_llama_model_with_query_key_value_biases_passes(tmp_path):
+    builder = model_builder()
+    for i in range(2):
+        for name, size in (("q", 64), ("k", 32), ("v", 32)):
+            builder.tensor(f"blk.{i}.attn_{name}.bias", (size,))
+    check(tmp_path, builder)
+
+
+def test_a_hostile_name_stays_out_of_the_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        check(tmp_path, model_builder().tensor("\x1b[31mred", (4,)))
+    (record,) = caplog.records
+    assert "\x1b" not in record.getMessage()
+
+
+def test_the_sets_of_types_cover_what_the_kernels_have():
+    from quengine.kernels.block_formats import FORMATS
+
+    assert set(FORMATS) == FLOAT_TYPES | QUANT_TYPES
+    assert not EXPANDED_TYPES & set(FORMATS)
+
+
+def test_required_tensors_are_those_the_builder_makes():
+    sizes = ModelSizes("qwen3")
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "qwen3",
+            "vocab_size": 300,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+        }
+    )
+    assert required_tensors(config) == sizes.tensor_shapes(300)
