@@ -156,6 +156,7 @@ def _combine(
     """Merge the slices of a group's heads in order; write the outputs, fp32 or rounded for the q-dot."""
     s = tl.arange(0, SLICES)
     d = tl.arange(0, PADDED)
+    GROUPS: tl.constexpr = AT_ONCE * PADDED // 32
     for start in tl.static_range(0, GROUP, AT_ONCE):
         member = start + tl.arange(0, AT_ONCE)
         head = first_head + member
@@ -170,7 +171,6 @@ def _combine(
         weight = tl.exp2(largest - tl.max(largest, 1)[:, None])
         out = tl.sum(mixed * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
         if ROUND:
-            GROUPS: tl.constexpr = AT_ONCE * PADDED // 32
             high, low, scale, sums = round_group(tl.reshape(out, [GROUPS, 32]))
             n = tl.arange(0, GROUPS)
             within = n % (PADDED // 32)

@@ -1,0 +1,199 @@
+"""Decode and prefill attention at Mistral-7B's shapes: 32 query heads over 8 of 128, against bytes and SDPA.
+
+    python benchmarks/attention.py [decode|prefill] [--json FILE] [--sweep]
+
+Times are per launch inside a CUDA graph of 16 layers, each with its own cache.
+"""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import torch
+from timing import COPY_BYTES_PER_SECOND, graph_us
+
+import quengine.kernels.cuda.attention_decode as decode
+import quengine.kernels.cuda.attention_prefill as prefill
+from quengine.kernels.attention import causal_mask_band
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cuda.activations import RoundedActivations
+from quengine.kernels.cuda.kv_store import KVStore
+from quengine.kernels.cuda.rope import rope_store
+from quengine.kernels.kv_q8_0 import quantize_rows
+from quengine.kernels.rope import RopeSpec, rope_table
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LAYERS = 16
+CONTEXT = 16384 + 64
+CHUNK = 2048
+DEVICE = torch.device("cuda")
+
+
+def mistral_spec() -> AttentionSpec:
+    cos, sin = rope_table(RopeSpec(dim=HEAD_DIM, base=1e6), CONTEXT, DEVICE)
+    return AttentionSpec(
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        scale=HEAD_DIM**-0.5,
+        window=None,
+        rope_layout="pairs",
+        cos=cos,
+        sin=sin,
+        mask_band=causal_mask_band(CHUNK, CONTEXT, None, DEVICE),
+    )
+
+
+def random_cache(q8_0: bool) -> KVStore:
+    cache = KVStore.allocate(1, CONTEXT, KV_HEADS, HEAD_DIM, DEVICE, q8_0)
+    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+        values = torch.randn(codes.shape, device=DEVICE)
+        if scales is None:
+            codes.copy_(values)
+        else:
+            quantized = quantize_rows(values)
+            codes.copy_(quantized[0])
+            scales.copy_(quantized[1])
+    return cache
+
+
+def time_decode(spec: AttentionSpec, caches: list[KVStore], depth: int, pdl: bool, batch: int = 1) -> float:
+    """Microseconds of one launch: rotation, cache write, attention, combination and rounding."""
+    qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
+    positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
+    workspace = decode.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
+    out = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
+    return graph_us(
+        [
+            lambda cache=cache: decode.attention_decode_round(
+                qkv, spec, cache, positions, workspace, out, pdl
+            )
+            for cache in caches
+        ]
+    )
+
+
+def decode_floor(depth: int, q8_0: bool) -> float:
+    per_key = 2 * KV_HEADS * HEAD_DIM * (1.0625 if q8_0 else 2)
+    return depth * per_key / COPY_BYTES_PER_SECOND * 1e6
+
+
+def decode_table(spec: AttentionSpec, pdl: bool) -> list[dict[str, float | bool]]:
+    results: list[dict[str, float | bool]] = []
+    for q8_0 in (False, True):
+        caches = [random_cache(q8_0) for _ in range(LAYERS)]
+        for depth in (0, 128, 512, 2048, 4096, 16384):
+            us = time_decode(spec, caches, depth, pdl)
+            results.append(
+                {"q8_0": q8_0, "depth": depth, "pdl": pdl, "us": us, "floor": decode_floor(depth, q8_0)}
+            )
+            floor = decode_floor(depth, q8_0)
+            print(f"decode q8_0={q8_0} pdl={pdl} depth={depth}: {us:.2f} us, floor {floor:.2f}", flush=True)
+    return results
+
+
+def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
+    """Slices, tile, warps and stages at three depths."""
+    results = []
+    caches = [random_cache(q8_0) for _ in range(LAYERS)]
+    count, launch = decode.slice_count, decode.decode_launch
+    for slices, keys, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3, 4)):
+        if keys * stages > 256 or (q8_0 and (keys != 64 or stages > 3)):
+            continue
+        decode.slice_count = lambda _, n=slices: n  # type: ignore[assignment]
+        shape = decode.DecodeLaunch(keys, warps, stages)
+        decode.decode_launch = lambda *_, shape=shape: shape  # type: ignore[assignment]
+        try:
+            us = [time_decode(spec, caches, depth, True) for depth in (64, 512, 4096, 16384)]
+        except Exception as error:  # a shape that does not fit this GPU is a result of the sweep
+            print("sweep", slices, keys, warps, stages, "failed:", str(error)[:60], flush=True)
+            continue
+        results.append({"slices": slices, "keys": keys, "warps": warps, "stages": stages, "us": us})
+        print(
+            f"sweep q8_0={q8_0} slices {slices} keys {keys} warps {warps} stages {stages}:",
+            *(f"{t:.2f}" for t in us),
+            flush=True,
+        )
+    decode.slice_count, decode.decode_launch = count, launch
+    return results
+
+
+def time_prefill(spec: AttentionSpec, rows: int, start: int) -> tuple[float, float]:
+    """Microseconds of attention alone and of rotation with the cache write, for one chunk."""
+    cache = random_cache(False)
+    qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE, dtype=torch.float16)
+    positions = torch.arange(start, start + rows, dtype=torch.int32, device=DEVICE)
+    q = rope_store(qkv, spec, cache, 0, positions)
+    attend = graph_us([lambda: prefill.attention_prefill(q, spec, cache, 0, start)] * 4)
+    store = graph_us([lambda: rope_store(qkv, spec, cache, 0, positions)] * 8)
+    return attend, store
+
+
+def time_sdpa(rows: int, keys: int) -> float:
+    """torch's causal attention on the same shape, only where the chunk is the whole sequence."""
+    q = torch.randn(1, HEADS, rows, HEAD_DIM, device=DEVICE, dtype=torch.float16)
+    k, v = torch.randn(2, 1, KV_HEADS, keys, HEAD_DIM, device=DEVICE, dtype=torch.float16)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return graph_us([lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)] * 4)
+
+
+def prefill_table(spec: AttentionSpec) -> list[dict[str, float]]:
+    results = []
+    for rows, start in ((32, 0), (128, 0), (512, 0), (2048, 0), (512, 8192), (2048, 14336)):
+        attend, store = time_prefill(spec, rows, start)
+        flop = 4 * HEADS * HEAD_DIM * rows * (start + (rows + 1) / 2)
+        row = {"rows": rows, "start": start, "us": attend, "rope_store": store, "tflops": flop / attend / 1e6}
+        if start == 0:
+            row["sdpa"] = time_sdpa(rows, rows)
+        results.append(row)
+        print("prefill", *(f"{key}={value:.1f}" for key, value in row.items()), flush=True)
+    return results
+
+
+def prefill_sweep(spec: AttentionSpec) -> list[dict[str, float]]:
+    results = []
+    original = prefill.prefill_launch
+    for rows, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        if keys * stages > 384:
+            continue
+        shape = prefill.PrefillLaunch(rows, keys, warps, stages)
+        prefill.prefill_launch = lambda *_, shape=shape: shape  # type: ignore[assignment]
+        try:
+            us = [time_prefill(spec, *case)[0] for case in ((128, 0), (2048, 0), (2048, 14336))]
+        except Exception as error:  # a shape that does not fit this GPU is a result of the sweep
+            print("sweep", rows, keys, warps, stages, "failed:", str(error)[:60], flush=True)
+            continue
+        results.append({"rows": rows, "keys": keys, "warps": warps, "stages": stages, "us": us})
+        print(
+            f"sweep prefill {rows}x{keys} warps {warps} stages {stages}:",
+            *(f"{t:.1f}" for t in us),
+            flush=True,
+        )
+    prefill.prefill_launch = original
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="?", choices=["decode", "prefill"])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    spec = mistral_spec()
+    report: dict[str, object] = {"device": torch.cuda.get_device_name(), "unit": "us"}
+    if args.what != "prefill":
+        report["decode"] = (
+            [decode_sweep(spec, q8_0) for q8_0 in (False, True)]
+            if args.sweep
+            else [decode_table(spec, pdl) for pdl in (False, True)]
+        )
+    if args.what != "decode":
+        report["prefill"] = prefill_sweep(spec) if args.sweep else prefill_table(spec)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({"benchmark": "attention", "parts": sorted(report)}))
+
+
+if __name__ == "__main__":
+    main()
