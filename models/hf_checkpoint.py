@@ -8,6 +8,7 @@ architecture. That is under a tenth of a model. It knows no quantized checkpoint
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from quengine.models.config import ModelConfig
 from quengine.models.hf_headers import read_config
 from quengine.models.hf_shards import HFShards, StoredTensor, listed
 from quengine.models.tensor_table import required_tensors
+from quengine.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quengine.models.chat_template import ChatTemplate
 
 # GGUF tensor (without .weight or .bias) -> Hugging Face module, and where its rows belong to heads that are
 # rotated the ModelConfig field that counts them: GGUF's llama has such rows in pairs, Hugging Face in halves.
@@ -86,6 +91,14 @@ class HFCheckpoint:
         if unused:
             lines.append(f"{len(unused)} tensors that the text model does not use: {listed(unused)}")
         return lines
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_hf(self.path)
+
+    def chat_template(self) -> "ChatTemplate | None":
+        from quengine.models.chat_template import ChatTemplate
+
+        return ChatTemplate.from_hf(self.path)
 
     def close(self) -> None:
         """Let the mapped files go; tensors taken before stay valid as long as they are held."""
