@@ -5,11 +5,10 @@ Collects; does not print. The self-test itself is `self_test`.
 
 import platform
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from quengine.machine import (
     CudaDevice,
@@ -42,42 +41,17 @@ class Diagnosis:
     simd: tuple[str, ...]
     physical_cores: int
     usable_cpus: int
+    threads: int
     total_memory: int
     available_memory: int
     memory_bandwidth: float
     cuda: list[CudaDevice]
     cache_dir: str
     cache_free: int
-    kernels: list[KernelCheck]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether every kernel passed its self-test."""
-        return all(check.passed for check in self.kernels)
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for `--json`; NaN, which JSON lacks, as null."""
-        kernels = [
-            {
-                **asdict(check),
-                "passed": check.passed,
-                "error": check.error if check.error == check.error else None,
-            }
-            for check in self.kernels
-        ]
-        return {**asdict(self), "simd": list(self.simd), "kernels": kernels, "healthy": self.healthy}
 
 
-def diagnose(threads: int | None = None, seen: Callable[[KernelCheck], None] = lambda _: None) -> Diagnosis:
-    """Looks at the machine and tests the CPU kernels, which takes a few seconds.
-
-    Args:
-        threads: the CPU threads to measure and test with; None: the physical cores.
-        seen: called with each kernel's result as it comes.
-    """
-    from quengine.kernels.cpu_backend import CpuBackend
-
-    threads = threads or physical_cores()
+def diagnose(threads: int) -> Diagnosis:
+    """Looks at the machine; the bandwidth is measured with `threads` CPU threads."""
     cache = cache_dir()
     return Diagnosis(
         versions=versions(),
@@ -86,14 +60,21 @@ def diagnose(threads: int | None = None, seen: Callable[[KernelCheck], None] = l
         simd=simd_features(),
         physical_cores=physical_cores(),
         usable_cpus=len(usable_cpus()),
+        threads=threads,
         total_memory=total_memory(),
         available_memory=available_memory(),
         memory_bandwidth=memory_bandwidth(threads),
         cuda=cuda_devices(),
         cache_dir=str(cache),
         cache_free=shutil.disk_usage(_existing(cache)).free,
-        kernels=check_kernels(CpuBackend(threads), seen),
     )
+
+
+def check_cpu_kernels(threads: int) -> Iterator[KernelCheck]:
+    """Tests every quantization's CPU kernels. The first run on a machine compiles them, which takes a while."""
+    from quengine.kernels.cpu_backend import CpuBackend
+
+    return check_kernels(CpuBackend(threads))
 
 
 def versions() -> dict[str, str | None]:

@@ -91,7 +91,7 @@ def physical_cores() -> int:
         siblings = _read(topology / "thread_siblings_list") or _read(topology / "core_cpus_list")
         cores.add(siblings or cpu)
     if not (SYS / "devices/system/cpu").is_dir():
-        import psutil
+        import psutil  # type: ignore[import-untyped]
 
         return int(psutil.cpu_count(logical=False) or len(cores))
     quota = cpu_quota()
@@ -112,14 +112,14 @@ def cpu_quota() -> float | None:
 
 def total_memory() -> int:
     """Bytes of memory this process may use at most: the machine's, or the control group's limit."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _memory_limits())])
 
 
 def available_memory() -> int:
     """Bytes that can be allocated now without swapping; what the page cache holds counts as free."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     return max(
         0, min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _memory_limits())])

@@ -4,13 +4,13 @@ Uses small random weights made here, so it needs no model. Knows the Backend pro
 formats; not how a backend computes.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import Backend
+from quengine.kernels.backend import Backend, WeightT
 from quengine.kernels.block_formats import FORMATS, BlockFormat, dequantize
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
@@ -53,19 +53,14 @@ class KernelCheck:
         return self.error <= self.limit
 
 
-def check_kernels(
-    backend: Backend, seen: Callable[[KernelCheck], None] = lambda _: None
-) -> list[KernelCheck]:
-    """Runs every format in every phase on `backend`; `seen` is called with each result as it comes."""
+def check_kernels(backend: Backend[WeightT]) -> Iterator[KernelCheck]:
+    """Runs every format in every phase on `backend`, one check at a time."""
     random = torch.Generator().manual_seed(20240)
-    checks = []
     for fmt in FORMATS.values():
         weight = random_tensor(fmt, ROWS, COLS, random)
         for phase in PHASES:
             x = torch.randn(phase.tokens, COLS, generator=random)
-            checks.append(KernelCheck(fmt.name, phase.name, _error(backend, x, weight), phase.limit))
-            seen(checks[-1])
-    return checks
+            yield KernelCheck(fmt.name, phase.name, _error(backend, x, weight), phase.limit)
 
 
 def random_tensor(fmt: BlockFormat, rows: int, cols: int, random: torch.Generator) -> QuantTensor:
@@ -74,11 +69,13 @@ def random_tensor(fmt: BlockFormat, rows: int, cols: int, random: torch.Generato
         values = torch.randn(rows, cols, generator=random).to(_FLOATS[fmt.name])
         return QuantTensor(fmt.name, fmt, (rows, cols), values.view(torch.uint8))
     blocks = torch.randint(0, 256, (rows, cols // fmt.block, fmt.nbytes), generator=random, dtype=torch.uint8)
-    for name in ("d", "dmin", "min"):
+    scale = (torch.rand(*blocks.shape[:2], 1, generator=random) + 0.5) * 0.01
+    # The minimum that Q4_1 and Q5_1 add puts the weights around zero, as a model's are.
+    sizes = {"d": scale, "dmin": scale, "min": scale * -((2**fmt.bits - 1) / 2)}
+    for name, size in sizes.items():
         start, stop = fmt.layout.get(name, (0, 0))
         if stop - start == 2:
-            scale = (torch.rand(*blocks.shape[:2], 1, generator=random) + 0.5) * 0.01
-            blocks[..., start:stop] = scale.half().view(torch.uint8)
+            blocks[..., start:stop] = size.half().view(torch.uint8)
         elif stop - start == 1:  # MXFP4: a power of two, 2^-8 to 2^-4
             blocks[..., start] = torch.randint(
                 120, 125, blocks.shape[:2], generator=random, dtype=torch.uint8
@@ -86,7 +83,7 @@ def random_tensor(fmt: BlockFormat, rows: int, cols: int, random: torch.Generato
     return QuantTensor(fmt.name, fmt, (rows, cols), blocks.view(rows, fmt.row_bytes(cols)))
 
 
-def _error(backend: Backend, x: Tensor, weight: QuantTensor) -> float:
+def _error(backend: Backend[WeightT], x: Tensor, weight: QuantTensor) -> float:
     """NMSE of norm and matmul, from the backend's own embedding of x to its logits."""
     hidden = backend.embed(backend.weight([_floats("x", x)]), torch.arange(len(x), device=backend.device))
     norm = torch.ones(COLS)

@@ -142,7 +142,7 @@ def _fetch(file: _HubFile, say: Callable[[str], None]) -> None:
 @contextmanager
 def _only_one(file: _HubFile, say: Callable[[str], None]) -> Iterator[None]:
     """Holds the lock that huggingface_hub itself takes for this blob, so its own downloads wait as well."""
-    from huggingface_hub.utils import WeakFileLock
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
     path = cache_dir() / ".locks" / repo_dir(file.repo).name / f"{file.digest}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def _only_one(file: _HubFile, say: Callable[[str], None]) -> Iterator[None]:
 def _download(file: _HubFile) -> None:
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
     if file.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
         raise HubError(
