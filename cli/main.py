@@ -7,8 +7,6 @@ device, too little memory, failed self-test); 3 a bug in the engine; 130 stopped
 of the output went away.
 """
 
-import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -17,9 +15,16 @@ from typing import Annotated, TextIO
 
 import typer
 
+from quengine.cli.bench import bench
+from quengine.cli.chat import chat
+from quengine.cli.doctor import doctor
+from quengine.cli.generate import generate
 from quengine.cli.list import list_models
+from quengine.cli.parity import parity
 from quengine.cli.pull import pull
 from quengine.cli.rm import remove
+from quengine.cli.show import show
+from quengine.cli.tokenize import tokenize
 from quengine.errors import EngineError
 
 CANNOT_RUN = 2
@@ -70,12 +75,19 @@ def options(
     warnings.showwarning = _show_warning
 
 
-for _name in ("generate", "chat", "bench", "parity", "tokenize", "show", "doctor"):
-    if importlib.util.find_spec(f"quengine.cli.{_name}") is not None:
-        app.command(_name)(getattr(importlib.import_module(f"quengine.cli.{_name}"), _name))
-app.command("pull")(pull)
-app.command("list")(list_models)
-app.command("rm")(remove)
+for _name, _command in (
+    ("generate", generate),
+    ("chat", chat),
+    ("bench", bench),
+    ("parity", parity),
+    ("tokenize", tokenize),
+    ("show", show),
+    ("pull", pull),
+    ("list", list_models),
+    ("rm", remove),
+    ("doctor", doctor),
+):
+    app.command(_name)(_command)
 
 
 class _OneLine(logging.Formatter):
