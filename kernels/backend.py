@@ -22,6 +22,11 @@ reference and CPU backends; a device backend may carry rounded planes or partial
 passes it on."""
 
 
+Position: TypeAlias = "int | Tensor"
+"""Where a chunk begins in its sequence. A captured decode step takes an int32 tensor [1] on the device instead of
+an int, so that one graph serves every position."""
+
+
 @dataclass(frozen=True)
 class KVLayer:
     """One layer's cache: `k` and `v` are [ctx, kv_heads, head_dim], written in place."""
@@ -82,6 +87,10 @@ class Backend(Protocol[WeightT]):
         """Take matrices [N_i, K] that are applied to the same input; the outputs lie side by side, in order."""
         ...
 
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> WeightT:
+        """Take the two matrices [F, K] of a gated feed-forward, for `norm_swiglu`."""
+        ...
+
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         """Take one-dimensional tensors (norm weights, biases), concatenated, as [n] on the device."""
         ...
@@ -104,7 +113,7 @@ class Backend(Protocol[WeightT]):
         """x [T, K] times weight [N, K], plus residual [T, N]."""
         ...
 
-    def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: int) -> Hidden:
+    def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:
         """Rotary embedding, cache write and causal attention of tokens start .. start + T - 1.
 
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first. The keys and values are written to `layer`

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quengine.kernels import cpu
 from quengine.kernels.attention import mask_slice
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
@@ -55,6 +55,9 @@ class CpuBackend:
     def weight(self, parts: Sequence[QuantTensor]) -> CpuWeight:
         return CpuWeight(tuple(parts))
 
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> CpuWeight:
+        return self.weight([gate, up])
+
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts])
 
@@ -74,7 +77,8 @@ class CpuBackend:
     def linear_add(self, x: Tensor, weight: CpuWeight, residual: Tensor) -> Tensor:
         return cpu.linear(x, weight.parts).add_(residual)
 
-    def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> Tensor:
+    def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
+        assert isinstance(start, int)
         tokens = qkv.shape[0]
         end = start + tokens
         widths = [heads * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.attention import attention, mask_slice
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
@@ -55,6 +55,9 @@ class ReferenceBackend:
         dense = torch.cat([self._dense(part) for part in parts]) if self.keep else None
         return ReferenceWeight(tuple(parts), dense)
 
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> ReferenceWeight:
+        return self.weight([gate, up])
+
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([self._dense(part).flatten() for part in parts])
 
@@ -76,7 +79,8 @@ class ReferenceBackend:
     def linear_add(self, x: Tensor, weight: ReferenceWeight, residual: Tensor) -> Tensor:
         return self._matmul(x, weight) + residual
 
-    def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> Tensor:
+    def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
+        assert isinstance(start, int)
         tokens = qkv.shape[0]
         end = start + tokens
         q, k, v = (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer, Position
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
 from quengine.models.config import ModelConfig
@@ -29,7 +29,7 @@ class Block:
         self.attention = Attention(config, tensors, backend, spec)
         self.ffn = FeedForward(config, tensors, backend)
 
-    def __call__(self, x: Hidden, cache: KVLayer, start: int) -> Hidden:
+    def __call__(self, x: Hidden, cache: KVLayer, start: Position) -> Hidden:
         return self.ffn(self.attention(x, cache, start))
 
 
@@ -64,7 +64,9 @@ class Decoder:
             self._block(LayerTensors(tensors, f"blk.{i}."), shared) for i in range(config.block_count)
         ]
 
-    def forward(self, ids: Tensor, cache: Sequence[KVLayer], start: int, last_only: bool = True) -> Tensor:
+    def forward(
+        self, ids: Tensor, cache: Sequence[KVLayer], start: Position, last_only: bool = True
+    ) -> Tensor:
         """Logits of tokens `ids` [T] int64 at positions start .. start + T - 1, given the cache before them.
 
         Returns [1, vocab] for the last token, or [T, vocab] when `last_only` is false.

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer, Position
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
 
@@ -43,7 +43,7 @@ class Attention:
             self.attn_qkv_bias = backend.vector(tensors.take("attn_q", "attn_k", "attn_v", kind="bias"))
         self.attn_output = backend.weight(tensors.take("attn_output"))
 
-    def __call__(self, x: Hidden, cache: KVLayer, start: int) -> Hidden:
+    def __call__(self, x: Hidden, cache: KVLayer, start: Position) -> Hidden:
         qkv = self.backend.norm_linear(x, self.attn_norm, self.eps, self.attn_qkv, self.attn_qkv_bias)
         mixed = self.backend.attention(qkv, self.spec, cache, start)
         return self.backend.linear_add(mixed, self.attn_output, x)
@@ -60,7 +60,7 @@ class FeedForward:
         self.backend = backend
         self.eps = config.rms_eps
         self.ffn_norm = backend.vector(tensors.take("ffn_norm"))
-        self.ffn_gate_up = backend.weight(tensors.take("ffn_gate", "ffn_up"))
+        self.ffn_gate_up = backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
         self.ffn_down = backend.weight(tensors.take("ffn_down"))
 
     def __call__(self, x: Hidden) -> Hidden:
