@@ -79,7 +79,7 @@ def sweep(dtype: torch.dtype) -> list[dict[str, float]]:
     for width, rows in itertools.product(WIDTHS, ROWS):
         weight = torch.rand(width, device="cuda", dtype=dtype) + 0.5
         inputs = buffers(rows, width, dtype)
-        base = original(rows, width, dtype.itemsize)
+        base = original(rows, width)
         timed = []
         for block_rows, warps in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)):
             per_thread = block_rows * width / (32 * warps)

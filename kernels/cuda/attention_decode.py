@@ -25,7 +25,7 @@ from quengine.kernels.cuda.activations import (
     store_rounded,
 )
 from quengine.kernels.cuda.kv_store import KVStore, load_tile, store_rows
-from quengine.kernels.cuda.rope import load_heads, load_rotated
+from quengine.kernels.cuda.rope import load_angles, load_heads, load_rotated
 
 _TARGET_BLOCKS = 128
 """Blocks wanted for one sequence: a constant, not this GPU's count of multiprocessors, so that the slices,
@@ -85,55 +85,28 @@ def _two_terms(x, upper):
 
 
 @triton.jit
-def _attend_slice(
-    q,
-    upper,
-    largest,
-    total,
-    mixed,
-    k_ptr,
-    v_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    begin,
-    end,
-    kv_head,
-    scale,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    Q8: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Online softmax (Milakov & Gimelshein 2018) over keys begin..end, onto the running state of 2R rows."""
-    for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
-        key = start + tl.arange(0, BLOCK_KEYS)
-        live = key < end
-        row = key.to(tl.int64) * KV_HEADS + kv_head
-        k = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
-        v = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
-        if Q8:  # codes times scale need 19 bits: two fp16 terms as well
-            k_value = k.to(tl.float16)
-            scores = tl.dot(q, tl.trans(k_value))
-            scores = tl.dot(q, tl.trans((k - k_value.to(tl.float32)).to(tl.float16)), scores)
-        else:
-            scores = tl.dot(q, tl.trans(k))
-        scores = tl.where(live[None, :], _add_halves(scores) * scale, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        shrink = tl.exp2(largest - new_largest)
-        weights = tl.exp2(scores - new_largest[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        mixed = mixed * shrink[:, None]
-        p = _two_terms(weights, upper)
-        if Q8:
-            v_value = v.to(tl.float16)
-            mixed = tl.dot(p, v_value, mixed)
-            mixed = tl.dot(p, (v - v_value.to(tl.float32)).to(tl.float16), mixed)
-        else:
-            mixed = tl.dot(p, v, mixed)
-        largest = new_largest
-    return largest, total, mixed
+def _attend_tile(q, upper, largest, total, mixed, k, v, live, scale, Q8: tl.constexpr):
+    """One step of the online softmax (Milakov & Gimelshein 2018): keys and values [N, PADDED] onto 2R rows."""
+    if Q8:  # codes times scale need 19 bits: two fp16 terms as well
+        k_value = k.to(tl.float16)
+        scores = tl.dot(q, tl.trans(k_value))
+        scores = tl.dot(q, tl.trans((k - k_value.to(tl.float32)).to(tl.float16)), scores)
+    else:
+        scores = tl.dot(q, tl.trans(k))
+    scores = tl.where(live[None, :], _add_halves(scores) * scale, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    shrink = tl.exp2(largest - new_largest)
+    weights = tl.exp2(scores - new_largest[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = mixed * shrink[:, None]
+    p = _two_terms(weights, upper)
+    if Q8:
+        v_value = v.to(tl.float16)
+        mixed = tl.dot(p, v_value, mixed)
+        mixed = tl.dot(p, (v - v_value.to(tl.float32)).to(tl.float16), mixed)
+    else:
+        mixed = tl.dot(p, v, mixed)
+    return new_largest, total, mixed
 
 
 @triton.jit
@@ -229,8 +202,6 @@ def _attention_decode_kernel(
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     position = tl.load(position_ptr + sequence)
     # Keys before the new one, cut into `slices` slices of `per_slice`.
     first = 0
@@ -248,8 +219,16 @@ def _attention_decode_kernel(
     if Q8:
         k_scale_ptr += sequence * context * (KV_HEADS * HEAD_DIM // 32)
         v_scale_ptr += sequence * context * (KV_HEADS * HEAD_DIM // 32)
-    cos_row = cos_ptr + position.to(tl.int64) * (ROPE_DIM // 2)
-    sin_row = sin_ptr + position.to(tl.int64) * (ROPE_DIM // 2)
+    offset = position.to(tl.int64) * (ROPE_DIM // 2)
+    cos, sin, partner = load_angles(cos_ptr + offset, sin_ptr + offset, PADDED, ROPE_DIM, HALVES)
+    # The first tile is on its way before the launch in front has delivered the queries.
+    begin = first + part * per_slice
+    end = tl.minimum(begin + per_slice, position)
+    key = begin + tl.arange(0, BLOCK_KEYS)
+    live = key < end
+    row = key.to(tl.int64) * KV_HEADS + kv_head
+    k = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
+    v = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -258,52 +237,38 @@ def _attention_decode_kernel(
     upper = r < ROWS // 2
     qkv = qkv_ptr + sequence * qkv_stride
     q_rows = qkv + (kv_head * GROUP + g) * HEAD_DIM
-    q = load_rotated(
-        q_rows, g < GROUP, cos_row, sin_row, q_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
-    )
+    q = load_rotated(q_rows, g < GROUP, cos, sin, partner, q_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
     if QUERY_SCALE:
         q *= tl.load(query_scale_ptr + position)
     one = tl.arange(0, 1)
     k_row = qkv + (HEADS + kv_head + one) * HEAD_DIM
     v_row = qkv + (HEADS + KV_HEADS + kv_head + one) * HEAD_DIM
-    k_new = load_rotated(
-        k_row, one == 0, cos_row, sin_row, k_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
-    )
+    k_new = load_rotated(k_row, one == 0, cos, sin, partner, k_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
     v_new = load_heads(v_row, one == 0, HEAD_DIM, PADDED)
     # Slice 0 writes the new key and value and starts its state with them; nobody reads them back in this
     # launch.
     owner = part == 0
-    row = position.to(tl.int64) * KV_HEADS + kv_head + one
+    new_row = position.to(tl.int64) * KV_HEADS + kv_head + one
     write = (one == 0) & owner & (position < context)
-    k_new = store_rows(k_new, row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
-    v_new = store_rows(v_new, row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
+    k_new = store_rows(k_new, new_row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
+    v_new = store_rows(v_new, new_row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
     new_score = tl.sum(q * k_new, 1) * scale
     largest = tl.where(owner, new_score, float("-inf"))
     total = tl.where(owner & (r >= 0), 1.0, 0.0)
     mixed = tl.where(owner & upper[:, None], v_new, 0.0)
 
-    begin = first + part * per_slice
-    largest, total, mixed = _attend_slice(
-        _two_terms(q, upper),
-        upper,
-        largest,
-        total,
-        mixed,
-        k_ptr,
-        v_ptr,
-        k_scale_ptr,
-        v_scale_ptr,
-        begin,
-        tl.minimum(begin + per_slice, position),
-        kv_head,
-        scale,
-        KV_HEADS,
-        HEAD_DIM,
-        PADDED,
-        Q8,
-        BLOCK_KEYS,
-        STAGES,
-    )
+    q = _two_terms(q, upper)
+    largest, total, mixed = _attend_tile(q, upper, largest, total, mixed, k, v, live, scale, Q8)
+    for start in tl.range(begin + BLOCK_KEYS, end, BLOCK_KEYS, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_KEYS)
+        live = key < end
+        row = key.to(tl.int64) * KV_HEADS + kv_head
+        k = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
+        v = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
+        largest, total, mixed = _attend_tile(q, upper, largest, total, mixed, k, v, live, scale, Q8)
+    if PDL:
+        # Not earlier: blocks of the next launch beside these would leave the multiprocessors unevenly filled.
+        tl.extra.cuda.gdc_launch_dependents()
     mixed = _add_halves(mixed)
 
     d = tl.arange(0, PADDED)
@@ -469,4 +434,4 @@ def decode_launch(head_dim: int, q8_0: bool) -> DecodeLaunch:
     """Launch shape by head size; the tiles of all stages must fit 99 KiB of shared memory (sm_89)."""
     if head_dim > 128:
         return DecodeLaunch(32, 4, 2)
-    return DecodeLaunch(64, 4, 2 if q8_0 else 3)
+    return DecodeLaunch(64, 8, 2) if q8_0 else DecodeLaunch(64, 4, 3)

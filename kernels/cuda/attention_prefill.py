@@ -49,7 +49,7 @@ def _attend_tiles(
     """
     for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_KEYS)
-        live = key < keys if MASKED else key >= 0
+        live = key < keys
         row = key.to(tl.int64) * KV_HEADS + kv_head
         k = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8).to(tl.float16)
         scores = tl.dot(q, tl.trans(k))

@@ -17,15 +17,17 @@ _MAX_WIDTH = 65536
 """Widest row: 64 fp32 a thread with 1024 threads."""
 
 _FEW_ROWS = 512
-"""Up to here every row has a multiprocessor nearly to itself, and latency counts: more warps a row."""
+"""Up to here every row has a multiprocessor nearly to itself, and latency counts, not lanes."""
+
+_FULL_MACHINE = 16384
+"""From here on there are rows enough for several in a block."""
 
 
 @dataclass(frozen=True)
 class Geometry:
     """A tile of `block_rows` rows by `head` + `tail` columns, on `warps` warps.
 
-    `head` is the largest power of two within the width and `tail` the smallest that covers the rest (0: no
-    rest), so a width of 576 is 512 + 64 and not a half-empty 1024.
+    `head` and `tail` are powers of two; tail 0 means that `head` covers the row.
     """
 
     block_rows: int
@@ -34,23 +36,25 @@ class Geometry:
     warps: int
 
 
-def geometry(rows: int, width: int, itemsize: int) -> Geometry:
-    """The tile for this many rows of `width` elements of `itemsize` bytes.
+def geometry(rows: int, width: int) -> Geometry:
+    """The tile for this many rows of this width, from the sweep in benchmarks/rms_norm.py on an H200.
 
     Raises ValueError for a row wider than one block can hold.
     """
     if not 0 < width <= _MAX_WIDTH:
         raise ValueError(f"RMSNorm rows of 1 to {_MAX_WIDTH} elements, not {width}")
-    head = 1 << (width.bit_length() - 1)
-    tail = triton.next_power_of_2(width - head) if width > head else 0
+    padded = triton.next_power_of_2(width)
     if rows <= _FEW_ROWS:
-        # 16 bytes a thread: one load each, then the shortest reduction.
-        warps = min(32, max(1, width * itemsize // (32 * 16)))
-        return Geometry(1, head, tail, 1 << (warps.bit_length() - 1))
-    # Four 16-byte loads a thread, and at least two warps' worth of rows a block.
-    block_rows = max(1, 2048 // triton.next_power_of_2(width))
-    warps = min(32, max(1, block_rows * width * itemsize // (32 * 64)))
-    return Geometry(block_rows, head, tail, 1 << (warps.bit_length() - 1))
+        return Geometry(1, padded, 0, min(32, max(1, padded // 512)))
+    # Many rows: no lane may idle, so 576 is 512 + 64 and not a half-empty 1024.
+    head = padded if padded == width else padded // 2
+    tail = triton.next_power_of_2(width - head) if width > head else 0
+    if padded <= 2048:
+        return Geometry(2048 // padded, head, tail, 1)
+    if rows < _FULL_MACHINE:
+        return Geometry(1, head, tail, min(32, max(8, padded // 1024)))
+    block_rows = max(1, 16384 // padded)
+    return Geometry(block_rows, head, tail, min(32, max(16, padded // 1024)))
 
 
 @triton.jit
@@ -100,8 +104,8 @@ def _rms_norm_kernel(
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
     row = (first_row + tl.arange(0, BLOCK_ROWS))[:, None]
     column = tl.arange(0, HEAD)[None, :]
-    live = (row < rows) & (column < HEAD)
-    weight = tl.load(weight_ptr + column).to(tl.float32)
+    live = (row < rows) & (column < WIDTH)
+    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if TAIL > 0:
         tail_column = HEAD + tl.arange(0, TAIL)[None, :]
         tail_live = (row < rows) & (tail_column < WIDTH)
@@ -178,7 +182,7 @@ def _launch(
     rows, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,) and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
-    shape = geometry(1 if rounds else rows, width, x.element_size())
+    shape = geometry(1 if rounds else rows, width)
     _rms_norm_kernel[(triton.cdiv(rows, shape.block_rows),)](
         x,
         x if residual is None else residual,

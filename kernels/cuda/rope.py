@@ -14,23 +14,10 @@ from quengine.kernels.cuda.kv_store import KVStore, store_rows
 
 
 @triton.jit
-def load_rotated(
-    head_ptr,
-    live,
-    cos_ptr,
-    sin_ptr,
-    norm_ptr,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    HALVES: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Heads at pointers `head_ptr` [R], normalised where NORM, rotated by one position's angles.
+def load_angles(cos_ptr, sin_ptr, PADDED: tl.constexpr, ROPE_DIM: tl.constexpr, HALVES: tl.constexpr):
+    """One position's rotation of a head, from its table rows [ROPE_DIM / 2]: cos, signed sin, partner [PADDED].
 
-    `cos_ptr`, `sin_ptr` point to the position's table row [ROPE_DIM / 2]. Elements from ROPE_DIM on pass
-    through; rows where `live` [R] is false and columns from HEAD_DIM on are 0.
+    Element d becomes `x[d] * cos[d] + x[partner[d]] * sin[d]`; from ROPE_DIM on it is its own partner and stays.
     """
     HALF: tl.constexpr = ROPE_DIM // 2
     d = tl.arange(0, PADDED)
@@ -43,9 +30,29 @@ def load_rotated(
         partner = d ^ 1
         angle = d // 2
         sign = tl.where(d % 2 == 0, -1.0, 1.0)
-    partner = tl.where(turned, partner, d)
-    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)[None, :]
-    sin = (tl.load(sin_ptr + angle, mask=turned, other=0.0) * sign)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0) * sign
+    return cos, sin, tl.where(turned, partner, d)
+
+
+@triton.jit
+def load_rotated(
+    head_ptr,
+    live,
+    cos,
+    sin,
+    partner,
+    norm_ptr,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Heads at pointers `head_ptr` [R], normalised where NORM, rotated by `load_angles`' result: fp32 [R, PADDED].
+
+    Rows where `live` [R] is false and columns from HEAD_DIM on are 0.
+    """
+    d = tl.arange(0, PADDED)
     mask = live[:, None] & (d < HEAD_DIM)[None, :]
     x = tl.load(head_ptr[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     y = tl.load(head_ptr[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -56,7 +63,7 @@ def load_rotated(
         inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
         x = x * inverse_rms * weight
         y = y * inverse_rms * partner_weight
-    return x * cos + y * sin
+    return x * cos[None, :] + y * sin[None, :]
 
 
 @triton.jit
@@ -104,12 +111,10 @@ def _rope_store_kernel(
     head = first_head + tl.arange(0, BLOCK_HEADS)
     live = head < HEADS + 2 * KV_HEADS
     head_ptr = qkv_ptr + token * qkv_stride + head * HEAD_DIM
-    cos_row = cos_ptr + position * (ROPE_DIM // 2)
-    sin_row = sin_ptr + position * (ROPE_DIM // 2)
+    offset = position * (ROPE_DIM // 2)
+    cos, sin, partner = load_angles(cos_ptr + offset, sin_ptr + offset, PADDED, ROPE_DIM, HALVES)
     if first_head < HEADS:
-        q = load_rotated(
-            head_ptr, live, cos_row, sin_row, q_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
-        )
+        q = load_rotated(head_ptr, live, cos, sin, partner, q_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
         if QUERY_SCALE:
             q *= tl.load(query_scale_ptr + position)
         d = tl.arange(0, PADDED)[None, :]
@@ -119,9 +124,7 @@ def _rope_store_kernel(
         # A block holds heads of one section only: BLOCK_HEADS divides both HEADS and KV_HEADS.
         row = position * KV_HEADS + (head - HEADS)
         if first_head < HEADS + KV_HEADS:
-            k = load_rotated(
-                head_ptr, live, cos_row, sin_row, k_norm_ptr, eps, HEAD_DIM, PADDED, ROPE_DIM, HALVES, NORM
-            )
+            k = load_rotated(head_ptr, live, cos, sin, partner, k_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
             store_rows(k, row, live & (position < context), k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
         else:
             v = load_heads(head_ptr, live, HEAD_DIM, PADDED)

@@ -79,8 +79,8 @@ def test_a_zero_row_rounds_to_zero(device: torch.device) -> None:
 @pytest.mark.parametrize("width", [1, 31, 576, 4096, 4097, 14336, 65536])
 @pytest.mark.parametrize("rows", [1, 512, 513, 65536])
 def test_tiles_cover_the_row_and_fit_a_block(rows: int, width: int) -> None:
-    shape = geometry(rows, width, 2)
-    assert shape.head <= width <= shape.head + shape.tail
+    shape = geometry(rows, width)
+    assert width <= shape.head + shape.tail
     assert 1 <= shape.warps <= 32
     assert shape.block_rows * (shape.head + shape.tail) <= 64 * 32 * shape.warps, (
         "too many registers a thread"
@@ -89,4 +89,4 @@ def test_tiles_cover_the_row_and_fit_a_block(rows: int, width: int) -> None:
 
 def test_too_wide_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="65537"):
-        geometry(1, 65537, 2)
+        geometry(1, 65537)
