@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
-from quengine.models.gguf import GGUFError, GGUFFile, open_gguf
+from quengine.models.gguf import GGUFError, GGUFFile, StringArray, open_gguf
 from quengine.models.gguf.vocab_checks import CHAT_TEMPLATE, MERGES, TOKENS, check_vocabulary
 from quengine.models.tensor_table import EXPANDED_TYPES, check_tensors
 
@@ -113,13 +113,12 @@ def _summarize_gguf(path: Path, file: GGUFFile) -> ModelSummary:
     except EngineError as error:
         problem = str(error)
     rows = tuple(TensorRow(t.name, t.type_name, t.shape, t.nbytes) for t in file.tensors.values())
-    architecture = file.get_str("general.architecture") or "unknown"
     return ModelSummary(
         path=path,
         files=file.shards,
         file_format=f"GGUF v{file.version}",
-        architecture=architecture,
-        name=file.get_str("general.name") or "",
+        architecture=_text(file, "general.architecture") or "unknown",
+        name=_text(file, "general.name") or "",
         nbytes=file.nbytes,
         config=config,
         tensors=rows,
@@ -130,29 +129,38 @@ def _summarize_gguf(path: Path, file: GGUFFile) -> ModelSummary:
 
 
 def _summarize_tokenizer(file: GGUFFile) -> TokenizerSummary | None:
-    tokens = file.get_strings(TOKENS)
+    tokens, merges = file.metadata.get(TOKENS), file.metadata.get(MERGES)
     if tokens is None:
         return None
     problem = None
     special: dict[str, tuple[int, str]] = {}
+    add_bos = None
     try:
         check_vocabulary(file)
+        file.require_str("tokenizer.ggml.model")
+        add_bos = file.get_bool("tokenizer.ggml.add_bos_token")
+        tokens = file.require_strings(TOKENS)
         for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
             token = file.get_int(f"tokenizer.ggml.{name}_token_id", 0, (1 << 32) - 1)
             if token is not None and token < len(tokens):
                 special[name] = (token, tokens[token])
     except GGUFError as error:
         problem = str(error)
-    merges = file.get_strings(MERGES)
     return TokenizerSummary(
-        model=file.get_str("tokenizer.ggml.model") or "unknown",
-        pre=file.get_str("tokenizer.ggml.pre"),
-        tokens=len(tokens),
-        merges=len(merges) if merges is not None else 0,
+        model=_text(file, "tokenizer.ggml.model") or "unknown",
+        pre=_text(file, "tokenizer.ggml.pre"),
+        tokens=len(tokens) if isinstance(tokens, StringArray) else 0,
+        merges=len(merges) if isinstance(merges, StringArray) else 0,
         special=special,
-        add_bos=file.get_bool("tokenizer.ggml.add_bos_token"),
+        add_bos=add_bos,
         problem=problem,
     )
+
+
+def _text(file: GGUFFile, key: str) -> str | None:
+    """The string at `key`; None where there is none or something else."""
+    value = file.metadata.get(key)
+    return value if isinstance(value, str) else None
 
 
 def _templates(file: GGUFFile) -> dict[str, str]:
@@ -160,7 +168,7 @@ def _templates(file: GGUFFile) -> dict[str, str]:
     found = {}
     for key in file.metadata:
         if key == CHAT_TEMPLATE or key.startswith(CHAT_TEMPLATE + "."):
-            found[key[len(CHAT_TEMPLATE) + 1 :] or "default"] = file.get_str(key) or ""
+            found[key[len(CHAT_TEMPLATE) + 1 :] or "default"] = _text(file, key) or ""
     return found
 
 

@@ -4,7 +4,6 @@ It knows names, shapes and which types can be computed with; it reads no weights
 """
 
 import logging
-from collections.abc import Mapping
 
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile, GGUFTensor
@@ -132,11 +131,3 @@ def _check_tensor(file: GGUFFile, tensor: GGUFTensor, shape: Shape) -> None:
         kind = "a vector" if len(shape) == 1 else "a matrix"
         problem = f"type {tensor.type_name} is not supported for {kind}; {', '.join(sorted(allowed))} are"
         raise file.tensor_error(tensor.name, problem)
-
-
-def parameter_count(tensors: Mapping[str, GGUFTensor]) -> int:
-    """Weights in `tensors`, each counted once."""
-    total = 0
-    for tensor in tensors.values():
-        total += tensor.nbytes // tensor.type.nbytes * tensor.type.block
-    return total

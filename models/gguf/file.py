@@ -72,7 +72,7 @@ class GGUFFile:
         return GGUFError(tensor.path, f"tensor {shown(name)}", problem, tensor.info_offset)
 
     def _wrong_type(self, key: str, expected: str) -> GGUFError:
-        return self.error(key, f"is a {self.entries[key].type_name}, must be {expected}")
+        return self.error(key, f"has type {self.entries[key].type_name}, must be {expected}")
 
     def _missing(self, key: str) -> GGUFError:
         return self.error(key, "missing from the metadata")

@@ -209,7 +209,7 @@ def _alignment(path: Path, entries: dict[str, Entry]) -> int:
         return 32
     value = entry.value
     if entry.type_name != TYPE_NAMES[UINT32] or not isinstance(value, int):
-        raise GGUFError(path, entry.key, f"is a {entry.type_name}, must be uint32", entry.offset)
+        raise GGUFError(path, entry.key, f"has type {entry.type_name}, must be uint32", entry.offset)
     if value <= 0 or value & (value - 1):
         raise GGUFError(path, entry.key, f"{value} is not a power of two", entry.offset)
     if value > MAX_ALIGNMENT:
