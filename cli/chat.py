@@ -146,16 +146,15 @@ class Repl:
         self._explain_end(stopped)
 
     def _explain_end(self, stopped: bool) -> None:
-        last = self.session.last
-        if stopped:
-            kept = self.session.messages[-1:] and self.session.messages[-1]["role"] == "assistant"
-            _say("stopped" if kept else "stopped before the answer began; the message is forgotten")
-        elif last is not None and last.finish_reason == "length":
-            used = last.prompt_tokens + len(last.tokens)
-            full = used >= self.session.llm.ctx_size
-            _say(
-                f"the context of {used} tokens is full; /reset begins anew" if full else "cut by --max-tokens"
-            )
+        """Why the answer ended, where it was not the model that ended it."""
+        session = self.session
+        if not session.messages or session.messages[-1]["role"] != "assistant":
+            _say("no answer; the message is forgotten")
+        elif stopped:
+            _say("stopped")
+        elif session.last is not None and session.last.finish_reason == "length":
+            full = session.used_tokens >= session.llm.ctx_size
+            _say("the context is full; /reset begins anew" if full else "cut by --max-tokens")
 
     def _help(self, _: str) -> None:
         print(HELP, file=sys.stderr)
@@ -181,12 +180,11 @@ class Repl:
         _say(f"loaded {len(self.session.messages)} messages from {path}")
 
     def _stats(self, _: str) -> None:
-        last, llm = self.session.last, self.session.llm
+        last, llm, used = self.session.last, self.session.llm, self.session.used_tokens
         if last is None:
             _say("no answer yet")
             return
         print_report(last, llm)
-        used = last.prompt_tokens + len(last.tokens)
         _say(f"context    {used} of {llm.ctx_size} tokens used, {100 * used / llm.ctx_size:.0f}%")
 
 

@@ -42,6 +42,11 @@ class ChatSession:
         first = self.messages[:1]
         return first[0]["content"] if first and first[0]["role"] == "system" else None
 
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the context that the latest prompt and its answer take."""
+        return 0 if self.last is None else self.last.prompt_tokens + len(self.last.tokens)
+
     def set_system(self, text: str | None) -> None:
         """Replace the system message, from the next turn on; None or "" removes it. What was said stays."""
         rest = self.messages[1:] if self.system is not None else self.messages

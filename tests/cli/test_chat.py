@@ -1,0 +1,248 @@
+"""`engine chat`: piped and at a terminal, its commands, and what Ctrl-C does."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quengine.cli.main import run
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import chat_vocabulary, write_tiny
+
+MAIN = "import sys; from quengine.cli.main import main; sys.exit(main())"
+COMMON = ["--device", "cpu", "--backend", "reference", "-t", "1", "--temp", "0"]
+READY, TAKEN = b"\x1b[?2004h", b"\x1b[?2004l"  # the prompt takes keys; a line was taken
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=4096)
+    return str(write_tiny(tmp_path_factory.mktemp("chat") / "tiny.gguf", kind="Q8_0", sizes=sizes))
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, model: str, *lines: str, flags: tuple[str, ...] = ()) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return run(["chat", "-m", model, *COMMON, "-n", "5", "--ignore-eos", *flags])
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_answers_go_to_stdout_and_all_else_to_stderr(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    assert talk(monkeypatch, model, "hello", "/stats", "", "more") == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith("\n") and "tok/s" not in captured.out
+    assert "from the cache" not in captured.err.split("context 4096")[0]
+    assert "cut by --max-tokens" in captured.err
+    assert "of 4096 tokens used" in captured.err
+
+
+def test_the_second_turn_is_mostly_cached(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    assert talk(monkeypatch, model, "hello there", "more", "/stats") == 0
+    match = re.search(r"prompt +(\d+) tokens \((\d+) from the cache\)", capsys.readouterr().err)
+    assert match is not None
+    prompt, cached = map(int, match.groups())
+    assert 0 < prompt - cached < prompt / 2
+
+
+def test_piped_answers_repeat_with_the_same_seed(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    texts = []
+    for seed in ("3", "3", "4"):
+        flags = ("--temp", "1.5", "--seed", seed, "-n", "20")
+        assert talk(monkeypatch, model, "hello", "more", flags=flags) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_commands_change_the_conversation(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first talk.json", tmp_path / "second.json"
+    lines = [
+        "/system be kind",
+        "hello",
+        f"/save '{first}'",
+        "/reset",
+        "//etc/hosts is a file",
+        f"/save {second}",
+        f"/load '{first}'",
+        "/system",
+        "/help",
+        "/exit",
+        "never asked",
+    ]
+    assert talk(monkeypatch, model, *lines) == 0
+    one, two = (json.loads(path.read_text())["messages"] for path in (first, second))
+    assert [m["role"] for m in one] == ["system", "user", "assistant"]
+    assert two[:2] == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "/etc/hosts is a file"},
+    ]
+    err = capsys.readouterr().err
+    for said in ("saved 3 messages", "loaded 3 messages", "system message: be kind", "/stats", "forgotten"):
+        assert said in err
+
+
+def test_system_flag_and_removal(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path
+) -> None:
+    lines = ["/system", '/system ""', "/system", f"/save {tmp_path / 'talk.json'}", "/stats"]
+    assert talk(monkeypatch, model, *lines, flags=("--system", "be terse")) == 0
+    err = capsys.readouterr().err
+    assert err.count("no system message") == 2 and "system message: be terse" in err
+    assert "no answer yet" in err
+    assert json.loads((tmp_path / "talk.json").read_text())["messages"] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("/nonsense", "no command /nonsense; /help lists them"),
+        ("/save", "/save needs one file name"),
+        ("/load a b", "/load needs one file name"),
+        ("/load 'a", "/load 'a: No closing quotation"),
+        ("/load /no/such/file", "cannot load /no/such/file"),
+        ("word " * 5000, "the context holds 4096"),
+    ],
+)
+def test_an_error_in_piped_input_is_one_line_and_exit_code_1(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured, line: str, problem: str
+) -> None:
+    assert talk(monkeypatch, model, line, "never asked") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert problem in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_full_context_says_so(model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert talk(monkeypatch, model, "hello", flags=("-c", "48", "-n", "-1")) == 0
+    assert "the context is full; /reset begins anew" in capsys.readouterr().err
+
+
+def test_an_empty_answer_says_so(model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    end = chat_vocabulary()["tokenizer.ggml.eos_token_id"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert run(["chat", "-m", model, *COMMON, "--logit-bias", f"{end}+1e6"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "\n"
+    assert "no answer; the message is forgotten" in captured.err
+
+
+def test_a_model_without_a_template_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    bare = str(write_tiny(tmp_path / "bare.gguf", changes={"tokenizer.chat_template": None}))
+    assert talk(monkeypatch, bare, "hello") == 1
+    assert "bare.gguf has no chat template, so it cannot chat" in capsys.readouterr().err
+
+
+class Terminal:
+    """`engine chat` on a pseudo-terminal."""
+
+    def __init__(self, model: str, home: Path, *flags: str) -> None:
+        self.master, slave = pty.openpty()
+        environment = {
+            **os.environ,
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+            "XDG_STATE_HOME": str(home),
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [sys.executable, "-c", MAIN, "chat", "-m", model, *COMMON, "--ignore-eos", *flags]
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # makes it the controlling terminal
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = b""
+        self.at = 0
+
+    def wait_for(self, text: bytes) -> None:
+        """Read until `text` has appeared behind what was waited for before."""
+        self._read_until(lambda: text in self.seen[self.at :], repr(text))
+        self.at = self.seen.index(text, self.at) + len(text)
+
+    def wait_for_bytes(self, count: int) -> None:
+        """Read `count` bytes more than have been waited for."""
+        self._read_until(lambda: len(self.seen) >= self.at + count, f"{count} bytes")
+
+    def _read_until(self, come: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + 120
+        while not come():
+            ready, _, _ = select.select([self.master], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"{what} did not come; after it: {self.seen[self.at :][-2000:]!r}"
+            self.seen += os.read(self.master, 65536)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminal(model: str, tmp_path: Path) -> Iterator[Terminal]:
+    opened = Terminal(model, tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.wait_for(READY)
+    terminal.type(b"hello\r")
+    terminal.wait_for(TAKEN)
+    terminal.wait_for_bytes(20)  # the answer has begun; at 4,000 tokens it is far from its end
+    terminal.type(b"\x03")
+    terminal.wait_for(b"stopped")
+    terminal.wait_for(READY)
+    terminal.type(b"\x03")  # at the prompt
+    terminal.wait_for(b"Ctrl-D or /exit leaves")
+    terminal.wait_for(READY)
+    terminal.type(b"/nonsense\r")
+    terminal.wait_for(b"error: no command /nonsense")
+    terminal.wait_for(READY)
+    terminal.type(f"/save {tmp_path / 'talk.json'}\r".encode())
+    terminal.wait_for(b"saved 2 messages")
+    terminal.wait_for(READY)
+    terminal.type(b"\x04")
+    assert terminal.process.wait(60) == 0
+    history = tmp_path / "quengine" / "chat_history"
+    assert "+hello" in history.read_text()
+    assert history.stat().st_mode & 0o077 == 0
+
+
+def test_the_conversation_goes_on_after_ctrl_c(terminal: Terminal, tmp_path: Path) -> None:
+    """The key reaches every process of the terminal, also the one that renders the template."""
+    terminal.wait_for(READY)
+    terminal.type(b"hello\r")
+    terminal.wait_for(TAKEN)
+    terminal.wait_for_bytes(20)
+    terminal.type(b"\x03")
+    terminal.wait_for(b"stopped")
+    terminal.wait_for(READY)
+    terminal.type(b"again\r")
+    terminal.wait_for(TAKEN)
+    terminal.wait_for_bytes(20)
+    terminal.type(b"\x03")
+    terminal.wait_for(b"stopped")
+    terminal.wait_for(READY)
+    terminal.type(f"/save {tmp_path / 'talk.json'}\r".encode())
+    terminal.wait_for(b"saved 4 messages")
