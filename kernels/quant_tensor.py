@@ -4,6 +4,7 @@ Does not know: where the bytes came from (usually a view on the mapped file), or
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from torch import Tensor, uint8
@@ -32,7 +33,7 @@ class QuantTensor:
                 f"{list(expected)}, not {self.data.dtype} {list(self.data.shape)}"
             )
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return prod(self.shape[:-1])
 

@@ -38,14 +38,14 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float,
     q: fp32 [H, hd]; k, v: fp16 [ctx, Hkv, hd], H a multiple of Hkv. Raises ValueError for other shapes or types.
     """
     out = torch.empty(q.shape)
-    run(decode_attention_launches(q, k, v, length, scale, first, out))
+    run(decode_attention_launches(q.contiguous(), k, v, length, scale, first, out))
     return out
 
 
 def decode_attention_launches(
     q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, first: int, out: Tensor
 ) -> list[Launch]:
-    """The kernels of `decode_attention`, for a list that does more than one thing. out: fp32 [H, hd], contiguous."""
+    """The kernels of `decode_attention`, for a list that does more than one thing. q and out are contiguous."""
     heads, width = q.shape
     ctx, kv_heads, _ = k.shape
     if (

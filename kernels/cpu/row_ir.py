@@ -113,10 +113,10 @@ class _RowDot:
         weight = e.b.mul(i, e.i64(self.fmt.block))
         factors = []
         for b, record in enumerate(self.records):
-            t = self._per_group(record, 16, weight, self.slices)
+            t = self._per_group(record, 16, i)
             factors.append(e.b.fmul(content.scales, t))
             if content.mins is not None:
-                state[3 * b + 2] = self._mins(content.mins, record, weight, state[3 * b + 2])
+                state[3 * b + 2] = self._mins(content.mins, record, i, state[3 * b + 2])
         for j in range(self.slices):
             low, high = content.ints(j)
             for b, record in enumerate(self.records):
@@ -127,23 +127,18 @@ class _RowDot:
                 state[slot] = e.fma(e.to_float(dots), e.splat_lane(factors[b], j, 8), state[slot])
         return state
 
-    def _per_group(self, record: ir.Value, eighths: int, weight: ir.Value, lanes: int) -> ir.Value:
-        """fp32 lanes of a per-32 field of the record that starts at byte K * eighths / 8, from `weight` on."""
-        e = self.e
+    def _per_group(self, record: ir.Value, eighths: int, block: ir.Value, per_slice: int = 1) -> ir.Value:
+        """The block's fp32 lanes of the field of the record that starts at byte K * eighths / 8."""
+        e, lanes = self.e, per_slice * self.slices
         start = e.b.lshr(e.b.mul(self.cols, e.i64(eighths)), e.i64(3))
-        return e.load(vec(F32, lanes), e.b.add(e.b.add(record, start), e.b.lshr(weight, e.i64(3))))
+        return e.load(vec(F32, lanes), e.b.add(e.b.add(record, start), e.b.mul(block, e.i64(4 * lanes))))
 
-    def _mins(
-        self, mins: tuple[ir.Value, ...], record: ir.Value, weight: ir.Value, acc: ir.Value
-    ) -> ir.Value:
+    def _mins(self, mins: tuple[ir.Value, ...], record: ir.Value, block: ir.Value, acc: ir.Value) -> ir.Value:
         """acc plus the block's minimums times t * sum(a)."""
-        e = self.e
         if len(mins) == 1:
-            return e.fma(mins[0], self._per_group(record, 17, weight, self.slices), acc)
-        start = e.b.add(e.b.mul(self.cols, e.i64(9)), weight)  # four times the offset
-        pairs = e.load(vec(F32, 16), e.b.add(record, e.b.lshr(start, e.i64(2))))
-        for part, sums in zip(mins, e.evens_odds(pairs), strict=True):
-            acc = e.fma(part, sums, acc)
+            return self.e.fma(mins[0], self._per_group(record, 17, block), acc)
+        for part, sums in zip(mins, self.e.evens_odds(self._per_group(record, 18, block, 2)), strict=True):
+            acc = self.e.fma(part, sums, acc)
         return acc
 
 

@@ -12,13 +12,13 @@ Does not know: what the kernels compute.
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock, Semaphore, Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from quengine.errors import EngineError
@@ -26,18 +26,20 @@ from quengine.kernels.cpu.atomics import atomic_load, atomic_store, call_kernel,
 from quengine.kernels.cpu.compiled import compiled_function
 
 _Result = TypeVar("_Result")
-_WATCH = 200_000  # turns of the watching loop before a thread sleeps: some tenths of a millisecond
-_YIELD_AFTER = 20_000  # turns of the waiting loop before the CPU is offered to others
+_YIELD_AFTER = (
+    2_000  # turns of a waiting loop, microseconds, before each further turn offers the CPU to others
+)
+_WATCH = 4_000  # turns of the watching loop before a thread sleeps: about a millisecond, most of it offered
 
 # The team's state, int64, each on its own cache line: which list is open (0: none), its table, its length, its
 # counters; how many threads are at work on it; whether the team is dismissed.
 _OPEN, _TABLE, _LENGTH, _COUNTERS, _INSIDE, _DISMISSED = (64 * i for i in range(6))
-# A launch in the table: 4 int64; its counters: tasks taken and tasks done, a cache line each.
+# A launch in the table: kernel, where its parameters lie in the table (bytes), tasks, after_previous. Its counters:
+# tasks taken and tasks done, a cache line each.
 _LAUNCH_BYTES, _COUNTER_BYTES = 32, 128
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One kernel over `tasks` tasks.
 
     parameters      its int64 context
@@ -57,7 +59,7 @@ class _Team:
     """Threads beside the calling one, and a pool for tasks that call torch."""
 
     threads: int
-    state: np.ndarray[Any, np.dtype[np.int64]] = field(default_factory=lambda: np.zeros(64, np.int64))
+    state: array[int] = field(default_factory=lambda: array("q", bytes(512)))
     lists: int = 0
     lock: Lock = field(default_factory=Lock)
     bell: Semaphore = field(default_factory=lambda: Semaphore(0))
@@ -65,14 +67,15 @@ class _Team:
     asleep_lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
+        self.address = self.state.buffer_info()[0]
         self.pool = ThreadPoolExecutor(self.threads, "quengine-torch", torch.set_num_threads, (1,))
         for i in range(self.threads - 1):
             Thread(target=self._follow, name=f"quengine-{i + 1}", daemon=True).start()
 
     def _follow(self) -> None:
-        state, seen = self.state.ctypes.data, 0
+        seen = 0
         while not self.state[_DISMISSED // 8]:
-            seen = _watch(state, seen)
+            seen = _watch(self.address, seen)
             with self.asleep_lock:
                 self.asleep += 1
             self.bell.acquire()
@@ -128,20 +131,18 @@ def _the_team() -> _Team:
 def run(launches: Sequence[Launch]) -> None:
     """Run kernels in order and return when all have finished. The interpreter is free meanwhile."""
     team = _the_team()
-    contexts = [np.array(launch.parameters, np.int64) for launch in launches]
-    table = np.array(
-        [
-            (launch.kernel, context.ctypes.data, launch.tasks, launch.after_previous)
-            for launch, context in zip(launches, contexts, strict=True)
-        ],
-        np.int64,
-    )
-    counters = np.zeros(len(launches) * (_COUNTER_BYTES // 8), np.int64)
+    table, parameters = array("q"), array("q")
+    for launch in launches:
+        offset = _LAUNCH_BYTES * len(launches) + 8 * len(parameters)
+        table.extend((launch.kernel, offset, launch.tasks, launch.after_previous))
+        parameters.extend(launch.parameters)
+    table.extend(parameters)
+    counters = array("q", bytes(_COUNTER_BYTES * len(launches)))
     with team.lock:
         team.lists += 1
         if team.asleep:
             team.wake()
-        _lead(team.state.ctypes.data, team.lists, table.ctypes.data, len(launches), counters.ctypes.data)
+        _lead(team.address, team.lists, table.buffer_info()[0], len(launches), counters.buffer_info()[0])
 
 
 def map_tasks(task: Callable[[int], _Result], count: int) -> list[_Result]:
@@ -173,6 +174,8 @@ def _watch(state: int, seen: int) -> int:
     turns = 0
     while turns < _WATCH and atomic_load(state + _DISMISSED) == 0:
         turns += 1
+        if turns > _YIELD_AFTER:
+            yield_cpu()
         number = atomic_load(state + _OPEN)
         if number > seen:
             # The leader closes the list and then waits for those inside: whoever enters looks again.
@@ -192,7 +195,7 @@ def _work(table: int, length: int, counters: int) -> None:
     finished = 0
     for i in range(length):
         launch, counter = table + i * _LAUNCH_BYTES, counters + i * _COUNTER_BYTES
-        kernel, context = atomic_load(launch), atomic_load(launch + 8)
+        kernel, context = atomic_load(launch), table + atomic_load(launch + 8)
         tasks, after_previous = atomic_load(launch + 16), atomic_load(launch + 24)
         if after_previous:
             while finished < i:
@@ -219,8 +222,8 @@ def _await(done: int, tasks: int) -> None:
 
 def run_here(launch: Launch) -> None:
     """Run all tasks of one kernel on the calling thread: inside a task of `map_tasks`."""
-    context = np.array(launch.parameters, np.int64)
-    _run_tasks(launch.kernel, context.ctypes.data, launch.tasks)
+    context = array("q", launch.parameters)
+    _run_tasks(launch.kernel, context.buffer_info()[0], launch.tasks)
 
 
 @compiled_function
