@@ -1,11 +1,15 @@
 """One model written both ways, as a checkpoint folder and as GGUF, gives one set of logits, to the last bit."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
+from quengine import LLM, SamplingParams
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import Checkpoint
@@ -106,3 +110,35 @@ def test_the_order_of_query_rows_matters(tmp_path: Path, architecture: str) -> N
     else:
         hf.tensors.heads[name] = 4
     assert (logits_of(hf) - logits_of(gguf)).abs().max() > 1e-3
+
+
+def write_tokenizer(folder: Path) -> None:
+    """tokenizer.json and tokenizer_config.json of the vocabulary that the GGUF file has in its metadata."""
+    vocabulary = chat_vocabulary()
+    texts = vocabulary["tokenizer.ggml.tokens"]
+    special = [t for t, kind in zip(texts, vocabulary["tokenizer.ggml.token_type"], strict=True) if kind == 3]
+    ids = {text: i for i, text in enumerate(texts) if text not in special}
+    merges = [tuple(merge.split(" ")) for merge in vocabulary["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(BPE(ids, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": texts[-1], "chat_template": vocabulary["tokenizer.chat_template"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_the_whole_engine_answers_the_same_from_a_folder(tmp_path: Path, backend: str) -> None:
+    sizes = ModelSizes(embedding=64, feed_forward=128)
+    gguf, hf = written_both_ways(tmp_path, sizes, "F16", tied=False)
+    write_tokenizer(hf.path)
+    params = SamplingParams(max_tokens=16, ignore_eos=True, seed=3)
+    messages = [{"role": "user", "content": "the cat <|im_end|> sat"}]
+    answers = []
+    for path in (gguf.path, hf.path):
+        with LLM(path, device="cpu", threads=1, backend=backend) as llm:
+            prompt = llm.encode_chat(messages)
+            answers.append((prompt, llm.chat(messages, params).tokens, llm.tokenizer.eos_ids))
+    assert answers[0] == answers[1]
+    assert len(answers[0][1]) == 16
