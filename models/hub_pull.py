@@ -29,8 +29,12 @@ class DigestError(EngineError):
     """What was downloaded is not what the hub lists; it was deleted."""
 
 
+class HubRefusedError(EngineError):
+    """The hub has no such repository, or does not show it to this user."""
+
+
 class HubError(CannotRunError):
-    """The hub cannot be reached, or refuses."""
+    """The hub cannot be reached, or fails."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ def pull_model(name: str, offline: bool = False, say: Callable[[str], None] = la
     Raises:
         ModelNameError: the name means no file, or several.
         ModelNotHereError: it is not here and must not be fetched.
-        HubError: the hub cannot be reached or refuses. Whatever arrived is kept for the next pull.
+        HubRefusedError: there is no such repository, or it asks for consent or a login.
+        HubError: the hub cannot be reached or fails. Whatever arrived is kept for the next pull.
         DigestError: the bytes are not those the hub lists.
         CannotRunError: too little disk space.
     """
@@ -245,11 +250,11 @@ def _hub_errors(what: str, file: _HubFile | None = None) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:
-        raise HubError(
+        raise HubRefusedError(
             f"{what}: a gated repository: accept its terms on its page, then run: hf auth login"
         ) from error
     except RepositoryNotFoundError as error:
-        raise HubError(
+        raise HubRefusedError(
             f"{what}: no such repository on {constants.ENDPOINT}, or a private one: run hf auth login"
         ) from error
     except HFValidationError as error:

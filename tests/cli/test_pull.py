@@ -288,9 +288,9 @@ def test_a_name_that_fits_several_files_lists_them(engine):
 
 
 def test_unknown_and_gated_repositories_are_told_apart(engine, hub):
-    assert "no such repository" in only_error_line(engine("pull", "hf:no/where:Q4_0"), 2)
+    assert "no such repository" in only_error_line(engine("pull", "hf:no/where:Q4_0"), 1)
     hub.gated.add(REPO)
-    assert "gated" in only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M"), 2)
+    assert "gated" in only_error_line(engine("pull", f"hf:{REPO}:Q4_K_M"), 1)
 
 
 def test_a_hub_that_does_not_answer_is_one_line(engine, monkeypatch):

@@ -1,8 +1,10 @@
 """The catalogue's data file says what it must, and near misses find the right names."""
 
 import pytest
+
 from quengine.models.catalogue import catalogue, closest_aliases
-from quengine.models.hub import hub_name, quant_of
+from quengine.models.hub import hub_name
+from quengine.models.hub_name import quant_of
 
 ENTRIES = list(catalogue().values())
 
