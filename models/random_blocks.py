@@ -46,7 +46,8 @@ def _random_floats(
 
 def _random_blocks(fmt: BlockFormat, count: int, std: float, rng: np.random.Generator) -> Bytes:
     """`count` blocks, uint8 [count, nbytes]. Any bits are valid codes, so those are plain noise."""
-    blocks = np.frombuffer(bytearray(rng.bytes(count * fmt.nbytes)), np.uint8).reshape(count, fmt.nbytes)
+    words = rng.integers(0, 1 << 64, -(-count * fmt.nbytes // 8), np.uint64)
+    blocks = words.view(np.uint8)[: count * fmt.nbytes].reshape(count, fmt.nbytes)
     grid = _code_values(fmt)
     if fmt.name == "MXFP4":
         # The scale is 2^(e - 127) over a table of doubled values; e is rounded, and varies by one.
