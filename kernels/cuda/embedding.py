@@ -1,0 +1,145 @@
+"""Embedding rows of a packed matrix on CUDA: the rows of given tokens, dequantized, in one launch.
+
+Reads the planes that the matmul reads, so a model whose embedding is also its output matrix keeps one copy. Of a
+tile of 16 rows only the four lanes that hold the wanted row are run. Knows planes and ids; not what follows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.cuda.fragments import load_chunk, set_scales, step_codes, super_scales
+from quengine.kernels.cuda.matvec import uses_assembly
+from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
+
+_MAX_CHUNKS = 32
+"""Chunks a program: 128 lanes of work."""
+
+
+@triton.jit
+def _byte(word, at: tl.constexpr, SIGNED: tl.constexpr):
+    """Byte `at` of an int32 as fp32."""
+    value = (word << (24 - 8 * at)) >> 24 if SIGNED else (word >> (8 * at)) & 255
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _embedding_kernel(
+    id_ptr,
+    low_ptr,
+    high_ptr,
+    scale_ptr,
+    super_ptr,
+    out_ptr,
+    rows,
+    chunks,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(id_ptr + token).to(tl.int64)
+    known = (row >= 0) & (row < rows)  # an id outside the vocabulary gives a row of NaN, never a wrong read
+    row = tl.where(known, row, 0)
+    tile = row // 16
+    far = (row % 16) >= 8
+    # Lane 4r + q of a tile's chunk holds rows r and r + 8, columns of groups q, 4 + q, ... (see layout.py).
+    i = tl.arange(0, 4 * CHUNKS)
+    quad = i % 4
+    lane = (row % 8).to(tl.int32) * 4 + quad
+    chunk = tl.program_id(1) * CHUNKS + i // 4
+    valid = chunk < chunks
+    words = load_chunk(low_ptr, high_ptr, scale_ptr, super_ptr, tile * chunks + chunk, lane, valid, FMT, True)
+    d0, dmin0, d1, dmin1 = super_scales(words, FMT)
+    SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
+    UNSHIFT: tl.constexpr = 1.0 / (1 << (8 - FMT.bits)) if FMT.offset > 0 else 1.0
+    STEPS: tl.constexpr = FMT.steps
+    PER_SET: tl.constexpr = FMT.steps_per_set
+    for step in tl.static_range(STEPS):
+        codes = step_codes(words, step, FMT, ASM)
+        s0, m0, s1, m1 = set_scales(words, step // PER_SET, FMT)
+        scale = tl.where(far, d1 * s1, d0 * s0) * UNSHIFT
+        near_minimum = dmin0 * m0 if FMT.super_bytes > 0 else m0
+        far_minimum = dmin1 * m1 if FMT.super_bytes > 0 else m1
+        minimum = tl.where(far, far_minimum, near_minimum)
+        group = (step // PER_SET) * 4 + quad
+        column = chunk * FMT.chunk + group * FMT.group + (step % PER_SET) * 8
+        for half in tl.static_range(2):
+            word = tl.where(far, codes[2 * half + 1], codes[2 * half])
+            for b in tl.static_range(4):
+                value = _byte(word, b, SIGNED) * scale
+                if FMT.has_min:
+                    value -= minimum
+                value = tl.where(known, value, float("nan"))
+                at = column + 4 * half + b
+                tl.store(out_ptr + token * K + at, value, mask=valid & (at < K))
+
+
+@triton.jit
+def _float_rows_kernel(
+    id_ptr, weight_ptr, out_ptr, rows, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(id_ptr + token).to(tl.int64)
+    known = (row >= 0) & (row < rows)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < K
+    value = tl.load(weight_ptr + row * K + column, mask=inside & known, other=float("nan"))
+    tl.store(out_ptr + token * K + column, value.to(tl.float32), mask=inside)
+
+
+def embedding(
+    weight: PackedWeight, ids: torch.Tensor, out: torch.Tensor | None = None, pdl: bool = False
+) -> torch.Tensor:
+    """Rows `ids` of a matrix of one part: fp32 [T, K], as `quengine.kernels.block_formats.dequantize` gives them.
+
+    ids: int32 or int64 [T] on the device; an id outside the matrix gives a row of NaN. `out` [T, K] avoids the
+    allocation. Raises ValueError for a merged matrix.
+    """
+    if len(weight.parts) != 1 or weight.paired:
+        raise ValueError(f"embedding takes a matrix of one part, not {len(weight.parts)}")
+    part = weight.parts[0]
+    result = torch.empty(len(ids), part.cols, dtype=torch.float32, device=ids.device) if out is None else out
+    assert result.shape == (len(ids), part.cols) and result.is_contiguous() and ids.is_contiguous()
+    if isinstance(part, FloatPart):
+        _launch_float(part, ids, result, pdl)
+    else:
+        _launch_packed(part, ids, result, pdl)
+    return result
+
+
+def _launch_float(part: FloatPart, ids: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+    assert part.weight.is_contiguous()
+    block = min(1024, triton.next_power_of_2(part.cols))
+    _float_rows_kernel[(len(ids), triton.cdiv(part.cols, block))](
+        ids, part.weight, out, part.rows, K=part.cols, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+
+
+def _launch_packed(part: PackedPart, ids: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+    chunks = min(_MAX_CHUNKS, max(8, triton.next_power_of_2(part.chunks)))
+    _embedding_kernel[(len(ids), triton.cdiv(part.chunks, chunks))](
+        ids,
+        part.low,
+        part.high,
+        part.scales,
+        part.supers,
+        out,
+        part.rows,
+        part.chunks,
+        K=part.cols,
+        FMT=part.layout,
+        CHUNKS=chunks,
+        ASM=uses_assembly(),
+        PDL=pdl,
+        num_warps=max(1, chunks * 4 // 32),
+        launch_pdl=pdl,
+    )
