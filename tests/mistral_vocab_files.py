@@ -84,7 +84,9 @@ def _tekken(path: Path) -> dict[str, object]:
     config = data["config"]
     control = config["default_num_special_tokens"]
     alphabet = byte_level_alphabet()
-    raw = [base64.b64decode(t["token_bytes"]) for t in data["vocab"][: config["default_vocab_size"] - control]]
+    raw = [
+        base64.b64decode(t["token_bytes"]) for t in data["vocab"][: config["default_vocab_size"] - control]
+    ]
     named = {t["rank"]: t["token_str"] for t in Tekkenizer.DEPRECATED_SPECIAL_TOKENS}
     specials = [str(named.get(i, f"<SPECIAL_{i}>")) for i in range(control)]
     spelled = ["".join(alphabet[b] for b in token) for token in raw]

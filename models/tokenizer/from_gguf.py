@@ -24,6 +24,9 @@ _ROLES = {
     "eom": "eom_token_id",
     "unk": "unknown_token_id",
     "pad": "padding_token_id",
+    "fim_pad": "fim_pad_token_id",
+    "fim_rep": "fim_rep_token_id",
+    "fim_sep": "fim_sep_token_id",
 }
 # SentencePiece's own places for them, in files that do not say.
 _SCORED_ROLES = {"unk": 0, "bos": 1, "eos": 2}

@@ -27,7 +27,7 @@ class PreTokenizer:
 
 
 # Code points that Unicode 16.0 assigned (UCD DerivedAge.txt); before, they had no category.
-_NEW_IN_UNICODE_16 = """
+NEW_IN_UNICODE_16 = """
     897 1B4E-1B4F 1B7F 1C89-1C8A 2427-2429 31E4-31E5 A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D65 10D69-10D85
     10D8E-10D8F 10EC2-10EC4 10EFC 11380-11389 1138B 1138E 11390-113B5 113B7-113C0 113C2 113C5 113C7-113CA
     113CC-113D5 113D7-113D8 113E1-113E2 116D0-116E3 11BC0-11BE1 11BF0-11BF9 11F5A 13460-143FA 16100-16139
@@ -42,7 +42,7 @@ def _ranges(spans: str) -> str:
 
 def _unicode_15(pattern: str) -> str:
     r"""`pattern` with every \p{X} cut to the characters that had that category in Unicode 15.1."""
-    later = _ranges(_NEW_IN_UNICODE_16)
+    later = _ranges(NEW_IN_UNICODE_16)
     return re.sub(r"\\p\{\w+\}", lambda category: f"[{category[0]}&&[^{later}]]", pattern)
 
 

@@ -51,6 +51,16 @@ class Tokenizer:
 
         return tokenizer_from_gguf(open_gguf(source) if isinstance(source, str | Path) else source)
 
+    @classmethod
+    def from_hf(cls, folder: str | Path) -> "Tokenizer":
+        """From tokenizer.json (and tokenizer_config.json) of a Hugging Face checkpoint folder.
+
+        Raises EngineError for a file that is missing or cannot be read, TokenizerError for one that does not work.
+        """
+        from quengine.models.tokenizer.from_hf import tokenizer_from_hf
+
+        return tokenizer_from_hf(Path(folder))
+
     @property
     def vocab_size(self) -> int:
         return len(self._vocabulary)

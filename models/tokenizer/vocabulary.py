@@ -4,7 +4,7 @@ Knows what the token types of GGUF (`tokenizer.ggml.token_type`, after sentencep
 which well-known texts end a generation. Does not know how text is cut into tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
@@ -36,16 +36,18 @@ _MARKS = """
 # Texts that end a turn or a document in the models of the field, whatever `eos_token_id` says; the list is
 # llama.cpp's (src/llama-vocab.cpp, "special_eog_ids"), which GGUF files are made for.
 END_OF_GENERATION = frozenset(_ENDS.split())
-# Padding and file separators of fill-in-the-middle models: a completion that reaches one is over.
-# One of each line, the first that the vocabulary has.
-_FIM_ENDS = (
-    ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    ("<|file_sep|>",),
-)
+# Padding and file separators of fill-in-the-middle models, by role: a completion that reaches one is over.
+# Where the file does not name the role's token, it is the first of these that the vocabulary has.
+_FIM_ENDS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
 # Other texts that are control tokens even where a file calls them normal.
 _FIM_MARKS = frozenset(_MARKS.split())
-_NAMED_ENDS = ("eos", "eot", "eom")
+_NAMED_ENDS = ("eos", "eot", "eom", *_FIM_ENDS)
+# In vocabularies with one of these sets, <|end|> ends a message and the turn goes on.
+_MESSAGE_ENDS = ({"<|return|>", "<|call|>", "<|end|>"}, {"<|call|>", "<|flush|>", "<|end|>"})
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ class Vocabulary:
     """`texts[id]` and `types[id]` of every token, and the ids with a role.
 
     `named_ids` holds the roles that the file assigns: bos, eos, eot, eom, unk, pad and so on. `add_bos` is
-    whether a prompt begins with `bos`; `to_bytes` turns a normal token's text into the bytes it stands for.
+    whether a prompt begins with `bos`; `to_bytes` turns a normal token's text into the bytes it stands for;
+    `eos_ids` end a generation.
     """
 
     texts: Sequence[str]
@@ -112,25 +115,30 @@ def byte_value(text: str) -> int:
         raise TokenizerError(f"{text!r} is marked as a byte token but is not of the form <0x0A>") from None
 
 
+def control_texts(vocabulary: Container[str], named_roles: Container[str]) -> set[str]:
+    """The texts of `vocabulary` that are control tokens by what they say, whatever type a file gives them.
+
+    `named_roles` are those whose token the file names itself.
+    """
+    found = {text for text in END_OF_GENERATION | _FIM_MARKS if text in vocabulary}
+    for role, texts in _FIM_ENDS.items():
+        if role not in named_roles:
+            found |= set([text for text in texts if text in vocabulary][:1])
+    return found
+
+
 def with_roles_by_text(vocabulary: Vocabulary) -> Vocabulary:
-    """The same vocabulary with `eos_ids` found, and end and fill-in-the-middle marks made control tokens.
+    """The same vocabulary with all `eos_ids`, and with end and fill-in-the-middle marks made control tokens.
 
     Files often miss a type or a role: `<|im_end|>` may be marked normal, `eot_token_id` be absent.
     """
     ids = vocabulary.ids
-    ends = {ids[text] for text in END_OF_GENERATION if text in ids}
-    ends |= {
-        next(ids[text] for text in line if text in ids) for line in _FIM_ENDS if any(t in ids for t in line)
-    }
+    texts = control_texts(ids, vocabulary.named_ids)
+    ends = vocabulary.eos_ids | {ids[text] for text in texts - _FIM_MARKS}
     ends |= {vocabulary.named_ids[role] for role in _NAMED_ENDS if role in vocabulary.named_ids}
-    marks = ends | {ids[text] for text in _FIM_MARKS if text in ids}
-    if {"<|return|>", "<|call|>", "<|end|>"} <= ids.keys() or {
-        "<|call|>",
-        "<|flush|>",
-        "<|end|>",
-    } <= ids.keys():
-        ends.discard(ids["<|end|>"])  # there it ends a message, and the turn goes on
+    if any(group <= ids.keys() for group in _MESSAGE_ENDS):
+        ends -= {ids["<|end|>"]}
     types = list(vocabulary.types)
-    for token_id in marks:
-        types[token_id] = TokenType.CONTROL
+    for text in texts:
+        types[ids[text]] = TokenType.CONTROL
     return replace(vocabulary, types=types, eos_ids=frozenset(ends))
