@@ -1,8 +1,7 @@
-"""Each block format as vector code: from the bytes of a block to slices of 32 integers and their scales.
+"""Each block format as vector code: from the bytes of blocks to slices of 32 integers and their scales.
 
 One description per format serves the dot product and the dequantization. It follows the byte layouts of
-`kernels/block_formats.py`. Where groups have 16 weights, their integer sub-scale is multiplied into the integers
-(at most 13 bits), so that every slice of 32 has one fp32 scale.
+`kernels/block_formats.py`.
 
 Does not know: activations, rows, threads.
 """
@@ -11,36 +10,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from llvmlite import ir
 
-from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.block_formats import BlockFormat
 from quengine.kernels.cpu.vector_ir import F32, I1, I8, I16, I32, I64, Emitter, vec
 
 
 @dataclass(frozen=True)
 class Slices:
-    """The contents of a block while code is being written for it.
+    """The contents of a run of blocks while code is being written for it.
 
-    ints(i)   weights 32i .. 32i+15 and 32i+16 .. 32i+31 of the block as two int16 vectors of 16
-    scales    fp32 lanes, lane i the scale of slice i: w = scale * int - min
-    mins      None, or fp32 lanes of the minimums to subtract; two vectors (of weights 0..15 and 16..31 of each
-              slice) where groups have 16 weights
+    ints(i)   the weights 32i .. 32i+31 of the run as two int16 vectors of 16: the first and the last 16 of them, or
+              where `paired` those at even and at odd places (what widening bytes in place gives)
+    scales    fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, of slices
+              0..3 and 4..7, two lanes a slice
+    mins      the minimums to subtract, in the same form, or None
     """
 
     ints: Callable[[int], tuple[ir.Value, ir.Value]]
-    scales: ir.Value
+    scales: tuple[ir.Value, ...]
     mins: tuple[ir.Value, ...] | None = None
+    paired: bool = False
 
 
-def emit_block(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
-    """Emit the loads of the scales at address `block`; the integers are emitted as they are asked for."""
-    return _EMIT[fmt.name](e, fmt, block)
+def emit_blocks(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> Slices:
+    """Emit the loads of the scales of `count` adjacent blocks; the integers are emitted as they are asked for.
+
+    count is 1 for formats with blocks of 256, whose 8 slices fill the lanes already.
+    """
+    if fmt.block == 256:
+        return _EMIT_256[fmt.name](e, fmt, address)
+    ints, scales_and_mins = _EMIT_32[fmt.name]
+    scales, mins = scales_and_mins(e, fmt, address, count)
+    return Slices(lambda i: ints(e, fmt, e.at(address, i * fmt.nbytes)), (scales,), mins)
 
 
 def _signed_halves(e: Emitter, v: ir.Value) -> tuple[ir.Value, ir.Value]:
     low, high = e.halves(v)
     return e.widen(low, I16, True), e.widen(high, I16, True)
+
+
+def _pairs(e: Emitter, v: ir.Value, signed: bool) -> tuple[ir.Value, ir.Value]:
+    """int8 lanes at even and at odd places, as int16."""
+    wide, eight = e.b.bitcast(v, vec(I16, v.type.count // 2)), e.const(vec(I16, v.type.count // 2), 8)
+    if signed:
+        return e.b.ashr(e.b.shl(wide, eight), eight), e.b.ashr(wide, eight)
+    return e.and_(wide, 0xFF), e.b.lshr(wide, eight)
 
 
 def _offset(e: Emitter, codes: ir.Value, offset: int) -> ir.Value:
@@ -66,55 +83,55 @@ def _nibbles_16(e: Emitter, fmt: BlockFormat, address: ir.Value, offset: int) ->
     return _offset(e, e.and_(codes, 15), fmt.offset), _offset(e, e.shift_left(codes, -4), fmt.offset)
 
 
-def _d_and_min(e: Emitter, fmt: BlockFormat, block: ir.Value) -> tuple[ir.Value, tuple[ir.Value, ...] | None]:
-    """One-slice formats: the scale in lane 0 and, where there is one, the minimum to subtract."""
-    if not fmt.has_min:
-        return e.load_halves(1, block), None
-    both = e.load_halves(2, block)
-    return e.pick(both, [0]), (e.b.fneg(e.pick(both, [1])),)
+def _gather(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int, lane: ir.IntType) -> ir.Value:
+    """The first bytes of `count` adjacent blocks, one lane a block."""
+    lanes: ir.Value = ir.Constant(vec(lane, count), ir.Undefined)
+    for i in range(count):
+        lanes = e.b.insert_element(lanes, e.load(lane, address, i * fmt.nbytes), ir.Constant(I32, i))
+    return lanes
 
 
-def _emit_q4(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
-    scale, mins = _d_and_min(e, fmt, block)
-    return Slices(lambda _: _nibbles_16(e, fmt, block, fmt.layout["codes"][0]), scale, mins)
+def _d(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> tuple[ir.Value, None]:
+    return e.half_to_float(_gather(e, fmt, address, count, I16)), None
 
 
-def _emit_mxfp4(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
-    # 2^(e-128); e = 0 and 1 are the fp32 denormals 2^-128 and 2^-127.
-    exponent = e.b.zext(e.load(I8, block), I32)
-    normal = e.b.shl(e.b.sub(exponent, e.const(I32, 1)), e.const(I32, 23))
-    tiny = e.b.select(
-        e.b.icmp_unsigned("==", exponent, e.const(I32, 0)), e.const(I32, 0x00200000), e.const(I32, 0x00400000)
-    )
-    bits = e.b.select(e.b.icmp_unsigned("<", exponent, e.const(I32, 2)), tiny, normal)
-    return Slices(lambda _: _nibbles_16(e, fmt, block, 1), e.splat(e.b.bitcast(bits, F32), 1))
+def _d_min(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> tuple[ir.Value, tuple[ir.Value]]:
+    both = _gather(e, fmt, address, count, I32)
+    d, added = (e.half_to_float(e.b.trunc(part, vec(I16, count))) for part in (both, e.shift_left(both, -16)))
+    return d, (e.b.fneg(added),)
 
 
-def _emit_q5(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
-    scale, mins = _d_and_min(e, fmt, block)
-
-    def ints(_: int) -> tuple[ir.Value, ir.Value]:
-        raw = e.load(vec(I8, 16), block, fmt.layout["codes"][0])
-        low = e.join(e.and_(raw, 15), e.shift_left(raw, -4))
-        # Bit j of the 32 is the fifth bit of weight j.
-        mask = e.b.bitcast(e.load(I32, block, fmt.layout["high"][0]), vec(I1, 32))
-        high = e.b.select(mask, e.const(low.type, 16), e.const(low.type, 0))
-        return _signed_halves(e, _offset(e, e.b.or_(low, high), fmt.offset))
-
-    return Slices(ints, scale, mins)
+def _e8m0(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> tuple[ir.Value, None]:
+    # 2^(x-128); x = 0 and 1 are the fp32 denormals 2^-128 and 2^-127.
+    x, b = e.widen(_gather(e, fmt, address, count, I8), I32, False), e.b
+    normal = e.shift_left(b.sub(x, e.const(x.type, 1)), 23)
+    tiny = b.shl(e.const(x.type, 0x00200000), e.and_(x, 1))
+    return b.bitcast(
+        b.select(b.icmp_unsigned("<", x, e.const(x.type, 2)), tiny, normal), vec(F32, count)
+    ), None
 
 
-def _emit_q8_0(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
-    def ints(_: int) -> tuple[ir.Value, ir.Value]:
-        at = fmt.layout["codes"][0]
-        low, high = e.load(vec(I8, 16), block, at), e.load(vec(I8, 16), block, at + 16)
-        return e.widen(low, I16, True), e.widen(high, I16, True)
-
-    return Slices(ints, e.load_halves(1, block))
+def _q4(e: Emitter, fmt: BlockFormat, block: ir.Value) -> tuple[ir.Value, ir.Value]:
+    return _nibbles_16(e, fmt, block, fmt.layout["codes"][0])
 
 
-def _splat_half(e: Emitter, fmt: BlockFormat, block: ir.Value, field: str, lanes: int = 8) -> ir.Value:
-    return e.splat_lane(e.load_halves(1, block, fmt.layout[field][0]), 0, lanes)
+def _q5(e: Emitter, fmt: BlockFormat, block: ir.Value) -> tuple[ir.Value, ir.Value]:
+    raw = e.load(vec(I8, 16), block, fmt.layout["codes"][0])
+    low = e.join(e.and_(raw, 15), e.shift_left(raw, -4))
+    # Bit j of the 32 is the fifth bit of weight j.
+    mask = e.b.bitcast(e.load(I32, block, fmt.layout["high"][0]), vec(I1, 32))
+    high = e.b.select(mask, e.const(low.type, 16), e.const(low.type, 0))
+    return _signed_halves(e, _offset(e, e.b.or_(low, high), fmt.offset))
+
+
+def _q8(e: Emitter, fmt: BlockFormat, block: ir.Value) -> tuple[ir.Value, ir.Value]:
+    at = fmt.layout["codes"][0]
+    low, high = e.load(vec(I8, 16), block, at), e.load(vec(I8, 16), block, at + 16)
+    return e.widen(low, I16, True), e.widen(high, I16, True)
+
+
+def _splat_half(e: Emitter, fmt: BlockFormat, block: ir.Value, field: str) -> ir.Value:
+    return e.splat_lane(e.load_halves(1, block, fmt.layout[field][0]), 0, 8)
 
 
 def _to_scales(e: Emitter, sub: ir.Value, signed: bool, super_scale: ir.Value) -> ir.Value:
@@ -122,12 +139,10 @@ def _to_scales(e: Emitter, sub: ir.Value, signed: bool, super_scale: ir.Value) -
     return e.b.fmul(e.to_float(e.widen(sub, I32, signed)), super_scale)
 
 
-def _times_sub_scales(
-    e: Emitter, sub: ir.Value, i: int, ints: tuple[ir.Value, ir.Value]
-) -> tuple[ir.Value, ir.Value]:
-    """The two groups of 16 of slice i times their int16 sub-scales (lanes 2i, 2i+1 of `sub`)."""
-    low, high = (e.splat_lane(sub, 2 * i + k, 16) for k in (0, 1))
-    return e.b.mul(ints[0], low), e.b.mul(ints[1], high)
+def _scales_16(e: Emitter, sub: ir.Value, signed: bool, super_scale: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """16 int8 lanes times the super-scale: two vectors of fp32."""
+    low, high = e.halves(sub)
+    return _to_scales(e, low, signed, super_scale), _to_scales(e, high, signed, super_scale)
 
 
 def _six_bit_pairs(e: Emitter, block: ir.Value, at: int) -> tuple[ir.Value, ir.Value]:
@@ -160,7 +175,7 @@ def _emit_q4_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
             return e.shift_left(low, -4), e.shift_left(high, -4)
         return e.and_(low, 15), e.and_(high, 15)
 
-    return Slices(ints, scales, (mins,))
+    return Slices(ints, (scales,), (mins,))
 
 
 def _emit_q5_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
@@ -173,13 +188,13 @@ def _emit_q5_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
         raw = e.load(vec(I8, 32), block, fmt.layout["codes"][0] + 32 * (i // 2))
         low = e.shift_left(raw, -4) if i % 2 else e.and_(raw, 15)
         # Bit i of byte j is the fifth bit of weight j of slice i.
-        return _signed_halves(e, e.b.or_(low, e.and_(e.shift_left(high, 4 - i), 16)))
+        return _pairs(e, e.b.or_(low, e.and_(e.shift_left(high, 4 - i), 16)), False)
 
-    return Slices(ints, scales, (mins,))
+    return Slices(ints, (scales,), (mins,), paired=True)
 
 
 def _emit_q6_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
-    sub = e.widen(e.load(vec(I8, 16), block, fmt.layout["scales"][0]), I16, True)
+    sub = e.load(vec(I8, 16), block, fmt.layout["scales"][0])
 
     def ints(i: int) -> tuple[ir.Value, ir.Value]:
         # Half h of the block: nibbles of slices 0 and 2 in its first 32 bytes, of 1 and 3 in the next 32; the upper
@@ -189,9 +204,9 @@ def _emit_q6_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
         planes = e.load(vec(I8, 32), block, fmt.layout["high"][0] + 32 * h)
         low = e.shift_left(raw, -4) if j >= 2 else e.and_(raw, 15)
         codes = e.b.or_(low, e.and_(e.shift_left(planes, 4 - 2 * j), 0x30))
-        return _times_sub_scales(e, sub, i, _signed_halves(e, _offset(e, codes, fmt.offset)))
+        return _pairs(e, _offset(e, codes, fmt.offset), True)
 
-    return Slices(ints, _splat_half(e, fmt, block, "d"))
+    return Slices(ints, _scales_16(e, sub, True, _splat_half(e, fmt, block, "d")), paired=True)
 
 
 def _two_bits(e: Emitter, fmt: BlockFormat, block: ir.Value, i: int) -> ir.Value:
@@ -202,14 +217,9 @@ def _two_bits(e: Emitter, fmt: BlockFormat, block: ir.Value, i: int) -> ir.Value
 
 def _emit_q2_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     packed = e.load(vec(I8, 16), block, fmt.layout["scales"][0])
-    sub = e.widen(e.and_(packed, 15), I16, False)
-    dmin = _splat_half(e, fmt, block, "dmin", 16)
-    mins = e.evens_odds(_to_scales(e, e.shift_left(packed, -4), False, dmin))
-
-    def ints(i: int) -> tuple[ir.Value, ir.Value]:
-        return _times_sub_scales(e, sub, i, _signed_halves(e, _two_bits(e, fmt, block, i)))
-
-    return Slices(ints, _splat_half(e, fmt, block, "d"), mins)
+    scales = _scales_16(e, e.and_(packed, 15), False, _splat_half(e, fmt, block, "d"))
+    mins = _scales_16(e, e.shift_left(packed, -4), False, _splat_half(e, fmt, block, "dmin"))
+    return Slices(lambda i: _pairs(e, _two_bits(e, fmt, block, i), False), scales, mins, paired=True)
 
 
 def _emit_q3_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
@@ -220,14 +230,13 @@ def _emit_q3_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     low = e.join(e.and_(nibbles, 15), e.shift_left(nibbles, -4))
     planes = [e.and_(e.shift_left(top, 4 - 2 * k), 0x30) for k in range(4)]
     codes = e.b.or_(low, e.join(e.join(*planes[:2]), e.join(*planes[2:])))
-    sub = e.widen(_offset(e, codes, 32), I16, True)
+    scales = _scales_16(e, _offset(e, codes, 32), True, _splat_half(e, fmt, block, "d"))
 
     def ints(i: int) -> tuple[ir.Value, ir.Value]:
         third = e.and_(e.shift_left(high, 2 - i), 4)
-        codes = _offset(e, e.b.or_(_two_bits(e, fmt, block, i), third), fmt.offset)
-        return _times_sub_scales(e, sub, i, _signed_halves(e, codes))
+        return _pairs(e, _offset(e, e.b.or_(_two_bits(e, fmt, block, i), third), fmt.offset), True)
 
-    return Slices(ints, _splat_half(e, fmt, block, "d"))
+    return Slices(ints, scales, paired=True)
 
 
 def _emit_iq4_xs(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
@@ -240,22 +249,25 @@ def _emit_iq4_xs(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     sub = _offset(e, e.b.or_(e.widen(low, I16, False), high), 32)
     scales = _to_scales(e, sub, True, _splat_half(e, fmt, block, "d"))
     codes_at = fmt.layout["codes"][0]
-    return Slices(lambda i: _nibbles_16(e, fmt, block, codes_at + 16 * i), scales)
+    return Slices(lambda i: _nibbles_16(e, fmt, block, codes_at + 16 * i), (scales,))
 
 
-_EMIT: Mapping[str, Callable[[Emitter, BlockFormat, ir.Value], Slices]] = {
-    "Q4_0": _emit_q4,
-    "Q4_1": _emit_q4,
-    "Q5_0": _emit_q5,
-    "Q5_1": _emit_q5,
-    "Q8_0": _emit_q8_0,
+_EMIT_32: Mapping[
+    str, tuple[Callable[..., tuple[ir.Value, ir.Value]], Callable[..., tuple[ir.Value, Any]]]
+] = {
+    "Q4_0": (_q4, _d),
+    "Q4_1": (_q4, _d_min),
+    "Q5_0": (_q5, _d),
+    "Q5_1": (_q5, _d_min),
+    "Q8_0": (_q8, _d),
+    "IQ4_NL": (_q4, _d),
+    "MXFP4": (_q4, _e8m0),
+}
+_EMIT_256: Mapping[str, Callable[[Emitter, BlockFormat, ir.Value], Slices]] = {
     "Q2_K": _emit_q2_k,
     "Q3_K": _emit_q3_k,
     "Q4_K": _emit_q4_k,
     "Q5_K": _emit_q5_k,
     "Q6_K": _emit_q6_k,
-    "IQ4_NL": _emit_q4,
     "IQ4_XS": _emit_iq4_xs,
-    "MXFP4": _emit_mxfp4,
 }
-QUANTIZED_FORMATS = tuple(name for name in FORMATS if name in _EMIT)

@@ -2,13 +2,14 @@
 
 Rounded activations lie in memory as one record per row of K values:
 
-    bytes 0                a, int16
-    bytes 2K               per group of 32: t, fp32
-    bytes 2K + K/8         per group of 32: t * sum(a), fp32
-    bytes 2K + K/4 .. 5K/2 per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
+    byte 0              a, int16
+    byte 2K             a again, in each group of 32 the even places first, then the odd (read by `paired` formats)
+    byte 4K             per group of 32: t, fp32
+    byte 4K + K/8       per group of 32: t * sum(a), fp32
+    byte 4K + K/4       per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
 
-Order of the sums: slice j of 32 weights of block i adds into 8 lanes of accumulator (i*slices + j) mod 2; the two are
-added, then the lanes pairwise; the sum of the minimums is subtracted last. It depends on nothing but K and the format.
+Order of the sums: slices of 32 weights add into 8 lanes of two accumulators in turn; the two are added, then the lanes
+pairwise; the sum of the minimums is subtracted last. It depends on nothing but K and the format.
 
 Does not know: how rows are shared among threads.
 """
@@ -23,15 +24,13 @@ from numba import types
 from numba.extending import intrinsic
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
-from quengine.kernels.cpu.block_ir import emit_block
+from quengine.kernels.cpu.block_ir import Slices, emit_blocks
 from quengine.kernels.cpu.vector_ir import F32, I16, I32, I64, Emitter, vec
-
-_UNROLL = 4  # blocks of 32 per turn of the loop
 
 
 def record_bytes(cols: int) -> int:
     """Bytes from one activation record to the next; a multiple of 64."""
-    return (5 * cols // 2 + 63) // 64 * 64
+    return (9 * cols // 2 + 63) // 64 * 64
 
 
 def emitter(context: Any, builder: ir.IRBuilder) -> Emitter:
@@ -75,71 +74,100 @@ def dot_row(
 
 
 class _RowDot:
-    """Writes the code of one row's dot products with several records."""
+    """Writes the code of one row's dot products with several records.
+
+    A turn of the loop takes 8 slices of 32 weights: a block of 256, or 8 blocks of 32; what is left of the latter is
+    taken one by one. The state that the loops carry, per record: two accumulators, the minimums' sum of whole turns
+    (8 lanes) and of the rest (one lane).
+    """
 
     def __init__(
         self, e: Emitter, fmt: BlockFormat, w: ir.Value, blocks: ir.Value, records: list[ir.Value]
     ) -> None:
         self.e, self.fmt, self.w, self.blocks, self.records = e, fmt, w, blocks, records
-        self.slices = fmt.block // 32
         self.cols = e.b.mul(blocks, e.i64(fmt.block))
-        self.min_lanes = 8 if self.slices > 1 else 1
 
     def emit(self) -> list[ir.Value]:
         """One fp32 per record."""
         e = self.e
-        unroll = 2 if self.slices > 1 else _UNROLL
-        zero, min_zero = e.const(vec(F32, 8), 0.0), e.const(vec(F32, self.min_lanes), 0.0)
-        state: list[ir.Value] = [zero, zero, min_zero] * len(self.records)
-        whole = e.b.and_(self.blocks, e.i64(-unroll))
-
-        def turn(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            for k in range(unroll):
-                state = self._block(e.at(i, k), k, state)
-            return state
-
-        state = e.loop(e.i64(0), whole, unroll, state, turn)
-        state = e.loop(whole, self.blocks, 1, state, lambda i, s: self._block(i, 0, s))
+        zero, lane = e.const(vec(F32, 8), 0.0), e.const(vec(F32, 1), 0.0)
+        state: list[ir.Value] = [zero, zero, zero, lane] * len(self.records)
+        run = 256 // self.fmt.block
+        whole = e.b.and_(self.blocks, e.i64(-run))
+        state = e.loop(e.i64(0), whole, run, state, lambda i, s: self._turn(i, run, s))
+        if run > 1:
+            state = e.loop(whole, self.blocks, 1, state, lambda i, s: self._turn(i, 1, s))
         totals = []
         for b in range(len(self.records)):
-            first, second, mins = state[3 * b : 3 * b + 3]
+            first, second, mins, rest = state[4 * b : 4 * b + 4]
             total = e.total(e.b.fadd(first, second))
-            totals.append(e.b.fsub(total, e.total(mins)) if self.fmt.has_min else total)
+            if self.fmt.has_min:
+                total = e.b.fsub(total, e.b.fadd(e.total(mins), e.total(rest)))
+            totals.append(total)
         return totals
 
-    def _block(self, i: ir.Value, parity: int, state: list[ir.Value]) -> list[ir.Value]:
+    def _turn(self, i: ir.Value, blocks: int, state: list[ir.Value]) -> list[ir.Value]:
+        """Blocks i .. i + blocks - 1."""
         e, state = self.e, list(state)
-        content = emit_block(e, self.fmt, e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes))))
-        weight = e.b.mul(i, e.i64(self.fmt.block))
+        content = emit_blocks(e, self.fmt, e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes))), blocks)
+        first_slice = e.b.mul(i, e.i64(self.fmt.block // 32))
+        slices = content.scales[0].type.count
         factors = []
         for b, record in enumerate(self.records):
-            t = self._per_group(record, 16, i)
-            factors.append(e.b.fmul(content.scales, t))
+            t = self._field(record, 32, first_slice, slices)
+            factors.append(
+                [e.b.fmul(s, u) for s, u in zip(content.scales, self._per_group(t, content), strict=True)]
+            )
             if content.mins is not None:
-                state[3 * b + 2] = self._mins(content.mins, record, i, state[3 * b + 2])
-        for j in range(self.slices):
+                slot = 4 * b + (2 if slices > 1 else 3)
+                state[slot] = self._add_mins(content.mins, record, first_slice, state[slot])
+        for j in range(slices):
             low, high = content.ints(j)
             for b, record in enumerate(self.records):
-                a = e.at(record, e.b.mul(weight, e.i64(2)))
+                a = e.at(record, e.b.mul(first_slice, e.i64(64)))
+                if content.paired:
+                    a = e.at(a, e.b.mul(self.cols, e.i64(2)))
                 x_low, x_high = (e.load(vec(I16, 16), a, 64 * j + 32 * k) for k in (0, 1))
                 dots = e.b.add(e.pair_products(low, x_low), e.pair_products(high, x_high))
-                slot = 3 * b + (parity + j) % 2
-                state[slot] = e.fma(e.to_float(dots), e.splat_lane(factors[b], j, 8), state[slot])
+                slot = 4 * b + j % 2
+                state[slot] = e.fma(e.to_float(dots), self._factor(factors[b], j), state[slot])
         return state
 
-    def _per_group(self, record: ir.Value, eighths: int, block: ir.Value, per_slice: int = 1) -> ir.Value:
-        """The block's fp32 lanes of the field of the record that starts at byte K * eighths / 8."""
-        e, lanes = self.e, per_slice * self.slices
-        start = e.b.lshr(e.b.mul(self.cols, e.i64(eighths)), e.i64(3))
-        return e.load(vec(F32, lanes), e.b.add(e.b.add(record, start), e.b.mul(block, e.i64(4 * lanes))))
+    def _per_group(self, t: ir.Value, content: Slices) -> tuple[ir.Value, ...]:
+        """t of the slices as vectors that match the scales."""
+        if len(content.scales) == 1:
+            return (t,)
+        twice = [[slice_ for slice_ in slices for _ in range(2)] for slices in (range(4), range(4, 8))]
+        return tuple(self.e.pick(t, lanes) for lanes in twice)
 
-    def _mins(self, mins: tuple[ir.Value, ...], record: ir.Value, block: ir.Value, acc: ir.Value) -> ir.Value:
-        """acc plus the block's minimums times t * sum(a)."""
+    def _factor(self, factors: list[ir.Value], j: int) -> ir.Value:
+        """The scale of each of the 8 integer sums of slice j."""
+        if len(factors) == 1:
+            return self.e.splat_lane(factors[0], j, 8)
+        first = 2 * (j % 4)  # the first 4 sums are of the slice's first group
+        return self.e.pick(factors[j // 4], [first] * 4 + [first + 1] * 4)
+
+    def _field(
+        self, record: ir.Value, eighths: int, first_slice: ir.Value, lanes: int, per_slice: int = 1
+    ) -> ir.Value:
+        """fp32 lanes of the field of the record that starts at byte K * eighths / 8, from a slice on."""
+        e = self.e
+        start = e.b.lshr(e.b.mul(self.cols, e.i64(eighths)), e.i64(3))
+        address = e.b.add(e.b.add(record, start), e.b.mul(first_slice, e.i64(4 * per_slice)))
+        return e.load(vec(F32, lanes * per_slice), address)
+
+    def _add_mins(
+        self, mins: tuple[ir.Value, ...], record: ir.Value, first_slice: ir.Value, total: ir.Value
+    ) -> ir.Value:
+        """total plus the minimums times t * sum(a)."""
+        e, lanes = self.e, mins[0].type.count
         if len(mins) == 1:
-            return self.e.fma(mins[0], self._per_group(record, 17, block), acc)
-        for part, sums in zip(mins, self.e.evens_odds(self._per_group(record, 18, block, 2)), strict=True):
-            acc = self.e.fma(part, sums, acc)
-        return acc
+            return e.fma(mins[0], self._field(record, 33, first_slice, lanes), total)
+        for part, sums in zip(
+            mins, e.halves(self._field(record, 34, first_slice, lanes, per_slice=2)), strict=True
+        ):
+            total = e.fma(part, sums, total)
+        return total
 
 
 @intrinsic(prefer_literal=True)
@@ -207,14 +235,18 @@ def dequantize_row(typingctx: Any, variant: Any, w: Any, blocks: Any, out: Any) 
 
 
 def _emit_dequantized(e: Emitter, fmt: BlockFormat, block: ir.Value, target: ir.Value) -> None:
-    content = emit_block(e, fmt, block)
+    content = emit_blocks(e, fmt, block, 1)
     for j in range(fmt.block // 32):
-        scale = e.splat_lane(content.scales, j, 16)
-        for half, ints in enumerate(content.ints(j)):
-            value = e.b.fmul(e.to_float(e.widen(ints, I32, True)), scale)
+        parts = content.ints(j)
+        if content.paired:
+            parts = e.halves(e.interleave(*parts))
+        for half, ints in enumerate(parts):
+            # Lanes 2j and 2j+1 over two vectors for groups of 16, lane j of one for groups of 32.
+            vector, lane = divmod(2 * j + half, 8) if len(content.scales) == 2 else (0, j)
+            value = e.to_float(e.widen(ints, I32, True))
+            value = e.b.fmul(value, e.splat_lane(content.scales[vector], lane, 16))
             if content.mins is not None:
-                mins = content.mins[half % len(content.mins)]
-                value = e.b.fsub(value, e.splat_lane(mins, j, 16))
+                value = e.b.fsub(value, e.splat_lane(content.mins[vector], lane, 16))
             e.store(value, target, 128 * j + 64 * half)
 
 
@@ -225,7 +257,8 @@ def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, record: Any) -> A
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, x, cols, record = args
         e = emitter(context, builder)
-        scales = builder.add(record, builder.mul(cols, e.i64(2)))
+        paired = builder.add(record, builder.mul(cols, e.i64(2)))
+        scales = builder.add(record, builder.mul(cols, e.i64(4)))
         by_32 = builder.add(scales, builder.lshr(cols, e.i64(3)))
         by_16 = builder.add(scales, builder.lshr(cols, e.i64(2)))
 
@@ -233,6 +266,7 @@ def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, record: Any) -> A
             values = e.load(vec(F32, 32), e.at(x, builder.mul(i, e.i64(4))))
             a, t = _emit_rounding(e, values)
             e.store(a, e.at(record, builder.mul(i, e.i64(2))))
+            e.store(e.join(*e.evens_odds(a)), e.at(paired, builder.mul(i, e.i64(2))))
             sums = [e.to_float(_sum_int16(e, part)) for part in e.halves(a)]
             offset = builder.lshr(i, e.i64(3))  # 4 bytes per group of 32
             e.store(t, e.at(scales, offset))

@@ -85,6 +85,10 @@ class Emitter:
         count = v.type.count
         return self.pick(v, range(0, count, 2)), self.pick(v, range(1, count, 2))
 
+    def interleave(self, evens: ir.Value, odds: ir.Value) -> ir.Value:
+        count = evens.type.count
+        return self.pick(evens, [lane for i in range(count) for lane in (i, count + i)], odds)
+
     # ---- integers ----------------------------------------------------------------------------------------
     def and_(self, v: ir.Value, mask: int) -> ir.Value:
         return self.b.and_(v, self.const(v.type, mask))

@@ -125,9 +125,10 @@ def test_rounding_is_the_definition_to_the_bit(scale: float) -> None:
     run([matmul.round_launch(x, records)])
     expected = round_activations(x)
     assert torch.equal(records[:, :320].contiguous().view(torch.int16), expected.a)
-    scales = records[:, 320:400].contiguous().view(torch.float32)
-    assert torch.equal(scales[:, :5], expected.t)
-    for group, start, stop in ((32, 340, 360), (16, 360, 400)):
+    paired = expected.a.view(4, 5, 16, 2).transpose(2, 3).reshape(4, 160)
+    assert torch.equal(records[:, 320:640].contiguous().view(torch.int16), paired)
+    assert torch.equal(records[:, 640:660].contiguous().view(torch.float32), expected.t)
+    for group, start, stop in ((32, 660, 680), (16, 680, 720)):
         sums = records[:, start:stop].contiguous().view(torch.float32)
         t = expected.t.repeat_interleave(32 // group, dim=1)
         assert torch.equal(sums, t * expected.sums(group))
