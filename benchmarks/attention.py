@@ -99,7 +99,7 @@ def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
     caches = [random_cache(q8_0) for _ in range(LAYERS)]
     count, launch = decode.slice_count, decode.decode_launch
     for slices, keys, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3, 4)):
-        if keys * stages > 256 or (q8_0 and (keys != 64 or stages > 3)):
+        if keys * stages > 256 or (q8_0 and (keys > 64 or stages > 3)):
             continue
         decode.slice_count = lambda _, n=slices: n  # type: ignore[assignment]
         shape = decode.DecodeLaunch(keys, warps, stages)
@@ -154,8 +154,8 @@ def prefill_table(spec: AttentionSpec) -> list[dict[str, float]]:
 def prefill_sweep(spec: AttentionSpec) -> list[dict[str, float]]:
     results = []
     original = prefill.prefill_launch
-    for rows, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
-        if keys * stages > 384:
+    for rows, keys, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3)):
+        if rows * keys * stages > 2**15:
             continue
         shape = prefill.PrefillLaunch(rows, keys, warps, stages)
         prefill.prefill_launch = lambda *_, shape=shape: shape  # type: ignore[assignment]
