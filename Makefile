@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 PROMPT ?= Who created you?
+SYSTEM ?= You are a language model made by researchers at Hugging Face. Answer in one sentence.
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test lint bench clean
@@ -28,7 +29,7 @@ $(VENV)/linted: $(VENV)/tested
 	touch $@
 
 demo: $(VENV)/installed
-	$(BIN)/engine generate --model smollm2-135m --temp 0 -n 96 "$(PROMPT)"
+	$(BIN)/engine generate --model smollm2-135m --temp 0 -n 96 --system "$(SYSTEM)" "$(PROMPT)"
 
 test: $(VENV)/tested
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 $(TESTS)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from quengine.cli import options
 from quengine.cli.report import print_report
+from quengine.cli.terminal import write_text
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -137,12 +138,10 @@ class Repl:
         with _one_interrupt(), contextlib.closing(self.session.ask(text)) as pieces:
             try:
                 for piece in pieces:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+                    write_text(piece)
             except KeyboardInterrupt:
                 stopped = True
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write_text("\n")
         self._explain_end(stopped)
 
     def _explain_end(self, stopped: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from quengine.cli import options
 from quengine.cli.report import completion_json, print_report
+from quengine.cli.terminal import write_text
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -141,8 +142,6 @@ def _run(
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:
     for piece in stream:
         if not quiet:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+            write_text(piece)
     if not quiet:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        write_text("\n")

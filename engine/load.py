@@ -78,9 +78,7 @@ def _make_backend(config: EngineConfig, checkpoint: Checkpoint, threads: int, fr
     if config.backend == "reference":
         from quengine.kernels.reference import ReferenceBackend
 
-        expanded = REFERENCE_BYTES_A_WEIGHT * sum(
-            t.shape[0] * t.shape[-1] for t in checkpoint.tensors.values()
-        )
+        expanded = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights
         return ReferenceBackend(keep=expanded < free // 2)
     from quengine.kernels.cpu_backend import CpuBackend
 

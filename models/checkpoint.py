@@ -29,6 +29,11 @@ class Checkpoint(Protocol):
         ...
 
     @property
+    def weights(self) -> int:
+        """How many numbers the tensors hold."""
+        ...
+
+    @property
     def notes(self) -> list[str]:
         """What the user should know of how this model is held, one line each."""
         ...

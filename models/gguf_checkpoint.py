@@ -16,7 +16,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFTensor, open_gguf
-from quengine.models.tensor_table import check_tensors
+from quengine.models.tensor_table import check_tensors, parameter_count
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class GGUFCheckpoint:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.file.tensors.values())
+
+    @property
+    def weights(self) -> int:
+        return parameter_count(self.file.tensors)
 
     @property
     def notes(self) -> list[str]:

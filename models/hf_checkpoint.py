@@ -7,6 +7,7 @@ architecture. That is under a tenth of a model. It knows no quantized checkpoint
 """
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,11 @@ class HFCheckpoint:
     def nbytes(self) -> int:
         """Bytes of the decoder's tensors as stored."""
         return sum(stored.nbytes for stored in self._tensors.stored.values())
+
+    @property
+    def weights(self) -> int:
+        """How many numbers the tensors hold."""
+        return sum(prod(stored.shape) for stored in self._tensors.stored.values())
 
     @property
     def notes(self) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
-from quengine.models.config import ModelConfig, RopeScaling
 
+from quengine.models.config import ModelConfig, RopeScaling
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
 
 CHATML = (
