@@ -14,11 +14,12 @@ import signal
 import sys
 from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
 from traceback import walk_tb
 from types import FrameType
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -77,11 +78,17 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+@lru_cache(maxsize=1)
+def compiled(source: str) -> Template:
+    """The template, compiled once."""
+    return make_environment().from_string(source)
+
+
 def render(source: str, variables: dict[str, Any]) -> str:
     """The text of one rendering. Raises LimitError for one that is too long."""
     pieces: list[str] = []
     size = 0
-    for piece in make_environment().from_string(source).generate(**variables):
+    for piece in compiled(source).generate(**variables):
         size += len(piece)
         if size > MAX_CHARS:
             raise LimitError(f"renders more than {MAX_CHARS} characters")

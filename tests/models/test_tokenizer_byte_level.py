@@ -47,15 +47,21 @@ def peer() -> Iterator[LlamaCppVocab]:
 
 
 def with_pre_tokenizer(name: str, path: Path) -> Path:
-    """SmolLM2's tokens and merges under another pre-tokenizer's name."""
+    """SmolLM2's first tokens and merges under another pre-tokenizer's name."""
     metadata = open_gguf(resolve_model("smollm2-135m")).metadata
-    keys = ("model", "tokens", "merges", "bos_token_id", "eos_token_id")
-    builder = GGUFBuilder().kv("general.architecture", "llama").kv("tokenizer.ggml.pre", name)
-    for key in keys:
-        value = metadata[f"tokenizer.ggml.{key}"]
-        builder.kv(f"tokenizer.ggml.{key}", value if isinstance(value, int | str) else list(value))
-    types = metadata["tokenizer.ggml.token_type"]
-    return builder.kv("tokenizer.ggml.token_type", types, "int32").write(path)
+    merges = metadata["tokenizer.ggml.merges"][:8000]
+    tokens = metadata["tokenizer.ggml.tokens"][: 17 + 235 + len(merges)]  # added ones, bytes, merged ones
+    values = {
+        "general.architecture": "llama",
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    types = [3] * 17 + [1] * (len(tokens) - 17)
+    return GGUFBuilder().kvs(values).kv("tokenizer.ggml.token_type", types, "int32").write(path)
 
 
 def characters() -> Iterator[str]:
@@ -86,16 +92,7 @@ def test_each_pre_tokenizer_splits_as_in_llama_cpp(name: str, tmp_path: Path) ->
     path = with_pre_tokenizer(name, tmp_path / "vocab.gguf")
     tokenizer = Tokenizer.from_gguf(path)
     with LlamaCppVocab(path) as peer:
-        for text in [*HAND_PICKED, *random_texts(2, 500)]:
-            assert tokenizer.encode(text, bos=True) == peer.encode(text, bos=True), text
-
-
-@pytest.mark.parametrize("name", DISTINCT)
-def test_every_kind_of_character_splits_as_in_llama_cpp(name: str, tmp_path: Path) -> None:
-    path = with_pre_tokenizer(name, tmp_path / "vocab.gguf")
-    tokenizer = Tokenizer.from_gguf(path)
-    with LlamaCppVocab(path) as peer:
-        for text in characters():
+        for text in [*HAND_PICKED, *random_texts(2, 200), *(characters() if name in DISTINCT else ())]:
             assert tokenizer.encode(text, bos=True) == peer.encode(text, bos=True), text
 
 
