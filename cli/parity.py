@@ -168,8 +168,8 @@ def _divergence_lines(report: "ParityReport", side: "LLMSide") -> str:
         where = f"prompt {d.prompt + 1}, token {d.index}{'' if d.first else ' (after an earlier difference)'}"
         lines.append(
             f"  {where}: {report.a} {_token_text(side, d.token_a)}, "
-            f"{report.b} {_token_text(side, d.token_b)}; top-2 margin {d.margin:.2g}, largest logit difference {d.max_difference:.2g}: "
-            f"{'a near-tie' if d.near_tie else 'TOO WIDE'}"
+            f"{report.b} {_token_text(side, d.token_b)}; top-2 margin {d.margin:.2g}, "
+            f"largest logit difference {d.max_difference:.2g}: {'a near-tie' if d.near_tie else 'TOO WIDE'}"
         )
     if len(report.divergences) > _SHOWN_DIVERGENCES:
         lines.append(f"  and {len(report.divergences) - _SHOWN_DIVERGENCES} more; --json has all")

@@ -12,9 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from quengine.errors import EngineError
+from quengine.kernels.backend import KVLayer
 from quengine.llm import LLM
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.hub import resolve_model
@@ -72,6 +74,11 @@ class Side(Protocol):
 class LLMSide:
     """A loaded model as a side.
 
+    Teacher-forced logits go over an fp32 cache: storing keys and values in fp16 turns the last bit of a
+    correct engine into a whole step of fp16 now and then, and those steps would outweigh what is to be
+    measured (docs/parity.md has the numbers). Greedy text uses the model's own cache and the path that a
+    user takes.
+
     The reference is one definition, not an implementation of phases: it always runs in chunks, which is
         quick.
     """
@@ -81,9 +88,11 @@ class LLMSide:
         self.llm = llm
         self.decoder = llm.runner.decoder
         self.chunk_size = self.decoder.chunk_size
+        self.cache = llm.runner.cache.layers
+        self.exact_cache = [KVLayer(_as_fp32(layer.k), _as_fp32(layer.v)) for layer in self.cache]
 
     def logits(self, ids: list[int], phase: Phase) -> Iterator[Tensor]:
-        return self._blocks(ids, self._step(phase), 0)
+        return self._blocks(ids, self._step(phase), 0, self.exact_cache)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         completion = self.llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=count)).finish()
@@ -95,22 +104,28 @@ class LLMSide:
         return [*completion.tokens, ended_by]
 
     def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
+        # What the cache says it holds is no longer true.
+        self.llm.runner.cache.tokens.clear()
         for start in range(0, len(prompt), self.chunk_size):
-            last = self._forward(prompt[start : start + self.chunk_size], start, last_only=True)
+            last = self._forward(prompt[start : start + self.chunk_size], start, self.cache, last_only=True)
         yield last
-        yield from self._blocks(tokens[:-1], self._step("decode"), len(prompt))
+        yield from self._blocks(tokens[:-1], self._step("decode"), len(prompt), self.cache)
 
     def _step(self, phase: Phase) -> int:
         return 1 if phase == "decode" and self.name != REFERENCE else self.chunk_size
 
-    def _blocks(self, ids: list[int], step: int, start: int) -> Iterator[Tensor]:
+    def _blocks(self, ids: list[int], step: int, start: int, cache: list[KVLayer]) -> Iterator[Tensor]:
         for first in range(0, len(ids), step):
-            yield self._forward(ids[first : first + step], start + first, last_only=False)
+            yield self._forward(ids[first : first + step], start + first, cache, last_only=False)
 
-    def _forward(self, ids: list[int], start: int, last_only: bool) -> Tensor:
-        # What the cache says it holds is no longer true.
-        self.llm.runner.cache.tokens.clear()
-        return self.llm.runner.forward(ids, start, last_only)
+    @torch.no_grad()
+    def _forward(self, ids: list[int], start: int, cache: list[KVLayer], last_only: bool) -> Tensor:
+        part = torch.tensor(ids, device=self.decoder.backend.device)
+        return self.decoder.forward(part, cache, start, last_only)
+
+
+def _as_fp32(cache: Tensor) -> Tensor:
+    return torch.empty_like(cache, dtype=torch.float32)
 
 
 def default_sides() -> tuple[str, str]:

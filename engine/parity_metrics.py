@@ -28,7 +28,7 @@ class Budget:
 class PhaseMetrics:
     """The differences of one phase, over all its positions.
 
-    nmse_*: normalised mean squared error of one position's logits, ||a - b||^2 / ||a - mean(a)||^2.
+    nmse_*: normalised mean squared error of one position's logits as they are, ||a - b||^2 / ||a||^2.
     kl_*: Kullback-Leibler divergence KL(softmax a || softmax b) of one position, in nats.
     top1, top5: the share of positions with the same largest logit; the mean share of a's five largest that
         are among b's five.
@@ -103,14 +103,11 @@ def position_differences(a: Tensor, b: Tensor) -> Tensor:
     """Per position [T, 5]: NMSE, KL in nats, same top-1, shared top-5, largest difference; NaN where not
     finite.
 
-    `a` and `b` are fp64 [T, vocab]. The error is taken as it is, and normalised by the spread of `a` about
-    its
-    mean: a constant added to all logits counts as an error in the one and does not hide errors in the
-    other, so this is never smaller than the NMSE of raw logits or of centred ones.
+    `a` and `b` are fp64 [T, vocab]. The NMSE is that of raw logits, for which the budgets were set; what a
+    constant shift hides or adds is told apart by the KL divergence, which does not see one.
     """
     error = (a - b).square().sum(dim=1)
-    spread = (a - a.mean(dim=1, keepdim=True)).square().sum(dim=1)
-    nmse = torch.where(error == 0, 0.0, error / spread)
+    nmse = torch.where(error == 0, 0.0, error / a.square().sum(dim=1))
     log_p, log_q = a.log_softmax(dim=1), b.log_softmax(dim=1)
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=1).clamp(min=0.0)
     k = min(TOP_K, a.shape[1])

@@ -1,0 +1,351 @@
+"""Parity of whole models: a healthy pair passes, and every side that is wrong in a known way fails.
+
+The negative controls are the errors that quantized engines have had: they leave the text fluent and the
+logits wrong. Each is made in one place of one side, on a model with the block formats of a Q4_K_M file.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quengine import LLM, CannotRunError, EngineError
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.rope import apply_rope
+from quengine.models.gguf import open_gguf
+from quengine.models.synthetic import SyntheticModel, write_synthetic
+from quengine.parity import (
+    DEVICE_BUDGETS,
+    REFERENCE_BUDGETS,
+    LLMSide,
+    ParityReport,
+    Phase,
+    SidePair,
+    Workload,
+    budgets_for,
+    built_in_texts,
+    check_sides,
+    compare_sides,
+    default_sides,
+    plan_workload,
+)
+from quengine.parity_texts import PROMPTS, TEXTS
+
+MODEL = SyntheticModel(
+    "synthetic parity",
+    vocab_size=512,
+    context_length=256,
+    embedding_length=256,
+    block_count=3,
+    feed_forward_length=512,
+    head_count=4,
+    head_count_kv=2,
+    head_dim=64,
+    rope_freq_base=1e4,
+)
+TEXT = "The wheel turns, and 17 x 23 = 391; the old clock does not mind."
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_synthetic(tmp_path_factory.mktemp("parity") / "healthy.gguf", MODEL)
+
+
+@pytest.fixture(scope="module")
+def workload(model: Path) -> Workload:
+    return plan_workload(model, [TEXT], prompts=1, tokens=6, window=40)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path, workload: Workload) -> Iterator[LLMSide]:
+    with LLM(model, "cpu", workload.ctx_size, 1, "reference") as llm:
+        yield LLMSide("reference", llm)
+
+
+def judged(reference: LLMSide, path: Path, workload: Workload, spoil: Callable[[LLM], None]) -> ParityReport:
+    """The reference against the CPU's kernels on `path`, after `spoil` has had its way with them."""
+    with LLM(path, "cpu", workload.ctx_size, 1) as llm:
+        spoil(llm)
+        return compare_sides(reference, LLMSide("cpu", llm), workload, quiet)
+
+
+def healthy(_: LLM) -> None:
+    pass
+
+
+def test_a_healthy_pair_is_within_the_budget(reference: LLMSide, model: Path, workload: Workload) -> None:
+    report = judged(reference, model, workload, healthy)
+    assert report.failures == []
+    assert set(report.phases) == {"prefill", "decode", "greedy"}
+    positions = sum(map(len, workload.windows))
+    assert [report.phases[name].positions for name in ("prefill", "decode")] == [positions] * 2
+    assert report.generated == report.phases["greedy"].positions == 6
+
+
+def test_the_reference_agrees_with_itself_token_by_token(reference: LLMSide, workload: Workload) -> None:
+    """The reference runs every phase in chunks; that is only right while chunks do not change its logits."""
+    ids = workload.windows[0]
+    by_token = LLMSide("not known as the reference", reference.llm)
+    whole, single = (torch.cat(list(side.logits(ids, "decode"))) for side in (reference, by_token))
+    assert float((whole - single).square().sum() / whole.square().sum()) < 1e-12
+
+
+# -- negative controls: wrong bytes
+# ------------------------------------------------------------------------------
+
+
+def swap_nibbles_q4_k(rows: np.ndarray) -> None:
+    # Q4_K: d, dmin (2 bytes each), 12 bytes of 6-bit scales and mins, 128 bytes of nibbles.
+    quants = rows.reshape(-1, 144)[:, 16:]
+    quants[:] = (quants >> 4) | (quants << 4)
+
+
+def swap_scales_q4_k(rows: np.ndarray) -> None:
+    # The low 6 bits of bytes 0 and 1 are the scales of sub-blocks 0 and 1.
+    scales = rows.reshape(-1, 144)[:, 4:6]
+    low, high = scales & 63, scales & 192
+    scales[:] = high | low[:, ::-1]
+
+
+def drop_tail_q4_k(rows: np.ndarray) -> None:
+    # Sub-block 7 of each row's last block: its scale and min have their low nibbles in byte 11, the rest in
+    # 3 and 7.
+    scales = rows.reshape(len(rows), -1, 144)[:, -1, 4:16]
+    scales[:, 11] = 0
+    scales[:, [3, 7]] &= 63
+
+
+def swap_scales_q6_k(rows: np.ndarray) -> None:
+    # Q6_K: 128 + 64 bytes of quants, 16 int8 scales, d.
+    scales = rows.reshape(-1, 210)[:, 192:208]
+    scales[:, [0, 1]] = scales[:, [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "type_name", "damage"),
+    [
+        ("blk.1.ffn_gate.weight", "Q4_K", swap_nibbles_q4_k),
+        ("blk.1.attn_q.weight", "Q4_K", swap_nibbles_q4_k),
+        ("blk.0.ffn_up.weight", "Q4_K", swap_scales_q4_k),
+        ("blk.2.attn_output.weight", "Q4_K", swap_scales_q4_k),
+        ("blk.1.ffn_gate.weight", "Q4_K", drop_tail_q4_k),
+        ("blk.0.attn_k.weight", "Q4_K", drop_tail_q4_k),
+        ("blk.2.ffn_down.weight", "Q6_K", swap_scales_q6_k),
+        ("output.weight", "Q6_K", swap_scales_q6_k),
+    ],
+)
+def test_one_matrix_that_is_read_wrong_fails_in_every_phase(
+    tensor: str,
+    type_name: str,
+    damage: Callable[[np.ndarray], None],
+    reference: LLMSide,
+    model: Path,
+    workload: Workload,
+    tmp_path: Path,
+) -> None:
+    wrong = tmp_path / "wrong.gguf"
+    shutil.copy(model, wrong)
+    with open_gguf(model) as file:
+        found = file.tensors[tensor]
+        assert found.type_name == type_name
+        offset, shape = found.offset, found.data.shape
+    rows = np.memmap(wrong, np.uint8, "r+", offset, shape)
+    damage(rows)
+    rows.flush()
+    report = judged(reference, wrong, workload, healthy)
+    assert not report.within
+    assert {failure.partition(":")[0] for failure in report.failures} >= {"prefill", "decode", "greedy"}
+
+
+# -- negative controls: wrong positions
+# --------------------------------------------------------------------------
+
+
+def shifted(table: Tensor) -> Tensor:
+    """Row p holds what belongs to position p + 1."""
+    return table.roll(-1, dims=0)
+
+
+def respec(llm: LLM, change: Callable[[AttentionSpec], AttentionSpec]) -> None:
+    for block in llm.runner.decoder.blk:
+        block.attention.spec = change(block.attention.spec)
+
+
+def wrap_attention(llm: LLM, change: Callable[[Tensor, AttentionSpec], tuple[Tensor, AttentionSpec]]) -> None:
+    backend = llm.runner.decoder.backend
+    original = backend.attention
+
+    def attention(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> Any:
+        return original(*change(qkv, spec), layer, start)
+
+    backend.attention = attention  # type: ignore[method-assign]
+
+
+def queries_one_position_ahead(llm: LLM) -> None:
+    """Turning the queries by one position more; all rows by one would cancel, since rotation is relative."""
+
+    def change(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec]:
+        width = spec.heads * spec.head_dim
+        q = qkv[:, :width].reshape(len(qkv), spec.heads, spec.head_dim)
+        one = (table[1].expand(len(qkv), -1).to(q.dtype) for table in (spec.cos, spec.sin))
+        turned = apply_rope(q, *one, spec.rope_layout).reshape(len(qkv), width)
+        return torch.cat([turned, qkv[:, width:]], dim=1), spec
+
+    wrap_attention(llm, change)
+
+
+def frequencies_one_pair_off(llm: LLM) -> None:
+    respec(llm, lambda spec: replace(spec, cos=spec.cos.roll(1, 1), sin=spec.sin.roll(1, 1)))
+
+
+def decode_one_position_ahead(llm: LLM) -> None:
+    """Right in the prompt and right within the answer, but the answer stands one position too far."""
+
+    def change(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec]:
+        if len(qkv) > 1:
+            return qkv, spec
+        return qkv, replace(spec, cos=shifted(spec.cos), sin=shifted(spec.sin))
+
+    wrap_attention(llm, change)
+
+
+@pytest.mark.parametrize("spoil", [queries_one_position_ahead, frequencies_one_pair_off])
+def test_rope_that_is_off_by_one_fails_in_every_phase(
+    spoil: Callable[[LLM], None], reference: LLMSide, model: Path, workload: Workload
+) -> None:
+    report = judged(reference, model, workload, spoil)
+    assert {failure.partition(":")[0] for failure in report.failures} >= {"prefill", "decode", "greedy"}
+
+
+def test_decode_that_disagrees_with_prefill_on_positions_fails_where_both_meet(
+    reference: LLMSide, model: Path, workload: Workload
+) -> None:
+    report = judged(reference, model, workload, decode_one_position_ahead)
+    assert {failure.partition(":")[0] for failure in report.failures} == {"greedy"}
+
+
+def test_a_norm_with_another_epsilon_fails(reference: LLMSide, model: Path, workload: Workload) -> None:
+    def spoil(llm: LLM) -> None:
+        for block in llm.runner.decoder.blk:
+            block.ffn.eps = 1e-2
+
+    assert not judged(reference, model, workload, spoil).within
+
+
+def test_greedy_text_that_is_not_of_these_logits_fails(
+    reference: LLMSide, model: Path, workload: Workload
+) -> None:
+    """All logits are right; what the user is given is not their largest."""
+
+    class SecondBest(LLMSide):
+        def greedy(self, prompt: list[int], count: int) -> list[int]:
+            best = super().greedy(prompt, count)
+            return [*best[:-1], (best[-1] + 1) % MODEL.vocab_size]
+
+    with LLM(model, "cpu", workload.ctx_size, 1) as llm:
+        report = compare_sides(reference, SecondBest("cpu", llm), workload, quiet)
+    assert len(report.divergences) == 1
+    assert [failure.partition(":")[0] for failure in report.failures] == ["greedy"]
+
+
+# -- sides and workloads
+# -----------------------------------------------------------------------------------------
+
+
+def test_an_end_token_is_part_of_the_greedy_text(model: Path, workload: Workload) -> None:
+    prompt = workload.prompts[0]
+    with LLM(model, "cpu", workload.ctx_size, 1) as llm:
+        side = LLMSide("cpu", llm)
+        tokens = side.greedy(prompt, 6)
+        llm.tokenizer = EndsWith(llm.tokenizer, tokens[2])
+        assert side.greedy(prompt, 6) == tokens[: tokens.index(tokens[2]) + 1]
+
+
+class EndsWith:
+    """A tokenizer that takes one more token for the end of a text."""
+
+    def __init__(self, tokenizer: Any, token: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_ids = frozenset({token})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def test_both_sides_are_loaded_and_their_names_checked(model: Path) -> None:
+    with SidePair(model, "reference", "cpu", 32, 1) as sides:
+        assert sides.a.decoder.backend.name == "reference"
+        assert sides.b.decoder.backend.name != "reference"
+    for wrong in ("gpu", "cuda:", "cuda:x", ""):
+        with pytest.raises(EngineError, match="must be reference, cpu, cuda or cuda:N"):
+            check_sides("cpu", wrong)
+    check_sides("cuda:1", "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can run that side")
+def test_a_side_that_cannot_run_here_is_that_error(model: Path) -> None:
+    with pytest.raises(CannotRunError):
+        SidePair(model, "cpu", "cuda", 32, 1)
+
+
+def test_the_reference_has_its_own_budget() -> None:
+    assert budgets_for(*default_sides()) == REFERENCE_BUDGETS
+    assert budgets_for("cpu", "cuda") == DEVICE_BUDGETS
+    assert (REFERENCE_BUDGETS["decode"].nmse_median, REFERENCE_BUDGETS["decode"].nmse_p99) == (5e-8, 1e-6)
+    assert (REFERENCE_BUDGETS["prefill"].nmse_median, REFERENCE_BUDGETS["prefill"].nmse_p99) == (2e-6, 5e-5)
+    assert DEVICE_BUDGETS["decode"].nmse_median == 1e-8
+
+
+def test_long_texts_are_cut_into_windows_and_nothing_is_lost(model: Path) -> None:
+    plan = plan_workload(model, [TEXT, "a"], prompts=0, tokens=1, window=16)
+    with LLM(model, "cpu", 32, 1) as llm:
+        assert [token for ids in plan.windows[:-1] for token in ids] == llm.encode(TEXT)
+    assert {len(ids) for ids in plan.windows[:-2]} == {16}
+    assert (plan.texts, plan.ctx_size) == (2, 17)
+
+
+def test_windows_keep_to_the_models_context(model: Path) -> None:
+    plan = plan_workload(model, ["a b c " * 400], prompts=0, tokens=1)
+    assert max(map(len, plan.windows)) == MODEL.context_length == plan.ctx_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prompts": 51, "tokens": 1}, "--prompts 51: must be in 0..50"),
+        ({"prompts": 1, "tokens": 0}, "--tokens 0"),
+        ({"prompts": 1, "tokens": 1, "window": 1}, "--window 1"),
+        ({"prompts": 0, "tokens": 1}, "nothing to compare"),
+    ],
+)
+def test_a_workload_out_of_range_is_an_error(model: Path, arguments: dict[str, int], words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        plan_workload(model, [], **arguments)
+
+
+def test_the_built_in_texts_are_varied_and_the_prompts_fifty() -> None:
+    assert (len(TEXTS), len(set(PROMPTS))) == (14, 50)
+    assert len(built_in_texts()) == 15
+    assert all(text in built_in_texts()[-1] for _, text in TEXTS)
+    assert built_in_texts(2) == [text for _, text in TEXTS[:2]]
+    assert len({character for text in built_in_texts(14) for character in text}) > 200
+
+
+def test_a_side_is_asked_for_chunks_and_for_single_tokens(model: Path) -> None:
+    with LLM(model, "cpu", 64, 1, chunk_size=8) as llm:
+        side = LLMSide("cpu", llm)
+        ids = list(range(10, 30))
+        phases: tuple[Phase, ...] = ("prefill", "decode")
+        sizes = {phase: [len(block) for block in side.logits(ids, phase)] for phase in phases}
+        assert sizes == {"prefill": [8, 8, 4], "decode": [1] * 20}
+        assert [len(block) for block in side.continuation(ids, [1, 2, 3])] == [1, 1, 1]
