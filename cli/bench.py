@@ -8,6 +8,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -104,7 +105,10 @@ def _cleared(rows: "Iterator[BenchRow]", progress: ProgressLine) -> "Iterator[Be
 
 
 def _split(texts: list[str] | None) -> list[str]:
-    return [part for text in texts or () for part in text.split(",") if part]
+    """Names with commas between them; a comma in the path of a model that is there is part of the path."""
+    return [
+        name for text in texts or () for name in ([text] if Path(text).exists() else text.split(",")) if name
+    ]
 
 
 def _numbers(flag: str, texts: list[str] | None, default: int) -> list[int]:

@@ -1,0 +1,106 @@
+"""`engine bench`: the flags, the four outputs, and what goes where."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from quengine.cli.main import run
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+QUICK = ["-p", "6", "-n", "3", "-r", "2", "-t", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=64)
+    return str(write_tiny(tmp_path_factory.mktemp("bench") / "tiny.gguf", kind="Q8_0", sizes=sizes))
+
+
+def test_the_table_is_all_of_stdout_and_nothing_else_is_printed(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "-m", model, *QUICK, "-d", "0,8"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert all(line.startswith("|") and line.endswith("|") for line in lines)
+    assert {len(line) for line in lines} == {len(lines[0])}
+    assert cells[0][:8] == ["model", "size", "params", "type", "device", "threads", "test", "t/s"]
+    assert [row[6] for row in cells[2:]] == ["pp6", "tg3", "pp6 @ d8", "tg3 @ d8"]
+    assert [row[8] == "-" for row in cells[2:]] == [True, False, True, False]
+    assert captured.err == ""
+
+
+def test_json_is_one_list_and_carries_samples_machine_and_versions(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "-m", model, *QUICK, "-pg", "4,2", "-o", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["test"] for row in rows] == ["pp6", "tg3", "pp4+tg2"]
+    for row in rows:
+        assert len(row["samples_tok_s"]) == len(row["samples_s"]) == 2
+        assert row["tok_s"] == pytest.approx(sum(row["samples_tok_s"]) / 2)
+        assert row["machine"]["cpu"]
+        assert row["versions"]["torch"]
+
+
+def test_jsonl_is_one_object_a_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "-m", model, *QUICK, "-p", "5", "-p", "7,8", "-o", "jsonl"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["test"] for row in rows] == ["pp6", "pp5", "pp7", "pp8", "tg3"]
+
+
+def test_csv_has_a_heading_and_a_line_a_row(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "-m", model, *QUICK, "-o", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["test"] for row in rows] == ["pp6", "tg3"]
+    assert len(json.loads(rows[0]["samples_tok_s"])) == 2
+
+
+def test_several_models_and_thread_counts_make_a_row_each(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["-m", f"{model},{model}", "-p", "0", "-n", "2", "-r", "1", "-t", "1,2", "-o", "jsonl"]
+    assert run(["bench", *args]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["threads"] for row in rows] == [1, 2, 1, 2]
+
+
+def test_a_synthetic_model_needs_no_file_and_says_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run(["bench", "--synthetic", "tiny", *QUICK, "-o", "jsonl"]) == 0
+    captured = capsys.readouterr()
+    (path,) = tmp_path.rglob("*.gguf")
+    assert str(path) in captured.err
+    assert {json.loads(line)["model_path"] for line in captured.out.splitlines()} == {str(path)}
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "no model"),
+        (["-b", "4"], "only -b 1"),
+        (["-p", "12,x"], "-p 12,x"),
+        (["-p", "-5"], "-p -5"),
+        (["-pg", "512"], "-pg 512"),
+        (["-t", "0"], "-t 0"),
+        (["-r", "0"], "-r 0"),
+        (["-o", "xml"], "md, json, jsonl, csv"),
+        (["-p", "65", "-n", "0"], "65 positions"),
+        (["--synthetic", "huge"], "huge"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_1(
+    args: list[str], words: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", *(["-m", model] if args else []), *args]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert words in line

@@ -1,0 +1,171 @@
+"""What a benchmark times and how it counts: the tests of a command line, the numbers of a row."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from quengine import LLM, EngineError
+from quengine.bench import (
+    BenchPlan,
+    BenchRow,
+    BenchTest,
+    ModelFacts,
+    describe_machine,
+    expand_tests,
+    model_facts,
+    run_bench,
+    synthetic_model,
+    time_test,
+)
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+FACTS = ModelFacts(name="m", path="/m.gguf", nbytes=10**9, params=2 * 10**9, types="Q4_K+Q6_K")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=128)
+    return write_tiny(tmp_path_factory.mktemp("bench") / "tiny.gguf", kind="Q8_0", sizes=sizes)
+
+
+def row(test: BenchTest, seconds: tuple[float, ...], bytes_per_token: int = 0) -> BenchRow:
+    return BenchRow(
+        model=FACTS,
+        test=test,
+        device="cpu",
+        backend="cpu",
+        threads=2,
+        seconds=seconds,
+        bytes_per_token=bytes_per_token,
+        bandwidth=20e9,
+        load_s=0.5,
+        peak_bytes=10**9,
+    )
+
+
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [
+        (BenchTest(512, 0), "pp512"),
+        (BenchTest(0, 128), "tg128"),
+        (BenchTest(0, 128, 4096), "tg128 @ d4096"),
+        (BenchTest(512, 128), "pp512+tg128"),
+    ],
+)
+def test_tests_have_the_names_of_llama_bench(test: BenchTest, name: str) -> None:
+    assert test.name == name
+
+
+def test_every_test_is_run_at_every_depth_and_once() -> None:
+    tests = expand_tests([512, 0, 512], [128], [(64, 16)], [0, 1024])
+    assert [test.name for test in tests] == [
+        *("pp512", "tg128", "pp64+tg16"),
+        *("pp512 @ d1024", "tg128 @ d1024", "pp64+tg16 @ d1024"),
+    ]
+
+
+def test_nothing_to_time_is_an_error() -> None:
+    with pytest.raises(EngineError, match="nothing to time"):
+        expand_tests([0], [0], [], [0])
+
+
+def test_a_row_counts_tokens_over_seconds_and_their_deviation() -> None:
+    measured = row(BenchTest(0, 10), (1.0, 2.0), bytes_per_token=10**9)
+    assert measured.samples == (10.0, 5.0)
+    assert measured.tok_s == 7.5
+    assert measured.deviation == pytest.approx(12.5**0.5)
+    assert measured.gb_s == pytest.approx(7.5)
+    assert measured.bandwidth_percent == pytest.approx(37.5)
+
+
+def test_one_sample_has_no_deviation_and_a_prompt_no_bandwidth() -> None:
+    measured = row(BenchTest(512, 128), (2.0,))
+    assert (measured.tok_s, measured.deviation) == (320.0, 0.0)
+    assert measured.gb_s is None
+    assert measured.bandwidth_percent is None
+
+
+def test_more_than_one_sequence_is_refused_for_now() -> None:
+    with pytest.raises(EngineError, match=r"-b 8.*only -b 1"):
+        BenchPlan(["m"], [BenchTest(1, 0)], [None], batches=(1, 8))
+
+
+def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:
+    tests = expand_tests([9], [3], [(4, 2)], [0, 5])
+    plan = BenchPlan([model], tests, [1, 2], repetitions=2, device="cpu")
+    told: list[str] = []
+    rows = list(run_bench(plan, told.append))
+    assert [(r.threads, r.test) for r in rows] == [(t, test) for t in (1, 2) for test in tests]
+    for r in rows:
+        assert len(r.samples) == 2
+        assert min(r.samples) > 0
+        assert r.peak_bytes > model.stat().st_size
+        assert (r.gb_s is None) == (r.test.prompt > 0)
+    assert told[0].startswith("measuring memory bandwidth")
+
+
+def test_what_is_computed_is_what_the_test_says(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    with LLM(model, "cpu", 64, 1, chunk_size=8) as llm:
+        forward = llm.runner.forward
+
+        def counted(ids: list[int], start: int, last_only: bool = True) -> Tensor:
+            calls.append((len(ids), start))
+            return forward(ids, start, last_only)
+
+        monkeypatch.setattr(llm.runner, "forward", counted)
+        seconds = list(time_test(llm, BenchTest(10, 3, depth=9), 2, False, "", lambda _: None))
+    depth = [(8, 0), (1, 8)]
+    once = [(8, 9), (2, 17), (1, 19), (1, 20), (1, 21)]
+    assert calls == depth + once + once
+    assert len(seconds) == 2
+
+
+def test_bytes_of_a_token_are_the_weights_and_the_cache_so_far(model: Path) -> None:
+    plan = BenchPlan([model], [BenchTest(0, 4), BenchTest(0, 4, depth=50)], [1], repetitions=1, device="cpu")
+    near, far = run_bench(plan, lambda _: None)
+    with LLM(model, "cpu", 64, 1) as llm:
+        weights, cache = llm.runner.decoder.bytes_per_token, llm.model_config.kv_cache_bytes(1)
+    assert near.bytes_per_token == weights + 2 * cache
+    assert far.bytes_per_token == near.bytes_per_token + 50 * cache
+
+
+def test_a_test_longer_than_the_context_is_refused_before_anything_runs(model: Path) -> None:
+    plan = BenchPlan([model], [BenchTest(8, 0), BenchTest(100, 20, depth=9)], [None])
+    with pytest.raises(EngineError, match=r"pp100\+tg20 @ d9 takes 129 positions.*128"):
+        next(run_bench(plan, lambda _: None))
+
+
+def test_the_facts_of_a_model_are_counted(model: Path) -> None:
+    with LLM(model, "cpu", 16, 1) as llm:
+        facts = model_facts(llm.loaded.checkpoint)
+    shapes = ModelSizes(embedding=64, feed_forward=128).tensor_shapes(llm.model_config.vocab_size)
+    count = sum(s[0] * (s[1] if len(s) > 1 else 1) for s in shapes.values())
+    assert (facts.name, facts.types.split("+")[0], facts.params) == ("tiny", "Q8_0", count)
+
+
+def test_a_result_carries_the_machine_and_the_versions() -> None:
+    fields = replace(row(BenchTest(0, 1), (1.0,), 5)).as_dict(describe_machine())
+    assert fields["samples_s"] == [1.0]
+    assert fields["machine"]["cores"] >= 1
+    assert fields["machine"]["cpu"]
+    assert {"quengine", "torch", "python"} <= fields["versions"].keys()
+
+
+def test_a_synthetic_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told: list[str] = []
+    path = synthetic_model("tiny", told.append)
+    assert path.is_relative_to(tmp_path)
+    assert str(path) in told[0]
+    written = path.stat().st_mtime_ns
+    assert synthetic_model("tiny", told.append) == path
+    assert (path.stat().st_mtime_ns, len(told)) == (written, 1)
+
+
+def test_an_unknown_preset_is_an_error_that_lists_them() -> None:
+    with pytest.raises(EngineError, match=r"llama-9b.*mistral-7b.*tiny"):
+        synthetic_model("llama-9b", print)
