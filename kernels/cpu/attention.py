@@ -88,7 +88,7 @@ def _stretch_kernel() -> int:
     position to position, 7 from head to head; values: 8, 9, 10; 11 parts, 12 bytes per part, 13 scores, 14 scale
     (the bits of an fp32).
     """
-    halves, stamp = f"F16/{source_stamp()}", f"attention/{source_stamp()}"
+    halves, stamp = f"F16/row/{source_stamp()}", f"attention/{source_stamp()}"
 
     def stretch_attention(context: int, task: int) -> None:
         width, group, stretches = get(context, 1), get(context, 2), get(context, 3)

@@ -28,6 +28,11 @@ from quengine.kernels.cpu.block_ir import Slices, emit_blocks
 from quengine.kernels.cpu.vector_ir import F32, I16, I32, I64, Emitter, vec
 
 
+# Bytes that weights are asked for ahead of their use; processors' own prefetching stops at the end of a page. Measured
+# on a Cascade Lake Xeon: without it rows take 1.5 to 1.8 times as long; 1 to 8 KiB do equally well.
+_PREFETCH = 2048
+
+
 def record_bytes(cols: int) -> int:
     """Bytes from one activation record to the next; a multiple of 64."""
     return (9 * cols // 2 + 63) // 64 * 64
@@ -109,7 +114,10 @@ class _RowDot:
     def _turn(self, i: ir.Value, blocks: int, state: list[ir.Value]) -> list[ir.Value]:
         """Blocks i .. i + blocks - 1."""
         e, state = self.e, list(state)
-        content = emit_blocks(e, self.fmt, e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes))), blocks)
+        address = e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes)))
+        for ahead in range(0, blocks * self.fmt.nbytes, 64):
+            e.prefetch(e.at(address, _PREFETCH + ahead))
+        content = emit_blocks(e, self.fmt, address, blocks)
         first_slice = e.b.mul(i, e.i64(self.fmt.block // 32))
         slices = content.scales[0].type.count
         factors = []
@@ -172,8 +180,11 @@ class _RowDot:
 
 @intrinsic(prefer_literal=True)
 def dot_float_row(typingctx: Any, variant: Any, w: Any, cols: Any, x: Any) -> Any:
-    """fp32 dot of a row of F32, F16 or BF16 weights at address w with fp32 at address x."""
-    name = variant.literal_value.split("/")[0]
+    """fp32 dot of a row of F32, F16 or BF16 at address w with fp32 at address x.
+
+    `variant`: "F16/stream/..." when the next row follows this one in memory, "F16/row/..." when not.
+    """
+    name, access = variant.literal_value.split("/")[:2]
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, w, cols, x = args
@@ -182,6 +193,10 @@ def dot_float_row(typingctx: Any, variant: Any, w: Any, cols: Any, x: Any) -> An
         zeros = [e.const(vec(F32, 8), 0.0)] * 4
 
         def turn(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            if access == "stream":
+                ahead = e.at(w, builder.mul(i, e.i64(FORMATS[name].nbytes)))
+                for line in range(0, 32 * FORMATS[name].nbytes, 64):
+                    e.prefetch(e.at(ahead, _PREFETCH + line))
             values = [_float_weights(e, name, w, e.at(i, 8 * k), 8) for k in range(4)]
             address = builder.add(x, builder.mul(i, e.i64(4)))
             inputs = [e.load(vec(F32, 8), address, 32 * k) for k in range(4)]

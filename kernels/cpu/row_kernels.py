@@ -42,7 +42,7 @@ def float_matvec_kernel(format_name: str) -> int:
     0 weights, 1 row bytes, 2 rows, 3 rows per task, 4 columns, 5 x (fp32), 6 x stride, 7 number of the last x row,
     8 y (fp32), 9 y stride.
     """
-    variant = f"{format_name}/{source_stamp()}"
+    variant = f"{format_name}/stream/{source_stamp()}"
 
     def float_matvec(context: int, task: int) -> None:
         w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)

@@ -57,6 +57,16 @@ class Emitter:
         pointer = self.b.inttoptr(self.at(address, offset), value.type.as_pointer())
         self.b.store(value, pointer).align = 1
 
+    def prefetch(self, address: ir.Value) -> None:
+        """Ask for the cache line at an address, which need not be mapped."""
+        name = "llvm.prefetch.p0"
+        declared = self.b.module.globals.get(name)
+        if declared is None:
+            arguments = [I8.as_pointer(), I32, I32, I32]
+            declared = ir.Function(self.b.module, ir.FunctionType(ir.VoidType(), arguments), name)
+        read, keep, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+        self.b.call(declared, [self.b.inttoptr(address, I8.as_pointer()), read, keep, data])
+
     # ---- lanes -------------------------------------------------------------------------------------------
     def pick(self, v: ir.Value, lanes: Sequence[int], other: ir.Value | None = None) -> ir.Value:
         """The vector of the named lanes of v (and, from v's length on, of `other`)."""
