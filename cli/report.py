@@ -50,7 +50,7 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
             "peak_bytes": t.peak_bytes,
         },
         "model": str(llm.loaded.path),
-        "device": llm.loaded.device,
+        "device": str(llm.loaded.device),
         "threads": llm.loaded.threads,
         "backend": llm.loaded.decoder.backend.name,
     }

@@ -279,7 +279,7 @@ def _row(
     return BenchRow(
         model=facts,
         test=test,
-        device=llm.loaded.device,
+        device=str(llm.loaded.device),
         backend=llm.runner.decoder.backend.name,
         threads=llm.loaded.threads,
         seconds=seconds,

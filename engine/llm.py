@@ -19,7 +19,6 @@ from quengine.load import load_model
 from quengine.machine import peak_memory
 from quengine.models.chat_template import encode_chat
 from quengine.output import Completion
-from quengine.runner import Runner
 from quengine.sampler import Sampler
 from quengine.sampling_params import SamplingParams
 from quengine.scheduler import Scheduler
@@ -64,7 +63,7 @@ class LLM:
         self.chat_template = self.loaded.checkpoint.chat_template()
         self.model_config = self.loaded.checkpoint.config
         self.ctx_size = self.loaded.cache.ctx_size
-        self.runner = Runner(self.loaded.decoder, self.loaded.cache)
+        self.runner = self.loaded.runner
         self.scheduler = Scheduler(self.loaded.cache, self.loaded.decoder.chunk_size, reuse_prefix)
 
     def generate(
@@ -132,10 +131,9 @@ class LLM:
         batch = self.scheduler.next_batch()
         if batch is None:
             return None
-        logits = self.runner.step(batch)
-        samples = batch.samples
+        sample = self.runner.step(batch)
         self.scheduler.computed(batch)
-        text = batch.sequence.advance(logits) if samples else ""
+        text = batch.sequence.advance(sample) if sample is not None else ""
         self.scheduler.release()
         return batch.sequence, text
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quengine.config import EngineConfig
-from quengine.errors import CannotRunError
+from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import Backend
 from quengine.kv_cache import KVCache
 from quengine.machine import available_memory, physical_cores
@@ -16,8 +16,10 @@ from quengine.memory import choose_context, gib
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub import resolve_model
+from quengine.runner import Runner
 
 REFERENCE_BYTES_A_WEIGHT = 8
+MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,19 @@ class LoadedModel:
 
     path: Path
     checkpoint: Checkpoint
-    decoder: Decoder
-    cache: KVCache
-    device: str
+    runner: Runner
+    device: torch.device
     threads: int
     load_s: float
     notes: list[str]
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.runner.decoder
+
+    @property
+    def cache(self) -> KVCache:
+        return self.runner.cache
 
 
 def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
@@ -44,42 +53,84 @@ def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
     began = time.perf_counter()
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
-    notes = list(checkpoint.notes)
-    device = _choose_device(config, notes)
+    device, why = choose_device(config)
     threads = config.threads or physical_cores()
     torch.set_num_threads(threads)
-    free = available_memory()
-    backend = _make_backend(config, checkpoint, threads, free)
     shape = checkpoint.config
-    ctx_size = choose_context(shape, config.ctx_size, checkpoint.nbytes, free, device)
-    cache = KVCache.allocate(shape, ctx_size, backend.device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    ctx_size = choose_context(shape, config.ctx_size, checkpoint.nbytes, free, str(device))
+    backend = _make_backend(config, checkpoint, device, threads, free)
+    cache = KVCache.allocate(shape, ctx_size, device)
+    decoder = Decoder(shape, checkpoint.tensors, backend, ctx_size, min(config.chunk_size, ctx_size))
+    runner = _make_runner(decoder, cache, device)
     cut = (
         ""
         if config.ctx_size or ctx_size == shape.context_length
         else f", cut from {shape.context_length} to fit"
     )
-    notes.append(
-        f"context {ctx_size} tokens{cut}, cache {gib(cache.nbytes)}, weights {gib(checkpoint.nbytes)}"
-    )
-    decoder = Decoder(shape, checkpoint.tensors, backend, ctx_size, min(config.chunk_size, ctx_size))
+    sizes = f"context {ctx_size} tokens{cut}, cache {gib(cache.nbytes)}, weights {gib(checkpoint.nbytes)}"
     load_s = time.perf_counter() - began
-    return LoadedModel(path, checkpoint, decoder, cache, device, threads, load_s, notes)
+    return LoadedModel(path, checkpoint, runner, device, threads, load_s, [*checkpoint.notes, *why, sizes])
 
 
-def _choose_device(config: EngineConfig, notes: list[str]) -> str:
-    if config.device.startswith("cuda"):
-        raise CannotRunError(
-            f"device {config.device} was asked for, but no CUDA backend is in this version; use --device cpu"
-        )
-    return "cpu"
+def choose_device(config: EngineConfig) -> tuple[torch.device, list[str]]:
+    """The device to run on, and a line for the user where "auto" had to choose against a GPU.
+
+    Raises:
+        CannotRunError: a CUDA device was asked for and cannot be used; the message says why.
+        EngineError: the reference backend was asked to run on a CUDA device.
+    """
+    asked = config.device.startswith("cuda")
+    if config.backend == "reference":
+        if asked:
+            raise EngineError(f"backend reference runs on the CPU, not on {config.device}; use --device cpu")
+        return torch.device("cpu"), []
+    if config.device == "cpu":
+        return torch.device("cpu"), []
+    problem = _cuda_problem(config.device)
+    if problem is None:
+        index = int(config.device.partition(":")[2] or 0) if asked else 0
+        return torch.device("cuda", index), []
+    if asked:
+        raise CannotRunError(f"device {config.device} cannot be used: {problem}; use --device cpu")
+    # A machine without any GPU needs no explanation; one whose GPU is left idle does.
+    return torch.device("cpu"), [f"device auto took the CPU: {problem}"] if torch.cuda.is_available() else []
 
 
-def _make_backend(config: EngineConfig, checkpoint: Checkpoint, threads: int, free: int) -> Backend[Any]:
+def _cuda_problem(device: str) -> str | None:
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device and driver here (see nvidia-smi)"
+    index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else 0
+    if index >= torch.cuda.device_count():
+        return f"there are {torch.cuda.device_count()} CUDA devices, numbered from 0"
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(index)
+        return f"{name} has compute capability {major}.{minor}, and the kernels need 8.0"
+    return None
+
+
+def _make_backend(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, threads: int, free: int
+) -> Backend[Any]:
     if config.backend == "reference":
         from quengine.kernels.reference import ReferenceBackend
 
-        expanded = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights
-        return ReferenceBackend(keep=expanded < free // 2)
+        return ReferenceBackend(keep=REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2)
+    if device.type == "cuda":
+        from quengine.kernels.cuda_backend import CudaBackend
+
+        return CudaBackend(device)
     from quengine.kernels.cpu_backend import CpuBackend
 
     return CpuBackend(threads)
+
+
+def _make_runner(decoder: Decoder, cache: KVCache, device: torch.device) -> Runner:
+    if device.type == "cuda":
+        from quengine.cuda_runner import CudaRunner
+
+        return CudaRunner(decoder, cache)
+    return Runner(decoder, cache)

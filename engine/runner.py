@@ -1,4 +1,4 @@
-"""Turns a batch into logits: the only place where the decoder and its cache meet."""
+"""Turns a batch into the next token: the only place where the decoder and its cache meet."""
 
 from collections.abc import Sequence as Seq
 
@@ -7,11 +7,12 @@ from torch import Tensor
 
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
+from quengine.sampler import Sample
 from quengine.scheduler import Batch
 
 
 class Runner:
-    """Runs the decoder; knows no text and samples nothing."""
+    """Runs the decoder eagerly and samples on the host; knows no text."""
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self.decoder = decoder
@@ -26,9 +27,17 @@ class Runner:
         part = torch.tensor(ids, device=self.decoder.backend.device)
         return self.decoder.forward(part, self.cache.layers, start, last_only)
 
-    def step(self, batch: Batch) -> Tensor:
-        """Logits [vocab] fp32 that follow the batch's last token."""
-        return self.forward(batch.ids, batch.start)[0].float()
+    def step(self, batch: Batch) -> Sample | None:
+        """Compute a batch; where it ends with the sequence's newest token, choose the one after it.
+
+        Raises:
+            EngineError: the logits are not finite (with the token's position).
+        """
+        logits = self.forward(batch.ids, batch.start)[0].float()
+        if not batch.samples:
+            return None
+        ids = batch.sequence.token_ids
+        return batch.sequence.sampler.sample(logits, ids, len(ids))
 
     def teacher_forced(self, ids: Seq[int], chunk: int) -> Tensor:
         """Logits [T, vocab] after each of `ids`, computed `chunk` tokens at a time from an empty cache.

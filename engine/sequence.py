@@ -3,10 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from quengine.output import Completion, Timings
-from quengine.sampler import Sampler, TokenLogprobs
+from quengine.sampler import Sample, Sampler, TokenLogprobs
 from quengine.sampling_params import SamplingParams
 from quengine.text_stream import TextStream
 
@@ -43,15 +41,8 @@ class Sequence:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def advance(self, logits: Tensor) -> str:
-        """Choose the next token from `logits` [vocab]; returns the text that it makes visible.
-
-        Sets finish_reason when the sequence ends here.
-
-        Raises:
-            EngineError: the logits are not finite (with the token's position).
-        """
-        sample = self.sampler.sample(logits, self.token_ids, len(self.token_ids))
+    def advance(self, sample: Sample) -> str:
+        """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""
         self.last_token = time.perf_counter()
         if not self.first_token:
             self.first_token = self.last_token

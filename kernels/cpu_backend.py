@@ -16,7 +16,7 @@ from quengine.kernels.backend import AttentionSpec, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
-from quengine.kernels.rope import apply_rope
+from quengine.kernels.rope_store import first_visible, rope_store
 from quengine.kernels.swiglu import swiglu
 
 
@@ -80,19 +80,9 @@ class CpuBackend:
     def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
         assert isinstance(start, int)
         tokens = qkv.shape[0]
-        end = start + tokens
-        widths = [heads * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
-        q, k, v = (part.reshape(tokens, -1, spec.head_dim) for part in qkv.split(widths, dim=1))
-        if spec.q_norm is not None and spec.k_norm is not None:
-            q, k = rms_norm(q, spec.q_norm, spec.eps), rms_norm(k, spec.k_norm, spec.eps)
-        cos, sin = spec.cos[start:end], spec.sin[start:end]
-        q, k = (apply_rope(x, cos, sin, spec.rope_layout) for x in (q, k))
-        if spec.query_scale is not None:
-            q = q * spec.query_scale[start:end, None, None]
-        layer.k[start:end] = k
-        layer.v[start:end] = v
+        q = rope_store(qkv, spec, layer, start)
         if tokens == 1:
-            first = 0 if spec.window is None else max(0, end - spec.window)
+            first, end = first_visible(spec, start + 1), start + 1
             return cpu.decode_attention(q[0], layer.k, layer.v, end, spec.scale, first).reshape(1, -1)
         mask = mask_slice(spec.mask_band, start, tokens)
         return cpu.prefill_attention(q, layer.k, layer.v, mask, spec.scale).reshape(tokens, -1)

@@ -15,7 +15,7 @@ from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode_round
 from quengine.kernels.cuda.attention_prefill import attention_prefill
-from quengine.kernels.cuda.embedding import embed_rows
+from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.matmul import matmul
 from quengine.kernels.cuda.matvec import MAX_ROWS, matvec, matvec_swiglu
@@ -52,7 +52,7 @@ class CudaBackend:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
     def embed(self, weight: PackedWeight, ids: Tensor) -> Tensor:
-        return embed_rows(weight, ids)
+        return embedding(weight, ids, pdl=self.pdl)
 
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None

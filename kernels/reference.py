@@ -16,7 +16,7 @@ from quengine.kernels.backend import AttentionSpec, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
-from quengine.kernels.rope import apply_rope
+from quengine.kernels.rope_store import first_visible, rope_store
 from quengine.kernels.swiglu import swiglu
 
 _ROWS_AT_A_TIME = 4096
@@ -83,26 +83,9 @@ class ReferenceBackend:
         assert isinstance(start, int)
         tokens = qkv.shape[0]
         end = start + tokens
-        q, k, v = (
-            part.reshape(tokens, -1, spec.head_dim)
-            for part in qkv.split(
-                [n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)], dim=1
-            )
-        )
-        if spec.q_norm is not None and spec.k_norm is not None:
-            q, k = rms_norm(q, spec.q_norm, spec.eps), rms_norm(k, spec.k_norm, spec.eps)
-        cos, sin = spec.cos[start:end].to(self.dtype), spec.sin[start:end].to(self.dtype)
-        q, k = (apply_rope(x, cos, sin, spec.rope_layout) for x in (q, k))
-        if spec.query_scale is not None:
-            q = q * spec.query_scale[start:end, None, None].to(self.dtype)
-        layer.k[start:end] = k.to(layer.k.dtype)
-        layer.v[start:end] = v.to(layer.v.dtype)
-        first = 0
-        mask = None
-        if tokens > 1:
-            mask = mask_slice(spec.mask_band, start, tokens)
-        elif spec.window is not None:
-            first = max(0, end - spec.window)
+        q = rope_store(qkv, spec, layer, start)
+        mask = mask_slice(spec.mask_band, start, tokens) if tokens > 1 else None
+        first = first_visible(spec, end) if tokens == 1 else 0
         keys, values = (t[first:end].to(self.dtype) for t in (layer.k, layer.v))
         return attention(q, keys, values, mask, spec.scale).reshape(tokens, -1)
 

@@ -80,7 +80,7 @@ class Decoder:
     def bytes_per_token(self) -> int:
         """Weight bytes that one decoded token reads: every matrix once, one row of the embedding."""
         blocks = sum(block.attention.nbytes + block.ffn.nbytes for block in self.blk)
-        return blocks + self.output.nbytes + self.token_embd.nbytes // self.token_embd.rows
+        return int(blocks + self.output.nbytes + self.token_embd.nbytes // self.token_embd.rows)
 
     def _block(self, tensors: LayerTensors, shared: AttentionSpec) -> Block:
         spec = shared

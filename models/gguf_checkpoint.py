@@ -6,6 +6,7 @@ the gguf package, and the notes say so with the memory that it takes.
 
 import warnings
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFTensor, open_gguf
-from quengine.models.tensor_table import check_tensors, parameter_count
+from quengine.models.tensor_table import check_tensors
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class GGUFCheckpoint:
 
     @property
     def weights(self) -> int:
-        return parameter_count(self.file.tensors)
+        return sum(prod(tensor.shape) for tensor in self.file.tensors.values())
 
     @property
     def notes(self) -> list[str]:
@@ -55,7 +56,7 @@ class GGUFCheckpoint:
         if not expanded:
             return []
         types = ", ".join(sorted({t.type_name for t in expanded}))
-        gib = sum(4 * int(np.prod(t.shape)) for t in expanded) / 2**30
+        gib = sum(4 * prod(t.shape) for t in expanded) / 2**30
         return [
             f"{len(expanded)} tensors of type {types} have no packed kernel: expanded to F32, {gib:.2f} GiB"
         ]

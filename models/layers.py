@@ -50,7 +50,7 @@ class Attention:
 
     @property
     def nbytes(self) -> int:
-        return self.attn_qkv.nbytes + self.attn_output.nbytes
+        return int(self.attn_qkv.nbytes + self.attn_output.nbytes)
 
 
 class FeedForward:
@@ -69,4 +69,4 @@ class FeedForward:
 
     @property
     def nbytes(self) -> int:
-        return self.ffn_gate_up.nbytes + self.ffn_down.nbytes
+        return int(self.ffn_gate_up.nbytes + self.ffn_down.nbytes)

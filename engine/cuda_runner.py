@@ -1,0 +1,191 @@
+"""The runner of a CUDA device: prompts eagerly, decode as one captured graph with the sampling in it.
+
+The newest token and its position stay on the device. A step's graph is launched before the token of the step before
+it is read on the host, so that text, stop strings and printing happen behind the computation; the step that turns out
+to follow an end token is thrown away. Settings that the captured sampling has no room for (log-probabilities, no
+top-k) take the eager path of Runner.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from quengine.kernels.cuda.sampling import (
+    MAX_CAPACITY,
+    NO_TOKEN,
+    DecodeState,
+    SamplingBuffers,
+    Settings,
+    sample_step,
+)
+from quengine.kv_cache import KVCache
+from quengine.models.decoder import Decoder
+from quengine.runner import Runner
+from quengine.sampler import Sample
+from quengine.sampling_params import SamplingParams
+from quengine.scheduler import Batch
+from quengine.sequence import Sequence
+
+
+class DecodeGraph(Protocol):
+    """One captured decode step."""
+
+    def begin(self, sequence: Sequence) -> None:
+        """Continue with this sequence: its newest token is the next input."""
+        ...
+
+    def launch(self) -> "PendingToken":
+        """Start the next step; returns at once."""
+        ...
+
+
+class PendingToken(Protocol):
+    """A token that the device is choosing."""
+
+    def wait(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """What a graph is captured for: candidates kept for sampling, and whether bias and penalties have room."""
+
+    top_k: int
+    bias: bool
+    penalties: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "GraphKey | None":
+        """None where the settings cannot be sampled in a graph."""
+        if params.logprobs is not None or (not params.greedy and not 1 <= params.top_k <= MAX_CAPACITY):
+            return None
+        top_k = 1 if params.greedy else 64 if params.top_k <= 64 else MAX_CAPACITY
+        return cls(top_k, bool(params.logit_bias), params.penalizes)
+
+
+class CudaRunner(Runner):
+    """See the module docstring."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        super().__init__(decoder, cache)
+        self.graphs: dict[GraphKey, DecodeGraph] = {}
+        self._run = _Run(None, None)
+
+    def step(self, batch: Batch) -> Sample | None:
+        key = GraphKey.of(batch.sequence.params)
+        if len(batch.ids) != 1 or not batch.samples or key is None:
+            self._run = _Run(None, None)
+            return super().step(batch)
+        run = self._run
+        if run.sequence is not batch.sequence or run.next_start != batch.start:
+            graph = self.graphs.get(key)
+            if graph is None:
+                graph = self.graphs[key] = CapturedStep(self.decoder, self.cache, key)
+            graph.begin(batch.sequence)
+            run = self._run = _Run(batch.sequence, graph, batch.start)
+        token = run.take(self.cache.ctx_size)
+        if token == NO_TOKEN:
+            self._run = _Run(None, None)
+            return super().step(batch)  # says what is wrong with the logits
+        return Sample(token)
+
+
+@dataclass
+class _Run:
+    """A sequence being decoded by a graph; `next_start` is the position of the input whose token comes next."""
+
+    sequence: Sequence | None
+    graph: DecodeGraph | None
+    next_start: int = 0
+    pending: deque[PendingToken] = field(default_factory=deque)
+
+    def take(self, ctx_size: int) -> int:
+        """The next token, with one more step under way where the sequence may need it."""
+        assert self.sequence is not None and self.graph is not None
+        limit = self.sequence.params.max_tokens
+        left = ctx_size if limit is None else limit - len(self.sequence.generated)
+        wanted = min(2, left, ctx_size - self.next_start)
+        while len(self.pending) < wanted:
+            self.pending.append(self.graph.launch())
+        self.next_start += 1
+        return self.pending.popleft().wait()
+
+
+@dataclass(frozen=True)
+class _HostToken:
+    """A token on its way to pinned memory."""
+
+    memory: torch.Tensor
+    arrived: torch.cuda.Event
+
+    def wait(self) -> int:
+        self.arrived.synchronize()
+        return int(self.memory)
+
+
+class CapturedStep:
+    """The decode step of one sequence as a CUDA graph: embedding to logits, sampling, and the move to the next token.
+
+    Two pinned words take turns, as at most two steps are under way.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, key: GraphKey) -> None:
+        device = decoder.backend.device
+        vocab = decoder.config.vocab_size
+        self.state = DecodeState.allocate(1, cache.ctx_size, device)
+        self.buffers = SamplingBuffers.allocate(1, vocab, key.top_k, device, key.bias, key.penalties)
+        self.host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        self.events = [torch.cuda.Event() for _ in range(2)]
+        self.launched = 0
+        self.graph = self._capture(decoder, cache)
+
+    def begin(self, sequence: Sequence) -> None:
+        params, ids = sequence.params, sequence.token_ids
+        settings = Settings(
+            temperature=params.temperature,
+            top_k=1 if params.greedy else params.top_k,
+            typical_p=params.typical_p,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repeat=params.repeat_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            repeat_last_n=params.repeat_last_n,
+            seed=sequence.sampler.seed,
+            stream=sequence.sampler.stream,
+        )
+        self.buffers.set(0, settings, ids, dict(params.logit_bias))
+        self.state.history[0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        self.state.tokens.fill_(ids[-1])
+        self.state.positions.fill_(len(ids) - 1)
+
+    def launch(self) -> _HostToken:
+        slot = self.launched % 2
+        self.launched += 1
+        self.graph.replay()
+        self.host[slot].copy_(self.state.tokens[0], non_blocking=True)
+        self.events[slot].record()
+        return _HostToken(self.host[slot], self.events[slot])
+
+    @torch.no_grad()
+    def _capture(self, decoder: Decoder, cache: KVCache) -> torch.cuda.CUDAGraph:
+        pdl = torch.cuda.get_device_capability(decoder.backend.device) >= (9, 0)
+
+        def step() -> None:
+            logits = decoder.forward(self.state.tokens, cache.layers, self.state.positions)
+            sample_step(logits, self.state, self.buffers, pdl)
+
+        # A first run compiles the kernels. It writes one row of the cache, at the last position, and leaves the
+        # state to `begin`.
+        self.state.positions.fill_(cache.ctx_size - 1)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph

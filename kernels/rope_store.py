@@ -1,0 +1,37 @@
+"""What happens between the QKV matmul and attention, in torch: head norms, rotation, the write to the cache.
+
+The definition of kernels/cuda/rope.py's `rope_store`, and what the reference and CPU backends run.
+"""
+
+from torch import Tensor
+
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.rms_norm import rms_norm
+from quengine.kernels.rope import apply_rope
+
+
+def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> Tensor:
+    """Rotate queries and keys of T tokens at start .. start + T - 1; write keys and values to `layer`.
+
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type. Returns the rotated queries
+    [T, heads, head_dim].
+    """
+    tokens = qkv.shape[0]
+    end = start + tokens
+    heads = qkv.reshape(tokens, -1, spec.head_dim)
+    first_value = spec.heads + spec.kv_heads
+    q, k, v = heads[:, : spec.heads], heads[:, spec.heads : first_value], heads[:, first_value:]
+    if spec.q_norm is not None and spec.k_norm is not None:
+        q, k = rms_norm(q, spec.q_norm, spec.eps), rms_norm(k, spec.k_norm, spec.eps)
+    cos, sin = (table[start:end].to(qkv.dtype) for table in (spec.cos, spec.sin))
+    q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
+    if spec.query_scale is not None:
+        q = q * spec.query_scale[start:end, None, None].to(qkv.dtype)
+    layer.k[start:end] = k.to(layer.k.dtype)
+    layer.v[start:end] = v.to(layer.v.dtype)
+    return q
+
+
+def first_visible(spec: AttentionSpec, end: int) -> int:
+    """The first position that a token at end - 1 sees."""
+    return 0 if spec.window is None else max(0, end - spec.window)

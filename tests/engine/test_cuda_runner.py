@@ -1,0 +1,123 @@
+"""The CUDA runner's bookkeeping, with a graph that computes on the host: one step ahead, never a wrong token."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from quengine.cuda_runner import CudaRunner, GraphKey
+from quengine.sampler import Sample
+from quengine.sampling_params import SamplingParams
+from quengine.scheduler import Batch
+
+CTX = 32
+
+
+@dataclass
+class FakeToken:
+    value: int
+    log: list[str]
+
+    def wait(self) -> int:
+        self.log.append(f"wait {self.value}")
+        return self.value
+
+
+@dataclass
+class FakeGraph:
+    """Chooses 10 * position + 1 at every step."""
+
+    log: list[str] = field(default_factory=list)
+    position: int = 0
+
+    def begin(self, sequence: Any) -> None:
+        self.position = len(sequence.token_ids) - 1
+        self.log.append(f"begin {self.position}")
+
+    def launch(self) -> FakeToken:
+        token = FakeToken(10 * self.position + 1, self.log)
+        self.log.append(f"launch {self.position}")
+        self.position += 1
+        return token
+
+
+@dataclass
+class FakeSequence:
+    token_ids: list[int]
+    params: SamplingParams
+    generated: list[int] = field(default_factory=list)
+
+
+@dataclass
+class FakeCache:
+    ctx_size: int = CTX
+
+
+def decode(runner: CudaRunner, sequence: Any, steps: int) -> list[int]:
+    tokens = []
+    for _ in range(steps):
+        start = len(sequence.token_ids) - 1
+        sample = runner.step(Batch(sequence, sequence.token_ids[start:], start))
+        assert isinstance(sample, Sample)
+        sequence.token_ids.append(sample.token)
+        sequence.generated.append(sample.token)
+        tokens.append(sample.token)
+    return tokens
+
+
+@pytest.fixture
+def graph() -> FakeGraph:
+    return FakeGraph()
+
+
+@pytest.fixture
+def runner(graph: FakeGraph) -> CudaRunner:
+    made = CudaRunner(None, FakeCache())  # type: ignore[arg-type]
+    made.graphs[GraphKey(1, bias=False, penalties=False)] = graph
+    return made
+
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def test_the_next_step_is_launched_before_the_token_is_read(runner: CudaRunner, graph: FakeGraph) -> None:
+    assert decode(runner, FakeSequence([1, 2, 3], GREEDY), 3) == [21, 31, 41]
+    assert graph.log == [
+        *("begin 2", "launch 2", "launch 3", "wait 21"),
+        *("launch 4", "wait 31", "launch 5", "wait 41"),
+    ]
+
+
+def test_no_step_is_launched_beyond_max_tokens(runner: CudaRunner, graph: FakeGraph) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    decode(runner, FakeSequence([1, 2, 3], params), 2)
+    assert [entry for entry in graph.log if entry.startswith("launch")] == ["launch 2", "launch 3"]
+
+
+def test_no_step_is_launched_beyond_the_context(runner: CudaRunner, graph: FakeGraph) -> None:
+    decode(runner, FakeSequence(list(range(CTX - 2)), GREEDY), 2)
+    launches = [int(entry.split()[1]) for entry in graph.log if entry.startswith("launch")]
+    assert max(launches) <= CTX - 1
+
+
+def test_another_sequence_begins_anew(runner: CudaRunner, graph: FakeGraph) -> None:
+    decode(runner, FakeSequence([1, 2, 3], GREEDY), 2)
+    assert decode(runner, FakeSequence([1, 2, 3, 4, 5, 6], GREEDY), 2) == [51, 61]
+    assert [entry for entry in graph.log if entry.startswith("begin")] == ["begin 2", "begin 5"]
+
+
+@pytest.mark.parametrize(
+    ("params", "key"),
+    [
+        (SamplingParams(temperature=0), GraphKey(1, False, False)),
+        (SamplingParams(), GraphKey(64, False, False)),
+        (SamplingParams(top_k=100, presence_penalty=0.5), GraphKey(128, False, True)),
+        (SamplingParams(temperature=0, logit_bias={3: 1.0}), GraphKey(1, True, False)),
+        (SamplingParams(top_k=0), None),
+        (SamplingParams(temperature=0, logprobs=1), None),
+    ],
+)
+def test_a_graph_is_chosen_by_what_sampling_needs_room_for(
+    params: SamplingParams, key: GraphKey | None
+) -> None:
+    assert GraphKey.of(params) == key

@@ -1,0 +1,70 @@
+"""Which device a run takes, and what it says when it cannot."""
+
+import pytest
+import torch
+
+from quengine.config import EngineConfig
+from quengine.errors import CannotRunError, EngineError
+from quengine.load import choose_device
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices, of which the second is too old."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((9, 0), (7, 5))[index])
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_takes_the_cpu_where_there_is_no_gpu() -> None:
+    assert choose_device(EngineConfig()) == (torch.device("cpu"), [])
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_cuda_without_a_gpu_is_an_error_and_no_fallback() -> None:
+    with pytest.raises(CannotRunError, match="finds no CUDA device"):
+        choose_device(EngineConfig(device="cuda"))
+
+
+def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(CannotRunError, match="built without CUDA"):
+        choose_device(EngineConfig(device="cuda:0"))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0"])
+def test_a_usable_gpu_is_taken(name: str) -> None:
+    assert choose_device(EngineConfig(device=name))[0] == torch.device("cuda", 0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_device_that_is_too_old_or_not_there_is_refused_with_the_reason() -> None:
+    with pytest.raises(CannotRunError, match=r"GPU 1 has compute capability 7\.5"):
+        choose_device(EngineConfig(device="cuda:1"))
+    with pytest.raises(CannotRunError, match="there are 2 CUDA devices"):
+        choose_device(EngineConfig(device="cuda:2"))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_auto_says_why_it_left_a_gpu_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    device, notes = choose_device(EngineConfig())
+    assert device.type == "cpu"
+    assert "7.5" in notes[0]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_reference_runs_on_the_cpu_and_says_so_when_asked_otherwise() -> None:
+    assert choose_device(EngineConfig(backend="reference"))[0].type == "cpu"
+    with pytest.raises(EngineError, match="reference runs on the CPU"):
+        choose_device(EngineConfig(backend="reference", device="cuda"))
