@@ -27,7 +27,6 @@ from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.block_ir import Slices, emit_blocks
 from quengine.kernels.cpu.vector_ir import F32, I16, I32, I64, Emitter, vec
 
-
 # Bytes that weights are asked for ahead of their use; processors' own prefetching stops at the end of a page. Measured
 # on a Cascade Lake Xeon: without it rows take 1.5 to 1.8 times as long; 1 to 8 KiB do equally well.
 _PREFETCH = 2048
