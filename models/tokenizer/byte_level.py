@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as MergeEngine
 
 from quengine.models.tokenizer.errors import TokenizerError
 from quengine.models.tokenizer.pre_tokenizers import PreTokenizer
-from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary
+from quengine.models.tokenizer.vocabulary import Vocabulary
 
 
 def _byte_alphabet() -> list[str]:
@@ -43,11 +43,9 @@ class ByteLevelBPE:
         self, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], splits: PreTokenizer
     ) -> None:
         self._size = len(vocabulary)
-        ids = {
-            text: i
-            for i, (text, kind) in enumerate(zip(vocabulary.texts, vocabulary.types, strict=True))
-            if kind not in (TokenType.CONTROL, TokenType.UNKNOWN)
-        }
+        ids = {text: i for text, i in vocabulary.ids.items() if text}
+        for text in vocabulary.control_tokens:  # no word of a text may find one
+            del ids[text]
         # A byte that the vocabulary lacks gives no id, but still keeps its neighbours from merging: it gets
         # an id past the end for as long as merging lasts.
         missing = (char for char in BYTE_TO_CHAR if char not in ids)

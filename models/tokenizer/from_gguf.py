@@ -4,6 +4,7 @@ Knows the keys and their defaults (GGUF specification, "Tokenizer"; llama.cpp sr
 specification is silent). What the arrays say of each other is checked by `gguf.vocab_checks`.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 
 from quengine.models.gguf import GGUFFile
@@ -43,7 +44,13 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
 
 
 def _byte_level(file: GGUFFile) -> Tokenizer:
-    name = file.get_str(_PREFIX + "pre") or "default"
+    name = file.get_str(_PREFIX + "pre")
+    if name is None:
+        name = "default"
+        warnings.warn(
+            f"{file.path}: no {_PREFIX}pre; text is split the default way, perhaps not the model's",
+            stacklevel=2,
+        )
     try:
         splits = pre_tokenizer(name)
     except TokenizerError as failure:
@@ -55,9 +62,12 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
 
 
 def _byte_level_encoder(vocabulary: Vocabulary, merges: list[str], splits: PreTokenizer) -> TextEncoder:
-    # The first character may itself be a space in files of odd origin.
-    cuts = [merge.find(" ", 1) for merge in merges]
-    pairs = [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
+    pairs = [merge.partition(" ")[::2] for merge in merges]
+    if any(
+        not left for left, _ in pairs
+    ):  # the left piece may itself begin with a space, in files of odd origin
+        cuts = [merge.index(" ", 1) for merge in merges]
+        pairs = [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
     return AddedTokenEncoder(vocabulary, ByteLevelBPE(vocabulary, pairs, splits))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Engine
 
+from quengine.models.gguf.vocab_checks import MAX_VOCABULARY
 from quengine.models.hf_headers import read_json
 from quengine.models.tokenizer.byte_level import byte_level_bytes
 from quengine.models.tokenizer.errors import TokenizerError
@@ -45,7 +46,7 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     engine.no_padding()
     config_path = folder / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
-    texts, types = _tokens(engine, parts)
+    texts, types = _tokens(engine, parts, _rows(folder))
     ids = {text: i for i, text in enumerate(texts)}
     named = {
         role: ids[text] for role in ("bos", "eos", "unk", "pad") if (text := _role_text(config, role)) in ids
@@ -77,10 +78,19 @@ def _engine(path: Path, parts: Mapping[str, Any]) -> Engine:
         raise TokenizerError(f"{path}: {' '.join(str(failure).split())}") from None
 
 
-def _tokens(engine: Engine, parts: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    """Text and type of every id; ids that no token has are unused and empty."""
+def _rows(folder: Path) -> int:
+    """Rows of the model's embedding, which may be more than there are tokens."""
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) and 0 <= size <= MAX_VOCABULARY else 0
+
+
+def _tokens(engine: Engine, parts: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
+    """Text and type of every id, `rows` at least; ids that no token has are unused and empty."""
     known: dict[str, int] = engine.get_vocab(with_added_tokens=True)
-    texts = [""] * (max(known.values(), default=-1) + 1)
+    texts = [""] * max(max(known.values(), default=-1) + 1, rows)
     types = [int(TokenType.UNUSED)] * len(texts)
     fallback = bool(parts.get("model", {}).get("byte_fallback"))
     for text, token_id in known.items():

@@ -175,10 +175,8 @@ def test_an_unknown_pre_tokenizer_is_named_with_those_supported() -> None:
     assert "tiny.gguf" in str(raised.value)
 
 
-def test_no_pre_tokenizer_means_the_default_one() -> None:
-    texts = HAND_PICKED
-    absent, default = (
-        tiny_tokenizer(**{"tokenizer.ggml.pre": None}),
-        tiny_tokenizer(**{"tokenizer.ggml.pre": "default"}),
-    )
-    assert [absent.encode(t) for t in texts] == [default.encode(t) for t in texts]
+def test_no_pre_tokenizer_means_the_default_one_and_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"tiny\.gguf: no tokenizer\.ggml\.pre"):
+        absent = tiny_tokenizer(**{"tokenizer.ggml.pre": None})
+    default = tiny_tokenizer(**{"tokenizer.ggml.pre": "default"})
+    assert [absent.encode(t) for t in HAND_PICKED] == [default.encode(t) for t in HAND_PICKED]

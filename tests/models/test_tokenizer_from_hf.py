@@ -111,6 +111,13 @@ def test_ends_of_generation_come_from_generation_config_too(tmp_path: Path) -> N
     assert Tokenizer.from_hf(folder).eos_ids == set(ids)
 
 
+def test_rows_of_the_model_beyond_the_tokens_are_unused_ids(tmp_path: Path) -> None:
+    folder = byte_level(tmp_path, [])
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 300}))
+    tokenizer = Tokenizer.from_hf(folder)
+    assert (tokenizer.vocab_size, tokenizer.token_bytes(299), tokenizer.is_control(299)) == (300, b"", False)
+
+
 def test_a_llama_style_tokenizer_spells_spaces_and_bytes(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "▁a"]
     vocab = {token: i for i, token in enumerate(tokens)}
