@@ -5,6 +5,7 @@ rendering is `template_process`'s; merging is the tokenizer's.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,7 +207,9 @@ class _Hiding:
     """
 
     def __init__(self, control_texts: Sequence[str], everything: str) -> None:
-        self._controls = control_texts
+        self._controls: dict[str, list[str]] = defaultdict(list)  # by their first character
+        for text in control_texts:
+            self._controls[text[0]].append(text)
         self._joined = "\n".join(control_texts)
         self._beginnings = {text[:n] for text in control_texts for n in range(1, len(text))}
         self._endings = {text[n:] for text in control_texts for n in range(1, len(text))}
@@ -219,7 +222,8 @@ class _Hiding:
         """Indexes of the characters to exchange: the first of each control token's text and, with `edges`, of what
         the template's own text next to it could complete to one."""
         found = set()
-        for control in self._controls:
+        possible = (control for first, group in self._controls.items() if first in text for control in group)
+        for control in possible:
             at = text.find(control)
             while at >= 0:
                 found.add(at)
