@@ -43,12 +43,13 @@ class Sequence:
 
     def advance(self, sample: Sample) -> str:
         """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""
-        self.last_token = time.perf_counter()
+        now = time.perf_counter()
         if not self.first_token:
-            self.first_token = self.last_token
+            self.first_token = self.last_token = now
         token = sample.token
         if token in self.end_ids:
             return self._finish("stop")
+        self.last_token = now
         self.token_ids.append(token)
         self.generated.append(token)
         self.cached_at_token += len(self.token_ids)
