@@ -60,7 +60,7 @@ class Quengine:
     def __init__(self, model: Path, threads: int, positions: int) -> None:
         from quengine import LLM, __version__
 
-        self.llm = LLM(model, "cpu", positions, threads)
+        self.llm = LLM(model, "cpu", positions, threads, reuse_prefix=True)
         self.facts = {"version": __version__, "simd": list(simd_features()), "load_s": self.llm.loaded.load_s}
 
     def prompt_seconds(self, prompt: int) -> float:
@@ -286,7 +286,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     tests = {f"pp{p}": ("prompt", p) for p in args.p if p} | {f"tg{n}": ("generate", n) for n in args.n if n}
-    positions = max(2, *args.p, *(n + 2 for n in args.n))
+    positions = max(*args.p, *args.n) + 2
     setups = {
         name: Setup(name == "quengine", model, args.t, positions, args.llama_bench)
         for name in ("quengine", "llama_cpp")

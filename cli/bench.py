@@ -186,9 +186,9 @@ def _write_md(rows: "Iterator[BenchRow]") -> None:
 
 
 def _described(row: "BenchRow") -> dict[str, Any]:
-    from quengine.bench import describe_machine
+    from quengine.bench_machine import describe_machine
 
-    return row.as_dict(describe_machine())
+    return row.as_dict(describe_machine(row.device))
 
 
 def _write_json(rows: "Iterator[BenchRow]") -> None:

@@ -1,12 +1,10 @@
 """How fast a model runs here: prompt processing and token generation, at depths, repeated.
 
-Times the runner, as llama-bench times llama.cpp: no tokenizer, no text, the greedy choice in place of
-sampling. Prints nothing; a row carries every sample. What the machine is comes from `machine`.
+Times what serves a user: requests of random token ids at temperature 0, choosing tokens and decoding text included.
+Prints nothing; a row carries every sample. What the machine is and can do comes from `bench_machine`.
 """
 
-import datetime
 import os
-import platform
 import random
 import time
 from collections import Counter
@@ -19,23 +17,20 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from quengine.bench_machine import bandwidth, forget_peak, peak
+from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.llm import LLM
-from quengine.machine import (
-    cpu_model,
-    memory_bandwidth,
-    peak_memory,
-    physical_cores,
-    simd_features,
-    total_memory,
-)
+from quengine.load import choose_device
+from quengine.machine import physical_cores
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.hub import resolve_model
 from quengine.models.synthetic import PRESETS, write_synthetic
+from quengine.sampling_params import SamplingParams
 
 Progress = Callable[[str], None]
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 16
 _SEED = 1
 
 
@@ -60,7 +55,8 @@ class BenchTest:
 
     @property
     def positions(self) -> int:
-        return self.depth + self.prompt + self.generate
+        """Positions of the cache that the test needs; a token more than it counts (see time_test)."""
+        return self.depth + self.prompt + self.generate + 1
 
 
 def expand_tests(
@@ -98,8 +94,8 @@ class BenchRow:
     seconds: what each repetition took. bytes_per_token: weights, and the cache read on average, for one
     generated token; 0 where a prompt is part of the test, since a chunk's tokens share one pass over the
     weights.
-    bandwidth: bytes per second at which this machine reads memory with as many threads. peak_bytes: the most
-    memory the process held while this model was loaded.
+    bandwidth: bytes per second that the device's memory gives (see bench_machine). peak_bytes: the most memory the
+    device, or on the CPU the process, held since this model was loaded.
     """
 
     model: ModelFacts
@@ -199,16 +195,17 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
     """
     for model in plan.models:
         _check_fits(model, plan.tests)
+    device, _ = choose_device(EngineConfig(plan.device, backend=plan.backend))
     bandwidths: dict[int, float] = {}
     positions = max(test.positions for test in plan.tests)
     for name, wanted in product(plan.models, plan.threads):
         threads = wanted or physical_cores()
         if threads not in bandwidths:
-            progress(f"measuring memory bandwidth, {threads} threads")
-            bandwidths[threads] = memory_bandwidth(threads)
+            progress(f"measuring memory bandwidth, {device}, {threads} threads")
+            bandwidths[threads] = bandwidth(device, threads)
         progress(f"loading {name}")
-        _forget_peak()
-        with LLM(name, plan.device, positions, threads, plan.backend) as llm:
+        forget_peak(device)
+        with LLM(name, str(device), positions, threads, plan.backend, reuse_prefix=True) as llm:
             facts = model_facts(llm.loaded.checkpoint)
             for test in plan.tests:
                 label = f"{facts.name}, {threads} threads: {test.name}"
@@ -232,40 +229,37 @@ def _check_fits(model: str | Path, tests: Seq[BenchTest]) -> None:
 def time_test(
     llm: LLM, test: BenchTest, repetitions: int, warm_up: bool, label: str, progress: Progress
 ) -> Iterator[float]:
-    """Seconds of each repetition. The tokens of the depth are computed once, before, and not timed."""
+    """Seconds of each repetition. The tokens of the depth are computed once, before, and not timed.
+
+    `llm` must reuse prefixes. The first generated token comes out of the last prompt token, so a test without a
+    prompt gives it one token, which is computed as the generated ones are, and a test with one asks for one more.
+    """
     numbers = random.Random(_SEED)
     vocab = llm.model_config.vocab_size
     ids = [numbers.randrange(vocab) for _ in range(test.depth + max(test.prompt, 1))]
+    count = test.generate + (1 if test.prompt else 0)
     llm.runner.cache.tokens.clear()
     progress(f"{label}, preparing")
-    _prefill(llm, ids[: test.depth], 0)
+    _complete(llm, ids[: test.depth + 1], 1, 0)
     if warm_up:
         progress(f"{label}, warming up")
-        _prefill(llm, ids[test.depth : test.depth + test.prompt], test.depth)
-        _generate(llm, ids[-1], test.depth + test.prompt, min(test.generate, WARM_UP_TOKENS))
+        _complete(llm, ids, min(count, WARM_UP_TOKENS), test.depth)
     for repetition in range(repetitions):
         progress(f"{label}, {repetition + 1} of {repetitions}")
         began = time.perf_counter()
-        # What is computed anew overwrites the cache from the depth on, so the prefix stays.
-        first = _prefill(llm, ids[test.depth : test.depth + test.prompt], test.depth)
-        _generate(llm, ids[-1] if first is None else first, test.depth + test.prompt, test.generate)
+        _complete(llm, ids, count, test.depth)
         yield time.perf_counter() - began
 
 
-def _prefill(llm: LLM, ids: list[int], start: int) -> int | None:
-    """Compute `ids` in chunks; the greedy choice after the last, None when there are none."""
-    step = llm.runner.decoder.chunk_size
-    token = None
-    for first in range(0, len(ids), step):
-        logits = llm.runner.forward(ids[first : first + step], start + first)
-        # Reading the choice waits for the device, so a chunk's time is all in it.
-        token = int(logits[-1].argmax())
-    return token
-
-
-def _generate(llm: LLM, token: int, start: int, count: int) -> None:
-    for position in range(start, start + count):
-        token = int(llm.runner.forward([token], position)[-1].argmax())
+def _complete(llm: LLM, ids: list[int], count: int, cached: int) -> None:
+    """Compute a request whose first `cached` tokens are in the cache, and no more of them."""
+    del llm.runner.cache.tokens[cached:]
+    greedy = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    timings = llm.stream(ids, greedy).finish().timings
+    if (timings.cached_tokens, timings.generated_tokens) != (cached, count):
+        raise RuntimeError(
+            f"timed {timings.generated_tokens} tokens after {timings.cached_tokens}, not {count} after {cached}"
+        )
 
 
 def _row(
@@ -286,7 +280,7 @@ def _row(
         bytes_per_token=per_token,
         bandwidth=bandwidth,
         load_s=llm.loaded.load_s,
-        peak_bytes=peak_memory(),
+        peak_bytes=peak(llm.loaded.device),
     )
 
 
@@ -299,31 +293,6 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
     # Norms are always F32 and no news.
     named = [kind for kind, count in weights.most_common() if count >= total / 1000]
     return ModelFacts(checkpoint.path.stem, str(checkpoint.path), checkpoint.nbytes, total, "+".join(named))
-
-
-def describe_machine() -> dict[str, Any]:
-    """What a result must carry to mean something later: processor, memory, versions, time."""
-    import numba
-    import torch
-
-    from quengine import __version__
-
-    return {
-        "machine": {
-            "cpu": cpu_model(),
-            "simd": list(simd_features()),
-            "cores": physical_cores(),
-            "memory_bytes": total_memory(),
-            "system": platform.platform(),
-        },
-        "versions": {
-            "quengine": __version__,
-            "torch": torch.__version__,
-            "numba": numba.__version__,
-            "python": platform.python_version(),
-        },
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 def synthetic_model(preset: str, progress: Progress) -> Path:
@@ -349,12 +318,3 @@ def synthetic_model(preset: str, progress: Progress) -> Path:
         return write_synthetic(path, preset)
     except OSError as error:
         raise CannotRunError(f"cannot write the synthetic model to {path}: {error}") from error
-
-
-def _forget_peak() -> None:
-    """Start the process's peak memory anew, so that one model's peak is not reported for the next."""
-    try:
-        # Writing 5 resets VmHWM (Linux, proc(5)).
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return

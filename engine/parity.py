@@ -15,9 +15,11 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
+from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.backend import KVLayer
 from quengine.llm import LLM
+from quengine.load import choose_device
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.hub import resolve_model
 from quengine.parity_metrics import (
@@ -129,8 +131,9 @@ def _as_fp32(cache: Tensor) -> Tensor:
 
 
 def default_sides() -> tuple[str, str]:
-    """The pair that is compared when none is named: the most demanding one that this version can run here."""
-    return REFERENCE, "cpu"
+    """The pair that is compared when none is named: a GPU with the CPU where there is one, else the definition."""
+    device, _ = choose_device(EngineConfig())
+    return ("cpu", "cuda") if device.type == "cuda" else (REFERENCE, "cpu")
 
 
 def check_sides(a: str, b: str) -> None:

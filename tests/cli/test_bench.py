@@ -92,7 +92,7 @@ def test_a_synthetic_model_needs_no_file_and_says_where_it_lies(
         (["-t", "0"], "-t 0"),
         (["-r", "0"], "-r 0"),
         (["-o", "xml"], "md, json, jsonl, csv"),
-        (["-p", "65", "-n", "0"], "65 positions"),
+        (["-p", "65", "-n", "0"], "66 positions"),
         (["--synthetic", "huge"], "huge"),
     ],
 )

@@ -12,13 +12,13 @@ from quengine.bench import (
     BenchRow,
     BenchTest,
     ModelFacts,
-    describe_machine,
     expand_tests,
     model_facts,
     run_bench,
     synthetic_model,
     time_test,
 )
+from quengine.bench_machine import describe_machine
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -107,9 +107,26 @@ def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:
     assert told[0].startswith("measuring memory bandwidth")
 
 
-def test_what_is_computed_is_what_the_test_says(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("test", "depth", "once"),
+    [
+        # The depth and one token more are computed first; then only what the test says, (tokens, position).
+        (BenchTest(10, 3, depth=9), [(8, 0), (2, 8)], [(8, 9), (2, 17), (1, 19), (1, 20), (1, 21)]),
+        (BenchTest(0, 3, depth=9), [(8, 0), (2, 8)], [(1, 9), (1, 10), (1, 11)]),
+        (BenchTest(0, 2), [(1, 0)], [(1, 0), (1, 1)]),
+        (BenchTest(9, 0), [(1, 0)], [(8, 0), (1, 8)]),
+    ],
+    ids=lambda value: value.name if isinstance(value, BenchTest) else None,
+)
+def test_what_is_computed_is_what_the_test_says(
+    test: BenchTest,
+    depth: list[tuple[int, int]],
+    once: list[tuple[int, int]],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[tuple[int, int]] = []
-    with LLM(model, "cpu", 64, 1, chunk_size=8) as llm:
+    with LLM(model, "cpu", 64, 1, chunk_size=8, reuse_prefix=True) as llm:
         forward = llm.runner.forward
 
         def counted(ids: list[int], start: int, last_only: bool = True) -> Tensor:
@@ -117,9 +134,7 @@ def test_what_is_computed_is_what_the_test_says(model: Path, monkeypatch: pytest
             return forward(ids, start, last_only)
 
         monkeypatch.setattr(llm.runner, "forward", counted)
-        seconds = list(time_test(llm, BenchTest(10, 3, depth=9), 2, False, "", lambda _: None))
-    depth = [(8, 0), (1, 8)]
-    once = [(8, 9), (2, 17), (1, 19), (1, 20), (1, 21)]
+        seconds = list(time_test(llm, test, 2, False, "", lambda _: None))
     assert calls == depth + once + once
     assert len(seconds) == 2
 
@@ -135,7 +150,7 @@ def test_bytes_of_a_token_are_the_weights_and_the_cache_so_far(model: Path) -> N
 
 def test_a_test_longer_than_the_context_is_refused_before_anything_runs(model: Path) -> None:
     plan = BenchPlan([model], [BenchTest(8, 0), BenchTest(100, 20, depth=9)], [None])
-    with pytest.raises(EngineError, match=r"pp100\+tg20 @ d9 takes 129 positions.*128"):
+    with pytest.raises(EngineError, match=r"pp100\+tg20 @ d9 takes 130 positions.*128"):
         next(run_bench(plan, lambda _: None))
 
 
@@ -148,7 +163,7 @@ def test_the_facts_of_a_model_are_counted(model: Path) -> None:
 
 
 def test_a_result_carries_the_machine_and_the_versions() -> None:
-    fields = replace(row(BenchTest(0, 1), (1.0,), 5)).as_dict(describe_machine())
+    fields = replace(row(BenchTest(0, 1), (1.0,), 5)).as_dict(describe_machine("cpu"))
     assert fields["samples_s"] == [1.0]
     assert fields["machine"]["cores"] >= 1
     assert fields["machine"]["cpu"]

@@ -298,8 +298,20 @@ def test_a_side_that_cannot_run_here_is_that_error(model: Path) -> None:
         SidePair(model, "cpu", "cuda", 32, 1)
 
 
+@pytest.mark.parametrize(
+    ("device", "sides"),
+    [("cpu", ("reference", "cpu")), ("cuda:0", ("cpu", "cuda"))],
+    ids=["cpu only", "with a gpu"],
+)
+def test_the_sides_compared_by_default_follow_the_machine(
+    device: str, sides: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quengine.parity.choose_device", lambda _: (torch.device(device), []))
+    assert default_sides() == sides
+
+
 def test_the_reference_has_its_own_budget() -> None:
-    assert budgets_for(*default_sides()) == REFERENCE_BUDGETS
+    assert budgets_for("reference", "cpu") == budgets_for("reference", "cuda") == REFERENCE_BUDGETS
     assert budgets_for("cpu", "cuda") == DEVICE_BUDGETS
     assert (REFERENCE_BUDGETS["decode"].nmse_median, REFERENCE_BUDGETS["decode"].nmse_p99) == (5e-8, 1e-6)
     assert (REFERENCE_BUDGETS["prefill"].nmse_median, REFERENCE_BUDGETS["prefill"].nmse_p99) == (2e-6, 5e-5)
