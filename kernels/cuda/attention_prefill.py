@@ -7,6 +7,7 @@ come before.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -169,7 +170,7 @@ def attention_prefill(
     assert spec.mask_band.dtype == torch.bool and spec.mask_band.stride(1) == 1
     out = torch.empty(rows, heads * head_dim, dtype=out_dtype, device=q.device)
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
-    launch = prefill_launch(head_dim, rows)
+    launch = prefill_launch(head_dim, rows, is_hopper(q.device))
     _attention_prefill_kernel[(heads, triton.cdiv(rows, launch.block_rows))](
         q,
         k,
@@ -209,10 +210,20 @@ class PrefillLaunch:
     stages: int
 
 
-def prefill_launch(head_dim: int, rows: int) -> PrefillLaunch:
-    """Launch shape by head size and rows; all tiles must fit 99 KiB of shared memory (sm_89)."""
-    if rows <= 64:
-        return PrefillLaunch(64, 32 if head_dim > 128 else 64, 4, 2)
+def prefill_launch(head_dim: int, rows: int, hopper: bool) -> PrefillLaunch:
+    """Launch shape by head size and rows, from the sweep in benchmarks/attention.py on an H200.
+
+    Hopper has 227 KiB of shared memory a block and matrix units that want 128 rows; elsewhere all tiles must fit
+    99 KiB (sm_89).
+    """
     if head_dim > 128:
         return PrefillLaunch(64, 32, 4, 2)
-    return PrefillLaunch(128, 64, 8 if head_dim > 64 else 4, 2)
+    if not hopper:
+        return PrefillLaunch(64, 64, 4, 2)
+    return PrefillLaunch(64, 128, 8, 2) if rows <= 512 else PrefillLaunch(128, 128, 8, 2)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is a GPU of compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -21,7 +21,10 @@ MAX_CAPACITY = 128
 NO_TOKEN = -1
 """What is written where every token is banned or a logit is not a number."""
 
-_BLOCK = 1024
+
+def _block(vocab: int) -> int:
+    """Logits a block of the first launch ranks: more for a large vocabulary, so that the second has few to merge."""
+    return 1024 if vocab <= 65536 else 4096
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class SamplingBuffers:
         if not 1 <= top_k <= MAX_CAPACITY:
             raise EngineError(f"top-k on the GPU is 1 to {MAX_CAPACITY}, not {top_k}")
         capacity = 1 if top_k == 1 else max(64, triton.next_power_of_2(top_k))
-        blocks = triton.cdiv(vocab, _BLOCK)
+        blocks = triton.cdiv(vocab, _block(vocab))
         return cls(
             capacity,
             vocab,
@@ -342,7 +345,7 @@ def sample_step(
     assert state.tokens.shape == (batch,) and buffers.floats.shape[0] >= batch
     counts = buffers.counts if buffers.counts is not None else buffers.ints
     bias = buffers.bias if buffers.bias is not None else buffers.floats
-    blocks = triton.cdiv(vocab, _BLOCK)
+    blocks = triton.cdiv(vocab, _block(vocab))
     _candidates_kernel[(blocks, batch)](
         logits,
         bias,
@@ -353,7 +356,7 @@ def sample_step(
         BIAS=buffers.bias is not None,
         COUNTS=buffers.counts is not None,
         CAPACITY=buffers.capacity,
-        BLOCK=_BLOCK,
+        BLOCK=_block(vocab),
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
