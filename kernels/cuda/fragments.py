@@ -14,6 +14,11 @@ import triton.language as tl
 from quengine.kernels.block_formats import IQ4_TABLE, MXFP4_TABLE
 from quengine.kernels.cuda.mma import byte_permute
 
+# The sixteen int8 entries of a table, four to an int32.
+_IQ4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *IQ4_TABLE)))
+_MXFP4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *MXFP4_TABLE)))
+
+# layout.ScaleKind, as compile-time constants.
 _BYTE = tl.constexpr(3)
 _BYTE_MIN = tl.constexpr(4)
 _NIBBLE_MIN = tl.constexpr(5)
@@ -38,55 +43,64 @@ def _read(pointer, offset, valid, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_chunk(low_ptr, high_ptr, scale_ptr, super_ptr, chunk, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
-    """The words of one chunk for one lane; `chunk` counts chunks of the whole matrix, tiles outermost."""
+def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
+    """The words of chunk `chunk + ON` for one lane, counting chunks of the whole matrix, tiles outermost.
+
+    `planes`: the pointers of the low, high, scale and super-scale planes. ON is apart from `chunk` because a constant
+    distance from a pointer costs no instruction.
+    """
     words = ()
+    STEPS: tl.constexpr = FMT.steps
     if FMT.low == 2:
-        p = _pointer(low_ptr, tl.int32) + chunk * (FMT.steps * 32) + lane
-        for i in tl.static_range(FMT.steps):
-            words = words + (_read(p, i * 32, valid, MASKED),)
+        p = _pointer(planes[0], tl.int32) + (chunk * (FMT.steps * 32) + lane)
+        for i in tl.static_range(STEPS):
+            words = words + (_read(p, (ON * STEPS + i) * 32, valid, MASKED),)
     else:
         PARTS: tl.constexpr = FMT.low // 4
-        q = _pointer(low_ptr, tl.int64) + chunk * (FMT.steps * PARTS * 32) + lane
+        q = _pointer(planes[0], tl.int64) + (chunk * (FMT.steps * PARTS * 32) + lane)
         for i in tl.static_range(FMT.steps * PARTS):
-            words = words + (_read(q, i * 32, valid, MASKED),)
+            words = words + (_read(q, (ON * STEPS * PARTS + i) * 32, valid, MASKED),)
     if FMT.high > 0:
         HIGH_WORDS: tl.constexpr = FMT.steps * FMT.high // 2
-        h = _pointer(high_ptr, tl.int32) + chunk * (HIGH_WORDS * 32) + lane
+        h = _pointer(planes[1], tl.int32) + (chunk * (HIGH_WORDS * 32) + lane)
         for i in tl.static_range(HIGH_WORDS):
-            words = words + (_read(h, i * 32, valid, MASKED),)
-    return words + load_scales(scale_ptr, super_ptr, chunk, lane, valid, FMT, MASKED)
+            words = words + (_read(h, (ON * HIGH_WORDS + i) * 32, valid, MASKED),)
+    return words + load_scales(planes, chunk, ON, lane, valid, FMT, MASKED)
 
 
 @triton.jit
-def load_scales(scale_ptr, super_ptr, chunk, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
+def load_scales(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
     """The scale words of a chunk: one a set (two for HALF_MIN), each int32, then the super-scale word."""
     words = ()
+    SETS: tl.constexpr = FMT.sets
     if FMT.scales == _HALF_MIN:
-        m = _pointer(scale_ptr, tl.int64) + chunk * (FMT.sets * 32) + lane
-        for s in tl.static_range(FMT.sets):
-            wide = _read(m, s * 32, valid, MASKED)
+        m = _pointer(planes[2], tl.int64) + (chunk * (FMT.sets * 32) + lane)
+        for s in tl.static_range(SETS):
+            wide = _read(m, (ON * SETS + s) * 32, valid, MASKED)
             words = words + (wide.to(tl.int32), (wide >> 32).to(tl.int32))
     elif FMT.scales == _SIX:
-        low = _read(_pointer(scale_ptr, tl.int32) + chunk * 48, lane, valid, MASKED)
-        top = _read(_pointer(scale_ptr, tl.int16) + chunk * 96 + 64, lane, valid, MASKED).to(tl.int32)
+        low = _read(_pointer(planes[2], tl.int32) + (chunk * 48 + lane), ON * 48, valid, MASKED)
+        shorts = _pointer(planes[2], tl.int16) + (chunk * 96 + lane)
+        top = _read(shorts, ON * 96 + 64, valid, MASKED).to(tl.int32)
         words = (low, top)
     else:
         SET_BITS: tl.constexpr = 8 * FMT.scale_bytes // (32 * FMT.sets)
         if SET_BITS * FMT.sets == 64:
-            full = _read(_pointer(scale_ptr, tl.int64) + chunk * 32, lane, valid, MASKED)
-            for s in tl.static_range(FMT.sets):
+            full = _read(_pointer(planes[2], tl.int64) + (chunk * 32 + lane), ON * 32, valid, MASKED)
+            for s in tl.static_range(SETS):
                 words = words + ((full >> (SET_BITS * s)).to(tl.int32),)
         elif SET_BITS * FMT.sets == 32:
-            half = _read(_pointer(scale_ptr, tl.int32) + chunk * 32, lane, valid, MASKED)
-            for s in tl.static_range(FMT.sets):
+            half = _read(_pointer(planes[2], tl.int32) + (chunk * 32 + lane), ON * 32, valid, MASKED)
+            for s in tl.static_range(SETS):
                 words = words + (half >> (SET_BITS * s),)
         else:
-            words = (_read(_pointer(scale_ptr, tl.int16) + chunk * 32, lane, valid, MASKED).to(tl.int32),)
+            words = (_read(_pointer(planes[2], tl.int16) + (chunk * 32 + lane), ON * 32, valid, MASKED).to(tl.int32),)
     if FMT.super_bytes == 64:
-        words = words + (_read(_pointer(super_ptr, tl.int64) + chunk * 8, lane >> 2, valid, MASKED),)
+        supers = _pointer(planes[3], tl.int64) + (chunk * 8 + (lane >> 2))
+        words = words + (_read(supers, ON * 8, valid, MASKED),)
     elif FMT.super_bytes == 32:
-        words = words + (_read(_pointer(super_ptr, tl.int32) + chunk * 8, lane >> 2, valid, MASKED),)
+        supers = _pointer(planes[3], tl.int32) + (chunk * 8 + (lane >> 2))
+        words = words + (_read(supers, ON * 8, valid, MASKED),)
     return words
 
 
@@ -104,10 +118,11 @@ def super_scales(words, FMT: tl.constexpr):
         near = wide.to(tl.int32)
         far = (wide >> 32).to(tl.int32)
         return half_bits(near), half_bits(near >> 16), half_bits(far), half_bits(far >> 16)
-    if FMT.super_bytes == 32:
+    elif FMT.super_bytes == 32:
         both = words[len(words) - 1]
         return half_bits(both), 0.0, half_bits(both >> 16), 0.0
-    return 1.0, 0.0, 1.0, 0.0
+    else:
+        return 1.0, 0.0, 1.0, 0.0
 
 
 @triton.jit
@@ -135,37 +150,37 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
         d = words[BASE + 2 * s]
         m = words[BASE + 2 * s + 1]
         return half_bits(d), half_bits(m), half_bits(d >> 16), half_bits(m >> 16)
-    if FMT.scales == _SIX:
+    elif FMT.scales == _SIX:
         near = ((words[BASE] >> (8 * s)) & 15) | (((words[BASE + 1] >> (4 * s)) & 3) << 4)
         far = ((words[BASE] >> (8 * s + 4)) & 15) | (((words[BASE + 1] >> (4 * s + 2)) & 3) << 4)
         return (near - 32).to(tl.float32), 0.0, (far - 32).to(tl.float32), 0.0
-    word = words[BASE + s]
-    if FMT.scales == _HALF:
-        return half_bits(word), 0.0, half_bits(word >> 16), 0.0
-    if FMT.scales == _E8M0:
-        return _e8m0(word & 255), 0.0, _e8m0((word >> 8) & 255), 0.0
-    if FMT.scales == _BYTE:
-        return _signed_byte(word, 0), 0.0, _signed_byte(word, 8), 0.0
-    if FMT.scales == _BYTE_MIN:
+    elif FMT.scales == _HALF:
+        return half_bits(words[BASE + s]), 0.0, half_bits(words[BASE + s] >> 16), 0.0
+    elif FMT.scales == _E8M0:
+        return _e8m0(words[BASE + s] & 255), 0.0, _e8m0((words[BASE + s] >> 8) & 255), 0.0
+    elif FMT.scales == _BYTE:
+        return _signed_byte(words[BASE + s], 0), 0.0, _signed_byte(words[BASE + s], 8), 0.0
+    elif FMT.scales == _BYTE_MIN:
         return (
-            _unsigned(word, 0, 255),
-            _unsigned(word, 8, 255),
-            _unsigned(word, 16, 255),
-            _unsigned(word, 24, 255),
+            _unsigned(words[BASE + s], 0, 255),
+            _unsigned(words[BASE + s], 8, 255),
+            _unsigned(words[BASE + s], 16, 255),
+            _unsigned(words[BASE + s], 24, 255),
         )
-    return _unsigned(word, 0, 15), _unsigned(word, 4, 15), _unsigned(word, 8, 15), _unsigned(word, 12, 15)
+    else:
+        return (
+            _unsigned(words[BASE + s], 0, 15),
+            _unsigned(words[BASE + s], 4, 15),
+            _unsigned(words[BASE + s], 8, 15),
+            _unsigned(words[BASE + s], 12, 15),
+        )
 
 
 @triton.constexpr_function
 def _repeat(byte: int) -> int:
     """A byte in all four bytes of an int32."""
-    return int.from_bytes(bytes([byte & 255] * 4), "little", signed=True)
-
-
-@triton.constexpr_function
-def _table_words(table: int) -> tuple[int, ...]:
-    """The sixteen int8 entries of a table as four int32 words."""
-    return struct.unpack("<4i", struct.pack("16b", *(IQ4_TABLE if table == 1 else MXFP4_TABLE)))
+    word = (byte & 255) * 0x01010101
+    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 @triton.jit
@@ -194,7 +209,7 @@ def _with_high(code, words, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, 
 @triton.jit
 def _table_bytes(nibbles, TABLE: tl.constexpr, ASM: tl.constexpr):
     """Four table entries for the four nibbles in the low half of a word."""
-    WORDS: tl.constexpr = _table_words(TABLE)
+    WORDS: tl.constexpr = _IQ4_WORDS if TABLE == 1 else _MXFP4_WORDS
     zero = nibbles & 0
     index = nibbles & 0x7777
     near = byte_permute(zero + WORDS[0], zero + WORDS[1], index, ASM)
@@ -207,31 +222,36 @@ def _table_bytes(nibbles, TABLE: tl.constexpr, ASM: tl.constexpr):
 def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     """The A operand of step i: four int32 of four bytes each, (half, rh) = (0, 0), (0, 1), (1, 0), (1, 1).
 
-    Bytes are unsigned codes; signed q << (8 - bits) where the format has an offset; signed q for tables and Q8_0.
+    Bytes are signed q for tables and Q8_0; otherwise codes shifted left by FMT.near_shift (rh 0) and FMT.far_shift
+    (rh 1), signed where the format has an offset.
     """
-    UP: tl.constexpr = 8 - FMT.bits if FMT.offset > 0 else 0
+    UP: tl.constexpr = FMT.near_shift
+    FAR: tl.constexpr = FMT.far_shift
     if FMT.low == 8:
         near = words[2 * i]
         far = words[2 * i + 1]
         return (near.to(tl.int32), far.to(tl.int32), (near >> 32).to(tl.int32), (far >> 32).to(tl.int32))
-    if FMT.low == 2:
+    elif FMT.low == 2:
         codes = ()
         for j in tl.static_range(4):
             code = _shift(words[i], UP - 2 * j) & _repeat(3 << UP)
             codes = codes + (_with_high(code, words, i, j, UP, FMT),)
         return codes
-    first = words[i].to(tl.int32)
-    last = (words[i] >> 32).to(tl.int32)
-    if FMT.table > 0:
+    elif FMT.table > 0:
+        first = words[i].to(tl.int32)
+        last = (words[i] >> 32).to(tl.int32)
         return (
             _table_bytes(first, FMT.table, ASM),
             _table_bytes(first >> 16, FMT.table, ASM),
             _table_bytes(last, FMT.table, ASM),
             _table_bytes(last >> 16, FMT.table, ASM),
         )
-    return (
-        _with_high(_shift(first, UP) & _repeat(15 << UP), words, i, 0, UP, FMT),
-        _with_high(_shift(first, UP - 4) & _repeat(15 << UP), words, i, 1, UP, FMT),
-        _with_high(_shift(last, UP) & _repeat(15 << UP), words, i, 2, UP, FMT),
-        _with_high(_shift(last, UP - 4) & _repeat(15 << UP), words, i, 3, UP, FMT),
-    )
+    else:
+        first = words[i].to(tl.int32)
+        last = (words[i] >> 32).to(tl.int32)
+        return (
+            _with_high(_shift(first, UP) & _repeat(15 << UP), words, i, 0, UP, FMT),
+            _with_high(_shift(first, FAR - 4) & _repeat(15 << FAR), words, i, 1, FAR, FMT),
+            _with_high(_shift(last, UP) & _repeat(15 << UP), words, i, 2, UP, FMT),
+            _with_high(_shift(last, FAR - 4) & _repeat(15 << FAR), words, i, 3, FAR, FMT),
+        )

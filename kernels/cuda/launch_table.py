@@ -61,11 +61,9 @@ def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
 
 
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
-    """Enough warps to split K in about 4 rounds, 8 warps a program where rows are many."""
+    """Small programs, of 4 warps or fewer; K split so that a warp has about 4 chunks, more where rows are many."""
+    rounds = 4 if part.tiles < 1024 else 8
     k_warps = 1
-    while k_warps < 16 and part.chunks > 4 * k_warps:
+    while k_warps < 32 and part.chunks > (rounds if k_warps < 8 else _MOST_ROUNDS) * k_warps:
         k_warps *= 2
-    while part.chunks > _MOST_ROUNDS * k_warps and k_warps < 32:
-        k_warps *= 2
-    tiles = 4 if kind == "swiglu" else max(1, 8 // k_warps)
-    return Geometry(tiles, min(k_warps, 32 // tiles), 2)
+    return Geometry(4 // k_warps if kind == "rows" and k_warps < 4 else 1, k_warps, 2)

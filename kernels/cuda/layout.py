@@ -61,6 +61,16 @@ class PackedLayout:
         return self.low + self.high
 
     @property
+    def near_shift(self) -> int:
+        """How far left the codes of rows r stand in their bytes when they are multiplied: signed ones at the top."""
+        return 8 - self.bits if self.offset else 0
+
+    @property
+    def far_shift(self) -> int:
+        """The same for rows r + 8: plain nibbles stay where they are stored, which saves a shift."""
+        return 4 if self.bits == 4 and not self.table else self.near_shift
+
+    @property
     def sets(self) -> int:
         return self.chunk // (4 * self.group)
 

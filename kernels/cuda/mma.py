@@ -15,86 +15,59 @@ import triton.language as tl
 
 
 @triton.jit
-def _byte(word, i: tl.constexpr, SIGNED: tl.constexpr):
+def _bytes(words, SIGNED: tl.constexpr):
+    """The four bytes of each word along a new last axis, as int32."""
+    shifts = tl.arange(0, 4) * 8
+    wide = tl.reshape(words, words.shape + [1])
     if SIGNED:
-        value = (word << (24 - 8 * i)) >> 24
+        value = (wide << (24 - shifts)) >> 24
     else:
-        value = (word >> (8 * i)) & 255
+        value = (wide >> shifts) & 255
     return value
 
 
 @triton.jit
-def _dot_bytes(a, b, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr):
-    total = _byte(a, 0, A_SIGNED) * _byte(b, 0, B_SIGNED)
-    for i in tl.static_range(1, 4):
-        total += _byte(a, i, A_SIGNED) * _byte(b, i, B_SIGNED)
-    return total
-
-
-@triton.jit
-def _across_lanes(a_near, a_far, b0, b1, THREADS: tl.constexpr, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr):
-    """One half of the rows of m16n8k32: (D column 2q, D column 2q + 1), each [THREADS]."""
+def _mma_int8_twin(a, b0, b1, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr):
+    """A*B of m16n8k32 for every warp, spread over the lanes as the instruction does."""
+    THREADS: tl.constexpr = b0.shape[0]
     WARPS: tl.constexpr = THREADS // 32
-    rows = _dot_bytes(
-        tl.reshape(a_near, [WARPS, 8, 1, 4]), tl.reshape(b0, [WARPS, 1, 8, 4]), A_SIGNED, B_SIGNED
+    both = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # [thread, rh, half]
+    rows = tl.reshape(_bytes(both, A_SIGNED), [WARPS, 8, 4, 2, 8])  # [warp, r, q, rh, byte]
+    rows = tl.reshape(tl.permute(rows, [0, 3, 1, 2, 4]), [WARPS, 16, 1, 32])
+    columns = tl.reshape(_bytes(tl.join(b0, b1), B_SIGNED), [WARPS, 1, 8, 32])
+    product = tl.reshape(tl.sum(rows * columns, axis=3), [WARPS, 2, 8, 4, 2])  # [warp, rh, r, q, column]
+    even, odd = tl.split(product)
+    d0, d2 = tl.split(tl.permute(even, [0, 2, 3, 1]))
+    d1, d3 = tl.split(tl.permute(odd, [0, 2, 3, 1]))
+    return (
+        tl.reshape(d0, [THREADS]),
+        tl.reshape(d1, [THREADS]),
+        tl.reshape(d2, [THREADS]),
+        tl.reshape(d3, [THREADS]),
     )
-    rows += _dot_bytes(
-        tl.reshape(a_far, [WARPS, 8, 1, 4]), tl.reshape(b1, [WARPS, 1, 8, 4]), A_SIGNED, B_SIGNED
-    )
-    even, odd = tl.split(tl.reshape(tl.sum(rows, axis=3), [WARPS, 8, 4, 2]))
-    return tl.reshape(even, [THREADS]), tl.reshape(odd, [THREADS])
 
 
 @triton.jit
 def mma_int8(a, b0, b1, d, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr, ASM: tl.constexpr):
-    """d + A*B over bytes, m16n8k32: a and d are tuples of four int32 tensors, exact in int32."""
+    """d + A*B over bytes, m16n8k32: a and d are tuples of four int32 tensors; exact."""
     if ASM:
-        if A_SIGNED:
-            if B_SIGNED:
-                d = tl.inline_asm_elementwise(
-                    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-                    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                    "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-                    [a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]],
-                    dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                    is_pure=True,
-                    pack=1,
-                )
-            else:
-                d = tl.inline_asm_elementwise(
-                    "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 "
-                    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                    "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-                    [a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]],
-                    dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                    is_pure=True,
-                    pack=1,
-                )
-        elif B_SIGNED:
-            d = tl.inline_asm_elementwise(
-                "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-                "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-                [a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            d = tl.inline_asm_elementwise(
-                "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 "
-                "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
-                [a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=True,
-                pack=1,
-            )
-        return d
-    THREADS: tl.constexpr = d[0].shape[0]
-    e0, e1 = _across_lanes(a[0], a[2], b0, b1, THREADS, A_SIGNED, B_SIGNED)
-    e2, e3 = _across_lanes(a[1], a[3], b0, b1, THREADS, A_SIGNED, B_SIGNED)
-    return (d[0] + e0, d[1] + e1, d[2] + e2, d[3] + e3)
+        A_TYPE: tl.constexpr = "s8" if A_SIGNED else "u8"
+        B_TYPE: tl.constexpr = "s8" if B_SIGNED else "u8"
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k32.row.col.s32."
+            + A_TYPE
+            + "."
+            + B_TYPE
+            + ".s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+            [a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        e = _mma_int8_twin(a, b0, b1, A_SIGNED, B_SIGNED)
+        return (d[0] + e[0], d[1] + e[1], d[2] + e[2], d[3] + e[3])
 
 
 @triton.jit
@@ -104,9 +77,10 @@ def byte_permute(x, y, selector, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector], dtype=tl.int32, is_pure=True, pack=1
         )
-    result = selector & 0
-    for i in tl.static_range(4):
-        pick = (selector >> (4 * i)) & 7
-        word = tl.where(pick < 4, x, y)
-        result |= ((word >> (8 * (pick & 3))) & 255) << (8 * i)
-    return result
+    else:
+        result = selector & 0
+        for i in tl.static_range(4):
+            pick = (selector >> (4 * i)) & 7
+            word = tl.where(pick < 4, x, y)
+            result |= ((word >> (8 * (pick & 3))) & 255) << (8 * i)
+        return result

@@ -19,56 +19,95 @@ from quengine.kernels.cuda.mma import mma_int8
 
 
 @triton.jit
-def _activation_words(plane, column, row_stride, T, lane, p: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr):
-    """8 bytes at `column` of rows 2p, 2p + 1, for the lanes that hold this quad's part of B; zeros elsewhere."""
-    row = 2 * p + ((lane >> 2) & 1)
+def _activation_words(
+    plane, column, ON: tl.constexpr, T, lane, p: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """8 bytes at `column + ON` of rows 2p, 2p + 1, for the lanes that hold this quad's part of B; zeros elsewhere."""
+    row = (lane >> 2) & 1
     valid = (lane >> 3) == (lane & 3)
     if ROWS == 1:
         valid &= (lane & 4) == 0
     else:
-        valid &= row < T
+        valid &= row < T - 2 * p
     if PADDED:
-        valid &= column < K
-    pointer = plane.to(tl.pointer_type(tl.int64), bitcast=True)
-    wide = tl.load(pointer + (row * row_stride + column) // 8, mask=valid, other=0)
-    return wide.to(tl.int32), (wide >> 32).to(tl.int32)
+        valid &= column < K - ON
+    pointer = plane.to(tl.pointer_type(tl.int64), bitcast=True) + (row * (K // 8) + column // 8)
+    return tl.load(pointer + (2 * p * K + ON) // 8, mask=valid, other=0)
 
 
 @triton.jit
-def _group_value(pointer, row, group, groups, T, PADDED: tl.constexpr):
-    """pointer[row, group]; rows past the last repeat it (their results are never stored)."""
-    at = tl.minimum(row, T - 1) * groups + group
-    if PADDED:
-        value = tl.load(pointer + at, mask=group < groups, other=0)
+def _group_value(pointer, row: tl.constexpr, group, ON: tl.constexpr, groups: tl.constexpr, T, PADDED: tl.constexpr):
+    """pointer[row, group + ON]; rows past the last repeat it (their results are never stored)."""
+    if row == 0:
+        at = pointer + group
     else:
-        value = tl.load(pointer + at)
+        at = pointer + (tl.minimum(T - 1, row) * groups + group)
+    if PADDED:
+        value = tl.load(at + ON, mask=group < groups - ON, other=0)
+    else:
+        value = tl.load(at + ON)
     return value
 
 
 @triton.jit
-def _sum_value(sums_ptr, row, group, groups, T, FMT: tl.constexpr, PADDED: tl.constexpr):
+def _sum_value(
+    sums_ptr, row: tl.constexpr, group, ON: tl.constexpr, groups: tl.constexpr, T,
+    FMT: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """The sum of the integers of a group, as fp32: exact in int32, rounded once."""
     if FMT.group == 16:
-        return _group_value(sums_ptr, row, group, groups, T, PADDED).to(tl.float32)
-    both = _group_value(sums_ptr.to(tl.pointer_type(tl.int64), bitcast=True), row, group, groups, T, PADDED)
-    return (both.to(tl.int32) + (both >> 32).to(tl.int32)).to(tl.float32)
+        return _group_value(sums_ptr, row, group, ON, groups, T, PADDED).to(tl.float32)
+    else:
+        pairs = sums_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        both = _group_value(pairs, row, group, ON, groups, T, PADDED)
+        return (both.to(tl.int32) + (both >> 32).to(tl.int32)).to(tl.float32)
 
 
 @triton.jit
-def _set_dots(
-    codes, x_high, x_low, column, T, lane, p: tl.constexpr,
-    FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr,
+def _load_set(
+    x_high, x_low, t_ptr, sums_ptr, c, ON: tl.constexpr, T, lane, s: tl.constexpr,
+    FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
+    """Everything that set s of chunk c + ON needs of the activations, read before any of it is used.
+
+    For each pair of rows: a high and a low word a step; then for each row: t, t * sum (0 without minimums).
+    """
+    G: tl.constexpr = FMT.group
+    STEPS: tl.constexpr = FMT.steps_per_set
+    quad = lane & 3
+    column = c * FMT.chunk + quad * G
+    group = c * (FMT.chunk // G) + quad
+    AT: tl.constexpr = ON * FMT.chunk + s * 4 * G
+    words = ()
+    for p in tl.static_range((ROWS + 1) // 2):
+        for j in tl.static_range(STEPS):
+            words = words + (
+                _activation_words(x_high, column, AT + 8 * j, T, lane, p, ROWS, K, PADDED),
+                _activation_words(x_low, column, AT + 8 * j, T, lane, p, ROWS, K, PADDED),
+            )
+    for row in tl.static_range(ROWS):
+        t = _group_value(t_ptr, row, group // (32 // G), AT // 32, K // 32, T, PADDED)
+        if FMT.has_min:
+            words = words + (t, t * _sum_value(sums_ptr, row, group, AT // G, K // G, T, FMT, PADDED))
+        else:
+            words = words + (t, 0.0)
+    return words
+
+
+@triton.jit
+def _set_dots(codes, x, p: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     """Integer dots of a set with activation rows 2p, 2p + 1: (row r, row r; rows r + 8, r + 8), as fp32."""
     SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
-    zero = lane & 0
+    STEPS: tl.constexpr = FMT.steps_per_set
+    zero = codes[0][0] & 0
     high = (zero, zero, zero, zero)
     low = (zero, zero, zero, zero)
-    for j in tl.static_range(FMT.steps_per_set):
-        h0, h1 = _activation_words(x_high, column + 8 * j, K, T, lane, p, ROWS, K, PADDED)
-        l0, l1 = _activation_words(x_low, column + 8 * j, K, T, lane, p, ROWS, K, PADDED)
-        high = mma_int8(codes[j], h0, h1, high, SIGNED, True, ASM)
-        low = mma_int8(codes[j], l0, l1, low, SIGNED, False, ASM)
+    for j in tl.static_range(STEPS):
+        h = x[2 * (p * STEPS + j)]
+        l = x[2 * (p * STEPS + j) + 1]
+        high = mma_int8(codes[j], h.to(tl.int32), (h >> 32).to(tl.int32), high, SIGNED, True, ASM)
+        low = mma_int8(codes[j], l.to(tl.int32), (l >> 32).to(tl.int32), low, SIGNED, False, ASM)
     dots = ()
     for i in tl.static_range(4):
         dots = dots + ((high[i] * 256 + low[i]).to(tl.float32),)
@@ -76,54 +115,57 @@ def _set_dots(
 
 
 @triton.jit
-def _add_set(
-    sums, words, x_high, x_low, t_ptr, sums_ptr, c, T, lane, s: tl.constexpr,
-    FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Add set s of chunk c to `sums`: for each row 8*rh, each activation: (scaled dots, minimums)."""
-    J: tl.constexpr = FMT.steps_per_set
-    G: tl.constexpr = FMT.group
-    # Codes of formats with an offset come shifted to the top of their bytes.
-    UNSHIFT: tl.constexpr = 1.0 / (1 << (8 - FMT.bits)) if FMT.offset > 0 else 1.0
+def _add_set(sums, words, x, s: tl.constexpr, FMT: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """Add set s to `sums`, four for each activation row: scaled dots of rows r, r + 8, minimums of r, r + 8."""
+    STEPS: tl.constexpr = FMT.steps_per_set
+    PER_ROW: tl.constexpr = 2 * STEPS * ((ROWS + 1) // 2)
     codes = ()
-    for j in tl.static_range(J):
-        codes = codes + (step_codes(words, s * J + j, FMT, ASM),)
+    for j in tl.static_range(STEPS):
+        codes = codes + (step_codes(words, s * STEPS + j, FMT, ASM),)
     s0, m0, s1, m1 = set_scales(words, s, FMT)
-    quad = lane & 3
-    column = c * FMT.chunk + s * 4 * G + quad * G
-    group = c * (FMT.chunk // G) + s * 4 + quad
     ACTS: tl.constexpr = min(ROWS, 2)
+    # The codes stand further left in their bytes; powers of two round nothing.
+    NEAR: tl.constexpr = 1.0 / (1 << FMT.near_shift)
+    FAR: tl.constexpr = 1.0 / (1 << FMT.far_shift)
     result = ()
     for p in tl.static_range((ROWS + 1) // 2):
-        dots = _set_dots(codes, x_high, x_low, column, T, lane, p, FMT, ROWS, K, PADDED, ASM)
+        dots = _set_dots(codes, x, p, FMT, ASM)
         for i in tl.static_range(ACTS):
-            row = 2 * p + i
-            t = _group_value(t_ptr, row, group // (32 // G), K // 32, T, PADDED) * UNSHIFT
-            AT: tl.constexpr = 4 * (2 * p + i)
-            result = result + (
-                tl.fma(s0, t * dots[i], sums[AT]),
-                tl.fma(s1, t * dots[2 + i], sums[AT + 1]),
-            )
+            t = x[PER_ROW + 2 * (2 * p + i)]
+            near = tl.fma(s0, t * NEAR * dots[i], sums[4 * (2 * p + i)])
+            far = tl.fma(s1, t * FAR * dots[2 + i], sums[4 * (2 * p + i) + 1])
             if FMT.has_min:
-                x_sum = t * _sum_value(sums_ptr, row, group, K // G, T, FMT, PADDED)
-                result = result + (tl.fma(m0, x_sum, sums[AT + 2]), tl.fma(m1, x_sum, sums[AT + 3]))
+                x_sum = x[PER_ROW + 2 * (2 * p + i) + 1]
+                near_min = tl.fma(m0, x_sum, sums[4 * (2 * p + i) + 2])
+                far_min = tl.fma(m1, x_sum, sums[4 * (2 * p + i) + 3])
             else:
-                result = result + (sums[AT + 2], sums[AT + 3])
+                near_min = sums[4 * (2 * p + i) + 2]
+                far_min = sums[4 * (2 * p + i) + 3]
+            result = result + (near, far, near_min, far_min)
     return result
 
 
 @triton.jit
 def _add_chunk(
-    totals, words, x_high, x_low, t_ptr, sums_ptr, c, T, lane,
+    totals, words, x_high, x_low, t_ptr, sums_ptr, c, ON: tl.constexpr, T, lane,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Add chunk c to `totals`, two (rows r and r + 8) for each activation row."""
+    """Add chunk c + ON to `totals`, two (rows r and r + 8) for each activation row."""
+    SETS: tl.constexpr = FMT.sets
     nothing = (lane & 0).to(tl.float32)
     sums = ()
     for i in tl.static_range(4 * ROWS):
         sums = sums + (nothing,)
-    for s in tl.static_range(FMT.sets):
-        sums = _add_set(sums, words, x_high, x_low, t_ptr, sums_ptr, c, T, lane, s, FMT, ROWS, K, PADDED, ASM)
+    if ROWS <= 2:
+        x = ()
+        for s in tl.static_range(SETS):
+            x = x + (_load_set(x_high, x_low, t_ptr, sums_ptr, c, ON, T, lane, s, FMT, ROWS, K, PADDED),)
+        for s in tl.static_range(SETS):
+            sums = _add_set(sums, words, x[s], s, FMT, ROWS, ASM)
+    else:
+        for s in tl.static_range(SETS):
+            one = _load_set(x_high, x_low, t_ptr, sums_ptr, c, ON, T, lane, s, FMT, ROWS, K, PADDED)
+            sums = _add_set(sums, words, one, s, FMT, ROWS, ASM)
     d0, m0, d1, m1 = super_scales(words, FMT)
     result = ()
     for row in tl.static_range(ROWS):
@@ -141,12 +183,12 @@ def _add_chunk(
 
 
 @triton.jit
-def _tile_chunk(planes, tile, tiles, c, lane, FMT: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr):
-    """Start reading chunk c of `tile`. Past the edge: zeros, whose scales are zero too."""
-    valid = (c < CHUNKS) & (tile < tiles)
-    return load_chunk(
-        planes[0], planes[1], planes[2], planes[3], tile * CHUNKS + c, lane, valid, FMT, not EVEN
-    )  # fmt: skip
+def _tile_chunk(
+    planes, tile, tiles, c, ON: tl.constexpr, lane, FMT: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr
+):
+    """Start reading chunk c + ON of `tile`. Past the edge: zeros, whose scales are zero too."""
+    valid = (c < CHUNKS - ON) & (tile < tiles)
+    return load_chunk(planes, tile * CHUNKS + c, ON, lane, valid, FMT, not EVEN)
 
 
 @triton.jit
@@ -166,7 +208,7 @@ def tile_dots(
     ROUNDS: tl.constexpr = (CHUNKS + K_WARPS - 1) // K_WARPS
     queue = ()
     for i in tl.static_range(min(AHEAD, ROUNDS)):
-        queue = queue + (_tile_chunk(planes, tile, tiles, k_warp + i * K_WARPS, lane, FMT, CHUNKS, EVEN),)
+        queue = queue + (_tile_chunk(planes, tile, tiles, k_warp, i * K_WARPS, lane, FMT, CHUNKS, EVEN),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     nothing = (lane & 0).to(tl.float32)
@@ -175,14 +217,20 @@ def tile_dots(
         totals = totals + (nothing,)
     for i in tl.static_range(ROUNDS):
         if i + AHEAD < ROUNDS:
-            c = k_warp + (i + AHEAD) * K_WARPS
-            queue = queue + (_tile_chunk(planes, tile, tiles, c, lane, FMT, CHUNKS, EVEN),)
-        c = k_warp + i * K_WARPS
-        # Past the edge the codes are zero; the activations read there must still exist.
-        c = c if CHUNKS % K_WARPS == 0 else tl.minimum(c, CHUNKS - 1)
-        totals = _add_chunk(
-            totals, queue[i], x_high, x_low, t_ptr, sums_ptr, c, T, lane, FMT, ROWS, K, PADDED, ASM
-        )
+            queue = queue + (
+                _tile_chunk(planes, tile, tiles, k_warp, (i + AHEAD) * K_WARPS, lane, FMT, CHUNKS, EVEN),
+            )
+        if (i + 1) * K_WARPS <= CHUNKS:
+            totals = _add_chunk(
+                totals, queue[i], x_high, x_low, t_ptr, sums_ptr, k_warp, i * K_WARPS, T, lane,
+                FMT, ROWS, K, PADDED, ASM,
+            )  # fmt: skip
+        else:
+            # Past the edge the codes are zero; the activations read there must still exist.
+            c = tl.minimum(k_warp + i * K_WARPS, CHUNKS - 1)
+            totals = _add_chunk(
+                totals, queue[i], x_high, x_low, t_ptr, sums_ptr, c, 0, T, lane, FMT, ROWS, K, PADDED, ASM
+            )
     return totals
 
 

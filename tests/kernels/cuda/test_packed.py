@@ -10,10 +10,13 @@ from quengine.kernels.quant_tensor import QuantTensor
 
 
 def random_weight(name: str, rows: int, cols: int, seed: int = 0) -> QuantTensor:
-    """Every byte random: all codes, sub-scales and scale bit patterns (NaN included) occur."""
+    """Every byte random: all codes, sub-scales and scale bit patterns occur (but not NaN in an added minimum,
+    which is negated: a NaN's sign is not defined)."""
     generator = torch.Generator().manual_seed(seed)
     fmt = FORMATS[name]
     data = torch.randint(0, 256, (rows, fmt.row_bytes(cols)), dtype=torch.uint8, generator=generator)
+    if "min" in fmt.layout:
+        data.view(rows, -1, fmt.nbytes)[..., fmt.layout["min"][1] - 1] &= 0xBF
     return QuantTensor(name, fmt, (rows, cols), data)
 
 

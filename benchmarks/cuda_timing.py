@@ -1,0 +1,70 @@
+"""Device times of launches, from CUDA graphs: what the benchmarks of the CUDA kernels share."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.layout import packed_layout
+from quengine.kernels.cuda.packed import PackedPart, PackedWeight
+
+L2_BYTES = 64 << 20
+
+
+def graph_time(launches: Sequence[Callable[[], object]], replays: int = 7) -> float:
+    """Median microseconds for all of `launches`, in order, replayed from one CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches:
+            launch()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for launch in launches:
+                launch()
+        graph.replay()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(replays):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times)
+
+
+def random_part(name: str, rows: int, cols: int, device: str = "cuda") -> PackedPart:
+    """A packed part with random codes and scales of ordinary size, made on the device."""
+    layout = packed_layout(FORMATS[name], cols)
+    tiles, chunks = -(-rows // 16), -(-cols // layout.chunk)
+
+    def random_bytes(size: int) -> torch.Tensor:
+        return torch.randint(0, 256, (tiles, chunks, size), dtype=torch.uint8, device=device)
+
+    scales, supers = random_bytes(layout.scale_bytes), random_bytes(layout.super_bytes)
+    for plane, halves in ((scales, layout.scales in (0, 1)), (supers, True)):
+        if halves:
+            plane.view(torch.float16).uniform_(1e-4, 1e-3)
+    if layout.scales == 2:
+        scales.random_(112, 120)
+    return PackedPart(
+        layout, rows, cols, random_bytes(layout.low_bytes), random_bytes(layout.high_bytes), scales, supers
+    )
+
+
+def copies_past_l2(nbytes: int) -> int:
+    """How many copies of a weight to rotate through so that none is still in the L2 cache."""
+    return max(3, min(16, -(-3 * L2_BYTES // nbytes)))
+
+
+def random_weights(formats: Sequence[tuple[str, int]], cols: int, paired: bool = False) -> list[PackedWeight]:
+    """As many random weights of (format, rows) parts as the L2 cache cannot hold."""
+    first = PackedWeight(tuple(random_part(name, rows, cols) for name, rows in formats), paired)
+    more = [
+        PackedWeight(tuple(random_part(name, rows, cols) for name, rows in formats), paired)
+        for _ in range(copies_past_l2(first.nbytes) - 1)
+    ]
+    return [first, *more]
