@@ -16,6 +16,7 @@ Does not know: RoPE, how the cache is written, layers.
 from __future__ import annotations
 
 import struct
+from array import array
 from functools import cache
 
 import torch
@@ -61,22 +62,58 @@ def decode_attention_launches(
         )
     if not 0 <= first < length <= ctx:
         raise ValueError(f"positions {first} to {length - 1} are not in a cache of {ctx}")
-    stretches = -(-(length - first) // STRETCH)
+    visible = Visible(length - first)
+    visible.set(first, length)
+    return attention_launches(q, k, v, visible, scale, out)
+
+
+class Visible:
+    """Which positions of the cache a token sees, in memory that kernels read; at most `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        self.most_stretches = -(-most // STRETCH)
+        self._memory = array("q", (0, 0, 0))
+
+    @property
+    def address(self) -> int:
+        """Of three int64: the first position, how many there are, how many stretches they are cut into."""
+        return self._memory.buffer_info()[0]
+
+    @property
+    def stretches(self) -> int:
+        return self._memory[2]
+
+    def set(self, first: int, length: int) -> None:
+        """Positions first .. length - 1."""
+        self._memory[0], self._memory[1] = first, length - first
+        self._memory[2] = -(-(length - first) // STRETCH)
+
+
+def attention_launches(
+    q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, out: Tensor
+) -> list[Launch]:
+    """The kernels of `decode_attention` over the positions that `visible` names when they run.
+
+    The first launch has a task for each of the present stretches of each key/value head.
+    """
+    heads, width = q.shape
+    kv_heads = k.shape[1]
     part_bytes = _HEAD_BYTES + 4 * width
-    parts = torch.empty(heads, stretches, part_bytes, dtype=torch.uint8)
+    parts = torch.empty(heads, visible.most_stretches, part_bytes, dtype=torch.uint8)
     # Scores of one query head at a time; a task has its own.
-    scores = torch.empty(kv_heads * stretches, STRETCH)
+    scores = torch.empty(kv_heads * visible.most_stretches, STRETCH)
     scale_bits = int.from_bytes(struct.pack("<f", scale), "little")
     parameters = (
-        *(q.data_ptr(), width, heads // kv_heads, stretches, length - first),
-        *(k.data_ptr() + 2 * first * k.stride(0), 2 * k.stride(0), 2 * k.stride(1)),
-        *(v.data_ptr() + 2 * first * v.stride(0), 2 * v.stride(0), 2 * v.stride(1)),
+        *(q.data_ptr(), width, heads // kv_heads, visible.address),
+        *(k.data_ptr(), 2 * k.stride(0), 2 * k.stride(1)),
+        *(v.data_ptr(), 2 * v.stride(0), 2 * v.stride(1)),
         *(parts.data_ptr(), part_bytes, scores.data_ptr(), scale_bits),
     )
-    joined = (parts.data_ptr(), stretches, part_bytes, width, out.data_ptr())
+    joined = (parts.data_ptr(), visible.address, part_bytes, width, out.data_ptr())
+    keep = (q, k, v, visible, parts, scores, out)
     return [
-        Launch(_stretch_kernel(), parameters, kv_heads * stretches, keep=(q, k, v, parts, scores)),
-        Launch(_join_kernel(), joined, heads, keep=(parts, out)),
+        Launch(_stretch_kernel(), parameters, kv_heads * visible.stretches, keep=keep),
+        Launch(_join_kernel(), joined, heads, keep=keep),
     ]
 
 
@@ -84,39 +121,43 @@ def decode_attention_launches(
 def _stretch_kernel() -> int:
     """Task h * stretches + s: the query heads of key/value head h over stretch s.
 
-    0 q, 1 head_dim, 2 query heads per key/value head, 3 stretches, 4 positions; keys: 5 address, 6 bytes from
-    position to position, 7 from head to head; values: 8, 9, 10; 11 parts, 12 bytes per part, 13 scores, 14 scale
+    0 q, 1 head_dim, 2 query heads per key/value head, 3 address of a `Visible`; keys: 4 address, 5 bytes from
+    position to position, 6 from head to head; values: 7, 8, 9; 10 parts, 11 bytes per part, 12 scores, 13 scale
     (the bits of an fp32).
     """
     halves, stamp = f"F16/row/{source_stamp()}", f"attention/{source_stamp()}"
 
     def stretch_attention(context: int, task: int) -> None:
-        width, group, stretches = get(context, 1), get(context, 2), get(context, 3)
+        width, group, visible = get(context, 1), get(context, 2), get(context, 3)
+        stretches = get(visible, 2)
         head, stretch = task // stretches, task % stretches
-        start = stretch * STRETCH
-        count = min(STRETCH, get(context, 4) - start)
-        k = get(context, 5) + start * get(context, 6) + head * get(context, 7)
-        v = get(context, 8) + start * get(context, 9) + head * get(context, 10)
-        scores = get(context, 13) + task * 4 * STRETCH
+        start = get(visible, 0) + stretch * STRETCH
+        count = min(STRETCH, get(visible, 1) - stretch * STRETCH)
+        k = get(context, 4) + start * get(context, 5) + head * get(context, 6)
+        v = get(context, 7) + start * get(context, 8) + head * get(context, 9)
+        scores = get(context, 12) + task * 4 * STRETCH
         for i in range(head * group, (head + 1) * group):
             q = get(context, 0) + i * 4 * width
             for position in range(count):
-                dot = dot_float_row(halves, k + position * get(context, 6), width, q)
-                store_f32(scale_f32(dot, context + 8 * 14), scores + 4 * position)
-            part = get(context, 11) + (i * stretches + stretch) * get(context, 12)
+                dot = dot_float_row(halves, k + position * get(context, 5), width, q)
+                store_f32(scale_f32(dot, context + 8 * 13), scores + 4 * position)
+            part = get(context, 10) + (i * stretches + stretch) * get(context, 11)
             softmax_weights(stamp, scores, count, part)
-            weighted_halves(stamp, scores, count, v, get(context, 9), width, part + _HEAD_BYTES)
+            weighted_halves(stamp, scores, count, v, get(context, 8), width, part + _HEAD_BYTES)
 
     return compile_kernel(stretch_attention)
 
 
 @cache
 def _join_kernel() -> int:
-    """Task h: joins the parts of query head h. 0 parts, 1 stretches, 2 bytes per part, 3 head_dim, 4 output (fp32)."""
+    """Task h: joins the parts of query head h.
+
+    0 parts, 1 address of a `Visible`, 2 bytes per part, 3 head_dim, 4 output (fp32).
+    """
     stamp = f"attention/{source_stamp()}"
 
     def join_stretches(context: int, task: int) -> None:
-        stretches, part_bytes, width = get(context, 1), get(context, 2), get(context, 3)
+        stretches, part_bytes, width = get(get(context, 1), 2), get(context, 2), get(context, 3)
         parts = get(context, 0) + task * stretches * part_bytes
         combine_parts(stamp, parts, stretches, part_bytes, width, get(context, 4) + task * 4 * width)
 

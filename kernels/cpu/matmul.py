@@ -61,7 +61,7 @@ def linear_launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor) -> list[
     column = 0
     for w in parts:
         source = records if records is not None and w.format.is_quantized else x
-        launches.append(_matvec_launch(source, w, y, column, after_previous=column == 0))
+        launches.append(matvec_launch(source, w, y, column, after_previous=column == 0))
         column += w.rows
     return launches
 
@@ -72,11 +72,26 @@ def round_launch(x: Tensor, records: Tensor) -> Launch:
     return Launch(round_kernel(), parameters, x.shape[0], keep=(x, records))
 
 
-def _matvec_launch(source: Tensor, w: QuantTensor, y: Tensor, column: int, after_previous: bool) -> Launch:
-    """y[:, column : column + N] from activation records, or for a float weight from x itself."""
+def task_rows(w: QuantTensor) -> int:
+    """Weight rows that one task of a matvec takes."""
+    return max(1, min(w.rows, _TASK_BYTES // w.data.shape[1]))
+
+
+def matvec_launch(
+    source: Tensor,
+    w: QuantTensor,
+    y: Tensor,
+    column: int,
+    after_previous: bool = True,
+    step: int | None = None,
+) -> Launch:
+    """y[:, column : column + N] from activation records, or for a float weight from x itself.
+
+    A task is `step` rows, by default `task_rows(w)`.
+    """
     count = source.shape[0]
     row_bytes = w.data.shape[1]
-    step = max(1, min(w.rows, _TASK_BYTES // row_bytes))
+    step = step or task_rows(w)
     if w.format.is_quantized:
         width = next(width for width in MATVEC_WIDTHS if width >= count)
         kernel, length = matvec_kernel(w.format.name, width), w.cols // w.format.block

@@ -265,11 +265,14 @@ def _emit_dequantized(e: Emitter, fmt: BlockFormat, block: ir.Value, target: ir.
 
 
 @intrinsic(prefer_literal=True)
-def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, record: Any) -> Any:
-    """Round `cols` fp32 at address x into the activation record at address `record` (see activations.py)."""
+def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, first: Any, last: Any, record: Any) -> Any:
+    """Round `cols` fp32 at address x into the activation record at address `record` (see activations.py).
+
+    Only columns first .. last - 1, multiples of 32.
+    """
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, cols, record = args
+        _, x, cols, first, last, record = args
         e = emitter(context, builder)
         paired = builder.add(record, builder.mul(cols, e.i64(2)))
         scales = builder.add(record, builder.mul(cols, e.i64(4)))
@@ -289,10 +292,10 @@ def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, record: Any) -> A
                 e.store(builder.fmul(t, part), e.at(by_16, builder.lshr(i, e.i64(2))), 4 * k)
             return []
 
-        e.loop(e.i64(0), cols, 32, [], turn)
+        e.loop(first, last, 32, [], turn)
         return context.get_dummy_value()
 
-    return types.void(variant, types.int64, types.int64, types.int64), codegen
+    return types.void(variant, *[types.int64] * 5), codegen
 
 
 def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:

@@ -82,6 +82,6 @@ def round_kernel() -> int:
 
     def round_rows(context: int, task: int) -> None:
         x, x_stride, cols = get(context, 0), get(context, 1), get(context, 2)
-        round_row(variant, x + task * x_stride, cols, get(context, 3) + task * get(context, 4))
+        round_row(variant, x + task * x_stride, cols, 0, cols, get(context, 3) + task * get(context, 4))
 
     return compile_kernel(round_rows)

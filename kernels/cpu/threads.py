@@ -15,6 +15,7 @@ import os
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import memset
 from dataclasses import dataclass, field
 from threading import Lock, Semaphore, Thread
 from typing import Any, NamedTuple, TypeVar
@@ -130,19 +131,38 @@ def _the_team() -> _Team:
 
 def run(launches: Sequence[Launch]) -> None:
     """Run kernels in order and return when all have finished. The interpreter is free meanwhile."""
-    team = _the_team()
-    table, parameters = array("q"), array("q")
-    for launch in launches:
-        offset = _LAUNCH_BYTES * len(launches) + 8 * len(parameters)
-        table.extend((launch.kernel, offset, launch.tasks, launch.after_previous))
-        parameters.extend(launch.parameters)
-    table.extend(parameters)
-    counters = array("q", bytes(_COUNTER_BYTES * len(launches)))
-    with team.lock:
-        team.lists += 1
-        if team.asleep:
-            team.wake()
-        _lead(team.address, team.lists, table.buffer_info()[0], len(launches), counters.buffer_info()[0])
+    Program(launches).run()
+
+
+class Program:
+    """A list of kernels in the form that the team reads: made once, run any number of times."""
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        table, parameters = array("q"), array("q")
+        for launch in launches:
+            offset = _LAUNCH_BYTES * len(launches) + 8 * len(parameters)
+            table.extend((launch.kernel, offset, launch.tasks, launch.after_previous))
+            parameters.extend(launch.parameters)
+        table.extend(parameters)
+        self._launches = tuple(launches)  # holds the tensors
+        self._table = table
+        self._counters = array("q", bytes(_COUNTER_BYTES * len(launches)))
+        self._lock = Lock()
+
+    def set_tasks(self, launch: int, tasks: int) -> None:
+        """From the next run on, launch number `launch` has this many tasks."""
+        self._table[launch * _LAUNCH_BYTES // 8 + 2] = tasks
+
+    def run(self) -> None:
+        """Run the kernels in order and return when all have finished. The interpreter is free meanwhile."""
+        team = _the_team()
+        table, counters = self._table.buffer_info()[0], self._counters.buffer_info()[0]
+        with self._lock, team.lock:
+            memset(counters, 0, _COUNTER_BYTES * len(self._launches))
+            team.lists += 1
+            if team.asleep:
+                team.wake()
+            _lead(team.address, team.lists, table, len(self._launches), counters)
 
 
 def map_tasks(task: Callable[[int], _Result], count: int) -> list[_Result]:

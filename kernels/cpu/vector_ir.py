@@ -155,6 +155,31 @@ class Emitter:
         sign = self.shift_left(self.and_(wide, 0x8000), 16)
         return self.b.bitcast(self.b.or_(value, sign), vec(F32, count))
 
+    def float_to_half(self, x: ir.Value) -> ir.Value:
+        """fp32 lanes to fp16 as i16, to the nearest, ties to even; too large ones become infinite."""
+        b, count = self.b, x.type.count
+        lanes = vec(I32, count)
+        if self._has_half:
+            return b.bitcast(b.fptrunc(x, vec(F16, count)), vec(I16, count))
+        bits = b.bitcast(x, lanes)
+        magnitude = self.and_(bits, 0x7FFFFFFF)
+        # Adding 0.5 leaves a denormal of fp16, whose unit is 2^-24, rounded in the low bits.
+        half = self.const(vec(F32, count), 0.5)
+        tiny = b.sub(
+            b.bitcast(b.fadd(b.bitcast(magnitude, vec(F32, count)), half), lanes),
+            self.const(lanes, 0x3F000000),
+        )
+        odd = self.and_(self.shift_left(magnitude, -13), 1)
+        normal = b.add(b.sub(magnitude, self.const(lanes, 0x38000000 - 0xFFF)), odd)
+        normal = self.shift_left(normal, -13)
+        value = b.select(b.icmp_unsigned("<", magnitude, self.const(lanes, 0x38800000)), tiny, normal)
+        large = b.icmp_unsigned(">=", magnitude, self.const(lanes, 0x47800000))
+        value = b.select(large, self.const(lanes, 0x7C00), value)
+        nan = b.icmp_unsigned(">", magnitude, self.const(lanes, 0x7F800000))
+        value = b.select(nan, self.const(lanes, 0x7E00), value)
+        sign = self.and_(self.shift_left(bits, -16), 0x8000)
+        return b.trunc(b.or_(value, sign), vec(I16, count))
+
     def load_halves(self, count: int, address: ir.Value, offset: int = 0) -> ir.Value:
         """`count` fp16 in memory as fp32 lanes."""
         return self.half_to_float(self.load(vec(I16, count), address, offset))
