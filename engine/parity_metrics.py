@@ -106,16 +106,18 @@ def position_differences(a: Tensor, b: Tensor) -> Tensor:
     `a` and `b` are fp64 [T, vocab]. The NMSE is that of raw logits, for which the budgets were set; what a
     constant shift hides or adds is told apart by the KL divergence, which does not see one.
     """
-    error = (a - b).square().sum(dim=1)
-    nmse = torch.where(error == 0, 0.0, error / a.square().sum(dim=1))
+    difference = a - b
+    error, energy = difference.square().sum(dim=1), a.square().sum(dim=1)
+    nmse = torch.where(error == 0, 0.0, error / energy)
     log_p, log_q = a.log_softmax(dim=1), b.log_softmax(dim=1)
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=1).clamp(min=0.0)
     k = min(TOP_K, a.shape[1])
     top_a, top_b = a.topk(k, dim=1).indices, b.topk(k, dim=1).indices
     top1 = (a.argmax(dim=1) == b.argmax(dim=1)).double()
     top5 = (top_a[:, :, None] == top_b[:, None, :]).any(dim=2).double().mean(dim=1)
-    result = torch.stack([nmse, kl, top1, top5, (a - b).abs().amax(dim=1)], dim=1)
-    broken = ~(a.isfinite().all(dim=1) & b.isfinite().all(dim=1))
+    result = torch.stack([nmse, kl, top1, top5, difference.abs().amax(dim=1)], dim=1)
+    # A NaN or an infinity on either side is one in these sums.
+    broken = ~(error.isfinite() & energy.isfinite())
     return result.masked_fill(broken[:, None], float("nan"))
 
 
@@ -133,7 +135,7 @@ def paired_blocks(a: Iterable[Tensor], b: Iterable[Tensor]) -> Iterator[tuple[Te
     The streams may be cut differently (one in chunks, the other token by token); a block of the longer cut is
     held, never a whole stream. Raises ValueError when one stream ends before the other.
     """
-    streams = iter(a), iter(b)
+    streams = _gathered(a), _gathered(b)
     held: list[Tensor | None] = [None, None]
     while True:
         for side, stream in enumerate(streams):
@@ -147,6 +149,18 @@ def paired_blocks(a: Iterable[Tensor], b: Iterable[Tensor]) -> Iterator[tuple[Te
         count = min(len(first), len(second))
         yield first[:count], second[:count]
         held = [rest[count:] if len(rest) > count else None for rest in (first, second)]
+
+
+def _gathered(stream: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same positions with small blocks joined to about a tile: single tokens are slow to compare one by one."""
+    waiting: list[Tensor] = []
+    for block in stream:
+        waiting.append(block)
+        if sum(map(len, waiting)) * block.shape[1] >= TILE_ELEMENTS:
+            yield torch.cat(waiting)
+            waiting = []
+    if waiting:
+        yield torch.cat(waiting)
 
 
 @dataclass(frozen=True)
