@@ -62,7 +62,7 @@ def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
     backend = _make_backend(config, checkpoint, device, threads, free)
     cache = KVCache.allocate(shape, ctx_size, device)
     decoder = Decoder(shape, checkpoint.tensors, backend, ctx_size, min(config.chunk_size, ctx_size))
-    runner = _make_runner(decoder, cache, device)
+    runner = _make_runner(config, decoder, cache, device)
     cut = (
         ""
         if config.ctx_size or ctx_size == shape.context_length
@@ -128,9 +128,13 @@ def _make_backend(
     return CpuBackend(threads)
 
 
-def _make_runner(decoder: Decoder, cache: KVCache, device: torch.device) -> Runner:
+def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, device: torch.device) -> Runner:
+    if config.backend == "reference":
+        return Runner(decoder, cache)
     if device.type == "cuda":
         from quengine.cuda_runner import CudaRunner
 
         return CudaRunner(decoder, cache)
-    return Runner(decoder, cache)
+    from quengine.cpu_runner import CpuRunner
+
+    return CpuRunner(decoder, cache)

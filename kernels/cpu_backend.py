@@ -1,10 +1,11 @@
 """The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32 in prefill.
 
 Norms, rotation and SwiGLU are the torch definitions in float32; matmuls and attention are the kernels of
-kernels/cpu/. Implements kernels.backend.Backend.
+kernels/cpu/. A step of one token can be recorded: then all of it is compiled kernels, run as one list. Implements
+kernels.backend.Backend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from quengine.kernels import cpu
 from quengine.kernels.attention import mask_slice
-from quengine.kernels.backend import AttentionSpec, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cpu.step import Step, StepRecorder
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope_store import first_visible, rope_store
@@ -50,7 +52,20 @@ class CpuBackend:
         self.name = "cpu"
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+        self._recorder: StepRecorder | None = None
         cpu.set_threads(threads)
+
+    def record(self, forward: Callable[[Tensor, Tensor], Tensor]) -> Step:
+        """The operations of one token as a list of kernels, run with any token and position.
+
+        forward(ids, start) calls this backend's operations, `logits` last, and returns its result. It gets the
+        tensors, int64 [1], that a step reads its token and position from; nothing is computed meanwhile.
+        """
+        self._recorder = recorder = StepRecorder()
+        try:
+            return recorder.finish(forward(recorder.token, recorder.position))
+        finally:
+            self._recorder = None
 
     def weight(self, parts: Sequence[QuantTensor]) -> CpuWeight:
         return CpuWeight(tuple(parts))
@@ -61,23 +76,33 @@ class CpuBackend:
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts])
 
-    def embed(self, weight: CpuWeight, ids: Tensor) -> Tensor:
+    def embed(self, weight: CpuWeight, ids: Tensor) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.embed(weight, ids)
         (part,) = weight.parts
         return cpu.embed(part, ids)
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, weight: CpuWeight, bias: Tensor | None = None
-    ) -> Tensor:
+        self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, bias: Tensor | None = None
+    ) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.norm_linear(x, norm, eps, weight, bias)
         y = cpu.linear(rms_norm(x, norm, eps), weight.parts)
         return y if bias is None else y.add_(bias)
 
-    def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, gate_up: CpuWeight) -> Tensor:
+    def norm_swiglu(self, x: Hidden, norm: Tensor, eps: float, gate_up: CpuWeight) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.norm_swiglu(x, norm, eps, gate_up)
         return swiglu(cpu.linear(rms_norm(x, norm, eps), gate_up.parts))
 
-    def linear_add(self, x: Tensor, weight: CpuWeight, residual: Tensor) -> Tensor:
+    def linear_add(self, x: Hidden, weight: CpuWeight, residual: Hidden) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.linear_add(x, weight, residual)
         return cpu.linear(x, weight.parts).add_(residual)
 
-    def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
+    def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.attention(qkv, spec, layer, start)
         assert isinstance(start, int)
         tokens = qkv.shape[0]
         q = rope_store(qkv, spec, layer, start)
@@ -87,5 +112,7 @@ class CpuBackend:
         mask = mask_slice(spec.mask_band, start, tokens)
         return cpu.prefill_attention(q, layer.k, layer.v, mask, spec.scale).reshape(tokens, -1)
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float, weight: CpuWeight, last_only: bool) -> Tensor:
+    def logits(self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, last_only: bool) -> Tensor:
+        if self._recorder is not None:
+            return self._recorder.logits(x, norm, eps, weight)
         return cpu.linear(rms_norm(x[-1:] if last_only else x, norm, eps), weight.parts)

@@ -15,7 +15,6 @@ Does not know: RoPE, how the cache is written, layers.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from functools import cache
 
@@ -27,6 +26,7 @@ from quengine.kernels.cpu.attention_ir import combine_parts, scale_f32, softmax_
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.row_ir import dot_float_row, get, store_f32
 from quengine.kernels.cpu.threads import Launch, map_tasks, run
+from quengine.kernels.cpu.vector_ir import fp32_bits
 
 STRETCH = 256  # positions; a multiple of 8
 QUERY_BLOCK = 128
@@ -47,8 +47,18 @@ def decode_attention_launches(
     q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, first: int, out: Tensor
 ) -> list[Launch]:
     """The kernels of `decode_attention`, for a list that does more than one thing. q and out are contiguous."""
+    check_caches(q, k, v)
+    ctx = k.shape[0]
+    if not 0 <= first < length <= ctx:
+        raise ValueError(f"positions {first} to {length - 1} are not in a cache of {ctx}")
+    visible = Visible(length - first)
+    visible.set(first, length)
+    return attention_launches(q, k, v, visible, scale, out)
+
+
+def check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError for queries [H, hd] and caches [ctx, Hkv, hd] that `decode_attention` does not take."""
     heads, width = q.shape
-    ctx, kv_heads, _ = k.shape
     if (
         k.dtype != torch.float16
         or v.dtype != torch.float16
@@ -56,15 +66,11 @@ def decode_attention_launches(
         or not q.is_contiguous()
     ):
         raise ValueError(f"decode attention reads fp16 caches with fp32 queries, not {k.dtype} and {q.dtype}")
-    if k.shape != v.shape or k.shape[2] != width or heads % kv_heads or k.stride(2) != 1 or v.stride(2) != 1:
+    fits = k.shape == v.shape and k.shape[2] == width and heads % k.shape[1] == 0
+    if not fits or k.stride(2) != 1 or v.stride(2) != 1:
         raise ValueError(
             f"{heads} query heads of {width} do not fit caches {list(k.shape)} and {list(v.shape)}"
         )
-    if not 0 <= first < length <= ctx:
-        raise ValueError(f"positions {first} to {length - 1} are not in a cache of {ctx}")
-    visible = Visible(length - first)
-    visible.set(first, length)
-    return attention_launches(q, k, v, visible, scale, out)
 
 
 class Visible:
@@ -102,12 +108,11 @@ def attention_launches(
     parts = torch.empty(heads, visible.most_stretches, part_bytes, dtype=torch.uint8)
     # Scores of one query head at a time; a task has its own.
     scores = torch.empty(kv_heads * visible.most_stretches, STRETCH)
-    scale_bits = int.from_bytes(struct.pack("<f", scale), "little")
     parameters = (
         *(q.data_ptr(), width, heads // kv_heads, visible.address),
         *(k.data_ptr(), 2 * k.stride(0), 2 * k.stride(1)),
         *(v.data_ptr(), 2 * v.stride(0), 2 * v.stride(1)),
-        *(parts.data_ptr(), part_bytes, scores.data_ptr(), scale_bits),
+        *(parts.data_ptr(), part_bytes, scores.data_ptr(), fp32_bits(scale)),
     )
     joined = (parts.data_ptr(), visible.address, part_bytes, width, out.data_ptr())
     keep = (q, k, v, visible, parts, scores, out)

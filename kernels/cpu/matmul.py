@@ -117,7 +117,7 @@ def _prefill(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
     def multiply(i: int) -> None:
         w, first, last, column = tiles[i]
         tile = torch.empty(last - first, w.cols)
-        run_here(_dequantize_launch(w, torch.arange(first, last), tile))
+        run_here(embed_launch(w, torch.arange(first, last), tile))
         torch.mm(x, tile.t(), out=y[:, column : column + last - first])
 
     map_tasks(multiply, len(tiles))
@@ -130,11 +130,12 @@ def embed(weight: QuantTensor, ids: Tensor) -> Tensor:
         raise ValueError(f"{weight.name} has rows 0 to {weight.rows - 1}; asked for {ids.tolist()}")
     out = torch.empty(ids.shape[0], weight.cols)
     if ids.numel():
-        run([_dequantize_launch(weight, ids.contiguous(), out)])
+        run([embed_launch(weight, ids.contiguous(), out)])
     return out
 
 
-def _dequantize_launch(w: QuantTensor, rows: Tensor, out: Tensor) -> Launch:
+def embed_launch(w: QuantTensor, rows: Tensor, out: Tensor) -> Launch:
+    """Rows (int64 [T], read when the kernel runs, not checked) of a weight [N, K] as fp32 [T, K]."""
     blocks = w.cols // w.format.block
     parameters = (
         w.data.data_ptr(),

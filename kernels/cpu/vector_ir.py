@@ -9,6 +9,7 @@ Does not know: block formats or what the numbers mean.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,11 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 
 def vec(lane: ir.Type, lanes: int) -> ir.VectorType:
     return ir.VectorType(lane, lanes)
+
+
+def fp32_bits(value: float) -> int:
+    """The bits of an fp32, for a kernel's int64 parameter."""
+    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 class Emitter:
@@ -135,6 +141,13 @@ class Emitter:
             declared = ir.Function(self.b.module, ir.FunctionType(type_, [type_] * 3), name)
         return self.b.call(declared, [x, y, z])
 
+    def sqrt(self, x: ir.Value) -> ir.Value:
+        """Of one fp32."""
+        declared = self.b.module.globals.get("llvm.sqrt.f32")
+        if declared is None:
+            declared = ir.Function(self.b.module, ir.FunctionType(F32, [F32]), "llvm.sqrt.f32")
+        return self.b.call(declared, [x])
+
     def half_to_float(self, bits: ir.Value) -> ir.Value:
         """fp16 lanes given as i16 to fp32, every value.
 
@@ -192,6 +205,20 @@ class Emitter:
         return self.lane(v, 0)
 
     # ---- loops -------------------------------------------------------------------------------------------
+    def spans(self, start: ir.Value, stop: ir.Value, body: Callable[[ir.Value, int], None]) -> None:
+        """body(i, lanes) over start .. stop - 1: eight at a time, then one at a time."""
+
+        def of(lanes: int) -> Callable[[ir.Value, list[ir.Value]], list[ir.Value]]:
+            def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                body(i, lanes)
+                return []
+
+            return turn
+
+        whole = self.b.add(start, self.b.and_(self.b.sub(stop, start), self.i64(-8)))
+        self.loop(start, whole, 8, [], of(8))
+        self.loop(whole, stop, 1, [], of(1))
+
     def loop(
         self,
         start: ir.Value,

@@ -1,0 +1,151 @@
+"""Between the QKV matmul and attention, for one token, in compiled code: the twin of kernels/rope_store.py.
+
+The position is read from memory, so that a list of kernels made once serves every token.
+
+Does not know: the attention that follows.
+"""
+
+# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
+from quengine.kernels.cpu.rms_norm import norm_row
+from quengine.kernels.cpu.row_ir import emitter, get
+from quengine.kernels.cpu.threads import Launch
+from quengine.kernels.cpu.vector_ir import F32, Emitter, fp32_bits, vec
+from quengine.kernels.rope import RopeLayout
+
+
+def rope_store_launch(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, position: Tensor) -> Launch:
+    """Head norms, rotation and query scale in place in qkv; the key and the value go to the cache.
+
+    qkv: fp32 [1, (heads + 2 * kv_heads) * head_dim], contiguous; its first heads * head_dim elements are the queries
+    afterwards. layer: fp16. position: int64 [1], read when the kernel runs.
+    """
+    assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
+    k, v = layer.k, layer.v
+    optional = (spec.q_norm, spec.k_norm, spec.query_scale)
+    q_norm, k_norm, query_scale = (0 if t is None else t.data_ptr() for t in optional)
+    parameters = (
+        *(qkv.data_ptr(), spec.heads, spec.kv_heads, spec.head_dim, position.data_ptr()),
+        *(spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[1]),
+        *(k.data_ptr(), 2 * k.stride(0), 2 * k.stride(1)),
+        *(v.data_ptr(), 2 * v.stride(0), 2 * v.stride(1)),
+        *(q_norm, k_norm, fp32_bits(spec.eps), query_scale),
+    )
+    tasks = spec.heads + 2 * spec.kv_heads
+    return Launch(_rope_store_kernel(spec.rope_layout), parameters, tasks, keep=(qkv, spec, layer, position))
+
+
+@cache
+def _rope_store_kernel(layout: RopeLayout) -> int:
+    """Task h: head h of queries, keys, values.
+
+    0 qkv, 1 query heads, 2 key/value heads, 3 head_dim, 4 address of the position; 5 cosines, 6 sines (fp32 tables),
+    7 their width; keys: 8 address, 9 bytes from position to position, 10 from head to head; values: 11, 12, 13;
+    14 query norm, 15 key norm (0: none), 16 eps (the bits of an fp32), 17 query scale (fp32 by position; 0: none).
+    """
+    variant = f"{layout}/{source_stamp()}"
+
+    def rope_store_head(context: int, task: int) -> None:
+        heads, kv_heads, width = get(context, 1), get(context, 2), get(context, 3)
+        position, pairs = get(get(context, 4), 0), get(context, 7)
+        head = get(context, 0) + task * 4 * width
+        if task >= heads + kv_heads:
+            row = get(context, 11) + position * get(context, 12)
+            _store_halves(variant, head, width, row + (task - heads - kv_heads) * get(context, 13))
+            return
+        norm = get(context, 14) if task < heads else get(context, 15)
+        if norm:
+            norm_row(variant, head, norm, width, context + 8 * 16, head)
+        angles = position * 4 * pairs
+        _rotate(variant, head, pairs, get(context, 5) + angles, get(context, 6) + angles)
+        if task >= heads:
+            row = get(context, 8) + position * get(context, 9)
+            _store_halves(variant, head, width, row + (task - heads) * get(context, 10))
+        elif get(context, 17):
+            _scale(variant, head, width, get(context, 17) + 4 * position)
+
+    return compile_kernel(rope_store_head)
+
+
+@intrinsic(prefer_literal=True)
+def _rotate(typingctx: Any, variant: Any, head: Any, pairs: Any, cos: Any, sin: Any) -> Any:
+    """Rotate the first 2 * pairs fp32 at address head, in place. `variant`: the layout, "pairs/..." or "halves/..."."""
+    layout = variant.literal_value.split("/")[0]
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, head, pairs, cos, sin = args
+        e = emitter(context, builder)
+        half = builder.mul(pairs, e.i64(4))
+
+        def turn(i: ir.Value, lanes: int) -> None:
+            at, lane = builder.mul(i, e.i64(4)), vec(F32, lanes)
+            c, s = e.load(lane, e.at(cos, at)), e.load(lane, e.at(sin, at))
+            near = e.at(head, builder.mul(at, e.i64(2)) if layout == "pairs" else at)
+            if layout == "pairs":
+                first, second = e.evens_odds(e.load(vec(F32, 2 * lanes), near))
+            else:
+                first, second = e.load(lane, near), e.load(lane, e.at(near, half))
+            x, y = _rotated(e, first, second, c, s)
+            if layout == "pairs":
+                e.store(e.interleave(x, y), near)
+            else:
+                e.store(x, near)
+                e.store(y, e.at(near, half))
+
+        e.spans(e.i64(0), pairs, turn)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 4), codegen
+
+
+def _rotated(e: Emitter, x: ir.Value, y: ir.Value, c: ir.Value, s: ir.Value) -> tuple[ir.Value, ir.Value]:
+    b = e.b
+    return b.fsub(b.fmul(x, c), b.fmul(y, s)), b.fadd(b.fmul(x, s), b.fmul(y, c))
+
+
+@intrinsic(prefer_literal=True)
+def _scale(typingctx: Any, variant: Any, x: Any, count: Any, factor: Any) -> Any:
+    """`count` fp32 at address x times the fp32 at address factor, in place."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, x, count, factor = args
+        e = emitter(context, builder)
+        scale = e.load(F32, factor)
+
+        def multiply(i: ir.Value, lanes: int) -> None:
+            address = e.at(x, builder.mul(i, e.i64(4)))
+            e.store(builder.fmul(e.load(vec(F32, lanes), address), e.splat(scale, lanes)), address)
+
+        e.spans(e.i64(0), count, multiply)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _store_halves(typingctx: Any, variant: Any, x: Any, count: Any, out: Any) -> Any:
+    """`count` fp32 at address x as fp16 at address out."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, x, count, out = args
+        e = emitter(context, builder)
+
+        def store(i: ir.Value, lanes: int) -> None:
+            values = e.load(vec(F32, lanes), e.at(x, builder.mul(i, e.i64(4))))
+            e.store(e.float_to_half(values), e.at(out, builder.mul(i, e.i64(2))))
+
+        e.spans(e.i64(0), count, store)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 3), codegen
