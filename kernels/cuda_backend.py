@@ -1,4 +1,4 @@
-"""The CUDA backend: packed weights through Triton, int16 activations for up to 8 rows, fp16 matrix units above.
+"""The CUDA backend: packed weights through Triton, int16 activations in decode, fp16 matrix units in prefill.
 
 A decode layer is seven launches: norm and rounding, QKV, attention (rotation, cache write, slices and their
 combination, rounding), output with the residual, norm and rounding, gate and up with SwiGLU and rounding, down with
@@ -18,7 +18,7 @@ from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.matmul import matmul
-from quengine.kernels.cuda.matvec import MAX_ROWS, matvec, matvec_swiglu
+from quengine.kernels.cuda.matvec import matvec, matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight, pack
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
@@ -26,6 +26,10 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.swiglu import swiglu
 
 HOPPER = (9, 0)
+
+DECODE_ROWS = 1
+"""Rows up to which the q-dot is used. Its kernel takes 8, but compiling the one for 4 rows of Q4_K takes over a minute,
+which nobody should wait for in front of a short prompt."""
 
 Rows = Tensor | RoundedActivations
 """What feeds a matmul: rounded rows where there are few, fp16 rows where there are many."""
@@ -87,12 +91,12 @@ class CudaBackend:
         return self._matmul(self._normed(x[-1:] if last_only else x, norm, eps), weight, None)
 
     def _normed(self, x: Tensor, norm: Tensor, eps: float) -> Rows:
-        if x.shape[0] <= MAX_ROWS:
+        if x.shape[0] <= DECODE_ROWS:
             return rms_norm_round(x, norm, eps, pdl=self.pdl)
         return rms_norm(x, norm, eps, out=torch.empty_like(x, dtype=torch.float16), pdl=self.pdl)
 
     def _matmul(self, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
-        if isinstance(x, Tensor) and x.shape[0] <= MAX_ROWS:
+        if isinstance(x, Tensor) and x.shape[0] <= DECODE_ROWS:
             x = round_activations(x)
         if isinstance(x, RoundedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
