@@ -122,24 +122,14 @@ def _side_text(side: "LLMSide") -> str:
 
 
 def _phase_table(report: "ParityReport") -> str:
-    columns = (
-        "phase",
-        "positions",
-        "NMSE median",
-        "NMSE p99",
-        "NMSE max",
-        "KL mean",
-        "KL p99",
-        "top-1",
-        "top-5",
-    )
-    rows: list[tuple[str, ...]] = [columns]
+    errors = ("NMSE median", "NMSE p99", "NMSE max", "K/V p99", "KL mean", "KL p99")
+    rows: list[tuple[str, ...]] = [("phase", "positions", *errors, "top-1", "top-5")]
     for name, m in report.phases.items():
         budget = report.budgets[name]
-        numbers = (m.nmse_median, m.nmse_p99, m.nmse_max, m.kl_mean, m.kl_p99)
-        rows.append((name, str(m.positions), *(f"{x:.1e}" for x in numbers), _share(m.top1), _share(m.top5)))
-        p99 = "" if budget.nmse_p99 is None else f"{budget.nmse_p99:.0e}"
-        rows.append(("  budget", "", f"{budget.nmse_median:.0e}", p99, *[""] * 5))
+        numbers = (m.nmse_median, m.nmse_p99, m.nmse_max, m.cached_p99, m.kl_mean, m.kl_p99)
+        rows.append((name, str(m.positions), *map(_number, numbers), _share(m.top1), _share(m.top5)))
+        median, p99 = f"{budget.nmse_median:.0e}", f"{budget.nmse_p99:.0e}"
+        rows.append(("  budget", "", median, p99, "", "" if math.isnan(m.cached_p99) else p99, *[""] * 4))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -149,6 +139,10 @@ def _phase_table(report: "ParityReport") -> str:
         for row in rows
     ]
     return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1e}"
 
 
 def _share(value: float) -> str:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.kernels.backend import KVLayer
 from quengine.llm import LLM
 from quengine.load import choose_device
 from quengine.models.checkpoint import open_checkpoint
@@ -29,7 +28,6 @@ from quengine.parity_metrics import (
     GreedyComparison,
     PhaseMetrics,
     compare_greedy,
-    paired_blocks,
 )
 from quengine.parity_texts import PROMPTS, TEXTS
 from quengine.sampling_params import SamplingParams
@@ -40,6 +38,9 @@ Progress = Callable[[str], None]
 REFERENCE = "reference"
 WINDOW = 1024
 """Positions a text is cut into, unless told otherwise: bounds the time and the cache."""
+
+DECODE_SPAN = 64
+"""Positions of the decode phase whose logits are held at once; prefill holds a chunk."""
 
 REFERENCE_BUDGETS: Mapping[str, Budget] = {
     "prefill": Budget(nmse_median=2e-6, nmse_p99=5e-5),
@@ -56,12 +57,20 @@ DEVICE_BUDGETS: Mapping[str, Budget] = {
 
 
 class Side(Protocol):
-    """One of the two runs that are compared. A stream's blocks are [t, vocab], in order, cut as it likes."""
+    """One of the two runs that are compared."""
 
     name: str
 
-    def logits(self, ids: list[int], phase: Phase) -> Iterator[Tensor]:
-        """Logits after each of `ids`, from an empty cache: in chunks, or one token at a time."""
+    def step(self, phase: Phase) -> int:
+        """How many tokens the side computes at once in a phase."""
+        ...
+
+    def forward(self, ids: list[int], start: int) -> Tensor:
+        """Logits [T, vocab] of `ids` at positions start .. start + T - 1, over what is cached before them."""
+        ...
+
+    def cached(self, start: int, end: int) -> list[Tensor]:
+        """Keys and values of positions start .. end - 1 in every layer, as writable views on the cache."""
         ...
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
@@ -69,17 +78,12 @@ class Side(Protocol):
         ...
 
     def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
-        """The logits that each of `tokens` follows from, after `prompt`, as `greedy` computes them."""
+        """The logits, in blocks [t, vocab], that each of `tokens` follows from after `prompt`."""
         ...
 
 
 class LLMSide:
     """A loaded model as a side.
-
-    Teacher-forced logits go over an fp32 cache: storing keys and values in fp16 turns the last bit of a
-    correct engine into a whole step of fp16 now and then, and those steps would outweigh what is to be
-    measured (docs/parity.md has the numbers). Greedy text uses the model's own cache and the path that a
-    user takes.
 
     The reference is one definition, not an implementation of phases: it always runs in chunks, which is
         quick.
@@ -89,12 +93,17 @@ class LLMSide:
         self.name = name
         self.llm = llm
         self.decoder = llm.runner.decoder
-        self.chunk_size = self.decoder.chunk_size
-        self.cache = llm.runner.cache.layers
-        self.exact_cache = [KVLayer(_as_fp32(layer.k), _as_fp32(layer.v)) for layer in self.cache]
 
-    def logits(self, ids: list[int], phase: Phase) -> Iterator[Tensor]:
-        return self._blocks(ids, self._step(phase), 0, self.exact_cache)
+    def step(self, phase: Phase) -> int:
+        return 1 if phase == "decode" and self.name != REFERENCE else self.decoder.chunk_size
+
+    def forward(self, ids: list[int], start: int) -> Tensor:
+        # What the cache says it holds is no longer true.
+        self.llm.runner.cache.tokens.clear()
+        return self.llm.runner.forward(ids, start, last_only=False)
+
+    def cached(self, start: int, end: int) -> list[Tensor]:
+        return [rows[start:end] for layer in self.llm.runner.cache.layers for rows in (layer.k, layer.v)]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         completion = self.llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=count)).finish()
@@ -106,32 +115,18 @@ class LLMSide:
         return [*completion.tokens, ended_by]
 
     def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
-        # What the cache says it holds is no longer true.
-        self.llm.runner.cache.tokens.clear()
-        for start in range(0, len(prompt), self.chunk_size):
-            last = self._forward(prompt[start : start + self.chunk_size], start, self.cache, last_only=True)
+        for start in range(0, len(prompt), self.decoder.chunk_size):
+            last = self.llm.runner.forward(prompt[start : start + self.decoder.chunk_size], start)
         yield last
-        yield from self._blocks(tokens[:-1], self._step("decode"), len(prompt), self.cache)
-
-    def _step(self, phase: Phase) -> int:
-        return 1 if phase == "decode" and self.name != REFERENCE else self.chunk_size
-
-    def _blocks(self, ids: list[int], step: int, start: int, cache: list[KVLayer]) -> Iterator[Tensor]:
-        for first in range(0, len(ids), step):
-            yield self._forward(ids[first : first + step], start + first, cache, last_only=False)
-
-    @torch.no_grad()
-    def _forward(self, ids: list[int], start: int, cache: list[KVLayer], last_only: bool) -> Tensor:
-        part = torch.tensor(ids, device=self.decoder.backend.device)
-        return self.decoder.forward(part, cache, start, last_only)
-
-
-def _as_fp32(cache: Tensor) -> Tensor:
-    return torch.empty_like(cache, dtype=torch.float32)
+        step = self.step("decode")
+        for first in range(0, len(tokens) - 1, step):
+            yield self.forward(tokens[:-1][first : first + step], len(prompt) + first)
 
 
 def default_sides() -> tuple[str, str]:
-    """The pair that is compared when none is named: a GPU with the CPU where there is one, else the definition."""
+    """The pair that is compared when none is named: a GPU with the CPU where there is one, else the
+    definition.
+    """
     device, _ = choose_device(EngineConfig())
     return ("cpu", "cuda") if device.type == "cuda" else (REFERENCE, "cpu")
 
@@ -272,9 +267,35 @@ def _teacher_forced(
     comparison = Comparison()
     for index, ids in enumerate(windows):
         progress(f"{phase}: text {index + 1} of {len(windows)}, {len(ids)} tokens")
-        for block_a, block_b in paired_blocks(a.logits(ids, phase), b.logits(ids, phase)):
-            comparison.add(block_a, block_b)
+        span = DECODE_SPAN if phase == "decode" else max(a.step(phase), b.step(phase))
+        for start in range(0, len(ids), span):
+            block = ids[start : start + span]
+            logits_a = torch.cat([a.forward(part, at) for part, at in _parts(block, start, a.step(phase))])
+            logits_b = []
+            for part, at in _parts(block, start, b.step(phase)):
+                logits_b.append(b.forward(part, at))
+                _force_cache(a, b, at, at + len(part), comparison)
+            comparison.add(logits_a, torch.cat(logits_b))
     return comparison
+
+
+def _parts(ids: list[int], start: int, step: int) -> Iterator[tuple[list[int], int]]:
+    """Pieces of at most `step` tokens, each with its position."""
+    for first in range(0, len(ids), step):
+        yield ids[first : first + step], start + first
+
+
+@torch.no_grad()
+def _force_cache(a: Side, b: Side, start: int, end: int, comparison: Comparison) -> None:
+    """Compare the rows just cached, then give b those of a: the next step starts from the same state on
+    both sides.
+
+    A cache in fp16 turns the last bit of a correct side into a whole step of fp16 now and then. Left alone,
+    those steps add up to more than what is to be measured (docs/parity.md has the numbers).
+    """
+    for rows_a, rows_b in zip(a.cached(start, end), b.cached(start, end), strict=True):
+        comparison.add_cached(rows_a, rows_b)
+        rows_b.copy_(rows_a)
 
 
 def _free_running(a: Side, b: Side, workload: Workload, progress: Progress) -> Iterator[GreedyComparison]:
