@@ -35,24 +35,24 @@ def bench(
         typer.Option("--synthetic", help="Make a model of this shape: mistral-7b, mistral-7b-2l or tiny."),
     ] = None,
     n_prompt: Annotated[
-        list[str] | None, typer.Option("-p", "--n-prompt", help=f"Prompt tokens. {_LISTS} [default: 512]")
+        list[str] | None, typer.Option("-p", "--n-prompt", help=f"Prompt tokens. {_LISTS} (default: 512)")
     ] = None,
     n_gen: Annotated[
-        list[str] | None, typer.Option("-n", "--n-gen", help="Generated tokens. [default: 128]")
+        list[str] | None, typer.Option("-n", "--n-gen", help="Generated tokens. (default: 128)")
     ] = None,
     pairs: Annotated[
         list[str] | None, typer.Option("-pg", metavar="PP,TG", help="Both in one test; repeatable.")
     ] = None,
     depths: Annotated[
-        list[str] | None, typer.Option("-d", "--n-depth", help="Tokens already in the cache. [default: 0]")
+        list[str] | None, typer.Option("-d", "--n-depth", help="Tokens already in the cache. (default: 0)")
     ] = None,
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times each test is run.")] = 5,
     batches: Annotated[
         list[str] | None,
-        typer.Option("-b", "--batch-size", help="Sequences at once; only 1 so far. [default: 1]"),
+        typer.Option("-b", "--batch-size", help="Sequences at once; only 1 so far. (default: 1)"),
     ] = None,
     threads: Annotated[
-        list[str] | None, typer.Option("-t", "--threads", help="CPU threads. [default: physical cores]")
+        list[str] | None, typer.Option("-t", "--threads", help="CPU threads. (default: physical cores)")
     ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="md, json, jsonl or csv.")] = "md",
     warm_up: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before.")] = True,

@@ -29,15 +29,15 @@ _SHOWN_DIVERGENCES = 20
 def parity(
     model: options.Model,
     a: Annotated[
-        str | None, typer.Option("--a", help="reference, cpu, cuda or cuda:N. [default: reference]")
+        str | None, typer.Option("--a", help="reference, cpu, cuda or cuda:N. (default: reference)")
     ] = None,
-    b: Annotated[str | None, typer.Option("--b", help="The side under test. [default: cpu]")] = None,
+    b: Annotated[str | None, typer.Option("--b", help="The side under test. (default: cpu)")] = None,
     file: Annotated[
         list[Path] | None,
         typer.Option("-f", "--file", help="A text to compare on instead of the built-in ones; repeatable."),
     ] = None,
     texts: Annotated[
-        int | None, typer.Option("--texts", help="How many of the built-in texts. [default: all]", min=0)
+        int | None, typer.Option("--texts", help="How many of the built-in texts. (default: all)", min=0)
     ] = None,
     prompts: Annotated[
         int, typer.Option("--prompts", help="Built-in prompts to continue greedily, at most 50.")
