@@ -98,14 +98,14 @@ def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
     results = []
     caches = [random_cache(q8_0) for _ in range(LAYERS)]
     count, launch = decode.slice_count, decode.decode_launch
-    for slices, keys, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3, 4)):
-        if keys * stages > 256 or (q8_0 and (keys > 64 or stages > 3)):
+    for slices, keys, warps, stages in itertools.product((16, 32), (32, 64), (4, 8), (2, 3)):
+        if keys * stages > 256 or (q8_0 and keys > 64):
             continue
         decode.slice_count = lambda _, n=slices: n  # type: ignore[assignment]
         shape = decode.DecodeLaunch(keys, warps, stages)
         decode.decode_launch = lambda *_, shape=shape: shape  # type: ignore[assignment]
         try:
-            us = [time_decode(spec, caches, depth, True) for depth in (64, 512, 4096, 16384)]
+            us = [time_decode(spec, caches, depth, True) for depth in (0, 100, 512, 4096, 16384)]
         except Exception as error:  # a shape that does not fit this GPU is a result of the sweep
             print("sweep", slices, keys, warps, stages, "failed:", str(error)[:60], flush=True)
             continue

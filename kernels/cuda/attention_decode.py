@@ -32,7 +32,7 @@ _TARGET_BLOCKS = 128
 and with them the last bits of a result, are the same on every GPU."""
 
 GRAIN = 32
-"""A slice is a multiple of this many keys."""
+"""A slice is a multiple of this many keys, which are also its first tile."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,15 @@ def _two_terms(x, upper):
 
 
 @triton.jit
+def _first_rows(x, COUNT: tl.constexpr):
+    """[R, N] -> [COUNT, N]: the first COUNT rows, COUNT a divisor of R."""
+    PARTS: tl.constexpr = x.shape[0] // COUNT
+    N: tl.constexpr = x.shape[1]
+    first = (tl.arange(0, PARTS) == 0)[:, None, None]
+    return tl.sum(tl.where(first, tl.reshape(x, [PARTS, COUNT, N]), 0.0), 0)
+
+
+@triton.jit
 def _attend_tile(q, upper, largest, total, mixed, k, v, live, scale, Q8: tl.constexpr):
     """One step of the online softmax (Milakov & Gimelshein 2018): keys and values [N, PADDED] onto 2R rows."""
     if Q8:  # codes times scale need 19 bits: two fp16 terms as well
@@ -110,6 +119,33 @@ def _attend_tile(q, upper, largest, total, mixed, k, v, live, scale, Q8: tl.cons
 
 
 @triton.jit
+def _store_heads(
+    out,
+    head,
+    live,
+    out_ptr,
+    low_ptr,
+    scale_ptr,
+    sums_ptr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """Write rows [ROWS, PADDED] as heads `head` [ROWS] of the output where `live`: fp32, or rounded for the q-dot."""
+    if ROUND:
+        high, low, scale, sums = round_group(tl.reshape(out, [ROWS * PADDED // 32, 32]))
+        PER_HEAD: tl.constexpr = PADDED // 32
+        n = tl.arange(0, PER_HEAD)[None, :]
+        group = tl.reshape(head[:, None] * (HEAD_DIM // 32) + n, [ROWS * PER_HEAD])
+        inside = tl.reshape(live[:, None] & (n < HEAD_DIM // 32), [ROWS * PER_HEAD])
+        store_rounded(out_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
+    else:
+        d = tl.arange(0, PADDED)[None, :]
+        tl.store(out_ptr + head[:, None] * HEAD_DIM + d, out, mask=live[:, None] & (d < HEAD_DIM))
+
+
+@triton.jit
 def _combine(
     mixed_ptr,
     state_ptr,
@@ -129,7 +165,6 @@ def _combine(
     """Merge the slices of a group's heads in order; write the outputs, fp32 or rounded for the q-dot."""
     s = tl.arange(0, SLICES)
     d = tl.arange(0, PADDED)
-    GROUPS: tl.constexpr = AT_ONCE * PADDED // 32
     for start in tl.static_range(0, GROUP, AT_ONCE):
         member = start + tl.arange(0, AT_ONCE)
         head = first_head + member
@@ -143,17 +178,9 @@ def _combine(
         mixed = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
         weight = tl.exp2(largest - tl.max(largest, 1)[:, None])
         out = tl.sum(mixed * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
-        if ROUND:
-            high, low, scale, sums = round_group(tl.reshape(out, [GROUPS, 32]))
-            n = tl.arange(0, GROUPS)
-            within = n % (PADDED // 32)
-            n = start + n // (PADDED // 32)
-            group = (first_head + n) * (HEAD_DIM // 32) + within
-            inside = (n < GROUP) & (within < HEAD_DIM // 32)
-            store_rounded(out_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
-        else:
-            inside = (member < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
-            tl.store(out_ptr + head[:, None] * HEAD_DIM + d[None, :], out, mask=inside)
+        _store_heads(
+            out, head, member < GROUP, out_ptr, low_ptr, scale_ptr, sums_ptr, HEAD_DIM, PADDED, AT_ONCE, ROUND
+        )
 
 
 @triton.jit(do_not_specialize=["context"])
@@ -182,6 +209,7 @@ def _attention_decode_kernel(
     qkv_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -224,11 +252,11 @@ def _attention_decode_kernel(
     # The first tile is on its way before the launch in front has delivered the queries.
     begin = first + part * per_slice
     end = tl.minimum(begin + per_slice, position)
-    key = begin + tl.arange(0, BLOCK_KEYS)
-    live = key < end
-    row = key.to(tl.int64) * KV_HEADS + kv_head
-    k = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
-    v = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
+    first_key = begin + tl.arange(0, GRAIN)
+    first_live = first_key < end
+    first_row = first_key.to(tl.int64) * KV_HEADS + kv_head
+    first_k = load_tile(k_ptr, k_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
+    first_v = load_tile(v_ptr, v_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -258,8 +286,10 @@ def _attention_decode_kernel(
     mixed = tl.where(owner & upper[:, None], v_new, 0.0)
 
     q = _two_terms(q, upper)
-    largest, total, mixed = _attend_tile(q, upper, largest, total, mixed, k, v, live, scale, Q8)
-    for start in tl.range(begin + BLOCK_KEYS, end, BLOCK_KEYS, num_stages=STAGES):
+    largest, total, mixed = _attend_tile(
+        q, upper, largest, total, mixed, first_k, first_v, first_live, scale, Q8
+    )
+    for start in tl.range(begin + GRAIN, end, BLOCK_KEYS, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_KEYS)
         live = key < end
         row = key.to(tl.int64) * KV_HEADS + kv_head
@@ -269,41 +299,51 @@ def _attention_decode_kernel(
     if PDL:
         # Not earlier: blocks of the next launch beside these would leave the multiprocessors unevenly filled.
         tl.extra.cuda.gdc_launch_dependents()
-    mixed = _add_halves(mixed)
-
+    # Of the rows keep the HEADS_PADDED that stand for a head, their two terms added.
+    mixed = _first_rows(tl.sum(tl.reshape(mixed, [2, ROWS // 2, PADDED]), 0), HEADS_PADDED)
+    total = tl.reshape(_first_rows(total[:, None], HEADS_PADDED), [HEADS_PADDED])
+    largest = tl.reshape(_first_rows(largest[:, None], HEADS_PADDED), [HEADS_PADDED])
     d = tl.arange(0, PADDED)
-    live = upper & (g < GROUP)
+    member = tl.arange(0, HEADS_PADDED)
+    live = member < GROUP
     tile = live[:, None] & (d < HEAD_DIM)[None, :]
-    mixed_ptr += sequence * (HEADS * SLICES * HEAD_DIM)
-    state_ptr += sequence * (HEADS * SLICES * 2)
-    place = (kv_head * GROUP + g) * SLICES + part
-    tl.store(mixed_ptr + place[:, None] * HEAD_DIM + d[None, :], mixed, mask=tile)
-    tl.store(state_ptr + place * 2, largest, mask=live)
-    tl.store(state_ptr + place * 2 + 1, total, mask=live)
-    tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-    arrived = arrived_ptr + sequence * KV_HEADS + kv_head
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
-        tl.store(arrived, 0)
-        out_ptr += sequence * (HEADS * HEAD_DIM)
-        low_ptr += sequence * (HEADS * HEAD_DIM)
-        out_scale_ptr += sequence * (HEADS * HEAD_DIM // 32)
-        sums_ptr += sequence * (HEADS * HEAD_DIM // 16)
-        _combine(
-            mixed_ptr,
-            state_ptr,
-            out_ptr,
-            low_ptr,
-            out_scale_ptr,
-            sums_ptr,
-            kv_head * GROUP,
-            slices,
-            GROUP,
-            HEAD_DIM,
-            PADDED,
-            SLICES,
-            AT_ONCE,
-            ROUND,
+    head = kv_head * GROUP + member
+    out_ptr += sequence * (HEADS * HEAD_DIM)
+    low_ptr += sequence * (HEADS * HEAD_DIM)
+    out_scale_ptr += sequence * (HEADS * HEAD_DIM // 32)
+    sums_ptr += sequence * (HEADS * HEAD_DIM // 16)
+    if slices == 1:
+        out = mixed / total[:, None]
+        _store_heads(
+            out, head, live, out_ptr, low_ptr, out_scale_ptr, sums_ptr, HEAD_DIM, PADDED, HEADS_PADDED, ROUND
         )
+    else:
+        mixed_ptr += sequence * (HEADS * SLICES * HEAD_DIM)
+        state_ptr += sequence * (HEADS * SLICES * 2)
+        place = head * SLICES + part
+        tl.store(mixed_ptr + place[:, None] * HEAD_DIM + d[None, :], mixed, mask=tile)
+        tl.store(state_ptr + place * 2, largest, mask=live)
+        tl.store(state_ptr + place * 2 + 1, total, mask=live)
+        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        arrived = arrived_ptr + sequence * KV_HEADS + kv_head
+        if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
+            tl.store(arrived, 0)
+            _combine(
+                mixed_ptr,
+                state_ptr,
+                out_ptr,
+                low_ptr,
+                out_scale_ptr,
+                sums_ptr,
+                kv_head * GROUP,
+                slices,
+                GROUP,
+                HEAD_DIM,
+                PADDED,
+                SLICES,
+                AT_ONCE,
+                ROUND,
+            )
 
 
 def attention_decode(
@@ -395,6 +435,7 @@ def _launch(
         qkv.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
+        HEADS_PADDED=triton.next_power_of_2(group),
         ROWS=max(16, 2 * triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         PADDED=padded,
@@ -431,7 +472,10 @@ class DecodeLaunch:
 
 
 def decode_launch(head_dim: int, q8_0: bool) -> DecodeLaunch:
-    """Launch shape by head size; the tiles of all stages must fit 99 KiB of shared memory (sm_89)."""
+    """Launch shape by head size, from the sweep in benchmarks/attention.py on an H200.
+
+    The tiles of all stages must fit 99 KiB of shared memory (sm_89).
+    """
     if head_dim > 128:
         return DecodeLaunch(32, 4, 2)
-    return DecodeLaunch(64, 8, 2) if q8_0 else DecodeLaunch(64, 4, 3)
+    return DecodeLaunch(64, 8, 2 if q8_0 else 3)

@@ -220,7 +220,7 @@ def prefill_launch(head_dim: int, rows: int, hopper: bool) -> PrefillLaunch:
         return PrefillLaunch(64, 32, 4, 2)
     if not hopper:
         return PrefillLaunch(64, 64, 4, 2)
-    return PrefillLaunch(64, 128, 8, 2) if rows <= 512 else PrefillLaunch(128, 128, 8, 2)
+    return PrefillLaunch(64, 128, 8, 2) if rows <= 128 else PrefillLaunch(128, 128, 8, 2)
 
 
 @cache

@@ -54,16 +54,18 @@ def _embedding_kernel(
     lane = (row % 8).to(tl.int32) * 4 + quad
     chunk = tl.program_id(1) * CHUNKS + i // 4
     valid = chunk < chunks
-    words = load_chunk(low_ptr, high_ptr, scale_ptr, super_ptr, tile * chunks + chunk, lane, valid, FMT, True)
+    planes = (low_ptr, high_ptr, scale_ptr, super_ptr)
+    words = load_chunk(planes, tile * chunks + chunk, 0, lane, valid, FMT, True)
     d0, dmin0, d1, dmin1 = super_scales(words, FMT)
     SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
-    UNSHIFT: tl.constexpr = 1.0 / (1 << (8 - FMT.bits)) if FMT.offset > 0 else 1.0
+    NEAR: tl.constexpr = 1.0 / (1 << FMT.near_shift)
+    FAR: tl.constexpr = 1.0 / (1 << FMT.far_shift)
     STEPS: tl.constexpr = FMT.steps
     PER_SET: tl.constexpr = FMT.steps_per_set
     for step in tl.static_range(STEPS):
         codes = step_codes(words, step, FMT, ASM)
         s0, m0, s1, m1 = set_scales(words, step // PER_SET, FMT)
-        scale = tl.where(far, d1 * s1, d0 * s0) * UNSHIFT
+        scale = tl.where(far, d1 * s1 * FAR, d0 * s0 * NEAR)
         near_minimum = dmin0 * m0 if FMT.super_bytes > 0 else m0
         far_minimum = dmin1 * m1 if FMT.super_bytes > 0 else m1
         minimum = tl.where(far, far_minimum, near_minimum)
