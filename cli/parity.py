@@ -29,9 +29,15 @@ _SHOWN_DIVERGENCES = 20
 def parity(
     model: options.Model,
     a: Annotated[
-        str | None, typer.Option("--a", help="reference, cpu, cuda or cuda:N. (default: reference)")
+        str | None,
+        typer.Option(
+            "--a", help="reference, cpu, cuda or cuda:N. (default: reference; cpu on a machine with a GPU)"
+        ),
     ] = None,
-    b: Annotated[str | None, typer.Option("--b", help="The side under test. (default: cpu)")] = None,
+    b: Annotated[
+        str | None,
+        typer.Option("--b", help="The side under test. (default: cpu; cuda on a machine with a GPU)"),
+    ] = None,
     file: Annotated[
         list[Path] | None,
         typer.Option("-f", "--file", help="A text to compare on instead of the built-in ones; repeatable."),
