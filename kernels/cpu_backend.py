@@ -1,8 +1,7 @@
 """The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32 in prefill.
 
-Norms, rotation and SwiGLU are the torch definitions in float32; matmuls and attention are the kernels of
-kernels/cpu/. A step of one token can be recorded: then all of it is compiled kernels, run as one list. Implements
-kernels.backend.Backend.
+Every operation is a kernel of kernels/cpu/. A step of one token can be recorded, and is then run as one list of
+kernels, with the same results to the last bit. Implements kernels.backend.Backend.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +16,7 @@ from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.step import Step, StepRecorder
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.rms_norm import rms_norm
-from quengine.kernels.rope_store import first_visible, rope_store
-from quengine.kernels.swiglu import swiglu
+from quengine.kernels.rope_store import first_visible
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,13 @@ class CpuBackend:
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.norm_linear(x, norm, eps, weight, bias)
-        y = cpu.linear(rms_norm(x, norm, eps), weight.parts)
+        y = cpu.linear(cpu.rms_norm(x, norm, eps), weight.parts)
         return y if bias is None else y.add_(bias)
 
     def norm_swiglu(self, x: Hidden, norm: Tensor, eps: float, gate_up: CpuWeight) -> Hidden:
         if self._recorder is not None:
             return self._recorder.norm_swiglu(x, norm, eps, gate_up)
-        return swiglu(cpu.linear(rms_norm(x, norm, eps), gate_up.parts))
+        return cpu.swiglu(cpu.linear(cpu.rms_norm(x, norm, eps), gate_up.parts))
 
     def linear_add(self, x: Hidden, weight: CpuWeight, residual: Hidden) -> Hidden:
         if self._recorder is not None:
@@ -105,7 +102,7 @@ class CpuBackend:
             return self._recorder.attention(qkv, spec, layer, start)
         assert isinstance(start, int)
         tokens = qkv.shape[0]
-        q = rope_store(qkv, spec, layer, start)
+        q = cpu.rope_store(qkv, spec, layer, start)
         if tokens == 1:
             first, end = first_visible(spec, start + 1), start + 1
             return cpu.decode_attention(q[0], layer.k, layer.v, end, spec.scale, first).reshape(1, -1)
@@ -115,4 +112,4 @@ class CpuBackend:
     def logits(self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, last_only: bool) -> Tensor:
         if self._recorder is not None:
             return self._recorder.logits(x, norm, eps, weight)
-        return cpu.linear(rms_norm(x[-1:] if last_only else x, norm, eps), weight.parts)
+        return cpu.linear(cpu.rms_norm(x[-1:] if last_only else x, norm, eps), weight.parts)

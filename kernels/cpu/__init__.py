@@ -3,11 +3,14 @@
     set_threads(n), get_threads(), max_threads()             threads of the kernels below and of torch
     linear(x, parts)                                          x [T, K] fp32 times weights -> [T, sum of N_i]
     embed(weight, ids)                                        rows of a weight as fp32 [T, K]
+    rms_norm(x, weight, eps)                                  rows of x normalised [T, K]
+    rope_store(qkv, spec, layer, start)                       rotated queries; keys and values written to the cache
+    swiglu(gate_up)                                           silu(gate) * up: [T, 2F] -> [T, F]
     decode_attention(q, k, v, length, scale, first=0)         one token: q [H, hd], caches [ctx, Hkv, hd] fp16
     prefill_attention(q, k, v, mask, scale, first=0)          T tokens: q [T, H, hd], mask [T, n]
 
-A step of several operations in one go of the thread team is a list of `Launch`es handed to `run`:
-`linear_launches` and `decode_attention_launches` give the parts. Results are the same to the last bit for any number
+A step of several operations in one go of the thread team is a list of `Launch`es handed to `run`; step.py records the
+decode of one token as such a list. Results are the same to the last bit for any number
 of threads; in decode (up to DECODE_ROWS rows) also for any other rows in the batch.
 
 Kernels are compiled on first use and kept on disk (compiled.py). Does not know: models, files, the order of a layer's
@@ -16,6 +19,9 @@ operations.
 
 from quengine.kernels.cpu.attention import decode_attention, decode_attention_launches, prefill_attention
 from quengine.kernels.cpu.matmul import DECODE_ROWS, embed, linear, linear_launches
+from quengine.kernels.cpu.rms_norm import rms_norm
+from quengine.kernels.cpu.rope_store import rope_store
+from quengine.kernels.cpu.swiglu import swiglu
 from quengine.kernels.cpu.threads import Launch, get_threads, max_threads, run, set_threads
 
 __all__ = [
@@ -29,6 +35,9 @@ __all__ = [
     "linear_launches",
     "max_threads",
     "prefill_attention",
+    "rms_norm",
+    "rope_store",
     "run",
     "set_threads",
+    "swiglu",
 ]

@@ -1,4 +1,4 @@
-"""RMSNorm of one row in compiled code: the twin of kernels/rms_norm.py.
+"""RMSNorm in compiled code: the twin of kernels/rms_norm.py.
 
 The squares add into 8 lanes of four accumulators in turn, what is left of 32 into one lane more; the order depends on
 the width alone.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -19,23 +20,33 @@ from torch import Tensor
 
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.row_ir import emitter, get
-from quengine.kernels.cpu.threads import Launch
+from quengine.kernels.cpu.threads import Launch, run
 from quengine.kernels.cpu.vector_ir import F32, Emitter, fp32_bits, vec
 
 
 def rms_norm_launch(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Launch:
-    """x / sqrt(mean(x^2) + eps) * weight of one row: x and out contiguous fp32 [1, K], weight fp32 [K]."""
+    """x / sqrt(mean(x^2) + eps) * weight by rows: x and out contiguous fp32 [T, K], weight fp32 [K]."""
     parameters = (x.data_ptr(), weight.data_ptr(), x.shape[1], fp32_bits(eps), out.data_ptr())
-    return Launch(_rms_norm_kernel(), parameters, 1, keep=(x, weight, out))
+    return Launch(_rms_norm_kernel(), parameters, x.shape[0], keep=(x, weight, out))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each row of x fp32 [T, K] with weight fp32 [K]: fp32 [T, K]."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    run([rms_norm_launch(x, weight, eps, out)])
+    return out
 
 
 @cache
 def _rms_norm_kernel() -> int:
-    """0 x (fp32), 1 weight (fp32), 2 columns, 3 eps (the bits of an fp32), 4 output (fp32)."""
+    """Task i is row i. 0 x (fp32), 1 weight (fp32), 2 columns, 3 eps (the bits of an fp32), 4 output (fp32)."""
     variant = f"rms_norm/{source_stamp()}"
 
     def rms_norm_row(context: int, task: int) -> None:
-        norm_row(variant, get(context, 0), get(context, 1), get(context, 2), context + 24, get(context, 4))
+        cols = get(context, 2)
+        row = 4 * cols * task
+        norm_row(variant, get(context, 0) + row, get(context, 1), cols, context + 24, get(context, 4) + row)
 
     return compile_kernel(rms_norm_row)
 

@@ -1,4 +1,4 @@
-"""Between the QKV matmul and attention, for one token, in compiled code: the twin of kernels/rope_store.py.
+"""Between the QKV matmul and attention, in compiled code: the twin of kernels/rope_store.py.
 
 The position is read from memory, so that a list of kernels made once serves every token.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -20,16 +21,16 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.rms_norm import norm_row
 from quengine.kernels.cpu.row_ir import emitter, get
-from quengine.kernels.cpu.threads import Launch
+from quengine.kernels.cpu.threads import Launch, run
 from quengine.kernels.cpu.vector_ir import F32, Emitter, fp32_bits, vec
 from quengine.kernels.rope import RopeLayout
 
 
 def rope_store_launch(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, position: Tensor) -> Launch:
-    """Head norms, rotation and query scale in place in qkv; the key and the value go to the cache.
+    """Head norms, rotation and query scale in place in qkv; keys and values go to the cache.
 
-    qkv: fp32 [1, (heads + 2 * kv_heads) * head_dim], contiguous; its first heads * head_dim elements are the queries
-    afterwards. layer: fp16. position: int64 [1], read when the kernel runs.
+    qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; the first heads * head_dim elements of a row are its
+    queries afterwards. layer: fp16. position: int64 [1], of the first row, read when the kernel runs.
     """
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
     k, v = layer.k, layer.v
@@ -42,15 +43,30 @@ def rope_store_launch(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, position
         *(v.data_ptr(), 2 * v.stride(0), 2 * v.stride(1)),
         *(q_norm, k_norm, fp32_bits(spec.eps), query_scale),
     )
-    tasks = spec.heads + 2 * spec.kv_heads
+    tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
     return Launch(_rope_store_kernel(spec.rope_layout), parameters, tasks, keep=(qkv, spec, layer, position))
+
+
+def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> Tensor:
+    """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launch`.
+
+    Raises ValueError when a position is not in the cache, or the cache is not fp16.
+    """
+    rows, ctx = qkv.shape[0], layer.k.shape[0]
+    if layer.k.dtype != torch.float16 or layer.v.dtype != torch.float16:
+        raise ValueError(f"keys and values are stored as fp16, not {layer.k.dtype} and {layer.v.dtype}")
+    if not 0 <= start <= start + rows <= min(ctx, spec.cos.shape[0]):
+        raise ValueError(f"positions {start} to {start + rows - 1} are not in a cache of {ctx}")
+    qkv = qkv.contiguous()
+    run([rope_store_launch(qkv, spec, layer, torch.tensor([start]))])
+    return qkv[:, : spec.heads * spec.head_dim].view(rows, spec.heads, spec.head_dim)
 
 
 @cache
 def _rope_store_kernel(layout: RopeLayout) -> int:
-    """Task h: head h of queries, keys, values.
+    """Task t * H + h: head h of the H = heads + 2 * kv_heads of queries, keys, values, of row t.
 
-    0 qkv, 1 query heads, 2 key/value heads, 3 head_dim, 4 address of the position; 5 cosines, 6 sines (fp32 tables),
+    0 qkv, 1 query heads, 2 key/value heads, 3 head_dim, 4 address of row 0's position; 5 cosines, 6 sines (fp32),
     7 their width; keys: 8 address, 9 bytes from position to position, 10 from head to head; values: 11, 12, 13;
     14 query norm, 15 key norm (0: none), 16 eps (the bits of an fp32), 17 query scale (fp32 by position; 0: none).
     """
@@ -58,20 +74,21 @@ def _rope_store_kernel(layout: RopeLayout) -> int:
 
     def rope_store_head(context: int, task: int) -> None:
         heads, kv_heads, width = get(context, 1), get(context, 2), get(context, 3)
-        position, pairs = get(get(context, 4), 0), get(context, 7)
+        token, h = task // (heads + 2 * kv_heads), task % (heads + 2 * kv_heads)
+        position, pairs = get(get(context, 4), 0) + token, get(context, 7)
         head = get(context, 0) + task * 4 * width
-        if task >= heads + kv_heads:
+        if h >= heads + kv_heads:
             row = get(context, 11) + position * get(context, 12)
-            _store_halves(variant, head, width, row + (task - heads - kv_heads) * get(context, 13))
+            _store_halves(variant, head, width, row + (h - heads - kv_heads) * get(context, 13))
             return
-        norm = get(context, 14) if task < heads else get(context, 15)
+        norm = get(context, 14) if h < heads else get(context, 15)
         if norm:
             norm_row(variant, head, norm, width, context + 8 * 16, head)
         angles = position * 4 * pairs
         _rotate(variant, head, pairs, get(context, 5) + angles, get(context, 6) + angles)
-        if task >= heads:
+        if h >= heads:
             row = get(context, 8) + position * get(context, 9)
-            _store_halves(variant, head, width, row + (task - heads) * get(context, 10))
+            _store_halves(variant, head, width, row + (h - heads) * get(context, 10))
         elif get(context, 17):
             _scale(variant, head, width, get(context, 17) + 4 * position)
 

@@ -1,4 +1,4 @@
-"""SwiGLU of one row in compiled code, in the tasks of the matvecs before it: the twin of kernels/swiglu.py.
+"""SwiGLU in compiled code, with the rounding behind it: the twin of kernels/swiglu.py.
 
 Does not know: the matmuls around it.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -17,34 +18,48 @@ from torch import Tensor
 from quengine.kernels.cpu.attention_ir import emit_exp
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.row_ir import emitter, get, round_row
-from quengine.kernels.cpu.threads import Launch
+from quengine.kernels.cpu.threads import Launch, run
 from quengine.kernels.cpu.vector_ir import F32, vec
 
 _MOST = 88.0  # exp of more overflows; silu(-88) is -5e-37
 
 
 def swiglu_launch(gate_up: Tensor, out: Tensor, records: Tensor | None, step: int) -> Launch:
-    """silu(gate) * up of one row: gate_up fp32 [1, 2F], out fp32 [1, F], all contiguous. A task takes `step` columns.
+    """silu(gate) * up: gate_up fp32 [T, 2F], out fp32 [T, F], contiguous. A task is `step` columns of one row.
 
-    With `records`, uint8 [1, record_bytes(F)], the results are rounded into it as well; `step` and F are then
+    With `records`, uint8 [1, record_bytes(F)], a single row is rounded into it as well; `step` and F are then
     multiples of 32.
     """
-    width = out.shape[1]
-    assert records is None or (step % 32 == 0 and width % 32 == 0)
+    rows, width = out.shape
+    assert records is None or (rows == 1 and step % 32 == 0 and width % 32 == 0)
     address = 0 if records is None else records.data_ptr()
-    parameters = (gate_up.data_ptr(), width, step, out.data_ptr(), address)
-    return Launch(_swiglu_kernel(), parameters, -(-width // step), keep=(gate_up, out, records))
+    spans = -(-width // step)
+    parameters = (gate_up.data_ptr(), width, step, spans, out.data_ptr(), address)
+    return Launch(_swiglu_kernel(), parameters, rows * spans, keep=(gate_up, out, records))
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of each row of gate_up fp32 [T, 2F]: fp32 [T, F]."""
+    gate_up = gate_up.contiguous()
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    run([swiglu_launch(gate_up, out, None, max(1, out.shape[1]))])
+    return out
 
 
 @cache
 def _swiglu_kernel() -> int:
-    """0 gate (fp32) with up behind it, 1 columns of each, 2 columns per task, 3 output (fp32), 4 record, 0 for none."""
+    """Task i is span i % spans of row i // spans.
+
+    0 gate (fp32) with up behind it, 1 columns of each, 2 columns per span, 3 spans, 4 output (fp32), 5 record (0:
+    none).
+    """
     variant = f"swiglu/{source_stamp()}"
 
     def swiglu_span(context: int, task: int) -> None:
-        gate, width, step = get(context, 0), get(context, 1), get(context, 2)
-        out, record = get(context, 3), get(context, 4)
-        first, last = task * step, min(width, (task + 1) * step)
+        width, step, spans = get(context, 1), get(context, 2), get(context, 3)
+        row, span = task // spans, task % spans
+        gate, out = get(context, 0) + 8 * width * row, get(context, 4) + 4 * width * row
+        first, last, record = span * step, min(width, (span + 1) * step), get(context, 5)
         _gated(variant, gate, gate + 4 * width, first, last, out)
         if record:
             round_row(variant, out, width, first, last, record)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quengine.errors import EngineError
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu import (
     decode_attention,
     embed,
@@ -18,8 +19,11 @@ from quengine.kernels.cpu import (
     linear,
     linear_launches,
     max_threads,
+    rms_norm,
+    rope_store,
     run,
     set_threads,
+    swiglu,
 )
 from quengine.kernels.cpu.threads import map_tasks
 from tests.kernels.weights import random_weight
@@ -75,7 +79,7 @@ def test_the_team_changes_size_while_idle() -> None:
 
 
 def results() -> str:
-    """The bits that three kinds of matmul, an embedding and an attention give on this CPU."""
+    """The bits that the kernels of a decode step give on this CPU, three kinds of matmul among them."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
     for name, blocks in (("Q4_1", 5), ("Q6_K", 2), ("F16", 70)):
@@ -83,6 +87,13 @@ def results() -> str:
         tensors += [linear(torch.randn(1, w.cols, generator=generator), [w]), embed(w, torch.arange(5))]
     k = torch.randn(40, 1, 32, generator=generator).half()
     tensors.append(decode_attention(torch.randn(2, 32, generator=generator), k, k, 40, 0.2))
+    x = torch.randn(2, 4 * 32, generator=generator)
+    tensors += [rms_norm(x, x[0], 1e-6), swiglu(x)]
+    x[0, 100:108] = torch.tensor([1e-7, 2e-6, 6e-5, 65519.9, 65520.0, 1.00048828125, 1.00146484375, -1e-9])
+    cos, sin = torch.randn(2, 8, 16, generator=generator)
+    spec = AttentionSpec(2, 1, 32, 1.0, None, "halves", cos, sin, torch.ones(0))
+    layer = KVLayer(*torch.zeros(2, 8, 1, 32, dtype=torch.float16))
+    tensors += [rope_store(x.clone(), spec, layer, 3).contiguous(), layer.k.float(), layer.v.float()]
     return str([t.view(torch.int32).tolist() for t in tensors])
 
 
