@@ -28,7 +28,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     as it is
     before it is stored: ggml's Q8_0 but for the rounding of exact halves.
     """
-    groups = x.float().unflatten(-1, (-1, GROUP))
+    groups = x.float().reshape(*x.shape[:-1], -1, GROUP)
     scales = groups.abs().amax(-1, keepdim=True) / 127.0
     codes = torch.where(scales > 0, groups / scales, 0.0).round().to(torch.int8)
     return codes.flatten(-2), scales.squeeze(-1).to(torch.float16)
@@ -36,5 +36,5 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """codes int8 [..., head_dim], scales [..., head_dim / 32] -> the fp32 values they stand for."""
-    groups = codes.float().unflatten(-1, (-1, GROUP)) * scales.float()[..., None]
+    groups: torch.Tensor = codes.float().reshape(*codes.shape[:-1], -1, GROUP) * scales.float()[..., None]
     return groups.flatten(-2)

@@ -36,6 +36,7 @@ from quengine.kernels.cuda.matvec import matvec, matvec_swiglu
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_round
 from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
+from quengine.kernels.rope import RopeLayout
 
 META = torch.device("meta")
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -176,7 +177,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _spec(
-    heads: int, kv_heads: int, head_dim: int, layout: str, window: int | None, norm: bool
+    heads: int, kv_heads: int, head_dim: int, layout: RopeLayout, window: int | None, norm: bool
 ) -> AttentionSpec:
     table = _empty(4096, head_dim // 2)
     weight = _empty(head_dim) if norm else None

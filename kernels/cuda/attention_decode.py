@@ -64,7 +64,7 @@ class DecodeWorkspace:
 
 def slice_count(kv_heads: int) -> int:
     """How many slices a sequence's cache is cut into at most: a power of two, 2 to 64."""
-    return min(64, max(2, triton.next_power_of_2(_TARGET_BLOCKS // kv_heads)))
+    return int(min(64, max(2, triton.next_power_of_2(_TARGET_BLOCKS // kv_heads))))
 
 
 @triton.jit
@@ -459,7 +459,7 @@ def _launch(
 
 def combine_heads(group: int, slices: int, padded: int) -> int:
     """How many heads' slices are merged at a time: as many as 64 registers a thread hold, a power of two."""
-    return max(1, min(triton.next_power_of_2(group), 8192 // (slices * padded)))
+    return int(max(1, min(triton.next_power_of_2(group), 8192 // (slices * padded))))
 
 
 @dataclass(frozen=True)

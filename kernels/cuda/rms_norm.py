@@ -163,7 +163,7 @@ def rms_norm_round(
     pdl: bool = False,
 ) -> RoundedActivations:
     """As `rms_norm`, the result rounded to int16 per group of 32 for the q-dot; D a multiple of 32."""
-    rounded = RoundedActivations.empty(*x.shape, x.device) if out is None else out
+    rounded = RoundedActivations.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     assert rounded.high.shape == x.shape
     _launch(x, weight, eps, residual, (rounded.high, rounded.low, rounded.scale, rounded.sums), 0, True, pdl)
     return rounded
