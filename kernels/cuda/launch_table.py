@@ -60,6 +60,11 @@ def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
     return Geometry(*entry) if entry else default_geometry(parts[0], kind)
 
 
+def fused_limit() -> int:
+    """Up to how many rows the fused matmul is faster than dequantizing for cuBLAS, on the current device."""
+    return int(_table().get(device_name(), {}).get("fused_limit", 64))
+
+
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
     """Small programs, of 4 warps or fewer; K split so that a warp has about 4 chunks, more where rows are many."""
     rounds = 4 if part.tiles < 1024 else 8

@@ -84,3 +84,96 @@ def byte_permute(x, y, selector, ASM: tl.constexpr):
             word = tl.where(pick < 4, x, y)
             result |= ((word >> (8 * (pick & 3))) & 255) << (8 * i)
         return result
+
+
+@triton.jit
+def _half_pair(word):
+    """The two fp16 of each int32 along a new last axis, as fp32."""
+    shifts = tl.arange(0, 2) * 16
+    bits = (tl.reshape(word, word.shape + [1]) >> shifts).to(tl.int16)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _mma_half_twin(a, b0, b1):
+    """A*B of m16n8k16 for every warp, spread over the lanes as the instruction does."""
+    THREADS: tl.constexpr = b0.shape[0]
+    WARPS: tl.constexpr = THREADS // 32
+    both = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # [thread, rh, half]
+    rows = tl.reshape(_half_pair(both), [WARPS, 8, 4, 2, 4])
+    rows = tl.reshape(tl.permute(rows, [0, 3, 1, 2, 4]), [WARPS, 16, 1, 16])
+    columns = tl.reshape(_half_pair(tl.join(b0, b1)), [WARPS, 1, 8, 16])
+    product = tl.reshape(tl.sum(rows * columns, axis=3), [WARPS, 2, 8, 4, 2])
+    even, odd = tl.split(product)
+    d0, d2 = tl.split(tl.permute(even, [0, 2, 3, 1]))
+    d1, d3 = tl.split(tl.permute(odd, [0, 2, 3, 1]))
+    return (
+        tl.reshape(d0, [THREADS]),
+        tl.reshape(d1, [THREADS]),
+        tl.reshape(d2, [THREADS]),
+        tl.reshape(d3, [THREADS]),
+    )
+
+
+@triton.jit
+def mma_half(a, b0, b1, d, ASM: tl.constexpr):
+    """d + A*B, m16n8k16: a four int32 of two fp16 each, b0 and b1 too, d four fp32 tensors."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            [a[0], a[1], a[2], a[3], b0, b1, d[0], d[1], d[2], d[3]],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        e = _mma_half_twin(a, b0, b1)
+        return (d[0] + e[0], d[1] + e[1], d[2] + e[2], d[3] + e[3])
+
+
+@triton.jit
+def pack_halves(low, high):
+    """Two fp32 tensors rounded to fp16, in one int32 tensor."""
+    bits = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return bits | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def scale_bytes(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constexpr):
+    """scale*byte - minimum in fp16 for the four bytes of a word: (bytes 0 and 1, bytes 2 and 3), two fp16 a word.
+
+    `scale` and `minimum` are fp32, rounded to fp16 first; a byte is exact.
+    """
+    if ASM:
+        s = pack_halves(scale, scale)
+        m = pack_halves(-minimum, -minimum)
+        # 0x64 over a byte b is the fp16 1024 + b; signed bytes are first made unsigned by adding 128.
+        if SIGNED:
+            biased = word ^ -2139062144
+            bias = (word & 0) + 0x64806480
+        else:
+            biased = word
+            bias = (word & 0) + 0x64006400
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 lo, hi; prmt.b32 lo, $2, 0x64646464, 0x4140; prmt.b32 hi, $2, 0x64646464, 0x4342;"
+            " sub.rn.f16x2 lo, lo, $5; sub.rn.f16x2 hi, hi, $5;"
+            " fma.rn.f16x2 $0, lo, $3, $4; fma.rn.f16x2 $1, hi, $3, $4; }",
+            "=&r,=&r,r,r,r,r",
+            [biased, s, m, bias],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        s = scale.to(tl.float16).to(tl.float32)
+        m = minimum.to(tl.float16).to(tl.float32)
+        values = ()
+        for i in tl.static_range(4):
+            if SIGNED:
+                byte = (word << (24 - 8 * i)) >> 24
+            else:
+                byte = (word >> (8 * i)) & 255
+            values = values + (byte.to(tl.float32) * s - m,)
+        return (pack_halves(values[0], values[1]), pack_halves(values[2], values[3]))

@@ -5,6 +5,7 @@ plane takes more than 3% over the file (plus the padding: rows to 16, columns to
 Does not know: how the planes are multiplied.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class PackedPart:
     high: Tensor
     scales: Tensor
     supers: Tensor
+    gain: float = 1.0  # a power of two: gain * weights use fp16's range well (for prefill; see half.py)
 
     @property
     def tiles(self) -> int:
@@ -158,6 +160,7 @@ class _Planes:
         self.chunks = -(-self.cols // self.layout.chunk)
         self.tiles = -(-rows // TILE_ROWS)
         self.filled = 0
+        self.peak = torch.zeros((), device=device)
         sizes = (
             self.layout.low_bytes,
             self.layout.high_bytes,
@@ -176,11 +179,15 @@ class _Planes:
             if values is not None:
                 plane[filled] = values.reshape(tiles, self.chunks, -1)
         self.filled += tiles
+        self.peak = torch.maximum(self.peak, _largest(groups))
 
     def finish(self) -> PackedPart:
         if self.filled != self.tiles:
             raise ValueError(f"packed {self.filled} of {self.tiles} tiles")
-        return PackedPart(self.layout, self.rows, self.cols, *self.planes)
+        low, high, scales, supers = self.planes
+        return PackedPart(
+            self.layout, self.rows, self.cols, low, high, scales, supers, _gain(float(self.peak))
+        )
 
     def _planes_of(self, groups: Groups) -> tuple[Tensor | None, ...]:
         layout = self.layout
@@ -189,6 +196,22 @@ class _Planes:
         high = _high_plane(fragments >> layout.low, layout) if layout.high else None
         low = _low_plane(fragments & ((1 << layout.low) - 1) if layout.low < 8 else fragments, layout)
         return low, high, _scale_plane(groups, layout), _super_plane(groups, layout)
+
+
+def _largest(groups: Groups) -> Tensor:
+    """A bound on the finite |w| of some rows."""
+    fmt = groups.format
+    largest = max(map(abs, fmt.table)) if fmt.table else max(fmt.offset, 2**fmt.bits - 1 - fmt.offset)
+    bound = groups.scales().abs() * largest
+    mins = groups.mins()
+    if mins is not None:
+        bound = bound + mins.abs()
+    return bound.nan_to_num(0, 0, 0).amax()
+
+
+def _gain(peak: float) -> float:
+    """The power of two that brings `peak` into [8, 16); 1 for a matrix of zeros."""
+    return 2.0 ** (4 - math.frexp(peak)[1]) if peak > 0 else 1.0
 
 
 def _padded(values: Tensor, width: int) -> Tensor:

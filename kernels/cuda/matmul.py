@@ -1,0 +1,324 @@
+"""Matrix times many rows, on packed weights: prefill and batched decode, from 9 rows up.
+
+Two ways, by the number of rows (launch_table.py keeps the measured crossover):
+- fused: weights are dequantized to fp16 in registers, already in the order of the matrix instruction (m16n8k16), so
+  they are read packed and never written;
+- dequantize to a reused fp16 workspace, then cuBLAS with fp32 sums and an fp32 result.
+Both round activations and weights to fp16 once, scaled by powers of two (half.py).
+Does not know: models, or where rows come from.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.fragments import load_chunk, set_scales, step_codes, super_scales
+from quengine.kernels.cuda.half import HalfRows, finish, half_rows
+from quengine.kernels.cuda.launch_table import fused_limit
+from quengine.kernels.cuda.matvec import swiglu_rows, uses_assembly
+from quengine.kernels.cuda.mma import mma_half, pack_halves, scale_bytes
+from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
+
+
+@triton.jit
+def _byte_values(word, scale, minimum, SIGNED: tl.constexpr):
+    """scale*byte - minimum for the four bytes of a word, fp32, then rounded to four fp16 in an int64."""
+    values = ()
+    for i in tl.static_range(4):
+        if SIGNED:
+            byte = (word << (24 - 8 * i)) >> 24
+        else:
+            byte = (word >> (8 * i)) & 255
+        values = values + (byte.to(tl.float32) * scale - minimum,)
+    low = pack_halves(values[0], values[1]).to(tl.int64) & 0xFFFFFFFF
+    return low | (pack_halves(values[2], values[3]).to(tl.int64) << 32)
+
+
+@triton.jit
+def _chunk_scales(words, s: tl.constexpr, gain, FMT: tl.constexpr):
+    """Scales and minimums of set s, super-scales and gain included, for codes as `step_codes` gives them."""
+    d0, dm0, d1, dm1 = super_scales(words, FMT)
+    s0, m0, s1, m1 = set_scales(words, s, FMT)
+    near = s0 * d0 * gain * (1.0 / (1 << FMT.near_shift))
+    far = s1 * d1 * gain * (1.0 / (1 << FMT.far_shift))
+    if not FMT.has_min:
+        near_min = tl.zeros_like(near)
+        far_min = tl.zeros_like(far)
+    elif FMT.super_bytes == 0:
+        near_min = m0 * gain
+        far_min = m1 * gain
+    else:
+        near_min = m0 * dm0 * gain
+        far_min = m1 * dm1 * gain
+    return near, near_min, far, far_min
+
+
+@triton.jit
+def _dequantize_kernel(
+    low, high, scales, supers, out_ptr, chunk_count, first_tile, rows, gain,
+    FMT: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """fp16 [rows, K] of a part, from tile first_tile on; one warp a chunk. Row 0 of `out` is that tile's first."""
+    CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
+    SETS: tl.constexpr = FMT.sets
+    STEPS: tl.constexpr = FMT.steps_per_set
+    SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
+    thread = tl.arange(0, 32 * WARPS)
+    lane = thread & 31
+    chunk = tl.program_id(0) * WARPS + (thread >> 5)
+    valid = chunk < chunk_count
+    words = load_chunk(
+        (low, high, scales, supers), chunk + first_tile * CHUNKS, 0, lane, valid, FMT, True
+    )  # fmt: skip
+    tile = chunk // CHUNKS
+    column = (chunk % CHUNKS) * FMT.chunk + (lane & 3) * FMT.group
+    if PAIRED:
+        near_row = tile * 8 + (lane >> 2)
+        far_row = near_row + rows // 2
+        inside = valid & (near_row < rows // 2)
+        far_inside = inside
+    else:
+        near_row = tile * 16 + (lane >> 2)
+        far_row = near_row + 8
+        inside = valid & (near_row < rows)
+        far_inside = valid & (far_row < rows)
+    pointer = out_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    near_at = pointer + (near_row.to(tl.int64) * K + column) // 4
+    far_at = pointer + (far_row.to(tl.int64) * K + column) // 4
+    for s in tl.static_range(SETS):
+        near, near_min, far, far_min = _chunk_scales(words, s, gain, FMT)
+        for j in tl.static_range(STEPS):
+            codes = step_codes(words, s * STEPS + j, FMT, ASM)
+            for half in tl.static_range(2):
+                on = s * FMT.group + j * 2 + half
+                fits = column + on * 4 < K
+                tl.store(near_at + on, _byte_values(codes[2 * half], near, near_min, SIGNED), mask=inside & fits)
+                tl.store(far_at + on, _byte_values(codes[2 * half + 1], far, far_min, SIGNED), mask=far_inside & fits)
+
+
+@triton.jit
+def _fused_chunk(
+    totals, words, x_at, gain, FMT: tl.constexpr, TOKEN_TILES: tl.constexpr, K: tl.constexpr, ASM: tl.constexpr
+):
+    """totals + a chunk of weights times 8*TOKEN_TILES rows of x; x_at points at this lane's row and columns."""
+    SETS: tl.constexpr = FMT.sets
+    STEPS: tl.constexpr = FMT.steps_per_set
+    SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
+    for s in tl.static_range(SETS):
+        near, near_min, far, far_min = _chunk_scales(words, s, gain, FMT)
+        for j in tl.static_range(STEPS):
+            codes = step_codes(words, s * STEPS + j, FMT, ASM)
+            for half in tl.static_range(2):
+                near_low, near_high = scale_bytes(codes[2 * half], near, near_min, SIGNED, ASM)
+                far_low, far_high = scale_bytes(codes[2 * half + 1], far, far_min, SIGNED, ASM)
+                result = ()
+                for n in tl.static_range(TOKEN_TILES):
+                    x = tl.load(x_at[n] + (s * FMT.group + j * 2 + half))
+                    d = mma_half(
+                        (near_low, far_low, near_high, far_high), x.to(tl.int32), (x >> 32).to(tl.int32),
+                        (totals[4 * n], totals[4 * n + 1], totals[4 * n + 2], totals[4 * n + 3]), ASM,
+                    )  # fmt: skip
+                    result = result + (d[0], d[1], d[2], d[3])
+                totals = result
+    return totals
+
+
+@triton.jit
+def _fused_kernel(
+    low, high, scales, supers, x_ptr, unscale_ptr, residual_ptr, out_ptr, tiles, rows, first, N, T, gain,
+    FMT: tl.constexpr, K: tl.constexpr, TOKEN_TILES: tl.constexpr, K_WARPS: tl.constexpr, TILES: tl.constexpr,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """TILES tiles of weights by 8*TOKEN_TILES rows a program; K_WARPS warps split the columns of a tile."""
+    CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
+    ROUNDS: tl.constexpr = (CHUNKS + K_WARPS - 1) // K_WARPS
+    thread = tl.arange(0, 32 * TILES * K_WARPS)
+    lane = thread & 31
+    tile0 = tl.program_id(0) * TILES
+    tile = tile0 + (thread >> 5) // K_WARPS
+    k_warp = (thread >> 5) % K_WARPS
+    token0 = tl.program_id(1) * (8 * TOKEN_TILES)
+    pointer = x_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    totals = ()
+    rows_at = ()
+    for n in tl.static_range(TOKEN_TILES):
+        token = tl.minimum(token0 + n * 8 + (lane >> 2), T - 1)
+        rows_at = rows_at + (pointer + (token.to(tl.int64) * K + (lane & 3) * FMT.group) // 4,)
+        for i in tl.static_range(4):
+            totals = totals + ((lane & 0).to(tl.float32),)
+    # Read one chunk ahead; past the edge codes and scales are zero.
+    words = load_chunk(
+        (low, high, scales, supers), tile * CHUNKS + k_warp, 0, lane,
+        (k_warp < CHUNKS) & (tile < tiles), FMT, True,
+    )  # fmt: skip
+    for i in range(ROUNDS):
+        c = k_warp + i * K_WARPS
+        ahead = c + K_WARPS
+        later = load_chunk(
+            (low, high, scales, supers), tile * CHUNKS + ahead, 0, lane,
+            (ahead < CHUNKS) & (tile < tiles), FMT, True,
+        )  # fmt: skip
+        x_at = ()
+        for n in tl.static_range(TOKEN_TILES):
+            x_at = x_at + (rows_at[n] + tl.minimum(c, CHUNKS - 1) * (FMT.chunk // 4),)
+        totals = _fused_chunk(totals, words, x_at, gain, FMT, TOKEN_TILES, K, ASM)
+        words = later
+    for n in tl.static_range(TOKEN_TILES):
+        both = tl.join(
+            tl.join(totals[4 * n], totals[4 * n + 2]), tl.join(totals[4 * n + 1], totals[4 * n + 3])
+        )  # [thread, rh, column]
+        y = tl.sum(tl.reshape(both, [TILES, K_WARPS, 8, 4, 2, 2]), axis=1)
+        r = tl.arange(0, 8)[None, :, None, None, None]
+        rh = tl.arange(0, 2)[None, None, None, :, None]
+        at_tile = tile0 + tl.arange(0, TILES)[:, None, None, None, None]
+        token = token0 + n * 8 + tl.arange(0, 4)[None, None, :, None, None] * 2
+        token = token + tl.arange(0, 2)[None, None, None, None, :]
+        if PAIRED:
+            column = at_tile * 8 + r
+            inside = (column < rows // 2) & (token < T)
+            column = column + rh * (rows // 2)
+        else:
+            column = at_tile * 16 + rh * 8 + r
+            inside = (column < rows) & (token < T)
+        y *= tl.load(unscale_ptr + token, mask=token < T, other=0.0) / gain
+        at = token.to(tl.int64) * N + first + column
+        if RESIDUAL:
+            y += tl.load(residual_ptr + at, mask=inside, other=0.0)
+        tl.store(out_ptr + at, y, mask=inside)
+
+
+@dataclass(frozen=True)
+class MatmulWorkspace:
+    """Memory that every `matmul` of one stream reuses: fp16 weights (flat), fp16 rows and their scales (flat)."""
+
+    weights: Tensor
+    rows: Tensor
+    unscale: Tensor
+
+    @classmethod
+    def empty(
+        cls, max_rows: int, max_cols: int, max_weights: int, device: torch.device | str
+    ) -> "MatmulWorkspace":
+        """For up to `max_rows` rows of up to `max_cols`, expanding up to `max_weights` weights at a time."""
+        return cls(
+            torch.empty(max_weights, dtype=torch.float16, device=device),
+            torch.empty(max_rows * max_cols, dtype=torch.float16, device=device),
+            torch.empty(max_rows, dtype=torch.float32, device=device),
+        )
+
+    def half_rows(self, rows: int, cols: int) -> HalfRows:
+        if rows > self.unscale.numel() or rows * cols > self.rows.numel():
+            raise ValueError(f"the workspace holds {self.rows.numel()} activations, not {rows} x {cols}")
+        return HalfRows(self.rows[: rows * cols].view(rows, cols), self.unscale[:rows])
+
+
+def matmul(
+    x: Tensor,
+    weight: PackedWeight,
+    workspace: MatmulWorkspace,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x fp32 [T, K] times weight [N, K], plus residual fp32 [T, N]: fp32 [T, N].
+
+    `out` avoids the allocation; it may be the residual itself where the rows are few enough for the fused way, and
+    never is the input. Raises ValueError on other shapes.
+    """
+    if x.ndim != 2 or x.shape[1] != weight.cols or x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(f"matmul takes contiguous fp32 [T, {weight.cols}], not {x.dtype} {list(x.shape)}")
+    rows = x.shape[0]
+    y = torch.empty(rows, weight.rows, dtype=torch.float32, device=x.device) if out is None else out
+    if y.shape != (rows, weight.rows) or not y.is_contiguous():
+        raise ValueError(f"out must be contiguous {[rows, weight.rows]}, not {list(y.shape)}")
+    half = half_rows(x, workspace.half_rows(rows, weight.cols))
+    first = 0
+    for part in weight.parts:
+        if isinstance(part, PackedPart) and rows <= fused_limit():
+            _launch_fused(half, part, weight.paired, residual, y, first)
+        else:
+            _expand_and_multiply(half, part, weight.paired, workspace, residual, y, first)
+        first += part.rows
+    return y
+
+
+def matmul_swiglu(
+    x: Tensor, gate_up: PackedWeight, workspace: MatmulWorkspace, scratch: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """silu(gate)*up of x fp32 [T, K] times a merged weight [2F, K]: fp32 [T, F]. `scratch` is fp32 [T, 2F]."""
+    return swiglu_rows(matmul(x, gate_up, workspace, out=scratch), out=out)
+
+
+def dequantize_part(
+    part: PackedPart, paired: bool, out: Tensor, first_tile: int = 0, tiles: int | None = None
+) -> Tensor:
+    """Write gain * weights as fp16 to out [rows, K]: all rows, or those of some tiles of an unpaired part."""
+    count = part.tiles - first_tile if tiles is None else tiles
+    chunk_count, warps = count * part.chunks, 4
+    rows = part.rows if paired else min(part.rows - 16 * first_tile, 16 * count)
+    _dequantize_kernel[(triton.cdiv(chunk_count, warps),)](
+        part.low, part.high, part.scales, part.supers, out, chunk_count, first_tile, rows, part.gain,
+        FMT=part.layout, K=part.cols, WARPS=warps, PAIRED=paired, ASM=uses_assembly(), num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+def _launch_fused(
+    x: HalfRows, part: PackedPart, paired: bool, residual: Tensor | None, out: Tensor, first: int
+) -> None:
+    rows = x.values.shape[0]
+    token_tiles = min(8, int(triton.next_power_of_2(triton.cdiv(rows, 8))))
+    k_warps = 1
+    while k_warps < 8 and part.chunks > 4 * k_warps:
+        k_warps *= 2
+    grid = (part.tiles, triton.cdiv(rows, 8 * token_tiles))
+    _fused_kernel[grid](
+        part.low, part.high, part.scales, part.supers, x.values, x.unscale,
+        out if residual is None else residual, out, part.tiles, part.rows, first, out.shape[1], rows, part.gain,
+        FMT=part.layout, K=part.cols, TOKEN_TILES=token_tiles, K_WARPS=k_warps, TILES=1,
+        PAIRED=paired, RESIDUAL=residual is not None, ASM=uses_assembly(), num_warps=k_warps,
+    )  # fmt: skip
+
+
+def _expand_and_multiply(
+    x: HalfRows,
+    part: PackedPart | FloatPart,
+    paired: bool,
+    workspace: MatmulWorkspace,
+    residual: Tensor | None,
+    out: Tensor,
+    first: int,
+) -> None:
+    """As many weight rows at a time as the workspace holds."""
+    at_a_time = workspace.weights.numel() // part.cols
+    if not paired:
+        at_a_time = at_a_time // 16 * 16
+    if at_a_time < (part.rows if paired else min(16, part.rows)):
+        raise ValueError(f"the workspace expands {workspace.weights.numel()} weights; rows have {part.cols}")
+    for row in range(0, part.rows, at_a_time):
+        count = min(at_a_time, part.rows - row)
+        expanded = workspace.weights[: count * part.cols].view(count, part.cols)
+        if isinstance(part, FloatPart):
+            expanded.copy_(part.weight[row : row + count])
+        else:
+            dequantize_part(part, paired, expanded, row // 16, triton.cdiv(count, 16))
+        gain = 1.0 if isinstance(part, FloatPart) else part.gain
+        _multiply(x, expanded, gain, residual, out, first + row)
+
+
+def _multiply(
+    x: HalfRows, expanded: Tensor, gain: float, residual: Tensor | None, out: Tensor, first: int
+) -> None:
+    """Columns first .. of out: x times the expanded rows; fp32 sums and result."""
+    columns = slice(first, first + expanded.shape[0])
+    if out.is_cuda:
+        y = torch.mm(x.values, expanded.T, out_dtype=torch.float32)
+    else:
+        y = x.values.float() @ expanded.float().T
+    added = None if residual is None else residual[:, columns].contiguous()
+    whole = expanded.shape[0] == out.shape[1]
+    finished = finish(y, x.unscale, gain, added, out if whole else y)
+    if not whole:
+        out[:, columns] = finished

@@ -1,0 +1,101 @@
+"""The prefill matmuls against the exact product of what is stored, for every format."""
+
+import pytest
+import torch
+
+from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cuda import matmul as module
+from quengine.kernels.cuda.half import half_rows
+from quengine.kernels.cuda.layout import PACKED_FORMATS
+from quengine.kernels.cuda.matmul import MatmulWorkspace, dequantize_part, matmul, matmul_swiglu
+from quengine.kernels.cuda.packed import PackedPart, pack
+from quengine.kernels.swiglu import swiglu
+from quengine.kernels.quant_tensor import QuantTensor
+from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
+
+FP16_ROUNDING = 5e-7
+"""Two operands of 11 bits: about 2 * 2^-24 / 3 of the squared size, with room for small sums of large terms."""
+
+
+def expected(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
+    return x.double() @ torch.cat([dequantize(w.format, w.data) for w in weights]).double().T
+
+
+def workspace(device: torch.device, weights: int = 1 << 16) -> MatmulWorkspace:
+    return MatmulWorkspace.empty(64, 1024, weights, device)
+
+
+@pytest.fixture(params=["fused", "expanded"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(module, "fused_limit", lambda: 64 if request.param == "fused" else 0)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_every_format_within_fp16_rounding(name: str, way: str, device: torch.device) -> None:
+    weight, x = ordinary_weight(name, 21, 256), ordinary_activations(9, 256)
+    y = matmul(x.to(device), pack(weight, device), workspace(device))
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_expanded_weights_are_rounded_once(name: str, device: torch.device) -> None:
+    weight = ordinary_weight(name, 21, 256)
+    (part,) = pack(weight, device).parts
+    assert isinstance(part, PackedPart)
+    out = torch.empty(21, 256, dtype=torch.float16, device=device)
+    exact = dequantize(weight.format, weight.data) * part.gain
+    assert torch.allclose(dequantize_part(part, False, out).cpu().float(), exact, rtol=2**-11, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
+def test_rows_of_any_size_keep_their_accuracy(scale: float, way: str, device: torch.device) -> None:
+    weight, x = ordinary_weight("Q4_0", 16, 64), ordinary_activations(3, 64)
+    x[1] *= scale
+    y = matmul(x.to(device), pack(weight, device), workspace(device))
+    for ours, exact in zip(y, expected(x, [weight]), strict=True):
+        assert nmse(ours, exact) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("shape", [(10, 576), (17, 640)])
+def test_widths_that_are_no_whole_chunks(shape: tuple[int, int], way: str, device: torch.device) -> None:
+    weight, x = ordinary_weight("Q5_1", 24, shape[1]), ordinary_activations(*shape)
+    y = matmul(x.to(device), pack(weight, device), workspace(device))
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+
+
+def test_parts_and_residual(way: str, device: torch.device) -> None:
+    weights = [ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 16, 256), ordinary_weight("F16", 5, 256)]
+    x, residual = ordinary_activations(9, 256), ordinary_activations(9, 53, seed=4)
+    y = matmul(x.to(device), pack(weights, device), workspace(device), residual=residual.to(device))
+    assert nmse(y, expected(x, weights) + residual) < FP16_ROUNDING
+
+
+def test_a_small_workspace_expands_some_rows_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "fused_limit", lambda: 0)
+    weight, x = ordinary_weight("Q4_K", 72, 256), ordinary_activations(9, 256)
+    y = matmul(x.to(device), pack(weight, device), workspace(device, 40 * 256))
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+    with pytest.raises(ValueError, match="workspace expands"):
+        matmul(x.to(device), pack(weight, device), workspace(device, 15 * 256))
+
+
+def test_swiglu_of_a_paired_weight(way: str, device: torch.device) -> None:
+    gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
+    x = ordinary_activations(9, 256) * 0.1
+    y = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), workspace(device))
+    assert nmse(y, swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+
+
+def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:
+    x = ordinary_activations(4, 96)
+    x[1] *= 1e-20
+    x[2] *= 1e20
+    x[3] = 0
+    half = half_rows(x.to(device))
+    peaks = half.values.cpu().float().abs().amax(1)
+    assert ((peaks[:3] >= 2**13) & (peaks[:3] <= 2**14)).all()
+    assert nmse(half.values.cpu().double()[1] * half.unscale.cpu().double()[1], x[1]) < 1e-7
+    assert not half.values[3].any()
