@@ -3,7 +3,7 @@
 The same samplers in the same order, fp64 and random numbers as `quengine.kernels.sampling`, whose tokens these are.
 First launch: bias and penalties, then the best `capacity` of every block of the vocabulary. Second: the best of those,
 the samplers on them, the draw, and the bookkeeping of the next step. A logit and its token id make one 64-bit
-key, so ties need no care. `capacity` bounds top-k; a run without top-k sorts the whole vocabulary (`sample_all`).
+key, so ties need no care. `capacity` bounds top-k: without top-k, or above MAX_CAPACITY, the host samples.
 Knows settings as numbers; not requests, stop rules or text.
 """
 
