@@ -10,6 +10,7 @@ Does not know: what the kernels compute.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
@@ -19,6 +20,7 @@ from typing import Any
 from numba import cfunc, njit, types
 
 KERNEL = types.void(types.int64, types.int64)
+_log = logging.getLogger(__name__)
 _KEPT: list[Any] = []  # numba frees the machine code of a function that nobody holds
 
 
@@ -31,7 +33,7 @@ def source_stamp() -> str:
     """
     folder = Path(__file__).parent
     digest = sha256((folder.parent / "block_formats.py").read_bytes())
-    for path in sorted(folder.glob("*_ir.py")):
+    for path in sorted(folder.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -39,8 +41,16 @@ def source_stamp() -> str:
 def compile_kernel(function: Callable[[int, int], None]) -> int:
     """Compile a kernel, or load it from disk: the address of its machine code, valid until the process ends."""
     compiled = _cached(cfunc, KERNEL)(function)
+    if not compiled.cache_hits:
+        _say_once()
     _KEPT.append(compiled)
     return int(compiled.address)
+
+
+@cache
+def _say_once() -> None:
+    """The first kernel of many had to be compiled: tell whoever waits."""
+    _log.warning("compiling kernels for this processor; this takes some seconds, the first time only")
 
 
 def compiled_function(function: Callable[..., Any]) -> Any:
