@@ -2,11 +2,13 @@
 
 Rounded activations lie in memory as one record per row of K values:
 
-    byte 0              a, int16
-    byte 2K             a again, in each group of 32 the even places first, then the odd (read by `paired` formats)
+    byte 0              a, int16, of two groups of 32 at a time the first halves, then the last halves
+    byte 2K             a again, of two groups the even places, then the odd places (read by `paired` formats)
     byte 4K             per group of 32: t, fp32
     byte 4K + K/8       per group of 32: t * sum(a), fp32
     byte 4K + K/4       per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
+
+A last group without a partner has its own halves side by side.
 
 Order of the sums: slices of 32 weights add into 8 lanes of two accumulators in turn; the two are added, then the lanes
 pairwise; the sum of the minimums is subtracted last. It depends on nothing but K and the format.
@@ -81,8 +83,8 @@ class _RowDot:
     """Writes the code of one row's dot products with several records.
 
     A turn of the loop takes 8 slices of 32 weights: a block of 256, or 8 blocks of 32; what is left of the latter is
-    taken one by one. The state that the loops carry, per record: two accumulators, the minimums' sum of whole turns
-    (8 lanes) and of the rest (one lane).
+    taken by two, a last one alone. The state that the loops carry, per record: both accumulators as one of 16 lanes,
+    the minimums' sum of whole turns (8 lanes) and of the rest (one lane).
     """
 
     def __init__(
@@ -94,31 +96,65 @@ class _RowDot:
     def emit(self) -> list[ir.Value]:
         """One fp32 per record."""
         e = self.e
-        zero, lane = e.const(vec(F32, 8), 0.0), e.const(vec(F32, 1), 0.0)
-        state: list[ir.Value] = [zero, zero, zero, lane] * len(self.records)
+        wide, zero, lane = (e.const(vec(F32, lanes), 0.0) for lanes in (16, 8, 1))
+        state: list[ir.Value] = [wide, zero, lane] * len(self.records)
         run = 256 // self.fmt.block
         whole = e.b.and_(self.blocks, e.i64(-run))
         state = e.loop(e.i64(0), whole, run, state, lambda i, s: self._turn(i, run, s))
         if run > 1:
-            state = e.loop(whole, self.blocks, 1, state, lambda i, s: self._turn(i, 1, s))
+            even = e.b.and_(self.blocks, e.i64(-2))
+            state = e.loop(whole, even, 2, state, lambda i, s: self._turn(i, 2, s))
+            state = e.loop(even, self.blocks, 1, state, lambda i, s: self._single(i, s))
         totals = []
         for b in range(len(self.records)):
-            first, second, mins, rest = state[4 * b : 4 * b + 4]
-            total = e.total(e.b.fadd(first, second))
+            both, mins, rest = state[3 * b : 3 * b + 3]
+            total = e.total(e.b.fadd(*e.halves(both)))
             if self.fmt.has_min:
                 total = e.b.fsub(total, e.b.fadd(e.total(mins), e.total(rest)))
             totals.append(total)
         return totals
 
     def _turn(self, i: ir.Value, blocks: int, state: list[ir.Value]) -> list[ir.Value]:
-        """Blocks i .. i + blocks - 1."""
+        """Blocks i .. i + blocks - 1, two slices of 32 at a time."""
         e, state = self.e, list(state)
         address = e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes)))
         for ahead in range(0, blocks * self.fmt.nbytes, 64):
             e.prefetch(e.at(address, _PREFETCH + ahead))
         content = emit_blocks(e, self.fmt, address, blocks)
         first_slice = e.b.mul(i, e.i64(self.fmt.block // 32))
-        slices = content.scales[0].type.count
+        factors = self._factors(content, first_slice, state)
+        step = min(2, blocks * self.fmt.block // 32)
+        for j in range(0, blocks * self.fmt.block // 32, step):
+            parts = [content.ints(j + k) for k in range(step)]
+            low, high = (self._side_by_side([part[k] for part in parts]) for k in (0, 1))
+            for b, record in enumerate(self.records):
+                a = e.at(record, e.b.mul(first_slice, e.i64(64)))
+                if content.paired:
+                    a = e.at(a, e.b.mul(self.cols, e.i64(2)))
+                x_low, x_high = (e.load(vec(I16, 16 * step), a, 64 * j + 32 * step * h) for h in (0, 1))
+                dots = e.b.add(e.pair_products(low, x_low), e.pair_products(high, x_high))
+                factor = self._side_by_side([self._factor(factors[b], j + k) for k in range(step)])
+                state[3 * b] = e.fma(e.to_float(dots), factor, state[3 * b])
+        return state
+
+    def _single(self, i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+        """Block i of 32: it adds to the first half of the accumulator."""
+        e = self.e
+        split = [e.halves(both) for both in state[::3]]
+        narrow = [v for b, (first, _) in enumerate(split) for v in (first, *state[3 * b + 1 : 3 * b + 3])]
+        narrow = self._turn(i, 1, narrow)
+        return [
+            v
+            for b, (_, second) in enumerate(split)
+            for v in (e.join(narrow[3 * b], second), *narrow[3 * b + 1 : 3 * b + 3])
+        ]
+
+    def _side_by_side(self, vectors: list[ir.Value]) -> ir.Value:
+        return vectors[0] if len(vectors) == 1 else self.e.join(*vectors)
+
+    def _factors(self, content: Slices, first_slice: ir.Value, state: list[ir.Value]) -> list[list[ir.Value]]:
+        """Scale times t of the slices, for each record; the minimums are added to the state."""
+        e, slices = self.e, content.scales[0].type.count
         factors = []
         for b, record in enumerate(self.records):
             t = self._field(record, 32, first_slice, slices)
@@ -126,19 +162,9 @@ class _RowDot:
                 [e.b.fmul(s, u) for s, u in zip(content.scales, self._per_group(t, content), strict=True)]
             )
             if content.mins is not None:
-                slot = 4 * b + (2 if slices > 1 else 3)
+                slot = 3 * b + (1 if slices == 8 or len(content.mins) == 2 else 2)
                 state[slot] = self._add_mins(content.mins, record, first_slice, state[slot])
-        for j in range(slices):
-            low, high = content.ints(j)
-            for b, record in enumerate(self.records):
-                a = e.at(record, e.b.mul(first_slice, e.i64(64)))
-                if content.paired:
-                    a = e.at(a, e.b.mul(self.cols, e.i64(2)))
-                x_low, x_high = (e.load(vec(I16, 16), a, 64 * j + 32 * k) for k in (0, 1))
-                dots = e.b.add(e.pair_products(low, x_low), e.pair_products(high, x_high))
-                slot = 4 * b + j % 2
-                state[slot] = e.fma(e.to_float(dots), self._factor(factors[b], j), state[slot])
-        return state
+        return factors
 
     def _per_group(self, t: ir.Value, content: Slices) -> tuple[ir.Value, ...]:
         """t of the slices as vectors that match the scales."""
@@ -166,10 +192,15 @@ class _RowDot:
     def _add_mins(
         self, mins: tuple[ir.Value, ...], record: ir.Value, first_slice: ir.Value, total: ir.Value
     ) -> ir.Value:
-        """total plus the minimums times t * sum(a)."""
+        """total plus the minimums times t * sum(a), in the lanes of total or one after the other in its only one."""
         e, lanes = self.e, mins[0].type.count
         if len(mins) == 1:
-            return e.fma(mins[0], self._field(record, 33, first_slice, lanes), total)
+            sums = self._field(record, 33, first_slice, lanes)
+            if total.type.count == lanes:
+                return e.fma(mins[0], sums, total)
+            for lane in range(lanes):
+                total = e.fma(e.splat_lane(mins[0], lane, 1), e.splat_lane(sums, lane, 1), total)
+            return total
         for part, sums in zip(
             mins, e.halves(self._field(record, 34, first_slice, lanes, per_slice=2)), strict=True
         ):
@@ -282,8 +313,14 @@ def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, first: Any, last:
         def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             values = e.load(vec(F32, 32), e.at(x, builder.mul(i, e.i64(4))))
             a, t = _emit_rounding(e, values)
-            e.store(a, e.at(record, builder.mul(i, e.i64(2))))
-            e.store(e.join(*e.evens_odds(a)), e.at(paired, builder.mul(i, e.i64(2))))
+            # Columns i .. i + 31: halves of 32 bytes, 64 bytes apart if the group has a partner, else side by side.
+            first = builder.and_(i, e.i64(-64))
+            lone = builder.icmp_signed(">", builder.add(first, e.i64(64)), cols)
+            at = builder.mul(builder.add(first, builder.lshr(builder.sub(i, first), e.i64(1))), e.i64(2))
+            apart = builder.select(lone, e.i64(32), e.i64(64))
+            for plane, parts in ((record, e.halves(a)), (paired, e.evens_odds(a))):
+                e.store(parts[0], e.at(plane, at))
+                e.store(parts[1], e.at(e.at(plane, at), apart))
             sums = [e.to_float(_sum_int16(e, part)) for part in e.halves(a)]
             offset = builder.lshr(i, e.i64(3))  # 4 bytes per group of 32
             e.store(t, e.at(scales, offset))
