@@ -60,11 +60,14 @@ def copies_past_l2(nbytes: int) -> int:
     return max(3, min(16, -(-3 * L2_BYTES // nbytes)))
 
 
-def random_weights(formats: Sequence[tuple[str, int]], cols: int, paired: bool = False) -> list[PackedWeight]:
-    """As many random weights of (format, rows) parts as the L2 cache cannot hold."""
-    first = PackedWeight(tuple(random_part(name, rows, cols) for name, rows in formats), paired)
-    more = [
-        PackedWeight(tuple(random_part(name, rows, cols) for name, rows in formats), paired)
-        for _ in range(copies_past_l2(first.nbytes) - 1)
-    ]
-    return [first, *more]
+def random_weights(
+    formats: Sequence[tuple[str, int]], cols: int, paired: bool = False, copies: int | None = None
+) -> list[PackedWeight]:
+    """`copies` random weights of (format, rows) parts; by default as many as the L2 cache cannot hold."""
+
+    def make() -> PackedWeight:
+        return PackedWeight(tuple(random_part(name, rows, cols) for name, rows in formats), paired)
+
+    first = make()
+    count = copies_past_l2(first.nbytes) if copies is None else copies
+    return [first, *(make() for _ in range(count - 1))]

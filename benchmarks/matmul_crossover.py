@@ -19,7 +19,7 @@ from quengine.kernels.cuda.matmul import MatmulWorkspace, dequantize_part, matmu
 from quengine.kernels.cuda.packed import PackedPart
 
 SHAPES = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28672, 4096), ("down", 4096, 14336))
-ROWS = (9, 16, 32, 48, 64, 96, 128, 256, 512, 2048)
+ROWS = (9, 16, 32, 64, 96, 128, 512, 2048)
 
 
 def layer_times(rows: int, weights: dict[str, list], room: MatmulWorkspace, limit: int) -> dict[str, float]:  # type: ignore[type-arg]
@@ -47,7 +47,7 @@ def main() -> None:
         print(f"dequantize {name}: {time:.1f} us, {(part.nbytes + 2 * expanded.numel()) / time / 1e6:.2f} TB/s")
     results, limit = [], 8
     for rows in ROWS:
-        fused = layer_times(rows, weights, room, rows) if rows <= 256 else {}
+        fused = layer_times(rows, weights, room, rows) if rows <= 128 else {}
         expanded = layer_times(rows, weights, room, 0)
         if fused and sum(fused.values()) < sum(expanded.values()) and limit == max([8, *[r for r in ROWS if r < rows]]):
             limit = rows
