@@ -62,6 +62,20 @@ def call_kernel(typingctx: Any, kernel: Any, context_address: Any, task: Any) ->
 
 
 @intrinsic
+def nap(typingctx: Any, microseconds: Any) -> Any:
+    """POSIX usleep: the CPU is free for about this long; a number below a million."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        function = builder.module.globals.get("usleep")
+        if function is None:
+            function = ir.Function(builder.module, ir.FunctionType(I32, [I32]), "usleep")
+        builder.call(function, [builder.trunc(args[0], I32)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
 def yield_cpu(typingctx: Any) -> Any:
     """POSIX sched_yield: another thread may run on this CPU."""
 

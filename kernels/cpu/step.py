@@ -29,6 +29,9 @@ from quengine.kernels.cpu.swiglu import swiglu_launch
 from quengine.kernels.cpu.threads import Launch, Program
 from quengine.kernels.quant_tensor import QuantTensor
 
+# A stage has at least this many tasks, so that threads end close together where a matrix has few rows.
+_SHARES = 32
+
 
 class Parts(Protocol):
     """Matrices applied to one input, side by side."""
@@ -142,10 +145,12 @@ class StepRecorder:
 
     def _matvecs(self, x: Row, weight: Parts, y: Tensor, addend: Tensor | None) -> Stage:
         parts, column = [], 0
+        fair = -(-_rows(weight) // _SHARES)
         for w in weight.parts:
-            part = [matvec_launch(self._input(x, w), w, y, column)]
+            step = min(task_rows(w), fair)
+            part = [matvec_launch(self._input(x, w), w, y, column, step=step)]
             if addend is not None:
-                part.append(add_launch(y, addend, column, w.rows, task_rows(w)))
+                part.append(add_launch(y, addend, column, w.rows, step))
             parts.append(part)
             column += w.rows
         return self._stage(*parts)
