@@ -136,7 +136,7 @@ class CapturedStep:
         self.state = DecodeState.allocate(1, cache.ctx_size, device)
         self.buffers = SamplingBuffers.allocate(1, vocab, key.top_k, device, key.bias, key.penalties)
         self.host = torch.empty(2, dtype=torch.int64, pin_memory=True)
-        self.events = [torch.cuda.Event() for _ in range(2)]
+        self.events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self.launched = 0
         self.graph = self._capture(decoder, cache)
 
@@ -179,7 +179,7 @@ class CapturedStep:
         # A first run compiles the kernels. It writes one row of the cache, at the last position, and leaves the
         # state to `begin`.
         self.state.positions.fill_(cache.ctx_size - 1)
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             step()

@@ -17,13 +17,12 @@ from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_de
 from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.kv_store import KVStore
-from quengine.kernels.cuda.matmul import matmul
+from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_swiglu
 from quengine.kernels.cuda.matvec import matvec, matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight, pack
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.swiglu import swiglu
 
 HOPPER = (9, 0)
 
@@ -31,8 +30,11 @@ DECODE_ROWS = 1
 """Rows up to which the q-dot is used. Its kernel takes 8, but compiling the one for 4 rows of Q4_K takes over a minute,
 which nobody should wait for in front of a short prompt."""
 
+MAX_EXPANDED = 1 << 27
+"""Weights expanded to fp16 at a time in prefill, at most: 256 MiB."""
+
 Rows = Tensor | RoundedActivations
-"""What feeds a matmul: rounded rows where there are few, fp16 rows where there are many."""
+"""What feeds a matmul: rounded rows in decode, fp32 rows in prefill."""
 
 
 class CudaBackend:
@@ -44,13 +46,16 @@ class CudaBackend:
         self.dtype = torch.float32
         # Programmatic dependent launch: a kernel starts, and reads its weights, before the one before it has ended.
         self.pdl = torch.cuda.get_device_capability(device) >= HOPPER
-        self._workspace: DecodeWorkspace | None = None
+        self._slices: DecodeWorkspace | None = None
+        self._matmul_workspace: MatmulWorkspace | None = None
+        self._widest = 0
+        self._largest = 0
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
-        return pack(parts, self.device)
+        return self._noted(pack(parts, self.device))
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
-        return pack([gate, up], self.device, paired=True)
+        return self._noted(pack([gate, up], self.device, paired=True))
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
@@ -68,7 +73,7 @@ class CudaBackend:
         rows = self._normed(x, norm, eps)
         if isinstance(rows, RoundedActivations):
             return matvec_swiglu(rows, gate_up, pdl=self.pdl)
-        return swiglu(self._matmul(rows, gate_up, None)).to(torch.float16)
+        return matmul_swiglu(rows, gate_up, self._workspace(rows.shape[0]))
 
     def linear_add(self, x: Rows, weight: PackedWeight, residual: Tensor) -> Tensor:
         return self._matmul(x, weight, residual)
@@ -82,10 +87,10 @@ class CudaBackend:
             out = RoundedActivations.empty(1, spec.heads * spec.head_dim, self.device)
             # A position made just now must be complete before the launch that reads it begins.
             pdl = self.pdl and captured
-            return attention_decode_round(qkv, spec, cache, position, self._slices(spec), out, pdl)
+            return attention_decode_round(qkv, spec, cache, position, self._decode_workspace(spec), out, pdl)
         assert isinstance(start, int)
         q = rope_store(qkv, spec, cache, 0, self._positions(start, tokens), self.pdl)
-        return attention_prefill(q, spec, cache, 0, start, pdl=self.pdl)
+        return attention_prefill(q, spec, cache, 0, start, out_dtype=torch.float32, pdl=self.pdl)
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, weight: PackedWeight, last_only: bool) -> Tensor:
         return self._matmul(self._normed(x[-1:] if last_only else x, norm, eps), weight, None)
@@ -93,19 +98,37 @@ class CudaBackend:
     def _normed(self, x: Tensor, norm: Tensor, eps: float) -> Rows:
         if x.shape[0] <= DECODE_ROWS:
             return rms_norm_round(x, norm, eps, pdl=self.pdl)
-        return rms_norm(x, norm, eps, out=torch.empty_like(x, dtype=torch.float16), pdl=self.pdl)
+        return rms_norm(x, norm, eps, pdl=self.pdl)
 
     def _matmul(self, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
         if isinstance(x, Tensor) and x.shape[0] <= DECODE_ROWS:
             x = round_activations(x)
         if isinstance(x, RoundedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
-        return matmul(x, weight, residual)
+        return matmul(x, weight, self._workspace(x.shape[0]), residual)
 
     def _positions(self, start: int, tokens: int) -> Tensor:
         return torch.arange(start, start + tokens, dtype=torch.int32, device=self.device)
 
-    def _slices(self, spec: AttentionSpec) -> DecodeWorkspace:
-        if self._workspace is None:
-            self._workspace = DecodeWorkspace.allocate(1, spec.heads, spec.kv_heads, spec.head_dim, self.device)
-        return self._workspace
+    def _noted(self, weight: PackedWeight) -> PackedWeight:
+        """Remember how much room the prefill needs for this weight."""
+        self._widest = max(self._widest, weight.cols)
+        for part in weight.parts:
+            size = part.rows * part.cols
+            # The interleaved rows of a paired part are expanded in one go, others a stretch at a time.
+            self._largest = max(self._largest, size if weight.paired else min(size, MAX_EXPANDED))
+        return weight
+
+    def _workspace(self, rows: int) -> MatmulWorkspace:
+        """Room for a prefill chunk, kept from layer to layer; a longer chunk than any before makes it anew."""
+        held = self._matmul_workspace
+        if held is None or held.unscale.numel() < rows:
+            self._matmul_workspace = None  # free the smaller one first
+            held = MatmulWorkspace.empty(rows, self._widest, self._largest, self.device)
+            self._matmul_workspace = held
+        return held
+
+    def _decode_workspace(self, spec: AttentionSpec) -> DecodeWorkspace:
+        if self._slices is None:
+            self._slices = DecodeWorkspace.allocate(1, spec.heads, spec.kv_heads, spec.head_dim, self.device)
+        return self._slices
