@@ -40,15 +40,17 @@ SHAPES: tuple[Shape, ...] = (
 
 
 def geometries(chunks: int) -> Iterator[Geometry]:
-    """What is tried: 2 to 16 warps a program, 2 to 7 rounds (or one warp a chunk), 1 to 4 chunks read ahead.
+    """What is tried: 4 to 16 warps a program, 2 to 7 rounds (or one warp a chunk), 1 to 3 chunks read ahead, with
+    and without a limit on the registers.
 
     More rounds were tried and lost; their unrolled kernels take a minute to compile.
     """
-    for t, k, ahead in itertools.product((1, 2), (2, 4, 8, 16), (1, 2, 4)):
+    for t, k, ahead in itertools.product((1, 2), (4, 8, 16), (1, 2, 3)):
         rounds = -(-chunks // k)
         useful = t * k <= 16 and rounds <= 7 and ahead <= rounds and (t == 1 or ahead > 1)
         if useful and k <= chunks:
-            yield Geometry(t, k, ahead)
+            for registers in (0, 80) if t == 1 else (0,):
+                yield Geometry(t, k, ahead, registers)
 
 
 def launcher(weight: PackedWeight, kind: str, x: RoundedActivations, pdl: bool):  # type: ignore[no-untyped-def]
@@ -120,9 +122,9 @@ def main() -> None:
     for shape in shapes:
         results = measure(shape, pdl, None)
         best = results[0]
-        entries[key_of(shape)] = [best[1].tiles, best[1].k_warps, best[1].ahead]
+        entries[key_of(shape)] = [best[1].tiles, best[1].k_warps, best[1].ahead, best[1].registers]
         rate = nbytes_of(shape) / best[0] / 1e6
-        rest = ", ".join(f"{time:.2f} {g.tiles}/{g.k_warps}/{g.ahead}" for time, g in results[:6])
+        rest = ", ".join(f"{time:.2f} {g.tiles}/{g.k_warps}/{g.ahead}/{g.registers}" for time, g in results[:7])
         print(f"{key_of(shape)}: {best[0]:.2f} us, {rate:.2f} TB/s  [{rest}]", flush=True)
     arguments.out.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 

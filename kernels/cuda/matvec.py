@@ -322,7 +322,7 @@ def _launch_packed(
         TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead,
         EVEN_A=_is_even(a, geometry), EVEN_B=_is_even(b, geometry),
         PAIRED=paired, RESIDUAL=residual is not None, PDL=pdl, ASM=uses_assembly(),
-        num_warps=geometry.warps, **_pdl_option(pdl),
+        num_warps=geometry.warps, maxnreg=geometry.registers or None, **_pdl_option(pdl),
     )  # fmt: skip
 
 
@@ -336,7 +336,7 @@ def _launch_swiglu(
         part.tiles, part.rows // 2, x.rows,
         FMT=part.layout, ROWS=_kernel_rows(x.rows), K=x.cols,
         TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EVEN=_is_even(part, geometry),
-        PDL=pdl, ASM=uses_assembly(), num_warps=geometry.warps, **_pdl_option(pdl),
+        PDL=pdl, ASM=uses_assembly(), num_warps=geometry.warps, maxnreg=geometry.registers or None, **_pdl_option(pdl),
     )  # fmt: skip
 
 

@@ -146,26 +146,37 @@ def _add_set(sums, words, x, s: tl.constexpr, FMT: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
-def _add_chunk(
-    totals, words, x_high, x_low, t_ptr, sums_ptr, c, ON: tl.constexpr, T, lane,
-    FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, ASM: tl.constexpr,
+def _load_activations(
+    x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, i: tl.constexpr, CHUNKS: tl.constexpr, K_WARPS: tl.constexpr,
+    FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Add chunk c + ON to `totals`, two (rows r and r + 8) for each activation row."""
+    """`_load_set` for every set of the warp's chunk number i."""
     SETS: tl.constexpr = FMT.sets
-    nothing = (lane & 0).to(tl.float32)
+    x = ()
+    for s in tl.static_range(SETS):
+        if (i + 1) * K_WARPS <= CHUNKS:
+            x = x + (
+                _load_set(
+                    x_high, x_low, t_ptr, sums_ptr, k_warp, i * K_WARPS, T, lane, s, FMT, ROWS, K, PADDED
+                ),
+            )
+        else:
+            # Past the edge the codes are zero; the activations read there must still exist.
+            c = tl.minimum(k_warp + i * K_WARPS, CHUNKS - 1)
+            x = x + (_load_set(x_high, x_low, t_ptr, sums_ptr, c, 0, T, lane, s, FMT, ROWS, K, PADDED),)
+    return x
+
+
+@triton.jit
+def _add_chunk(totals, words, x, FMT: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """Add a chunk to `totals`, two (rows r and r + 8) for each activation row."""
+    SETS: tl.constexpr = FMT.sets
+    nothing = tl.zeros_like(totals[0])
     sums = ()
     for i in tl.static_range(4 * ROWS):
         sums = sums + (nothing,)
-    if ROWS <= 2:
-        x = ()
-        for s in tl.static_range(SETS):
-            x = x + (_load_set(x_high, x_low, t_ptr, sums_ptr, c, ON, T, lane, s, FMT, ROWS, K, PADDED),)
-        for s in tl.static_range(SETS):
-            sums = _add_set(sums, words, x[s], s, FMT, ROWS, ASM)
-    else:
-        for s in tl.static_range(SETS):
-            one = _load_set(x_high, x_low, t_ptr, sums_ptr, c, ON, T, lane, s, FMT, ROWS, K, PADDED)
-            sums = _add_set(sums, words, one, s, FMT, ROWS, ASM)
+    for s in tl.static_range(SETS):
+        sums = _add_set(sums, words, x[s], s, FMT, ROWS, ASM)
     d0, m0, d1, m1 = super_scales(words, FMT)
     result = ()
     for row in tl.static_range(ROWS):
@@ -215,22 +226,26 @@ def tile_dots(
     totals = ()
     for i in tl.static_range(2 * ROWS):
         totals = totals + (nothing,)
+    x = _load_activations(
+        x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, 0, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
+    )  # fmt: skip
     for i in tl.static_range(ROUNDS):
+        # Loads come back in order: activations, which are near, must not be asked for behind weights, which are far.
+        # So those of the next chunk are read first, where there are registers for them.
+        x_now = x
+        if ROWS <= 2 and i + 1 < ROUNDS:
+            x = _load_activations(
+                x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
+            )  # fmt: skip
         if i + AHEAD < ROUNDS:
             queue = queue + (
                 _tile_chunk(planes, tile, tiles, k_warp, (i + AHEAD) * K_WARPS, lane, FMT, CHUNKS, EVEN),
             )
-        if (i + 1) * K_WARPS <= CHUNKS:
-            totals = _add_chunk(
-                totals, queue[i], x_high, x_low, t_ptr, sums_ptr, k_warp, i * K_WARPS, T, lane,
-                FMT, ROWS, K, PADDED, ASM,
+        totals = _add_chunk(totals, queue[i], x_now, FMT, ROWS, ASM)
+        if ROWS > 2 and i + 1 < ROUNDS:
+            x = _load_activations(
+                x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
             )  # fmt: skip
-        else:
-            # Past the edge the codes are zero; the activations read there must still exist.
-            c = tl.minimum(k_warp + i * K_WARPS, CHUNKS - 1)
-            totals = _add_chunk(
-                totals, queue[i], x_high, x_low, t_ptr, sums_ptr, c, 0, T, lane, FMT, ROWS, K, PADDED, ASM
-            )
     return totals
 
 

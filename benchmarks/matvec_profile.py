@@ -1,0 +1,25 @@
+"""One launch of each matvec of a Mistral-7B layer, to run under a profiler:
+
+    ncu --clock-control none --set basic -k "regex:_(matvec|swiglu)_kernel" python -m benchmarks.matvec_profile
+"""
+
+import torch
+
+from benchmarks.cuda_timing import random_part
+from quengine.kernels.cuda.activations import round_activations
+from quengine.kernels.cuda.matvec import matvec, matvec_swiglu
+from quengine.kernels.cuda.packed import PackedWeight
+
+
+def main() -> None:
+    pdl = torch.cuda.get_device_capability() >= (9, 0)
+    narrow = round_activations(torch.randn(1, 4096, device="cuda"))
+    wide = round_activations(torch.randn(1, 14336, device="cuda"))
+    matvec_swiglu(narrow, PackedWeight((random_part("Q4_K", 28672, 4096),), paired=True), pdl=pdl)
+    matvec(wide, PackedWeight((random_part("Q4_K", 4096, 14336),)), pdl=pdl)
+    matvec(narrow, PackedWeight((random_part("Q4_K", 4096, 4096),)), pdl=pdl)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
