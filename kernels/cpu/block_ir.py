@@ -27,12 +27,14 @@ class Slices:
     scales    fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, of slices
               0..3 and 4..7, two lanes a slice
     mins      the minimums to subtract, in the same form, or None
+    joint     where the same bytes hold slices i and i + 1 (i even): ints(i) with ints(i + 1) behind, made together
     """
 
     ints: Callable[[int], tuple[ir.Value, ir.Value]]
     scales: tuple[ir.Value, ...]
     mins: tuple[ir.Value, ...] | None = None
     paired: bool = False
+    joint: Callable[[int], tuple[ir.Value, ir.Value]] | None = None
 
 
 def emit_blocks(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> Slices:
@@ -175,7 +177,13 @@ def _emit_q4_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
             return e.shift_left(low, -4), e.shift_left(high, -4)
         return e.and_(low, 15), e.and_(high, 15)
 
-    return Slices(ints, (scales,), (mins,))
+    def joint(i: int) -> tuple[ir.Value, ir.Value]:
+        shifts = e.const(vec(I16, 32), [0] * 16 + [4] * 16)
+        parts = (e.load(vec(I8, 16), block, codes_at + 16 * i + 16 * k) for k in (0, 1))
+        low, high = (e.and_(e.b.lshr(e.widen(e.join(part, part), I16, False), shifts), 15) for part in parts)
+        return low, high
+
+    return Slices(ints, (scales,), (mins,), joint=joint)
 
 
 def _emit_q5_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:

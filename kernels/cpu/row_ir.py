@@ -125,8 +125,7 @@ class _RowDot:
         factors = self._factors(content, first_slice, state)
         step = min(2, blocks * self.fmt.block // 32)
         for j in range(0, blocks * self.fmt.block // 32, step):
-            parts = [content.ints(j + k) for k in range(step)]
-            low, high = (self._side_by_side([part[k] for part in parts]) for k in (0, 1))
+            low, high = self._ints(content, j, step)
             for b, record in enumerate(self.records):
                 a = e.at(record, e.b.mul(first_slice, e.i64(64)))
                 if content.paired:
@@ -148,6 +147,15 @@ class _RowDot:
             for b, (_, second) in enumerate(split)
             for v in (e.join(narrow[3 * b], second), *narrow[3 * b + 1 : 3 * b + 3])
         ]
+
+    def _ints(self, content: Slices, j: int, count: int) -> tuple[ir.Value, ir.Value]:
+        """Slices j .. j + count - 1, side by side, as `Slices.ints` gives one."""
+        if count == 2 and content.joint is not None:
+            return content.joint(j)
+        parts = [content.ints(j + k) for k in range(count)]
+        return self._side_by_side([part[0] for part in parts]), self._side_by_side(
+            [part[1] for part in parts]
+        )
 
     def _side_by_side(self, vectors: list[ir.Value]) -> ir.Value:
         return vectors[0] if len(vectors) == 1 else self.e.join(*vectors)

@@ -79,10 +79,10 @@ def test_the_team_changes_size_while_idle() -> None:
 
 
 def results() -> str:
-    """The bits that the kernels of a decode step give on this CPU, three kinds of matmul among them."""
+    """The bits that the kernels of a decode step give on this CPU, four kinds of matmul among them."""
     generator = torch.Generator().manual_seed(0)
     tensors = []
-    for name, blocks in (("Q4_1", 5), ("Q6_K", 2), ("F16", 70)):
+    for name, blocks in (("Q4_1", 5), ("Q4_K", 2), ("Q6_K", 2), ("F16", 70)):
         w = random_weight(name, 5, blocks)
         tensors += [linear(torch.randn(1, w.cols, generator=generator), [w]), embed(w, torch.arange(5))]
     k = torch.randn(40, 1, 32, generator=generator).half()
