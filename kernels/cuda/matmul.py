@@ -116,25 +116,55 @@ def _dequantize_kernel(
 
 
 @triton.jit
-def _fused_chunk(
-    totals, words, x_at, gain, FMT: tl.constexpr, TOKEN_TILES: tl.constexpr, K: tl.constexpr, ASM: tl.constexpr
+def _token_words(
+    x_at, column, step: tl.constexpr, FMT: tl.constexpr, K: tl.constexpr, TOKEN_TILES: tl.constexpr
 ):
-    """totals + a chunk of weights times 8*TOKEN_TILES rows of x; x_at points at this lane's row and columns."""
+    """The 8 columns of a step for this lane's row of every token tile: two words of four fp16 each.
+
+    Zeros past column K: the weights there are zero too, but what lies in memory need not be finite.
+    """
+    AT: tl.constexpr = (step // FMT.steps_per_set) * FMT.group + (step % FMT.steps_per_set) * 2
+    words = ()
+    for n in tl.static_range(TOKEN_TILES):
+        if K % FMT.chunk == 0:
+            words = words + (tl.load(x_at[n] + AT), tl.load(x_at[n] + (AT + 1)))
+        else:
+            fits = column < K - 4 * AT
+            words = words + (
+                tl.load(x_at[n] + AT, mask=fits, other=0),
+                tl.load(x_at[n] + (AT + 1), mask=fits, other=0),
+            )
+    return words
+
+
+@triton.jit
+def _fused_chunk(
+    totals, words, x_at, column, gain,
+    FMT: tl.constexpr, K: tl.constexpr, TOKEN_TILES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """totals + a chunk of weights times 8*TOKEN_TILES rows of x; x_at points at this lane's rows, at `column`.
+
+    Rows of x are read one step before they are multiplied.
+    """
     SETS: tl.constexpr = FMT.sets
     STEPS: tl.constexpr = FMT.steps_per_set
     SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
+    x = _token_words(x_at, column, 0, FMT, K, TOKEN_TILES)
     for s in tl.static_range(SETS):
         near, near_min, far, far_min = _chunk_scales(words, s, gain, FMT)
         for j in tl.static_range(STEPS):
+            x_now = x
+            if s * STEPS + j + 1 < SETS * STEPS:
+                x = _token_words(x_at, column, s * STEPS + j + 1, FMT, K, TOKEN_TILES)
             codes = step_codes(words, s * STEPS + j, FMT, ASM)
             for half in tl.static_range(2):
                 near_low, near_high = scale_bytes(codes[2 * half], near, near_min, SIGNED, ASM)
                 far_low, far_high = scale_bytes(codes[2 * half + 1], far, far_min, SIGNED, ASM)
                 result = ()
                 for n in tl.static_range(TOKEN_TILES):
-                    x = tl.load(x_at[n] + (s * FMT.group + j * 2 + half))
+                    word = x_now[2 * n + half]
                     d = mma_half(
-                        (near_low, far_low, near_high, far_high), x.to(tl.int32), (x >> 32).to(tl.int32),
+                        (near_low, far_low, near_high, far_high), word.to(tl.int32), (word >> 32).to(tl.int32),
                         (totals[4 * n], totals[4 * n + 1], totals[4 * n + 2], totals[4 * n + 3]), ASM,
                     )  # fmt: skip
                     result = result + (d[0], d[1], d[2], d[3])
@@ -180,7 +210,8 @@ def _fused_kernel(
         x_at = ()
         for n in tl.static_range(TOKEN_TILES):
             x_at = x_at + (rows_at[n] + tl.minimum(c, CHUNKS - 1) * (FMT.chunk // 4),)
-        totals = _fused_chunk(totals, words, x_at, gain, FMT, TOKEN_TILES, K, ASM)
+        column = tl.minimum(c, CHUNKS - 1) * FMT.chunk + (lane & 3) * FMT.group
+        totals = _fused_chunk(totals, words, x_at, column, gain, FMT, K, TOKEN_TILES, ASM)
         words = later
     for n in tl.static_range(TOKEN_TILES):
         both = tl.join(
