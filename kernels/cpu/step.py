@@ -195,15 +195,17 @@ class Step:
     def __init__(self, recorder: StepRecorder, logits: Tensor) -> None:
         self._vocabulary, self._context = recorder.vocabulary, recorder.context
         self._token, self._position = recorder.token.numpy(), recorder.position.numpy()
-        self._attentions, self._logits = recorder.attentions, logits
-        self._tasks: list[int | None] = [None] * len(self._attentions)
-        self._numbers = []
+        self._logits = logits
+        numbers: dict[int, int] = {}
         launches: list[Launch] = []
         for stage in recorder.stages:
-            if any(stage is attention.stage for attention in self._attentions):
-                self._numbers.append(len(launches))
+            numbers[id(stage)] = len(launches)
             launches += stage.launches()
         self._program = Program(launches)
+        # Attentions that see the same positions, each with the number of its launch.
+        self._alike: dict[Visible, list[tuple[_Attention, int]]] = {}
+        for attention in recorder.attentions:
+            self._alike.setdefault(attention.visible, []).append((attention, numbers[id(attention.stage)]))
 
     def run(self, token: int, position: int) -> Tensor:
         """Logits [1, V] fp32 after `token` at `position`; its keys and values are written to the caches.
@@ -220,11 +222,12 @@ class Step:
         return self._logits.clone()
 
     def _see(self, length: int) -> None:
-        for i, attention in enumerate(self._attentions):
-            first = 0 if attention.window is None else max(0, length - attention.window)
-            attention.visible.set(first, length)
-            tasks = attention.kv_heads * attention.visible.stretches
-            if tasks != self._tasks[i]:
-                self._tasks[i] = tasks
+        for visible, attentions in self._alike.items():
+            window, stretches = attentions[0][0].window, visible.stretches
+            visible.set(0 if window is None else max(0, length - window), length)
+            if visible.stretches == stretches:
+                continue
+            for attention, number in attentions:
+                tasks = attention.kv_heads * visible.stretches
                 attention.stage.set_tasks(tasks)
-                self._program.set_tasks(self._numbers[i], tasks)
+                self._program.set_tasks(number, tasks)
