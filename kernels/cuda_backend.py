@@ -18,7 +18,7 @@ from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_swiglu
-from quengine.kernels.cuda.matvec import matvec, matvec_swiglu
+from quengine.kernels.cuda.matvec import SwigluScratch, matvec, matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight, pack
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
@@ -47,6 +47,7 @@ class CudaBackend:
         # Programmatic dependent launch: a kernel starts, and reads its weights, before the one before it has ended.
         self.pdl = torch.cuda.get_device_capability(device) >= HOPPER
         self._slices: DecodeWorkspace | None = None
+        self._swiglu: SwigluScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
         self._widest = 0
         self._largest = 0
@@ -72,7 +73,9 @@ class CudaBackend:
     def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, gate_up: PackedWeight) -> Rows:
         rows = self._normed(x, norm, eps)
         if isinstance(rows, RoundedActivations):
-            return matvec_swiglu(rows, gate_up, pdl=self.pdl)
+            if self._swiglu is None:
+                self._swiglu = SwigluScratch.empty(DECODE_ROWS, self._widest, self.device)
+            return matvec_swiglu(rows, gate_up, scratch=self._swiglu, pdl=self.pdl)
         return matmul_swiglu(rows, gate_up, self._workspace(rows.shape[0]))
 
     def linear_add(self, x: Rows, weight: PackedWeight, residual: Tensor) -> Tensor:
