@@ -1,15 +1,7 @@
-"""Without a CUDA device these tests run the Triton kernels in Triton's interpreter, on the CPU.
-
-The variable must be set before triton is first imported, so it is set here, when pytest collects the folder.
-"""
-
-import os
+"""Where the kernels under test run; tests/conftest.py chooses the interpreter where there is no GPU."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
