@@ -76,13 +76,19 @@ def engine(hub, tmp_path, monkeypatch, capfd):
 
 @pytest.fixture
 def start(env):
-    """Starts a command line as a process of its own."""
+    """Starts a command line as a process of its own, which Ctrl-C reaches even where the tests run detached."""
     started = []
 
     def start(*args, code="import sys; from quengine.cli.main import run; sys.exit(run(sys.argv[1:]))"):
         pipe = subprocess.PIPE
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *args], env=env, stdout=pipe, stderr=pipe, text=True
+            [sys.executable, "-c", code, *args],
+            env=env,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            # A shell that starts a job in the background has it ignore SIGINT, and its children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process
