@@ -2,8 +2,9 @@
 
     python -m benchmarks.matmul_crossover [-o TABLE.json]
 
-Times the four matmuls of a Mistral-7B Q4_K layer at several numbers of rows, both ways, from CUDA graphs, and writes the
-largest number of rows at which the fused way still wins, summed over the layer, to the launch table ("fused_limit").
+Times the four matmuls of a Mistral-7B Q4_K layer at several numbers of rows, both ways, from CUDA graphs, and
+writes the largest number of rows at which the fused way still wins, summed over the layer, to the launch table
+("fused_limit").
 """
 
 import argparse
@@ -35,7 +36,9 @@ def layer_times(rows: int, weights: dict[str, list], room: MatmulWorkspace, limi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--out", type=Path, default=Path(launch_table.__file__).with_name("launch_table.json"))
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path(launch_table.__file__).with_name("launch_table.json")
+    )
     arguments = parser.parse_args()
     weights = {name: random_weights([("Q4_K", n)], k) for name, n, k in SHAPES}
     room = MatmulWorkspace.empty(max(ROWS), 14336, 28672 * 4096, "cuda")
@@ -44,12 +47,18 @@ def main() -> None:
         assert isinstance(part, PackedPart)
         expanded = room.weights[: part.rows * part.cols].view(part.rows, part.cols)
         time = graph_time([lambda p=part, e=expanded: dequantize_part(p, False, e)] * 4) / 4
-        print(f"dequantize {name}: {time:.1f} us, {(part.nbytes + 2 * expanded.numel()) / time / 1e6:.2f} TB/s")
+        print(
+            f"dequantize {name}: {time:.1f} us, {(part.nbytes + 2 * expanded.numel()) / time / 1e6:.2f} TB/s"
+        )
     results, limit = [], 8
     for rows in ROWS:
         fused = layer_times(rows, weights, room, rows) if rows <= 128 else {}
         expanded = layer_times(rows, weights, room, 0)
-        if fused and sum(fused.values()) < sum(expanded.values()) and limit == max([8, *[r for r in ROWS if r < rows]]):
+        if (
+            fused
+            and sum(fused.values()) < sum(expanded.values())
+            and limit == max([8, *[r for r in ROWS if r < rows]])
+        ):
             limit = rows
         results.append({"rows": rows, "fused": fused, "expanded": expanded})
         for way, times in (("fused", fused), ("expanded", expanded)):

@@ -2,8 +2,9 @@
 
     python -m benchmarks.matvec_chain [rows ...]
 
-Per kernel: bytes, floor at 4.3 TB/s, time, percent of the floor's rate. The chain is 32 layers, half with Q6_K in attn_v and ffn_down, with
-the roundings between (no norm, no attention), then the output matrix. Prints a table and one JSON line.
+Per kernel: bytes, floor at 4.3 TB/s, time, percent of the floor's rate. The chain is 32 layers, half with Q6_K in
+attn_v and ffn_down, with the roundings between (no norm, no attention), then the output matrix. Prints a table and
+one JSON line.
 """
 
 import json
@@ -34,51 +35,72 @@ def layer(q6: bool) -> dict[str, PackedWeight]:
     }
 
 
+def measure(rows: int, pdl: bool) -> None:
+    """Time every kernel and both chains with `rows` rows, and print them."""
+    layers = [layer(i % 2 == 0) for i in range(LAYERS)]
+    output = PackedWeight((random_part("Q6_K", 32000, 4096),))
+    hidden = torch.randn(rows, 4096, device="cuda")
+    x = RoundedActivations.empty(rows, 4096, "cuda")
+    middle = RoundedActivations.empty(rows, 14336, "cuda")
+    round_activations(hidden, out=x)
+    round_activations(torch.randn(rows, 14336, device="cuda"), out=middle)
+    scratch = SwigluScratch.empty(rows, 14336, "cuda")
+    qkv = torch.empty(rows, 6144, device="cuda")
+    logits = torch.empty(rows, 32000, device="cuda")
+    calls = {
+        "qkv": lambda w: matvec(x, w["qkv"], out=qkv, pdl=pdl),
+        "o": lambda w: matvec(x, w["o"], residual=hidden, out=hidden, pdl=pdl),
+        "gate_up": lambda w: matvec_swiglu(x, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
+        "down": lambda w: matvec(middle, w["down"], residual=hidden, out=hidden, pdl=pdl),
+    }
+    table = []
+    for name, call in calls.items():
+        for kind, chosen in (("Q6", layers[0::2]), ("Q4", layers[1::2])):
+            if kind == "Q4" and name in ("o", "gate_up"):
+                continue
+            time = graph_time([lambda w=w, c=call: c(w) for w in chosen]) / len(chosen)
+            table.append((f"{name} {kind}", chosen[0][name].nbytes, time))
+    time = graph_time([lambda: matvec(x, output, out=logits, pdl=pdl)] * 4) / 4
+    table.append(("output", output.nbytes, time))
+    rounding = graph_time([lambda: round_activations(hidden, out=x, pdl=pdl)] * 32) / 32
+    table.append(("round 4096", 0, rounding))
+    plain = [lambda w=w, c=c: c(w) for w in layers for c in calls.values()]
+    rounded = []
+    for w in layers:
+        for name, call in calls.items():
+            if name != "down":
+                rounded.append(lambda: round_activations(hidden, out=x, pdl=pdl))
+            rounded.append(lambda w=w, c=call: c(w))
+    rounded += [
+        lambda: round_activations(hidden, out=x, pdl=pdl),
+        lambda: matvec(x, output, out=logits, pdl=pdl),
+    ]
+    total = sum(sum(p.nbytes for p in w.values()) for w in layers)
+    table.append(("4 x 32 layers", total, graph_time(plain)))
+    table.append(("with roundings and output", total + output.nbytes, graph_time(rounded)))
+    for name, nbytes, time in table:
+        floor = nbytes / FLOOR_RATE
+        print(
+            f"{rows} rows  {name:26s} {nbytes / 1e6:8.1f} MB  floor {floor:8.2f} us  {time:8.2f} us"
+            f"  {100 * floor / time:3.0f}%",
+            flush=True,
+        )
+    print(
+        json.dumps(
+            {
+                "rows": rows,
+                "device": torch.cuda.get_device_name(),
+                "us": {n: round(t, 2) for n, _, t in table},
+            }
+        ),
+        flush=True,
+    )
+
+
 def main() -> None:
     pdl = torch.cuda.get_device_capability() >= (9, 0)
     for rows in [int(a) for a in sys.argv[1:]] or [1]:
-        layers = [layer(i % 2 == 0) for i in range(LAYERS)]
-        output = PackedWeight((random_part("Q6_K", 32000, 4096),))
-        hidden = torch.randn(rows, 4096, device="cuda")
-        x = RoundedActivations.empty(rows, 4096, "cuda")
-        middle = RoundedActivations.empty(rows, 14336, "cuda")
-        round_activations(hidden, out=x)
-        round_activations(torch.randn(rows, 14336, device="cuda"), out=middle)
-        scratch = SwigluScratch.empty(rows, 14336, "cuda")
-        qkv = torch.empty(rows, 6144, device="cuda")
-        logits = torch.empty(rows, 32000, device="cuda")
-        calls = {
-            "qkv": lambda w: matvec(x, w["qkv"], out=qkv, pdl=pdl),
-            "o": lambda w: matvec(x, w["o"], residual=hidden, out=hidden, pdl=pdl),
-            "gate_up": lambda w: matvec_swiglu(x, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
-            "down": lambda w: matvec(middle, w["down"], residual=hidden, out=hidden, pdl=pdl),
-        }
-        table = []
-        for name, call in calls.items():
-            for kind, chosen in (("Q6", layers[0::2]), ("Q4", layers[1::2])):
-                if kind == "Q4" and name in ("o", "gate_up"):
-                    continue
-                time = graph_time([lambda w=w: call(w) for w in chosen]) / len(chosen)
-                table.append((f"{name} {kind}", chosen[0][name].nbytes, time))
-        time = graph_time([lambda: matvec(x, output, out=logits, pdl=pdl)] * 4) / 4
-        table.append(("output", output.nbytes, time))
-        rounding = graph_time([lambda: round_activations(hidden, out=x, pdl=pdl)] * 32) / 32
-        table.append(("round 4096", 0, rounding))
-        plain = [lambda w=w, c=c: c(w) for w in layers for c in calls.values()]
-        rounded = []
-        for w in layers:
-            for name, call in calls.items():
-                if name != "down":
-                    rounded.append(lambda: round_activations(hidden, out=x, pdl=pdl))
-                rounded.append(lambda w=w, c=call: c(w))
-        rounded += [lambda: round_activations(hidden, out=x, pdl=pdl), lambda: matvec(x, output, out=logits, pdl=pdl)]
-        total = sum(sum(p.nbytes for p in w.values()) for w in layers)
-        table.append(("4 x 32 layers", total, graph_time(plain)))
-        table.append(("with roundings and output", total + output.nbytes, graph_time(rounded)))
-        for name, nbytes, time in table:
-            floor = nbytes / FLOOR_RATE
-            print(f"{rows} rows  {name:26s} {nbytes / 1e6:8.1f} MB  floor {floor:8.2f} us  {time:8.2f} us  {100 * floor / time:3.0f}%", flush=True)
-        print(json.dumps({"rows": rows, "device": torch.cuda.get_device_name(), "us": {n: round(t, 2) for n, _, t in table}}), flush=True)
+        measure(rows, pdl)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One launch of each matvec of a Mistral-7B layer, to run under a profiler:
 
-    ncu --clock-control none --set basic -k "regex:_(matvec|swiglu)_kernel" python -m benchmarks.matvec_profile
+ncu --clock-control none --set basic -k "regex:_(matvec|swiglu)_kernel" python -m benchmarks.matvec_profile
 """
 
 import torch

@@ -49,8 +49,8 @@ def geometries(chunks: int) -> Iterator[Geometry]:
         rounds = -(-chunks // k)
         useful = t * k <= 16 and rounds <= 7 and ahead <= rounds and (t == 1 or ahead > 1)
         if useful and k <= chunks:
-            for registers in (0, 80) if t == 1 else (0,):
-                yield Geometry(t, k, ahead, registers)
+            for registers, early in itertools.product((0, 64, 80) if t == 1 else (0,), (False, True)):
+                yield Geometry(t, k, ahead, registers, early)
 
 
 def launcher(weight: PackedWeight, kind: str, x: RoundedActivations, pdl: bool):  # type: ignore[no-untyped-def]
@@ -104,7 +104,9 @@ def compile_all(only: str, workers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--out", type=Path, default=Path(launch_table.__file__).with_name("launch_table.json"))
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path(launch_table.__file__).with_name("launch_table.json")
+    )
     parser.add_argument("--only", default="")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--compile", default="")
@@ -122,9 +124,18 @@ def main() -> None:
     for shape in shapes:
         results = measure(shape, pdl, None)
         best = results[0]
-        entries[key_of(shape)] = [best[1].tiles, best[1].k_warps, best[1].ahead, best[1].registers]
+        entries[key_of(shape)] = [
+            best[1].tiles,
+            best[1].k_warps,
+            best[1].ahead,
+            best[1].registers,
+            best[1].early,
+        ]
         rate = nbytes_of(shape) / best[0] / 1e6
-        rest = ", ".join(f"{time:.2f} {g.tiles}/{g.k_warps}/{g.ahead}/{g.registers}" for time, g in results[:7])
+        rest = ", ".join(
+            f"{time:.2f} {g.tiles}/{g.k_warps}/{g.ahead}/{g.registers}/{int(g.early)}"
+            for time, g in results[:7]
+        )
         print(f"{key_of(shape)}: {best[0]:.2f} us, {rate:.2f} TB/s  [{rest}]", flush=True)
     arguments.out.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 

@@ -92,8 +92,9 @@ def store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, l
 
 
 @triton.jit
-def _round_kernel(x_ptr, high_ptr, low_ptr, scale_ptr, sums_ptr, groups, BLOCK: tl.constexpr, PDL:
-tl.constexpr):
+def _round_kernel(
+    x_ptr, high_ptr, low_ptr, scale_ptr, sums_ptr, groups, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -114,7 +115,7 @@ def round_activations(
     """
     if x.ndim != 2 or not x.is_contiguous():
         raise ValueError(f"rounding takes contiguous rows [T, K], not {list(x.shape)} {list(x.stride())}")
-    rounded = RoundedActivations.empty(*x.shape, x.device) if out is None else out
+    rounded = RoundedActivations.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     if rounded.high.shape != x.shape:
         raise ValueError(f"out holds {list(rounded.high.shape)}, not {list(x.shape)}")
     groups = x.numel() // GROUP

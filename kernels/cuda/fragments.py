@@ -1,7 +1,7 @@
 """Reading packed planes in the order of the matrix instructions: device functions shared by the matmul kernels.
 
-Every tensor has one element a thread. `FMT` is the PackedLayout of the matrix. The loads of a chunk come as one tuple of
-words, so that a kernel can issue them long before it uses them:
+Every tensor has one element a thread. `FMT` is the PackedLayout of the matrix. The loads of a chunk come as one
+tuple of words, so that a kernel can issue them long before it uses them:
     low words (one or two a step), high words, then scale words, then the word of super-scales.
 Does not know: activations, or what the codes are multiplied with.
 """
@@ -94,7 +94,11 @@ def load_scales(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr,
             for s in tl.static_range(SETS):
                 words = words + (half >> (SET_BITS * s),)
         else:
-            words = (_read(_pointer(planes[2], tl.int16) + (chunk * 32 + lane), ON * 32, valid, MASKED).to(tl.int32),)
+            words = (
+                _read(_pointer(planes[2], tl.int16) + (chunk * 32 + lane), ON * 32, valid, MASKED).to(
+                    tl.int32
+                ),
+            )
     if FMT.super_bytes == 64:
         supers = _pointer(planes[3], tl.int64) + (chunk * 8 + (lane >> 2))
         words = words + (_read(supers, ON * 8, valid, MASKED),)

@@ -52,14 +52,16 @@ def _half_rows_kernel(x_ptr, half_ptr, unscale_ptr, K, BLOCK: tl.constexpr):
 
 def half_rows(x: Tensor, out: HalfRows | None = None) -> HalfRows:
     """Round contiguous fp32 rows [T, K] to scaled fp16."""
-    rows = HalfRows.empty(*x.shape, x.device) if out is None else out
+    rows = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     block = min(4096, int(triton.next_power_of_2(x.shape[1])))
     _half_rows_kernel[(x.shape[0],)](x, rows.values, rows.unscale, x.shape[1], BLOCK=block, num_warps=8)
     return rows
 
 
 @triton.jit
-def _finish_kernel(y_ptr, unscale_ptr, residual_ptr, out_ptr, N, gain, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
+def _finish_kernel(
+    y_ptr, unscale_ptr, residual_ptr, out_ptr, N, gain, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(y_ptr + row * N + n, mask=n < N, other=0.0) * (tl.load(unscale_ptr + row) * gain)

@@ -24,7 +24,8 @@ _MOST_ROUNDS = 16
 class Geometry:
     """A program of the matvec kernels: `tiles` tiles of 16 weight rows, each shared by `k_warps` warps (powers of
     two) that split its columns; `ahead` chunks are read before they are needed; `registers` is a limit per thread
-    (0: none) that leaves room on a multiprocessor for more programs, also for those of the next kernel.
+    (0: none) that leaves room on a multiprocessor for more programs, also for those of the next kernel;
+    `early`: see q_dot.py.
 
     `k_warps` fixes the order in which a row is summed, so it may follow from the weight alone, never from the batch.
     """
@@ -33,6 +34,7 @@ class Geometry:
     k_warps: int
     ahead: int
     registers: int = 0
+    early: bool = False
 
     @property
     def warps(self) -> int:

@@ -292,7 +292,11 @@ def matmul(
 
 
 def matmul_swiglu(
-    x: Tensor, gate_up: PackedWeight, workspace: MatmulWorkspace, scratch: Tensor | None = None, out: Tensor | None = None
+    x: Tensor,
+    gate_up: PackedWeight,
+    workspace: MatmulWorkspace,
+    scratch: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """silu(gate)*up of x fp32 [T, K] times a merged weight [2F, K]: fp32 [T, F]. `scratch` is fp32 [T, 2F]."""
     return swiglu_rows(matmul(x, gate_up, workspace, out=scratch), out=out)

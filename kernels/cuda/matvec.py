@@ -1,8 +1,8 @@
 """Matrix times a few rows, on packed weights: decode's matmul, 1 to 8 rows.
 
 `matvec` gives fp32 rows, with the residual added if there is one. `matvec_swiglu` takes a paired gate/up weight and
-gives silu(gate)*up, rounded again for the next matmul where a program owns whole groups of it. Everything can be captured in
-a CUDA graph: no host synchronisation, and no allocation when `out` is given.
+gives silu(gate)*up, rounded for the next matmul. Everything can be captured in a CUDA graph: no host
+synchronisation, and no allocation when `out` is given.
 
 Definition: kernels/q_dot.py. Does not know: models, or how the launch geometry was found (launch_table.py).
 """
@@ -15,7 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.activations import RoundedActivations, round_activations, round_group, store_rounded
+from quengine.kernels.cuda.activations import (
+    RoundedActivations,
+    round_activations,
+    round_group,
+    store_rounded,
+)
 from quengine.kernels.cuda.launch_table import Geometry, matvec_geometry
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
 from quengine.kernels.cuda.q_dot import reduce_tile, row_order, tile_dots
@@ -27,14 +32,14 @@ MAX_ROWS = 8
 def _part_rows(
     planes, x_high, x_low, t_ptr, sums_ptr, tile0, tiles, T,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles from `tile0` on, each shared by K_WARPS warps: fp32 [TILES, 8, 2, ROWS]."""
     thread = tl.arange(0, 32 * TILES * K_WARPS)
     warp = thread >> 5
     totals = tile_dots(
         planes, x_high, x_low, t_ptr, sums_ptr, tile0 + warp // K_WARPS, tiles, warp % K_WARPS, T, thread & 31,
-        FMT, ROWS, K, K_WARPS, AHEAD, EVEN, PDL, ASM,
+        FMT, ROWS, K, K_WARPS, AHEAD, EARLY, EVEN, PDL, ASM,
     )  # fmt: skip
     return reduce_tile(totals, ROWS, TILES, K_WARPS)
 
@@ -70,7 +75,8 @@ def _matvec_kernel(
     low_b, high_b, scales_b, supers_b, tiles_b, rows_b,
     first, N, T,
     FMT_A: tl.constexpr, FMT_B: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-    TILES: tl.constexpr, K_WARPS: tl.constexpr, AHEAD: tl.constexpr, EVEN_A: tl.constexpr, EVEN_B: tl.constexpr,
+    TILES: tl.constexpr, K_WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    EVEN_A: tl.constexpr, EVEN_B: tl.constexpr,
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One or two parts (FMT_B None: one) of a matrix, TILES tiles a program."""
@@ -80,7 +86,7 @@ def _matvec_kernel(
     if FMT_B is None:
         y = _part_rows(
             (low_a, high_a, scales_a, supers_a), x_high, x_low, t_ptr, sums_ptr, tile0, tiles_a, T,
-            FMT_A, ROWS, K, TILES, K_WARPS, AHEAD, EVEN_A, PDL, ASM,
+            FMT_A, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN_A, PDL, ASM,
         )  # fmt: skip
         _store_rows(y, out_ptr, residual_ptr, tile0, first, rows_a, N, T, ROWS, TILES, PAIRED, RESIDUAL)
     else:
@@ -88,14 +94,14 @@ def _matvec_kernel(
         if tl.program_id(0) < blocks_a:
             y = _part_rows(
                 (low_a, high_a, scales_a, supers_a), x_high, x_low, t_ptr, sums_ptr, tile0, tiles_a, T,
-                FMT_A, ROWS, K, TILES, K_WARPS, AHEAD, EVEN_A, PDL, ASM,
+                FMT_A, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN_A, PDL, ASM,
             )  # fmt: skip
             _store_rows(y, out_ptr, residual_ptr, tile0, first, rows_a, N, T, ROWS, TILES, PAIRED, RESIDUAL)
         else:
             tile0 -= blocks_a * TILES
             y = _part_rows(
                 (low_b, high_b, scales_b, supers_b), x_high, x_low, t_ptr, sums_ptr, tile0, tiles_b, T,
-                FMT_B, ROWS, K, TILES, K_WARPS, AHEAD, EVEN_B, PDL, ASM,
+                FMT_B, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN_B, PDL, ASM,
             )  # fmt: skip
             _store_rows(
                 y, out_ptr, residual_ptr, tile0, first + rows_a, rows_b, N, T, ROWS, TILES, PAIRED, RESIDUAL
@@ -107,7 +113,7 @@ def _swiglu_kernel(
     values_ptr, tickets_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr,
     low, high, scales, supers, tiles, width, T,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """silu(gate)*up of a paired matrix, rounded. A tile gives 8 outputs and a group has 32: with fewer than 4 tiles
     to a program, its programs leave their values in `values` and the last one to draw a ticket rounds the group."""
@@ -116,7 +122,7 @@ def _swiglu_kernel(
     tile0 = tl.program_id(0) * TILES
     y = _part_rows(
         (low, high, scales, supers), x_high, x_low, t_ptr, sums_ptr, tile0, tiles, T,
-        FMT, ROWS, K, TILES, K_WARPS, AHEAD, EVEN, PDL, ASM,
+        FMT, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN, PDL, ASM,
     )  # fmt: skip
     gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
     value = gate / (1.0 + tl.exp(-gate)) * up  # [TILES, 8, ROWS]
@@ -124,12 +130,12 @@ def _swiglu_kernel(
     if TILES >= 4:
         GROUPS: tl.constexpr = TILES // 4
         by_row = tl.permute(tl.reshape(value, [GROUPS, 32, ROWS]), [2, 0, 1])
-        h, l, t, x_sums = round_group(tl.reshape(by_row, [ROWS * GROUPS, 32]))
+        high, low, scale, x_sums = round_group(tl.reshape(by_row, [ROWS * GROUPS, 32]))
         group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
         inside = (order[:, None] < T) & (group < width // 32)
         place = tl.reshape(order[:, None] * (width // 32) + group, [ROWS * GROUPS])
         store_rounded(
-            out_high, out_low, out_scale, out_sums, place, tl.reshape(inside, [ROWS * GROUPS]), h, l, t, x_sums
+            out_high, out_low, out_scale, out_sums, place, tl.reshape(inside, [ROWS * GROUPS]), high, low, scale, x_sums
         )  # fmt: skip
     else:
         column = (tile0 + tl.arange(0, TILES)[:, None, None]) * 8 + tl.arange(0, 8)[None, :, None]
@@ -143,9 +149,9 @@ def _swiglu_kernel(
             at = rows[:, None] * width + group * 32 + tl.arange(0, 32)[None, :]
             # Other programs wrote these: not from this multiprocessor's own cache.
             values = tl.load(values_ptr + at, mask=(rows < T)[:, None], other=0.0, cache_modifier=".cg")
-            h, l, t, x_sums = round_group(values)
+            high, low, scale, x_sums = round_group(values)
             place = rows * (width // 32) + group
-            store_rounded(out_high, out_low, out_scale, out_sums, place, rows < T, h, l, t, x_sums)
+            store_rounded(out_high, out_low, out_scale, out_sums, place, rows < T, high, low, scale, x_sums)
             tl.store(tickets_ptr + group, 0)
 
 
@@ -187,13 +193,16 @@ def matvec(
     """x [T, K] times weight [N, K], plus residual fp32 [T, N]: fp32 [T, N], T at most 8.
 
     `out` avoids the allocation; it may be the residual itself. `pdl`: launched before its predecessor in the stream
-    ends, and reading weights meanwhile (sm_90 and later; the predecessor must not write the weights). Raises ValueError on other shapes.
+    ends, and reading weights meanwhile (sm_90 and later; the predecessor must not write the weights). Raises
+    ValueError on other shapes.
     """
     _check(x, weight)
     y = torch.empty(x.rows, weight.rows, dtype=torch.float32, device=x.high.device) if out is None else out
     for name, given in (("out", y), ("residual", y if residual is None else residual)):
         if given.shape != (x.rows, weight.rows) or given.dtype != torch.float32 or not given.is_contiguous():
-            raise ValueError(f"{name} must be contiguous fp32 {[x.rows, weight.rows]}, not {list(given.shape)}")
+            raise ValueError(
+                f"{name} must be contiguous fp32 {[x.rows, weight.rows]}, not {list(given.shape)}"
+            )
     first = 0
     parts = list(weight.parts)
     while parts:
@@ -209,8 +218,8 @@ def matvec(
 
 @dataclass(frozen=True)
 class SwigluScratch:
-    """Room for `matvec_swiglu`, reusable by every call of one stream: values fp32 [T, 2F] and one ticket, int32, for each
-    32 outputs. Tickets are zero between launches."""
+    """Room for `matvec_swiglu`, reusable by every call of one stream: values fp32 [T, 2F] and one
+    ticket, int32, for each 32 outputs. Tickets are zero between launches."""
 
     values: Tensor
     tickets: Tensor
@@ -295,6 +304,11 @@ def _kernel_rows(rows: int) -> int:
     return int(triton.next_power_of_2(rows))
 
 
+def _register_limit(geometry: Geometry, rows: int) -> int | None:
+    """The limit was measured with one row; more than two need the registers."""
+    return geometry.registers if geometry.registers and rows <= 2 else None
+
+
 def _is_even(part: PackedPart, geometry: Geometry) -> bool:
     return part.tiles % geometry.tiles == 0 and part.chunks % geometry.k_warps == 0
 
@@ -319,10 +333,11 @@ def _launch_packed(
         b.low, b.high, b.scales, b.supers, b.tiles, b.rows,
         first, out.shape[1], x.rows,
         FMT_A=a.layout, FMT_B=b.layout if two else None, ROWS=_kernel_rows(x.rows), K=x.cols,
-        TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead,
+        TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EARLY=geometry.early,
         EVEN_A=_is_even(a, geometry), EVEN_B=_is_even(b, geometry),
         PAIRED=paired, RESIDUAL=residual is not None, PDL=pdl, ASM=uses_assembly(),
-        num_warps=geometry.warps, maxnreg=geometry.registers or None, **_pdl_option(pdl),
+        num_warps=geometry.warps, maxnreg=_register_limit(geometry, x.rows),
+        **_pdl_option(pdl),
     )  # fmt: skip
 
 
@@ -335,8 +350,10 @@ def _launch_swiglu(
         x.high, x.low, x.scale, x.sums, part.low, part.high, part.scales, part.supers,
         part.tiles, part.rows // 2, x.rows,
         FMT=part.layout, ROWS=_kernel_rows(x.rows), K=x.cols,
-        TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EVEN=_is_even(part, geometry),
-        PDL=pdl, ASM=uses_assembly(), num_warps=geometry.warps, maxnreg=geometry.registers or None, **_pdl_option(pdl),
+        TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EARLY=geometry.early,
+        EVEN=_is_even(part, geometry),
+        PDL=pdl, ASM=uses_assembly(), num_warps=geometry.warps, maxnreg=_register_limit(geometry, x.rows),
+        **_pdl_option(pdl),
     )  # fmt: skip
 
 

@@ -119,7 +119,9 @@ def can_pair(tensors: Sequence[QuantTensor]) -> bool:
     if len(tensors) != 2:
         return False
     gate, up = tensors
-    return gate.format == up.format and gate.rows == up.rows and gate.rows % 8 == 0 and gate.format.is_quantized
+    return (
+        gate.format == up.format and gate.rows == up.rows and gate.rows % 8 == 0 and gate.format.is_quantized
+    )
 
 
 def _pack_run(run: Sequence[QuantTensor], device: torch.device | str) -> PackedPart | FloatPart:
@@ -148,7 +150,9 @@ def _tile_rows(data: Sequence[Tensor]) -> list[Tensor]:
     """Blocks of rows, each but the last a multiple of 16 long, from tensors that lie one below the other."""
     if len(data) > 1 and any(len(block) % TILE_ROWS for block in data[:-1]):
         data = [torch.cat(list(data))]
-    return [block[row : row + _ROWS_AT_A_TIME] for block in data for row in range(0, len(block), _ROWS_AT_A_TIME)]
+    return [
+        block[row : row + _ROWS_AT_A_TIME] for block in data for row in range(0, len(block), _ROWS_AT_A_TIME)
+    ]
 
 
 class _Planes:
@@ -191,7 +195,11 @@ class _Planes:
 
     def _planes_of(self, groups: Groups) -> tuple[Tensor | None, ...]:
         layout = self.layout
-        codes = groups.codes.view(torch.uint8) ^ layout.offset if layout.offset else groups.codes.view(torch.uint8)
+        codes = (
+            groups.codes.view(torch.uint8) ^ layout.offset
+            if layout.offset
+            else groups.codes.view(torch.uint8)
+        )
         fragments = _to_fragments(_padded(codes, layout.chunk), layout)
         high = _high_plane(fragments >> layout.low, layout) if layout.high else None
         low = _low_plane(fragments & ((1 << layout.low) - 1) if layout.low < 8 else fragments, layout)
@@ -233,7 +241,9 @@ def _from_fragments(fragments: Tensor, layout: PackedLayout) -> Tensor:
     tiles, chunks = fragments.shape[:2]
     shape = (tiles, chunks, layout.sets, layout.steps_per_set, 8, 4, 2, 2, 4)
     return (
-        fragments.reshape(shape).permute(0, 7, 4, 1, 2, 5, 3, 6, 8).reshape(tiles * TILE_ROWS, chunks * layout.chunk)
+        fragments.reshape(shape)
+        .permute(0, 7, 4, 1, 2, 5, 3, 6, 8)
+        .reshape(tiles * TILE_ROWS, chunks * layout.chunk)
     )
 
 
@@ -344,13 +354,13 @@ def _read_six(scales: Tensor) -> Tensor:
     low = torch.stack([scales[..., :128] & 15, scales[..., :128] >> 4], -1).unflatten(2, (32, 4)).flatten(-2)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=scales.device)
     top = ((scales[..., 128:, None] >> shifts) & 3).unflatten(2, (32, 2)).flatten(-2)
-    return low | (top << 4)
+    return torch.bitwise_or(low, top << 4)
 
 
 def _read_fields(plane: Tensor) -> Tensor:
     """The inverse of `_fields`: [.., lane, 4 bytes] -> [.., lane, half, rh, 4]."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=plane.device).view(4, 1)
-    return ((plane.unsqueeze(-2) >> shifts) & 3).unflatten(-2, (2, 2))
+    return torch.unflatten((plane.unsqueeze(-2) >> shifts) & 3, -2, (2, 2))
 
 
 def _read_codes(part: PackedPart) -> Tensor:

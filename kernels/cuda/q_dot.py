@@ -37,7 +37,9 @@ def _activation_words(
 
 
 @triton.jit
-def _group_value(pointer, row: tl.constexpr, group, ON: tl.constexpr, groups: tl.constexpr, T, PADDED: tl.constexpr):
+def _group_value(
+    pointer, row: tl.constexpr, group, ON: tl.constexpr, groups: tl.constexpr, T, PADDED: tl.constexpr
+):
     """pointer[row, group + ON]; rows past the last repeat it (their results are never stored)."""
     if row == 0:
         at = pointer + group
@@ -105,9 +107,9 @@ def _set_dots(codes, x, p: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     low = (zero, zero, zero, zero)
     for j in tl.static_range(STEPS):
         h = x[2 * (p * STEPS + j)]
-        l = x[2 * (p * STEPS + j) + 1]
+        g = x[2 * (p * STEPS + j) + 1]
         high = mma_int8(codes[j], h.to(tl.int32), (h >> 32).to(tl.int32), high, SIGNED, True, ASM)
-        low = mma_int8(codes[j], l.to(tl.int32), (l >> 32).to(tl.int32), low, SIGNED, False, ASM)
+        low = mma_int8(codes[j], g.to(tl.int32), (g >> 32).to(tl.int32), low, SIGNED, False, ASM)
     dots = ()
     for i in tl.static_range(4):
         dots = dots + ((high[i] * 256 + low[i]).to(tl.float32),)
@@ -195,7 +197,15 @@ def _add_chunk(totals, words, x, FMT: tl.constexpr, ROWS: tl.constexpr, ASM: tl.
 
 @triton.jit
 def _tile_chunk(
-    planes, tile, tiles, c, ON: tl.constexpr, lane, FMT: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr
+    planes,
+    tile,
+    tiles,
+    c,
+    ON: tl.constexpr,
+    lane,
+    FMT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Start reading chunk c + ON of `tile`. Past the edge: zeros, whose scales are zero too."""
     valid = (c < CHUNKS - ON) & (tile < tiles)
@@ -206,12 +216,14 @@ def _tile_chunk(
 def tile_dots(
     planes, x_high, x_low, t_ptr, sums_ptr, tile, tiles, k_warp, T, lane,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, K_WARPS: tl.constexpr, AHEAD: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Sums of this thread's share of K for weight rows r and r + 8 of its tile: 2*ROWS fp32, rows of x outermost.
 
     `planes`: the four plane pointers of the matrix. Warp `k_warp` of K_WARPS takes chunks k_warp, k_warp + K_WARPS,
-    ...; AHEAD of them are read before they are used, the first ones before the previous kernel's results are waited for.
+    ...; AHEAD of them are read before they are used, the first ones before the previous kernel is waited for.
+    EARLY: the activations of the next chunk are asked for before the weights behind them. Loads come back in order, so
+    near ones asked for behind far ones wait; but they take 36 registers, which can cost more (up to 2 rows only).
     EVEN: no tile and no chunk lies past the edge. ROWS is 1, 2, 4 or 8 and at least T.
     """
     CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
@@ -226,14 +238,14 @@ def tile_dots(
     totals = ()
     for i in tl.static_range(2 * ROWS):
         totals = totals + (nothing,)
-    x = _load_activations(
-        x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, 0, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
-    )  # fmt: skip
+    if EARLY or ROWS > 2:
+        x = _load_activations(
+            x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, 0, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
+        )  # fmt: skip
     for i in tl.static_range(ROUNDS):
-        # Loads come back in order: activations, which are near, must not be asked for behind weights, which are far.
-        # So those of the next chunk are read first, where there are registers for them.
-        x_now = x
-        if ROWS <= 2 and i + 1 < ROUNDS:
+        if EARLY or ROWS > 2:
+            x_now = x
+        if EARLY and ROWS <= 2 and i + 1 < ROUNDS:
             x = _load_activations(
                 x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
             )  # fmt: skip
@@ -241,6 +253,10 @@ def tile_dots(
             queue = queue + (
                 _tile_chunk(planes, tile, tiles, k_warp, (i + AHEAD) * K_WARPS, lane, FMT, CHUNKS, EVEN),
             )
+        if not EARLY and ROWS <= 2:
+            x_now = _load_activations(
+                x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, i, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
+            )  # fmt: skip
         totals = _add_chunk(totals, queue[i], x_now, FMT, ROWS, ASM)
         if ROWS > 2 and i + 1 < ROUNDS:
             x = _load_activations(

@@ -9,8 +9,8 @@ from quengine.kernels.cuda.half import half_rows
 from quengine.kernels.cuda.layout import PACKED_FORMATS
 from quengine.kernels.cuda.matmul import MatmulWorkspace, dequantize_part, matmul, matmul_swiglu
 from quengine.kernels.cuda.packed import PackedPart, pack
-from quengine.kernels.swiglu import swiglu
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.swiglu import swiglu
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 
 FP16_ROUNDING = 5e-7
@@ -32,7 +32,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
-def test_every_format_within_fp16_rounding(name: str, way: str, device: torch.device) -> None:
+@pytest.mark.usefixtures("way")
+def test_every_format_within_fp16_rounding(name: str, device: torch.device) -> None:
     weight, x = ordinary_weight(name, 21, 256), ordinary_activations(9, 256)
     y = matmul(x.to(device), pack(weight, device), workspace(device))
     assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
@@ -49,7 +50,8 @@ def test_expanded_weights_are_rounded_once(name: str, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
-def test_rows_of_any_size_keep_their_accuracy(scale: float, way: str, device: torch.device) -> None:
+@pytest.mark.usefixtures("way")
+def test_rows_of_any_size_keep_their_accuracy(scale: float, device: torch.device) -> None:
     weight, x = ordinary_weight("Q4_0", 16, 64), ordinary_activations(3, 64)
     x[1] *= scale
     y = matmul(x.to(device), pack(weight, device), workspace(device))
@@ -58,14 +60,20 @@ def test_rows_of_any_size_keep_their_accuracy(scale: float, way: str, device: to
 
 
 @pytest.mark.parametrize("shape", [(10, 576), (17, 640)])
-def test_widths_that_are_no_whole_chunks(shape: tuple[int, int], way: str, device: torch.device) -> None:
+@pytest.mark.usefixtures("way")
+def test_widths_that_are_no_whole_chunks(shape: tuple[int, int], device: torch.device) -> None:
     weight, x = ordinary_weight("Q5_1", 24, shape[1]), ordinary_activations(*shape)
     y = matmul(x.to(device), pack(weight, device), workspace(device))
     assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
 
 
-def test_parts_and_residual(way: str, device: torch.device) -> None:
-    weights = [ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 16, 256), ordinary_weight("F16", 5, 256)]
+@pytest.mark.usefixtures("way")
+def test_parts_and_residual(device: torch.device) -> None:
+    weights = [
+        ordinary_weight("Q4_K", 32, 256),
+        ordinary_weight("Q6_K", 16, 256),
+        ordinary_weight("F16", 5, 256),
+    ]
     x, residual = ordinary_activations(9, 256), ordinary_activations(9, 53, seed=4)
     y = matmul(x.to(device), pack(weights, device), workspace(device), residual=residual.to(device))
     assert nmse(y, expected(x, weights) + residual) < FP16_ROUNDING
@@ -82,7 +90,8 @@ def test_a_small_workspace_expands_some_rows_at_a_time(
         matmul(x.to(device), pack(weight, device), workspace(device, 15 * 256))
 
 
-def test_swiglu_of_a_paired_weight(way: str, device: torch.device) -> None:
+@pytest.mark.usefixtures("way")
+def test_swiglu_of_a_paired_weight(device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
     x = ordinary_activations(9, 256) * 0.1
     y = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), workspace(device))

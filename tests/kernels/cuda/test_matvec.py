@@ -46,20 +46,31 @@ def test_widths_that_are_no_whole_chunks(name: str, device: torch.device) -> Non
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q2_K", "Q4_0"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize(("name", "rows"), [("Q4_K", 2), ("Q4_K", 8), ("Q6_K", 3), ("Q2_K", 3), ("Q4_0", 8)])
 def test_a_row_does_not_depend_on_the_batch(name: str, rows: int, device: torch.device) -> None:
     weight, x = ordinary_weight(name, 16, 256), ordinary_activations(8, 256)
     packed = pack(weight, device)
-    alone = torch.cat([matvec(round_activations(row.view(1, -1).to(device)), packed) for row in x])
+    alone = torch.cat([matvec(round_activations(row.view(1, -1).to(device)), packed) for row in x[:rows]])
     together = matvec(round_activations(x[:rows].to(device)), packed)
     assert nmse(together, expected(x[:rows], [weight])) < FP32_NOISE
-    assert torch.equal(together, alone[:rows])
+    assert torch.equal(together, alone)
 
 
-@pytest.mark.parametrize("geometry", [(1, 1, 1), (1, 4, 1), (2, 2, 3), (4, 1, 2), (1, 8, 2), (2, 4, 8)])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        (1, 1, 1),
+        (1, 4, 1),
+        (2, 2, 3),
+        (4, 1, 2),
+        (1, 8, 2),
+        (1, 4, 1, 0, True),
+        (1, 2, 2, 0, True),
+        (2, 1, 2, 64, True),
+    ],
+)
 def test_every_geometry_gives_the_definition(
-    geometry: tuple[int, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    geometry: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_geometry(monkeypatch, *geometry)
     weight, x = ordinary_weight("Q4_K", 40, 1280), ordinary_activations(1, 1280)
@@ -68,7 +79,11 @@ def test_every_geometry_gives_the_definition(
 
 
 def test_parts_of_different_formats_lie_side_by_side(device: torch.device) -> None:
-    weights = [ordinary_weight("Q4_K", 40, 512), ordinary_weight("Q4_K", 16, 512, 1), ordinary_weight("Q6_K", 24, 512, 2)]
+    weights = [
+        ordinary_weight("Q4_K", 40, 512),
+        ordinary_weight("Q4_K", 16, 512, 1),
+        ordinary_weight("Q6_K", 24, 512, 2),
+    ]
     x = ordinary_activations(2, 512)
     y = matvec(round_activations(x.to(device)), pack(weights, device))
     assert nmse(y, expected(x, weights)) < FP32_NOISE
@@ -89,9 +104,10 @@ def test_the_residual_is_added_in_place(device: torch.device) -> None:
     assert nmse(y, expected(x, [weight]) + residual) < FP32_NOISE
 
 
-@pytest.mark.parametrize(("name", "width"), [("Q4_K", 64), ("Q4_0", 96), ("Q6_K", 160)])
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_swiglu_is_rounded_like_the_definition(name: str, width: int, rows: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("name", "width", "rows"), [("Q4_K", 32, 8), ("Q4_0", 64, 1), ("Q6_K", 32, 3)])
+def test_swiglu_is_rounded_like_the_definition(
+    name: str, width: int, rows: int, device: torch.device
+) -> None:
     gate, up = ordinary_weight(name, width, 256), ordinary_weight(name, width, 256, 1)
     x = ordinary_activations(rows, 256) * 0.1
     weight = pack([gate, up], device, paired=True)
@@ -108,7 +124,7 @@ def assert_rounded_close(y: RoundedActivations, exact: torch.Tensor) -> None:
 
 
 def test_swiglu_of_formats_that_cannot_share_tiles(device: torch.device) -> None:
-    gate, up = ordinary_weight("Q4_K", 64, 256), ordinary_weight("Q6_K", 64, 256, 1)
+    gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 32, 256, 1)
     x = ordinary_activations(2, 256) * 0.1
     y = matvec_swiglu(round_activations(x.to(device)), pack([gate, up], device, paired=True))
     assert_rounded_close(y, swiglu(expected(x, [gate, up])))
@@ -126,7 +142,9 @@ def test_plain_floats(name: str, device: torch.device) -> None:
     weights = [ordinary_weight(name, 13, 576), ordinary_weight("Q8_0", 16, 576)]
     x = ordinary_activations(2, 576)
     y = matvec(round_activations(x.to(device)), pack(weights, device))
-    floats = definition.round_activations(x).values() @ dequantize(weights[0].format, weights[0].data).double().T
+    floats = (
+        definition.round_activations(x).values() @ dequantize(weights[0].format, weights[0].data).double().T
+    )
     assert nmse(y, torch.cat([floats, expected(x, weights[1:])], 1)) < FP32_NOISE
 
 
@@ -161,9 +179,9 @@ def test_every_geometry_of_swiglu_rounds_whole_groups(
     geometry: tuple[int, int, int], rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_geometry(monkeypatch, *geometry)
-    gate, up = ordinary_weight("Q4_K", 96, 256), ordinary_weight("Q4_K", 96, 256, 1)
+    gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q4_K", 32, 256, 1)
     x = ordinary_activations(rows, 256) * 0.1
-    scratch = SwigluScratch.empty(8, 96, device)
+    scratch = SwigluScratch.empty(8, 32, device)
     weight = pack([gate, up], device, paired=True)
     for _ in range(2):
         y = matvec_swiglu(round_activations(x.to(device)), weight, scratch=scratch)

@@ -14,7 +14,9 @@ def ordinary_weight(name: str, rows: int, cols: int, seed: int = 0) -> QuantTens
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
         data = torch.randn(rows, cols, generator=generator).to(dtype).view(torch.uint8)
         return QuantTensor(name, fmt, (rows, cols), data)
-    data = torch.randint(0, 256, (rows, cols // fmt.block, fmt.nbytes), dtype=torch.uint8, generator=generator)
+    data = torch.randint(
+        0, 256, (rows, cols // fmt.block, fmt.nbytes), dtype=torch.uint8, generator=generator
+    )
     for field in ("d", "min", "dmin"):
         start, stop = fmt.layout.get(field, (0, 0))
         if stop - start == 2:
