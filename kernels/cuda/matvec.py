@@ -130,12 +130,13 @@ def _swiglu_kernel(
     if TILES >= 4:
         GROUPS: tl.constexpr = TILES // 4
         by_row = tl.permute(tl.reshape(value, [GROUPS, 32, ROWS]), [2, 0, 1])
-        high, low, scale, x_sums = round_group(tl.reshape(by_row, [ROWS * GROUPS, 32]))
+        coarse, fine, scale, x_sums = round_group(tl.reshape(by_row, [ROWS * GROUPS, 32]))
         group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
         inside = (order[:, None] < T) & (group < width // 32)
         place = tl.reshape(order[:, None] * (width // 32) + group, [ROWS * GROUPS])
         store_rounded(
-            out_high, out_low, out_scale, out_sums, place, tl.reshape(inside, [ROWS * GROUPS]), high, low, scale, x_sums
+            out_high, out_low, out_scale, out_sums, place, tl.reshape(inside, [ROWS * GROUPS]),
+            coarse, fine, scale, x_sums,
         )  # fmt: skip
     else:
         column = (tile0 + tl.arange(0, TILES)[:, None, None]) * 8 + tl.arange(0, 8)[None, :, None]
@@ -149,9 +150,9 @@ def _swiglu_kernel(
             at = rows[:, None] * width + group * 32 + tl.arange(0, 32)[None, :]
             # Other programs wrote these: not from this multiprocessor's own cache.
             values = tl.load(values_ptr + at, mask=(rows < T)[:, None], other=0.0, cache_modifier=".cg")
-            high, low, scale, x_sums = round_group(values)
+            coarse, fine, scale, x_sums = round_group(values)
             place = rows * (width // 32) + group
-            store_rounded(out_high, out_low, out_scale, out_sums, place, rows < T, high, low, scale, x_sums)
+            store_rounded(out_high, out_low, out_scale, out_sums, place, rows < T, coarse, fine, scale, x_sums)
             tl.store(tickets_ptr + group, 0)
 
 
