@@ -18,6 +18,7 @@ from itertools import takewhile
 from typing import Any
 
 import xllamacpp
+
 from quengine import LLM, SamplingParams, __version__
 from quengine.models.hub import resolve_model
 from quengine.parity_texts import PROMPTS
@@ -81,7 +82,9 @@ def compare(prompt: str, ours: list[TokenLogprobs], theirs: list[dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model", default="smollm2-135m")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("-n", "--tokens", type=int, default=64)
@@ -97,7 +100,9 @@ def main() -> None:
             assert ours is not None
             row = compare(prompt, ours, llama_greedy(server, ids, args.tokens))
             comparisons.append(row)
-            verdict = "equal" if row.equal else f"differs, margins {row.our_margin:.3f} / {row.their_margin:.3f}"
+            verdict = (
+                "equal" if row.equal else f"differs, margins {row.our_margin:.3f} / {row.their_margin:.3f}"
+            )
             print(
                 f"{row.equal_tokens:3d}/{row.generated} equal, largest difference {row.largest_difference:.3f}: "
                 f"{verdict}: {prompt[:48]!r}"
@@ -105,7 +110,11 @@ def main() -> None:
     equal = sum(row.equal for row in comparisons)
     print(f"{equal} of {len(comparisons)} texts equal over {args.tokens} tokens")
     versions = {"quengine": __version__, "xllamacpp": version("xllamacpp")}
-    print(json.dumps({"model": args.model, "equal": equal, **versions, "prompts": [asdict(c) for c in comparisons]}))
+    print(
+        json.dumps(
+            {"model": args.model, "equal": equal, **versions, "prompts": [asdict(c) for c in comparisons]}
+        )
+    )
 
 
 if __name__ == "__main__":

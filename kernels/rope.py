@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
 from quengine.errors import EngineError
 
 RopeLayout = Literal["pairs", "halves"]

@@ -152,7 +152,9 @@ def _swiglu_kernel(
             values = tl.load(values_ptr + at, mask=(rows < T)[:, None], other=0.0, cache_modifier=".cg")
             coarse, fine, scale, x_sums = round_group(values)
             place = rows * (width // 32) + group
-            store_rounded(out_high, out_low, out_scale, out_sums, place, rows < T, coarse, fine, scale, x_sums)
+            store_rounded(
+                out_high, out_low, out_scale, out_sums, place, rows < T, coarse, fine, scale, x_sums
+            )
             tl.store(tickets_ptr + group, 0)
 
 

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+
 from quengine.cli.terminal import visible, write_text
 
 

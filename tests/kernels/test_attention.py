@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from quengine.kernels.attention import attention, causal_mask_band, mask_slice
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.swiglu import swiglu
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from quengine.errors import EngineError
 from quengine.kernels.rope import (
     RopeSpec,
