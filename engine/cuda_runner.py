@@ -20,6 +20,7 @@ from quengine.kernels.cuda.sampling import (
     Settings,
     sample_step,
 )
+from quengine.kernels.cuda_backend import has_dependent_launch
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.runner import Runner
@@ -170,7 +171,7 @@ class CapturedStep:
 
     @torch.no_grad()
     def _capture(self, decoder: Decoder, cache: KVCache) -> torch.cuda.CUDAGraph:
-        pdl = torch.cuda.get_device_capability(decoder.backend.device) >= (9, 0)
+        pdl = has_dependent_launch(decoder.backend.device)
 
         def step() -> None:
             logits = decoder.forward(self.state.tokens, cache.layers, self.state.positions)

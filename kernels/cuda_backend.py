@@ -37,6 +37,11 @@ Rows = Tensor | RoundedActivations
 """What feeds a matmul: rounded rows in decode, fp32 rows in prefill."""
 
 
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start, and read its weights, before the one before it has ended (sm_90 and later)."""
+    return torch.cuda.get_device_capability(device) >= HOPPER
+
+
 class CudaBackend:
     """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later."""
 
@@ -44,8 +49,7 @@ class CudaBackend:
         self.name = "cuda"
         self.device = device
         self.dtype = torch.float32
-        # Programmatic dependent launch: a kernel starts, and reads its weights, before the one before it has ended.
-        self.pdl = torch.cuda.get_device_capability(device) >= HOPPER
+        self.pdl = has_dependent_launch(device)
         self._slices: DecodeWorkspace | None = None
         self._swiglu: SwigluScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
