@@ -1,7 +1,9 @@
 """Rounding of activations to 16-bit integers, one scale per 32: the torch definition.
 
-Group g of a row x: t = max|x| / 32767, a = round(x / t), ties to even. The error is at most t/2, 2^-16 of the group's
-largest value. Every backend computes this definition; `a` and `t` are equal to the last bit on all of them.
+Group g of a row x: t = max|x| / 32639, a = round(x / t), ties to even. The error is at most t/2, 2^-16 of the group's
+largest value. 32639 is 127 * 256 + 127: such an integer is 256 times a signed byte plus a signed byte, and both can
+share one product of a GPU's integer matrix units. Every backend computes this definition; `a` and `t` are equal to the
+last bit on all of them.
 
 Does not know: weights, or how a backend lays these numbers out.
 """
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 ACTIVATION_GROUP = 32
-ACTIVATION_MAX = 32767
+ACTIVATION_MAX = 32639
 
 
 @dataclass(frozen=True)

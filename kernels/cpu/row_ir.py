@@ -25,6 +25,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from quengine.kernels.activations import ACTIVATION_MAX
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.block_ir import Slices, emit_blocks
 from quengine.kernels.cpu.vector_ir import F32, I16, I32, I64, Emitter, vec
@@ -351,9 +352,9 @@ def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     while largest.type.count > 1:
         low, high = e.halves(largest)
         largest = b.select(b.icmp_unsigned(">", low, high), low, high)
-    t = b.fdiv(b.bitcast(e.lane(largest, 0), F32), e.const(F32, 32767.0))
+    t = b.fdiv(b.bitcast(e.lane(largest, 0), F32), e.const(F32, float(ACTIVATION_MAX)))
     quotient = b.fdiv(x, e.splat(t, 32))
-    limit, zero = e.const(lanes, 32767.0), e.const(lanes, 0.0)
+    limit, zero = e.const(lanes, float(ACTIVATION_MAX)), e.const(lanes, 0.0)
     # Comparisons with NaN are false: 0/0 of a zero group and all of a non-finite one become 0.
     quotient = b.select(b.fcmp_ordered("ord", quotient, zero), quotient, zero)
     quotient = b.select(b.fcmp_ordered("<", quotient, limit), quotient, limit)

@@ -21,8 +21,8 @@ class RoundedActivations:
     """T rows of K activations, a multiple of 32: x is about scale * (256*high + low). Rows are contiguous.
 
     high   int8  [T, K]
-    low    uint8 [T, K]
-    scale  fp32  [T, K/32]  max|x| / 32767 of each group; 0 for a group of zeros
+    low    int8  [T, K]
+    scale  fp32  [T, K/32]  max|x| / 32639 of each group; 0 for a group of zeros
     sums   int32 [T, K/16]  of the rounded integers, 16 at a time (some formats have a minimum every 16
     weights)
     """
@@ -47,7 +47,7 @@ class RoundedActivations:
             raise ValueError(f"activations are rounded in groups of {GROUP}; {cols} is not a multiple")
         return cls(
             torch.empty(rows, cols, dtype=torch.int8, device=device),
-            torch.empty(rows, cols, dtype=torch.uint8, device=device),
+            torch.empty(rows, cols, dtype=torch.int8, device=device),
             torch.empty(rows, cols // GROUP, dtype=torch.float32, device=device),
             torch.empty(rows, cols // 16, dtype=torch.int32, device=device),
         )
@@ -67,18 +67,19 @@ class RoundedActivations:
 
 @triton.jit
 def round_group(x):
-    """Round x fp32 [G, 32], one group a row: (high int8, low uint8, both [G, 32], scale [G], sums int32 [G, 2])."""
+    """Round x fp32 [G, 32], one group a row: (high int8, low int8, both [G, 32], scale [G], sums int32 [G, 2])."""
     # The order of the bits of |x| is that of the values, with NaN on top: a NaN reaches the scale.
     peak = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
-    scale = tl.math.div_rn(peak, 32767.0)
+    scale = tl.math.div_rn(peak, 32639.0)
     live = (scale > 0)[:, None]
     ratio = tl.math.div_rn(x, tl.where(live, scale[:, None], 1.0))
     ratio = tl.where(live & (ratio == ratio), ratio, 0.0)
-    ratio = tl.minimum(tl.maximum(ratio, -32767.0), 32767.0)
+    ratio = tl.minimum(tl.maximum(ratio, -32639.0), 32639.0)
     # Adding 1.5 * 2^23 leaves no bits behind the point: rounds to nearest even, and |ratio| < 2^22.
     value = ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
     sums = tl.sum(tl.reshape(value, [value.shape[0], 2, 16]), axis=2)
-    return (value >> 8).to(tl.int8), (value & 255).to(tl.uint8), scale, sums
+    high = (value + 128) >> 8
+    return high.to(tl.int8), (value - 256 * high).to(tl.int8), scale, sums
 
 
 @triton.jit

@@ -1,10 +1,9 @@
 """The q-dot of one tile on the device: what `kernels/q_dot.py` defines, for 1 to 8 rows of activations.
 
-A warp multiplies tiles of 16 weight rows with the integer matrix units. Activations are int16 in two byte planes, so
-there is one product with the high bytes and one with the low ones; both are exact. The B operand is block-diagonal:
-columns 2q and 2q + 1 hold two activation rows, and only the inner indices of quad lane q are not zero there. So four
-groups (one a quad lane, see layout.py) are multiplied at once without being mixed, and D's columns 2q, 2q + 1 land in
-lane q, which holds the scales of that group.
+A warp multiplies tiles of 16 weight rows with the integer matrix units. Activations are int16 in two planes of signed
+bytes, and one product takes both: column 2q of the B operand holds high bytes and column 2q + 1 low bytes, for the
+inner indices of quad lane q alone (block-diagonal). So four groups (one a quad lane, see layout.py) are multiplied at
+once without being mixed, and D's columns 2q, 2q + 1 land in lane q, which holds the scales of that group. Exact.
 
 The fp32 order is fixed by the weight's shape: sets within a chunk, a warp's chunks, the quad's lanes, the K warps.
 
@@ -20,20 +19,15 @@ from quengine.kernels.cuda.mma import mma_int8
 
 @triton.jit
 def _activation_words(
-    plane, column, ON: tl.constexpr, T, lane, p: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-    PADDED: tl.constexpr,
+    plane, column, ON: tl.constexpr, T, lane, row: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """8 bytes at `column + ON` of rows 2p, 2p + 1, for the lanes that hold this quad's part of B; zeros elsewhere."""
-    row = (lane >> 2) & 1
+    """8 bytes at `column + ON` of row `row`, for the lanes that hold this quad's part of B; zeros elsewhere."""
     valid = (lane >> 3) == (lane & 3)
-    if ROWS == 1:
-        valid &= (lane & 4) == 0
-    else:
-        valid &= row < T - 2 * p
+    if row > 0:
+        valid &= row < T
     if PADDED:
         valid &= column < K - ON
-    pointer = plane.to(tl.pointer_type(tl.int64), bitcast=True) + (row * (K // 8) + column // 8)
-    return tl.load(pointer + (2 * p * K + ON) // 8, mask=valid, other=0)
+    return tl.load(plane + column // 8 + (row * K + ON) // 8, mask=valid, other=0)
 
 
 @triton.jit
@@ -68,12 +62,12 @@ def _sum_value(
 
 @triton.jit
 def _load_set(
-    x_high, x_low, t_ptr, sums_ptr, c, ON: tl.constexpr, T, lane, s: tl.constexpr,
+    x, t_ptr, sums_ptr, c, ON: tl.constexpr, T, lane, s: tl.constexpr,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """Everything that set s of chunk c + ON needs of the activations, read before any of it is used.
 
-    For each pair of rows: a high and a low word a step; then for each row: t, t * sum (0 without minimums).
+    For each row: a word a step, of high or low bytes by lane; then for each row: t, t * sum (0 without minimums).
     """
     G: tl.constexpr = FMT.group
     STEPS: tl.constexpr = FMT.steps_per_set
@@ -82,12 +76,9 @@ def _load_set(
     group = c * (FMT.chunk // G) + quad
     AT: tl.constexpr = ON * FMT.chunk + s * 4 * G
     words = ()
-    for p in tl.static_range((ROWS + 1) // 2):
+    for row in tl.static_range(ROWS):
         for j in tl.static_range(STEPS):
-            words = words + (
-                _activation_words(x_high, column, AT + 8 * j, T, lane, p, ROWS, K, PADDED),
-                _activation_words(x_low, column, AT + 8 * j, T, lane, p, ROWS, K, PADDED),
-            )
+            words = words + (_activation_words(x, column, AT + 8 * j, T, lane, row, K, PADDED),)
     for row in tl.static_range(ROWS):
         t = _group_value(t_ptr, row, group // (32 // G), AT // 32, K // 32, T, PADDED)
         if FMT.has_min:
@@ -98,58 +89,50 @@ def _load_set(
 
 
 @triton.jit
-def _set_dots(codes, x, p: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
-    """Integer dots of a set with activation rows 2p, 2p + 1: (row r, row r; rows r + 8, r + 8), as fp32."""
+def _set_dots(codes, x, row: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+    """Integer dots of a set with activation row `row`: weight rows r, r + 8, as fp32."""
     SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
     STEPS: tl.constexpr = FMT.steps_per_set
     zero = codes[0][0] & 0
-    high = (zero, zero, zero, zero)
-    low = (zero, zero, zero, zero)
+    d = (zero, zero, zero, zero)
     for j in tl.static_range(STEPS):
-        h = x[2 * (p * STEPS + j)]
-        g = x[2 * (p * STEPS + j) + 1]
-        high = mma_int8(codes[j], h.to(tl.int32), (h >> 32).to(tl.int32), high, SIGNED, True, ASM)
-        low = mma_int8(codes[j], g.to(tl.int32), (g >> 32).to(tl.int32), low, SIGNED, False, ASM)
-    dots = ()
-    for i in tl.static_range(4):
-        dots = dots + ((high[i] * 256 + low[i]).to(tl.float32),)
-    return dots
+        word = x[row * STEPS + j]
+        d = mma_int8(codes[j], word.to(tl.int32), (word >> 32).to(tl.int32), d, SIGNED, True, ASM)
+    return (d[0] * 256 + d[1]).to(tl.float32), (d[2] * 256 + d[3]).to(tl.float32)
 
 
 @triton.jit
 def _add_set(sums, words, x, s: tl.constexpr, FMT: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
     """Add set s to `sums`, four for each activation row: scaled dots of rows r, r + 8, minimums of r, r + 8."""
     STEPS: tl.constexpr = FMT.steps_per_set
-    PER_ROW: tl.constexpr = 2 * STEPS * ((ROWS + 1) // 2)
+    WORDS: tl.constexpr = STEPS * ROWS
     codes = ()
     for j in tl.static_range(STEPS):
         codes = codes + (step_codes(words, s * STEPS + j, FMT, ASM),)
     s0, m0, s1, m1 = set_scales(words, s, FMT)
-    ACTS: tl.constexpr = min(ROWS, 2)
     # The codes stand further left in their bytes; powers of two round nothing.
     NEAR: tl.constexpr = 1.0 / (1 << FMT.near_shift)
     FAR: tl.constexpr = 1.0 / (1 << FMT.far_shift)
     result = ()
-    for p in tl.static_range((ROWS + 1) // 2):
-        dots = _set_dots(codes, x, p, FMT, ASM)
-        for i in tl.static_range(ACTS):
-            t = x[PER_ROW + 2 * (2 * p + i)]
-            near = tl.fma(s0, t * NEAR * dots[i], sums[4 * (2 * p + i)])
-            far = tl.fma(s1, t * FAR * dots[2 + i], sums[4 * (2 * p + i) + 1])
-            if FMT.has_min:
-                x_sum = x[PER_ROW + 2 * (2 * p + i) + 1]
-                near_min = tl.fma(m0, x_sum, sums[4 * (2 * p + i) + 2])
-                far_min = tl.fma(m1, x_sum, sums[4 * (2 * p + i) + 3])
-            else:
-                near_min = sums[4 * (2 * p + i) + 2]
-                far_min = sums[4 * (2 * p + i) + 3]
-            result = result + (near, far, near_min, far_min)
+    for row in tl.static_range(ROWS):
+        near_dot, far_dot = _set_dots(codes, x, row, FMT, ASM)
+        t = x[WORDS + 2 * row]
+        near = tl.fma(s0, t * NEAR * near_dot, sums[4 * row])
+        far = tl.fma(s1, t * FAR * far_dot, sums[4 * row + 1])
+        if FMT.has_min:
+            x_sum = x[WORDS + 2 * row + 1]
+            near_min = tl.fma(m0, x_sum, sums[4 * row + 2])
+            far_min = tl.fma(m1, x_sum, sums[4 * row + 3])
+        else:
+            near_min = sums[4 * row + 2]
+            far_min = sums[4 * row + 3]
+        result = result + (near, far, near_min, far_min)
     return result
 
 
 @triton.jit
 def _load_activations(
-    x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, i: tl.constexpr, CHUNKS: tl.constexpr, K_WARPS: tl.constexpr,
+    plane, t_ptr, sums_ptr, k_warp, T, lane, i: tl.constexpr, CHUNKS: tl.constexpr, K_WARPS: tl.constexpr,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     """`_load_set` for every set of the warp's chunk number i."""
@@ -159,13 +142,13 @@ def _load_activations(
         if (i + 1) * K_WARPS <= CHUNKS:
             x = x + (
                 _load_set(
-                    x_high, x_low, t_ptr, sums_ptr, k_warp, i * K_WARPS, T, lane, s, FMT, ROWS, K, PADDED
+                    plane, t_ptr, sums_ptr, k_warp, i * K_WARPS, T, lane, s, FMT, ROWS, K, PADDED
                 ),
             )
         else:
             # Past the edge the codes are zero; the activations read there must still exist.
             c = tl.minimum(k_warp + i * K_WARPS, CHUNKS - 1)
-            x = x + (_load_set(x_high, x_low, t_ptr, sums_ptr, c, 0, T, lane, s, FMT, ROWS, K, PADDED),)
+            x = x + (_load_set(plane, t_ptr, sums_ptr, c, 0, T, lane, s, FMT, ROWS, K, PADDED),)
     return x
 
 
@@ -234,20 +217,21 @@ def tile_dots(
         queue = queue + (_tile_chunk(planes, tile, tiles, k_warp, i * K_WARPS, lane, FMT, CHUNKS, EVEN),)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    plane = tl.where((lane & 4) == 0, x_high.to(tl.int64), x_low.to(tl.int64)).to(tl.pointer_type(tl.int64))
     nothing = (lane & 0).to(tl.float32)
     totals = ()
     for i in tl.static_range(2 * ROWS):
         totals = totals + (nothing,)
     if EARLY or ROWS > 2:
         x = _load_activations(
-            x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, 0, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
+            plane, t_ptr, sums_ptr, k_warp, T, lane, 0, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
         )  # fmt: skip
     for i in tl.static_range(ROUNDS):
         if EARLY or ROWS > 2:
             x_now = x
         if EARLY and ROWS <= 2 and i + 1 < ROUNDS:
             x = _load_activations(
-                x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
+                plane, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
             )  # fmt: skip
         if i + AHEAD < ROUNDS:
             queue = queue + (
@@ -255,12 +239,12 @@ def tile_dots(
             )
         if not EARLY and ROWS <= 2:
             x_now = _load_activations(
-                x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, i, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
+                plane, t_ptr, sums_ptr, k_warp, T, lane, i, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
             )  # fmt: skip
         totals = _add_chunk(totals, queue[i], x_now, FMT, ROWS, ASM)
         if ROWS > 2 and i + 1 < ROUNDS:
             x = _load_activations(
-                x_high, x_low, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
+                plane, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
             )  # fmt: skip
     return totals
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quengine.kernels import activations as definition
+from quengine.kernels.activations import ACTIVATION_MAX
 from quengine.kernels.block_formats import dequantize, unpack
 from quengine.kernels.cuda import launch_table
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
@@ -120,7 +121,7 @@ def test_swiglu_is_rounded_like_the_definition(
 def assert_rounded_close(y: RoundedActivations, exact: torch.Tensor) -> None:
     assert nmse(y.dequantize(), exact) < 1e-8
     assert torch.equal(y.sums.cpu(), y.ints().cpu().view(y.rows, -1, 16).sum(-1, dtype=torch.int32))
-    assert int(y.ints().abs().view(y.rows, -1, 32).amax(-1).min()) == 32767
+    assert int(y.ints().abs().view(y.rows, -1, 32).amax(-1).min()) == ACTIVATION_MAX
 
 
 def test_swiglu_of_formats_that_cannot_share_tiles(device: torch.device) -> None:
