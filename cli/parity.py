@@ -19,11 +19,16 @@ from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
-    from quengine.parity import LLMSide, ParityReport, SidePair, Workload
+    from quengine.parity import ParityReport
+    from quengine.parity_locate import Location
     from quengine.parity_metrics import Divergence
+    from quengine.parity_sides import LLMSide, SidePair
+    from quengine.parity_workload import Workload
 
 OUTSIDE_BUDGET = 1
 _SHOWN_DIVERGENCES = 20
+_WORTH_SAYING = 10.0
+"""Seconds from which on a run is announced with how long it takes."""
 
 
 def parity(
@@ -47,9 +52,22 @@ def parity(
         typer.Option("--texts", help="How many built-in texts; 15 adds all in one. (default: 14)", min=0),
     ] = None,
     prompts: Annotated[
-        int, typer.Option("--prompts", help="Built-in prompts to continue greedily, at most 50.")
-    ] = 10,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens generated after each prompt.")] = 48,
+        int | None,
+        typer.Option("--prompts", help="Built-in prompts to continue greedily, at most 50. (default: 50)"),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Tokens generated after each prompt. (default: 128)")
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="6 texts and 5 prompts of 32 tokens, where nothing else is said."),
+    ] = False,
+    find: Annotated[
+        bool,
+        typer.Option(
+            "--locate", help="Compare operation by operation, too; without it, only when parity fails."
+        ),
+    ] = False,
     window: Annotated[
         int, typer.Option("--window", help="Longer texts are cut into windows of this many tokens.")
     ] = 1024,
@@ -60,37 +78,48 @@ def parity(
     if file and texts is not None:
         raise EngineError("--texts counts built-in texts and --file replaces them; give one of the two")
     given = [_read_text(path) for path in file] if file else None
-    from quengine.parity import (
-        SidePair,
-        built_in_texts,
-        check_sides,
-        compare_sides,
-        default_sides,
-        plan_workload,
-    )
+    from quengine.parity import compare_sides
+    from quengine.parity_locate import locate
+    from quengine.parity_sides import SidePair, check_sides, default_sides
+    from quengine.parity_workload import FULL, QUICK, built_in_texts, estimate_seconds, plan_workload
 
-    defaults = default_sides()
+    defaults, extent = default_sides(), QUICK if quick else FULL
     a, b = a or defaults[0], b or defaults[1]
     check_sides(a, b)
     progress = ProgressLine()
     workload = plan_workload(
         model,
-        built_in_texts(14 if texts is None else texts) if given is None else given,
-        prompts,
-        tokens,
+        built_in_texts(extent.texts if texts is None else texts) if given is None else given,
+        extent.prompts if prompts is None else prompts,
+        extent.tokens if tokens is None else tokens,
         window,
     )
     began = time.perf_counter()
     progress(f"loading {model}: {a} and {b}")
     try:
         with SidePair(model, a, b, workload.ctx_size, threads) as sides:
-            report = compare_sides(sides.a, sides.b, workload, progress)
+            progress("trying both sides to see how long this takes")
+            seconds = estimate_seconds(sides.a, sides.b, workload)
             progress.clear()
-            _print(report, sides, workload, time.perf_counter() - began, as_json)
+            if seconds > _WORTH_SAYING:
+                print(_duration(seconds, workload, quick), file=sys.stderr)
+            report = compare_sides(sides.a, sides.b, workload, progress)
+            found = locate(sides.a, sides.b, report, progress) if find or not report.within else []
+            progress.clear()
+            _print(report, found, sides, workload, time.perf_counter() - began, as_json)
     finally:
         progress.clear()
-    if not report.within:
+    if not report.within or any(location.first for location in found):
         raise typer.Exit(OUTSIDE_BUDGET)
+
+
+def _duration(seconds: float, workload: "Workload", quick: bool) -> str:
+    shorter = "" if quick else "; --quick is shorter"
+    much = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return (
+        f"this takes about {much}: {sum(map(len, workload.windows))} tokens of text, "
+        f"{len(workload.prompts)} prompts x {workload.tokens} tokens{shorter}"
+    )
 
 
 def _read_text(path: Path) -> str:
@@ -101,16 +130,24 @@ def _read_text(path: Path) -> str:
 
 
 def _print(
-    report: "ParityReport", sides: "SidePair", workload: "Workload", seconds: float, as_json: bool
+    report: "ParityReport",
+    found: "list[Location]",
+    sides: "SidePair",
+    workload: "Workload",
+    seconds: float,
+    as_json: bool,
 ) -> None:
     if as_json:
-        json.dump(_as_json(report, sides, workload, seconds), sys.stdout, ensure_ascii=False, allow_nan=False)
+        shown = {**_as_json(report, sides, workload, seconds), "located": list(map(_location_json, found))}
+        json.dump(shown, sys.stdout, ensure_ascii=False, allow_nan=False)
         print()
         return
     print(_header(report, sides, workload))
     print(_phase_table(report))
     print(_divergence_lines(report, sides.b))
-    print(_verdict(report, seconds))
+    for location in found:
+        print(_location_table(location))
+    print(_verdict(report, found, seconds))
 
 
 def _header(report: "ParityReport", sides: "SidePair", workload: "Workload") -> str:
@@ -185,12 +222,58 @@ def _token_text(side: "LLMSide", token: int) -> str:
     return f"{token} {side.llm.tokenizer.decode([token], skip_special=False, continuation=True)!r}"
 
 
-def _verdict(report: "ParityReport", seconds: float) -> str:
-    if report.within:
+def _location_table(location: "Location") -> str:
+    """A row a layer, a column an operation; what is past its budget is marked."""
+    from quengine.parity_operations import LAYER_OPERATIONS
+
+    tokens = location.end - location.start
+    what = f"{tokens} tokens from position {location.start}" if tokens > 1 else f"position {location.start}"
+    lines = [f"{location.phase}, operation by operation on the same inputs, {what}: largest NMSE"]
+    outside = [found for found in location.operations if found.layer is None]
+    lines += [f"  {found.operation:14}{_marked(found.nmse, found.within)}" for found in outside[:1]]
+    lines.append("  layer" + "".join(f"{name:>18}" for name in LAYER_OPERATIONS) + f"{'keys, values':>18}")
+    layers = [found for found in location.operations if found.layer is not None]
+    for first in range(0, len(layers), len(LAYER_OPERATIONS)):
+        row = layers[first : first + len(LAYER_OPERATIONS)]
+        cells = [f"{_marked(found.nmse, found.nmse <= found.budget):>18}" for found in row]
+        cells += [f"{_marked(f.cached, f.within):>18}" for f in row if f.cached is not None]
+        lines.append(f"  {row[0].layer:5}" + "".join(cells))
+    lines += [f"  {found.operation:14}{_marked(found.nmse, found.within)}" for found in outside[1:]]
+    first_wrong = location.first
+    if first_wrong is None:
+        lines.append("  every operation is within its budget")
+    else:
+        lines.append(f"  first past its budget of {first_wrong.budget:.0e}: {first_wrong.place}")
+    return "\n".join(lines) + "\n"
+
+
+def _marked(value: float, within: bool) -> str:
+    return f"{value:.1e}{' ' if within else '*'}"
+
+
+def _verdict(report: "ParityReport", found: "list[Location]", seconds: float) -> str:
+    failures = [*report.failures, *(_located(location) for location in found if location.first)]
+    if not failures:
         return f"within the budget ({seconds:.0f} s)"
-    return "\n".join(
-        [f"OUTSIDE the budget ({seconds:.0f} s):", *(f"  {failure}" for failure in report.failures)]
-    )
+    if not any(location.first for location in found):
+        failures.append(
+            "no single operation is past its budget: look at what is around them (cache, sampling, a captured step)"
+        )
+    return "\n".join([f"OUTSIDE the budget ({seconds:.0f} s):", *(f"  {failure}" for failure in failures)])
+
+
+def _located(location: "Location") -> str:
+    return f"{location.phase}: goes wrong first in {location.first.place}" if location.first else ""
+
+
+def _location_json(location: "Location") -> dict[str, Any]:
+    return {
+        "phase": location.phase,
+        "start": location.start,
+        "end": location.end,
+        "first": location.first and location.first.place,
+        "operations": [{**_finite(asdict(o)), "within": o.within} for o in location.operations],
+    }
 
 
 def _as_json(

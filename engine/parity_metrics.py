@@ -98,10 +98,11 @@ class Comparison:
         """Take keys, or values, [T, heads, head_dim] that the two sides cached for the same positions of a
         layer.
         """
-        a, b = (rows.to("cpu", torch.float64).flatten(1) for rows in (a, b))
-        error = (a - b).square().sum(dim=1)
-        nmse = torch.where(error == 0, 0.0, error / a.square().sum(dim=1))
-        self.cached.append(nmse.nan_to_num(nan=float("inf")))
+        self.cached.append(nmse_rows(a, b, a))
+
+    def worst(self) -> int:
+        """The number of the position with the largest NMSE; one that is not finite comes before all."""
+        return int(torch.cat(self.rows)[:, 0].nan_to_num(nan=float("inf")).argmax())
 
     def metrics(self) -> PhaseMetrics:
         """The summary so far."""
@@ -123,6 +124,13 @@ class Comparison:
             cached_median=percentile(cached, 50),
             cached_p99=percentile(cached, 99),
         )
+
+
+def nmse_rows(a: Tensor, b: Tensor, size: Tensor) -> Tensor:
+    """||a - b||^2 / ||size||^2 of each row, fp64 [T]: 0 where a equals b, infinite where it is no number."""
+    a, b, size = (rows.to("cpu", torch.float64).flatten(1) for rows in (a, b, size))
+    error = (a - b).square().sum(dim=1)
+    return torch.where(error == 0, 0.0, error / size.square().sum(dim=1)).nan_to_num(nan=float("inf"))
 
 
 def position_differences(a: Tensor, b: Tensor) -> Tensor:
@@ -219,6 +227,7 @@ class Divergence:
 class GreedyComparison:
     """The greedy choices that differ along one generated text, and how far the logits are apart on the way."""
 
+    tokens: list[int]
     comparison: Comparison
     divergences: list[Divergence]
 
@@ -247,4 +256,4 @@ def compare_greedy(
             index += 1
     if index != len(tokens):
         raise ValueError(f"{len(tokens)} tokens were generated and {index} positions compared")
-    return GreedyComparison(comparison, found)
+    return GreedyComparison(tokens, comparison, found)

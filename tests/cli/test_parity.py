@@ -3,11 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quengine.cli.main import run
+from quengine.errors import EngineError
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -50,6 +52,7 @@ def test_outside_the_budget_exits_1_and_says_what(
     captured = capsys.readouterr()
     assert "OUTSIDE the budget" in captured.out
     assert "decode: NMSE median" in captured.out
+    assert "no single operation is past its budget" in captured.out
     assert captured.err == ""
 
 
@@ -79,7 +82,7 @@ def test_json_carries_everything_the_report_says(
 def test_a_divergence_is_reported_with_tokens_margin_and_difference(
     model: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quengine.parity import LLMSide
+    from quengine.parity_sides import LLMSide
 
     greedy = LLMSide.greedy
 
@@ -137,3 +140,76 @@ def test_wrong_flags_are_one_line_and_exit_1(
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert words in line
+
+
+def test_locate_prints_every_operation_of_a_healthy_model(
+    model: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["parity", "-m", model, "-f", text, *QUICK, "--locate"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("every operation is within its budget") == 2
+    assert "prefill, operation by operation" in out and "decode, operation by operation" in out
+    for word in ("norm+qkv", "attention", "output+residual", "norm+swiglu", "down+residual", "keys, values"):
+        assert out.count(word) == 2
+    assert "*" not in out
+
+
+def test_a_failure_names_the_first_operation_without_being_asked(
+    model: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quengine.kernels.cpu_backend import CpuBackend
+
+    linear_add, calls = CpuBackend.linear_add, 0
+
+    def second_of_two_is_wrong(self: CpuBackend, x: Any, weight: Any, residual: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = linear_add(self, x, weight, residual)
+        # A recorded step names its operations instead of computing them.
+        return result * 1.01 if isinstance(result, torch.Tensor) and calls % 2 == 0 else result
+
+    monkeypatch.setattr(CpuBackend, "linear_add", second_of_two_is_wrong)
+    assert run(["parity", "-m", model, "-f", text, *QUICK]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "  prefill: goes wrong first in layer 0, down+residual" in lines
+    assert any(
+        line.startswith("  first past its budget") and "layer 0, down+residual" in line for line in lines
+    )
+
+
+def test_json_has_what_was_located(model: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["parity", "-m", model, "-f", text, *QUICK, "--locate", "--json"]) == 0
+    prefill, decode = json.loads(capsys.readouterr().out)["located"]
+    assert (prefill["phase"], decode["phase"], prefill["first"]) == ("prefill", "decode", None)
+    assert {"operation", "layer", "nmse", "budget", "cached", "within"} == prefill["operations"][0].keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "texts", "prompts", "tokens"),
+    [
+        ([], 14, 50, 128),
+        (["--quick"], 6, 5, 32),
+        (["--quick", "--tokens", "9", "--texts", "1"], 1, 5, 9),
+        (["--prompts", "3"], 14, 3, 128),
+    ],
+)
+def test_how_much_is_run(
+    flags: list[str], texts: int, prompts: int, tokens: int, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[tuple[int, int, int]] = []
+
+    def plan(_model: str, given: list[str], prompts: int, tokens: int, _window: int) -> None:
+        planned.append((len(given), prompts, tokens))
+        raise EngineError("planned")
+
+    monkeypatch.setattr("quengine.parity_workload.plan_workload", plan)
+    assert run(["parity", "-m", model, *flags]) == 1
+    assert planned == [(texts, prompts, tokens)]
+
+
+def test_a_long_run_says_how_long_it_takes(
+    model: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quengine.parity_workload.estimate_seconds", lambda *_: 300.0)
+    assert run(["parity", "-m", model, "-f", text, *QUICK]) == 0
+    assert "this takes about 5 min" in capsys.readouterr().err

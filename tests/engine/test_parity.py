@@ -20,19 +20,12 @@ from quengine.models.synthetic import SyntheticModel, write_synthetic
 from quengine.parity import (
     DEVICE_BUDGETS,
     REFERENCE_BUDGETS,
-    LLMSide,
     ParityReport,
-    Phase,
-    SidePair,
-    Workload,
     budgets_for,
-    built_in_texts,
-    check_sides,
     compare_sides,
-    default_sides,
-    plan_workload,
 )
-from quengine.parity_texts import PROMPTS, TEXTS
+from quengine.parity_sides import LLMSide, Phase, SidePair, check_sides, default_sides
+from quengine.parity_workload import Workload, plan_workload
 
 MODEL = SyntheticModel(
     "synthetic parity",
@@ -281,7 +274,7 @@ def test_a_side_that_cannot_run_here_is_that_error(model: Path) -> None:
 def test_the_sides_compared_by_default_follow_the_machine(
     device: str, sides: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quengine.parity.choose_device", lambda _: (torch.device(device), []))
+    monkeypatch.setattr("quengine.parity_sides.choose_device", lambda _: (torch.device(device), []))
     assert default_sides() == sides
 
 
@@ -291,41 +284,6 @@ def test_the_reference_has_its_own_budget() -> None:
     assert (REFERENCE_BUDGETS["decode"].nmse_median, REFERENCE_BUDGETS["decode"].nmse_p99) == (5e-8, 1e-6)
     assert (REFERENCE_BUDGETS["prefill"].nmse_median, REFERENCE_BUDGETS["prefill"].nmse_p99) == (2e-6, 5e-5)
     assert DEVICE_BUDGETS["decode"].nmse_median == 1e-8
-
-
-def test_long_texts_are_cut_into_windows_and_nothing_is_lost(model: Path) -> None:
-    plan = plan_workload(model, [TEXT, "a"], prompts=0, tokens=1, window=16)
-    with LLM(model, "cpu", 32, 1) as llm:
-        assert [token for ids in plan.windows[:-1] for token in ids] == llm.encode(TEXT)
-    assert {len(ids) for ids in plan.windows[:-2]} == {16}
-    assert (plan.texts, plan.ctx_size) == (2, 17)
-
-
-def test_windows_keep_to_the_models_context(model: Path) -> None:
-    plan = plan_workload(model, ["a b c " * 400], prompts=0, tokens=1)
-    assert max(map(len, plan.windows)) == MODEL.context_length == plan.ctx_size
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"prompts": 51, "tokens": 1}, "--prompts 51: must be in 0..50"),
-        ({"prompts": 1, "tokens": 0}, "--tokens 0"),
-        ({"prompts": 1, "tokens": 1, "window": 1}, "--window 1"),
-        ({"prompts": 0, "tokens": 1}, "nothing to compare"),
-    ],
-)
-def test_a_workload_out_of_range_is_an_error(model: Path, arguments: dict[str, int], words: str) -> None:
-    with pytest.raises(EngineError, match=words):
-        plan_workload(model, [], **arguments)
-
-
-def test_the_built_in_texts_are_varied_and_the_prompts_fifty() -> None:
-    assert (len(TEXTS), len(set(PROMPTS))) == (14, 50)
-    assert len(built_in_texts()) == 15
-    assert all(text in built_in_texts()[-1] for _, text in TEXTS)
-    assert built_in_texts(2) == [text for _, text in TEXTS[:2]]
-    assert len({character for text in built_in_texts(14) for character in text}) > 200
 
 
 class TableSide:
@@ -385,3 +343,25 @@ def test_every_step_starts_from_the_cache_of_a_and_wrong_rows_fail() -> None:
     assert [failure.split(":")[:2] for failure in report.failures] == [
         [phase, " cached keys and values"] for phase in ("prefill", "decode")
     ]
+
+
+def test_the_worst_place_of_each_phase_is_kept() -> None:
+    logits, rows = tables()
+    wrong = logits.clone()
+    wrong[57] *= 1.5
+    a = TableSide("reference", logits, rows, prefill=50, decode=50)
+    b = TableSide("cpu", wrong, rows, prefill=50, decode=1)
+    # The tables go by position, so position 57 is wrong in the window that has one.
+    windows = [list(range(40)), list(range(100, 200))]
+    report = compare_sides(a, b, Workload(windows, [], 1, 1, 150), quiet)
+    assert report.worst == {"prefill": (windows[1], 57), "decode": (windows[1], 57)}
+
+
+def test_the_worst_place_of_a_greedy_text_lies_behind_its_prompt(
+    reference: LLMSide, model: Path, workload: Workload
+) -> None:
+    report = judged(reference, model, workload, healthy)
+    place = report.worst["greedy"]
+    prompt = workload.prompts[0]
+    assert place.ids[: len(prompt)] == prompt and len(place.ids) == len(prompt) + 6
+    assert len(prompt) - 1 <= place.position < len(place.ids) - 1

@@ -1,0 +1,101 @@
+"""Watches a decoder's operations as they run: a backend around a backend.
+
+The decoder's own code runs, so that what is watched is what serves; there is no second copy of it here. Knows the
+operations of `kernels.backend.Backend` and their order in a layer; measures nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer, Position
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.decoder import Decoder
+
+Operation = Literal[
+    "embed", "norm+qkv", "attention", "output+residual", "norm+swiglu", "down+residual", "logits"
+]
+LAYER_OPERATIONS: tuple[Operation, ...] = (
+    "norm+qkv",
+    "attention",
+    "output+residual",
+    "norm+swiglu",
+    "down+residual",
+)
+
+
+class Watch(Protocol):
+    """Is handed each operation in place of its execution, and returns what the decoder is to go on with."""
+
+    def __call__(
+        self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
+    ) -> Hidden:
+        """`run(*inputs)` executes it; other inputs of the same meaning may be given to it instead."""
+        ...
+
+
+@contextmanager
+def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
+    """While it lasts, every operation of `decoder` goes through `watch`."""
+    backend = decoder.backend
+    holders = [decoder, *(part for block in decoder.blk for part in (block.attention, block.ffn))]
+    around = _WatchedBackend(backend, watch)
+    for holder in holders:
+        holder.backend = around
+    try:
+        yield
+    finally:
+        for holder in holders:
+            holder.backend = backend
+
+
+class _WatchedBackend:
+    """See the module docstring; implements kernels.backend.Backend."""
+
+    def __init__(self, backend: Backend[Any], watch: Watch) -> None:
+        self.name = backend.name
+        self.device = backend.device
+        self.dtype = backend.dtype
+        self._backend = backend
+        self._watch = watch
+        self._gated = False
+
+    def weight(self, parts: Sequence[QuantTensor]) -> Any:
+        return self._backend.weight(parts)
+
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> Any:
+        return self._backend.gate_up_weight(gate, up)
+
+    def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
+        return self._backend.vector(parts)
+
+    def embed(self, weight: Any, ids: Tensor) -> Hidden:
+        return self._watch("embed", (), lambda: self._backend.embed(weight, ids))
+
+    def norm_linear(
+        self, x: Hidden, norm: Tensor, eps: float, weight: Any, bias: Tensor | None = None
+    ) -> Hidden:
+        return self._watch("norm+qkv", (x,), lambda x: self._backend.norm_linear(x, norm, eps, weight, bias))
+
+    def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:
+        self._gated = False
+        return self._watch("attention", (qkv,), lambda qkv: self._backend.attention(qkv, spec, layer, start))
+
+    def norm_swiglu(self, x: Hidden, norm: Tensor, eps: float, gate_up: Any) -> Hidden:
+        self._gated = True
+        return self._watch("norm+swiglu", (x,), lambda x: self._backend.norm_swiglu(x, norm, eps, gate_up))
+
+    def linear_add(self, x: Hidden, weight: Any, residual: Hidden) -> Hidden:
+        # The same operation twice a layer: behind the attention, and behind the feed-forward's gate.
+        name: Operation = "down+residual" if self._gated else "output+residual"
+        return self._watch(
+            name, (x, residual), lambda x, residual: self._backend.linear_add(x, weight, residual)
+        )
+
+    def logits(self, x: Hidden, norm: Tensor, eps: float, weight: Any, last_only: bool) -> Tensor:
+        logits: Tensor = self._watch(
+            "logits", (x,), lambda x: self._backend.logits(x, norm, eps, weight, last_only)
+        )
+        return logits
