@@ -18,7 +18,7 @@ from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
-    from quengine.bench import BenchRow
+    from quengine.bench_row import BenchRow
 
 _LISTS = "Lists: 128,512 or the flag repeated."
 
@@ -55,6 +55,15 @@ def bench(
         list[str] | None, typer.Option("-t", "--threads", help="CPU threads. (default: physical cores)")
     ] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="md, json, jsonl or csv.")] = "md",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also print each kernel's time on the device (CUDA).")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Write those times as a timeline (Chrome trace format)."
+        ),
+    ] = None,
     warm_up: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before.")] = True,
     device: options.Device = "auto",
     backend: options.BackendName = "auto",
@@ -72,7 +81,8 @@ def bench(
     }
     both = [_pair(text) for text in pairs or ()]
     thread_counts = [_thread_count(n) for n in _numbers("-t", threads, 0)] if threads else [None]
-    from quengine.bench import BenchPlan, expand_tests, run_bench, synthetic_model
+    from quengine.bench import BenchPlan, run_bench, synthetic_model
+    from quengine.bench_row import expand_tests
 
     progress = ProgressLine()
     tests = expand_tests(numbers["-p"], numbers["-n"], both, numbers["-d"])
@@ -86,6 +96,8 @@ def bench(
         device=device,
         backend=backend,
         warm_up=warm_up,
+        profile=profile,
+        trace=trace,
     )
     try:
         _WRITERS[output](_cleared(run_bench(plan, progress), progress))
@@ -135,24 +147,29 @@ def _thread_count(number: int) -> int:
     return number
 
 
-_COLUMNS: tuple[tuple[str, int, Callable[["BenchRow"], str]], ...] = (
+_Column = tuple[str, int, Callable[["BenchRow"], str]]
+
+_COLUMNS: tuple[_Column, ...] = (
     ("model", 28, lambda row: row.model.name),
     ("size", 10, lambda row: _gib(row.model.nbytes)),
     ("params", 9, lambda row: _count(row.model.params)),
     ("type", 12, lambda row: row.model.types),
-    ("device", 9, lambda row: row.device if row.backend == row.device else f"{row.device} {row.backend}"),
+    ("device", 9, lambda row: row.device if row.backend in row.device else f"{row.device} {row.backend}"),
     ("threads", 7, lambda row: str(row.threads)),
     ("test", 14, lambda row: row.test.name),
     ("t/s", 17, lambda row: f"{row.tok_s:.2f} ± {row.deviation:.2f}"),
-    ("GB/s", 7, lambda row: "-" if row.gb_s is None else f"{row.gb_s:.1f}"),
-    (
-        "% of bandwidth",
-        14,
-        lambda row: "-" if row.bandwidth_percent is None else f"{row.bandwidth_percent:.0f}",
-    ),
+    ("GB/s", 7, lambda row: _number(row.gb_s, 1)),
+    ("% of bandwidth", 14, lambda row: _number(row.bandwidth_percent, 0)),
     ("peak memory", 11, lambda row: _gib(row.peak_bytes)),
 )
 """Heading, least width and text of the table's columns; the numbers stand to the right."""
+
+_CUDA_COLUMNS: tuple[_Column, ...] = (
+    ("over weights + cache", 20, lambda row: _gib(row.peak_over_bytes)),
+    ("% of matrix rate", 16, lambda row: _number(row.matrix_percent, 0)),
+    ("kernels/step", 12, lambda row: _number(row.kernels_per_step, 0)),
+)
+"""What only a CUDA device has."""
 
 _LEFT = {"model", "type", "device", "test"}
 
@@ -163,26 +180,58 @@ def _gib(nbytes: int) -> str:
     return gib(nbytes)
 
 
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def _count(params: int) -> str:
     return f"{params / 1e9:.2f} B" if params >= 1e9 else f"{params / 1e6:.2f} M"
 
 
 def _write_md(rows: "Iterator[BenchRow]") -> None:
-    def line(cells: list[str]) -> str:
-        padded = (
-            cell.ljust(width) if heading in _LEFT else cell.rjust(width)
-            for cell, (heading, width, _) in zip(cells, _COLUMNS, strict=True)
-        )
-        return f"| {' | '.join(padded)} |"
-
-    rules = [
-        "-" * (width + 2) if heading in _LEFT else "-" * (width + 1) + ":" for heading, width, _ in _COLUMNS
-    ]
-    for index, row in enumerate(rows):
-        if index == 0:
-            print(line([heading for heading, _, _ in _COLUMNS]))
+    """The table as it grows; what the percentages are of, and profiles, below it."""
+    shown: list[BenchRow] = []
+    for row in rows:
+        columns = _COLUMNS + _CUDA_COLUMNS if row.device.startswith("cuda") else _COLUMNS
+        if not shown:
+            print(_line(columns, [heading for heading, _, _ in columns]))
+            rules = ["-" * (w + 2) if h in _LEFT else "-" * (w + 1) + ":" for h, w, _ in columns]
             print(f"|{'|'.join(rules)}|")
-        print(line([text(row) for _, _, text in _COLUMNS]), flush=True)
+        print(_line(columns, [text(row) for _, _, text in columns]), flush=True)
+        shown.append(row)
+    if shown and shown[0].device.startswith("cuda"):
+        print(f"\n{_yardsticks(shown[0])}")
+    for row in shown:
+        _print_profiles(row)
+
+
+def _line(columns: tuple[_Column, ...], cells: list[str]) -> str:
+    padded = (
+        cell.ljust(width) if heading in _LEFT else cell.rjust(width)
+        for cell, (heading, width, _) in zip(cells, columns, strict=True)
+    )
+    return f"| {' | '.join(padded)} |"
+
+
+def _yardsticks(row: "BenchRow") -> str:
+    """What the percentages are of."""
+    from quengine.bench_machine import MATRIX_SIZE, describe_machine
+
+    parts = [f"copies at {row.bandwidth / 1e9:.0f} GB/s, read and written"]
+    if row.matrix_rate is not None:
+        size = " x ".join([str(MATRIX_SIZE)] * 3)
+        parts.append(f"fp16 matrix products (cuBLAS, {size}) at {row.matrix_rate / 1e12:.0f} TFLOP/s")
+    name = describe_machine(row.device)["machine"]["gpu"]["name"]
+    return f"Measured on this {name}: {'; '.join(parts)}."
+
+
+def _print_profiles(row: "BenchRow") -> None:
+    from quengine.profile import format_profile
+
+    for profile in row.profile:
+        of = f", mean of {profile.steps}" if profile.steps > 1 else ""
+        print(f"\n{row.model.name}, {row.test.name}: device time of a {profile.what}{of}\n")
+        print("\n".join(format_profile(profile)))
 
 
 def _described(row: "BenchRow") -> dict[str, Any]:

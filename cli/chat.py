@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from quengine.cli import options
+from quengine.cli.progress import ProgressLine
 from quengine.cli.report import print_report
 from quengine.cli.terminal import write_text
 from quengine.errors import EngineError
@@ -77,7 +78,9 @@ def chat(
     from quengine.chat_session import ChatSession
     from quengine.llm import LLM
 
-    with LLM(model, device, ctx_size, threads, backend, reuse_prefix=True) as llm:
+    progress = ProgressLine()
+    with LLM(model, device, ctx_size, threads, backend, reuse_prefix=True, progress=progress) as llm:
+        progress.clear()
         if llm.chat_template is None:
             raise EngineError(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "

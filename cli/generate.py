@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quengine.cli import options
+from quengine.cli.progress import ProgressLine
 from quengine.cli.report import completion_json, print_report
 from quengine.cli.terminal import write_text
 from quengine.errors import EngineError
@@ -87,7 +88,9 @@ def generate(
     source = _prompt_text(text, prompt, file)
     from quengine.llm import LLM
 
-    with LLM(model, device, ctx_size, threads, backend) as llm:
+    progress = ProgressLine()
+    with LLM(model, device, ctx_size, threads, backend, progress=progress) as llm:
+        progress.clear()
         ids = _prompt_ids(llm, source, system, chat, special)
         if show_prompt:
             print(llm.tokenizer.decode(ids, skip_special=False), file=sys.stderr)

@@ -10,14 +10,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any
 
-from quengine.bench_machine import bandwidth, forget_peak, peak
+import torch
+
+from quengine.bench_machine import bandwidth, forget_peak, matrix_rate, peak
+from quengine.bench_row import BenchRow, BenchTest, ModelFacts
+from quengine.bench_work import bytes_per_token, prompt_operations
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.llm import LLM
@@ -26,6 +28,8 @@ from quengine.machine import physical_cores
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.hub import resolve_model
 from quengine.models.synthetic import PRESETS, write_synthetic
+from quengine.profile import Profile, TraceFile
+from quengine.profile_run import PROFILED_TOKENS, check_can_profile, profile_decode, profile_prompt
 from quengine.sampling_params import SamplingParams
 
 Progress = Callable[[str], None]
@@ -35,137 +39,11 @@ _SEED = 1
 
 
 @dataclass(frozen=True)
-class BenchTest:
-    """What is timed: `prompt` tokens computed in chunks, then `generate` tokens one by one, after `depth`
-    tokens.
-
-    One of the first two may be 0.
-    """
-
-    prompt: int
-    generate: int
-    depth: int = 0
-
-    @property
-    def name(self) -> str:
-        """As llama-bench writes it: pp512, tg128, pp512+tg128, with "@ d4096" at a depth."""
-        parts = [f"pp{self.prompt}"] if self.prompt else []
-        parts += [f"tg{self.generate}"] if self.generate else []
-        return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
-
-    @property
-    def positions(self) -> int:
-        """Positions of the cache that the test needs; a token more than it counts (see time_test)."""
-        return self.depth + self.prompt + self.generate + 1
-
-
-def expand_tests(
-    prompts: Seq[int], generates: Seq[int], pairs: Seq[tuple[int, int]], depths: Seq[int]
-) -> list[BenchTest]:
-    """At every depth: the prompt tests, the generation tests, the pairs of both. Zeros are left out.
-
-    Raises:
-        EngineError: nothing is left, or a number is negative.
-    """
-    shapes = [*((p, 0) for p in prompts), *((0, n) for n in generates), *pairs]
-    if any(number < 0 for number in (*depths, *(n for shape in shapes for n in shape))):
-        raise EngineError("-p, -n, -pg and -d take numbers of tokens, 0 or more")
-    tests = [BenchTest(p, n, depth) for depth in depths for p, n in shapes if p or n]
-    if not tests:
-        raise EngineError("nothing to time: -p, -n and -pg are all 0")
-    return list(dict.fromkeys(tests))
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """A model in numbers: `nbytes` of tensors, `params` weights, and the types they are stored in."""
-
-    name: str
-    path: str
-    nbytes: int
-    params: int
-    types: str
-
-
-@dataclass(frozen=True)
-class BenchRow:
-    """One test on one model with one thread count.
-
-    seconds: what each repetition took. bytes_per_token: weights, and the cache read on average, for one
-    generated token; 0 where a prompt is part of the test, since a chunk's tokens share one pass over the
-    weights.
-    bandwidth: bytes per second that the device's memory gives (see bench_machine). peak_bytes: the most memory the
-    device, or on the CPU the process, held since this model was loaded.
-    """
-
-    model: ModelFacts
-    test: BenchTest
-    device: str
-    backend: str
-    threads: int
-    seconds: tuple[float, ...]
-    bytes_per_token: int
-    bandwidth: float
-    load_s: float
-    peak_bytes: int
-    batch: int = 1
-
-    @property
-    def samples(self) -> tuple[float, ...]:
-        """Tokens per second of each repetition."""
-        return tuple((self.test.prompt + self.test.generate) / s for s in self.seconds)
-
-    @property
-    def tok_s(self) -> float:
-        return mean(self.samples)
-
-    @property
-    def deviation(self) -> float:
-        """The samples' standard deviation; 0 for one sample."""
-        return stdev(self.samples) if len(self.seconds) > 1 else 0.0
-
-    @property
-    def gb_s(self) -> float | None:
-        """1e9 bytes read per second; None where that is not what limits the test."""
-        return self.bytes_per_token * self.tok_s / 1e9 if self.bytes_per_token else None
-
-    @property
-    def bandwidth_percent(self) -> float | None:
-        return None if self.gb_s is None else 100 * self.gb_s / (self.bandwidth / 1e9)
-
-    def as_dict(self, machine: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Flat and complete, for machines."""
-        fields: dict[str, Any] = {
-            "model": self.model.name,
-            "model_path": self.model.path,
-            "model_bytes": self.model.nbytes,
-            "model_params": self.model.params,
-            "model_types": self.model.types,
-            "device": self.device,
-            "backend": self.backend,
-            "threads": self.threads,
-            "batch": self.batch,
-            "test": self.test.name,
-            "n_prompt": self.test.prompt,
-            "n_gen": self.test.generate,
-            "n_depth": self.test.depth,
-            "tok_s": self.tok_s,
-            "tok_s_stddev": self.deviation,
-            "samples_tok_s": list(self.samples),
-            "samples_s": list(self.seconds),
-            "bytes_per_token": self.bytes_per_token,
-            "gb_s": self.gb_s,
-            "bandwidth_gb_s": self.bandwidth / 1e9,
-            "bandwidth_percent": self.bandwidth_percent,
-            "load_s": self.load_s,
-            "peak_bytes": self.peak_bytes,
-        }
-        return fields if machine is None else {**fields, **machine}
-
-
-@dataclass(frozen=True)
 class BenchPlan:
-    """Everything to be timed: each model, with each thread count (None: the physical cores), in each test."""
+    """Everything to be timed: each model, with each thread count (None: the physical cores), in each test.
+
+    profile: also time each kernel of every test. trace: the file for those times as a timeline.
+    """
 
     models: Seq[str | Path]
     tests: Seq[BenchTest]
@@ -175,6 +53,17 @@ class BenchPlan:
     device: str = "auto"
     backend: str = "auto"
     warm_up: bool = True
+    profile: bool = False
+    trace: Path | None = None
+
+    @property
+    def profiled(self) -> bool:
+        return self.profile or self.trace is not None
+
+    def positions(self, test: BenchTest) -> int:
+        """Positions of the cache that the test needs, and its profile."""
+        profiled = test.depth + test.prompt + 1 + PROFILED_TOKENS
+        return max(test.positions, profiled if self.profiled and test.generate else 0)
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:
@@ -194,10 +83,15 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
         CannotRunError: no such device here, or too little memory.
     """
     for model in plan.models:
-        _check_fits(model, plan.tests)
+        _check_fits(model, plan)
     device, _ = choose_device(EngineConfig(plan.device, backend=plan.backend))
+    trace = _checked_trace(plan, device)
+    rate = None
+    if device.type == "cuda" and any(test.prompt and not test.generate for test in plan.tests):
+        progress(f"measuring the matrix rate, {device}")
+        rate = matrix_rate(device)
     bandwidths: dict[int, float] = {}
-    positions = max(test.positions for test in plan.tests)
+    positions = max(plan.positions(test) for test in plan.tests)
     for name, wanted in product(plan.models, plan.threads):
         threads = wanted or physical_cores()
         if threads not in bandwidths:
@@ -205,23 +99,55 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
             bandwidths[threads] = bandwidth(device, threads)
         progress(f"loading {name}")
         forget_peak(device)
-        with LLM(name, str(device), positions, threads, plan.backend, reuse_prefix=True) as llm:
+        with LLM(
+            name, str(device), positions, threads, plan.backend, reuse_prefix=True, progress=progress
+        ) as llm:
             facts = model_facts(llm.loaded.checkpoint)
             for test in plan.tests:
                 label = f"{facts.name}, {threads} threads: {test.name}"
                 seconds = tuple(time_test(llm, test, plan.repetitions, plan.warm_up, label, progress))
-                yield _row(llm, facts, test, seconds, bandwidths[threads])
+                row = _row(llm, facts, test, seconds, bandwidths[threads], rate)
+                if plan.profiled:
+                    progress(f"{label}, profiling")
+                    row = replace(row, profile=_profiles(llm, test, label, trace))
+                yield row
+    if trace is not None:
+        trace.write()
 
 
-def _check_fits(model: str | Path, tests: Seq[BenchTest]) -> None:
+def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
+    """Where the timeline goes; refuses now what cannot be profiled or written after minutes."""
+    if plan.profiled:
+        check_can_profile(device)
+    if plan.trace is None:
+        return None
+    trace = TraceFile(plan.trace)
+    trace.check()
+    return trace
+
+
+def _profiles(llm: LLM, test: BenchTest, label: str, trace: TraceFile | None) -> tuple[Profile, ...]:
+    """The kernels of a test: of its prompt, and of a decode step after it."""
+    ids, found = test_ids(llm, test), []
+    if test.prompt:
+        found.append(profile_prompt(llm, ids, test.depth))
+    if test.generate:
+        found.append(profile_decode(llm, ids, len(ids) - 1))
+    for profile, events in found:
+        if trace is not None:
+            trace.add(f"{label}, {profile.what}", events)
+    return tuple(profile for profile, _ in found)
+
+
+def _check_fits(model: str | Path, plan: BenchPlan) -> None:
     """Before the first minute is spent: every model is here and holds the longest test."""
     checkpoint = open_checkpoint(resolve_model(str(model)))
     context = checkpoint.config.context_length
     checkpoint.close()
-    longest = max(tests, key=lambda test: test.positions)
-    if longest.positions > context:
+    longest = max(plan.tests, key=plan.positions)
+    if plan.positions(longest) > context:
         raise EngineError(
-            f"{longest.name} takes {longest.positions} positions and {checkpoint.path.name} was made for "
+            f"{longest.name} takes {plan.positions(longest)} positions and {checkpoint.path.name} was made for "
             f"{context}; use smaller -p, -n, -pg or -d"
         )
 
@@ -234,9 +160,7 @@ def time_test(
     `llm` must reuse prefixes. The first generated token comes out of the last prompt token, so a test without a
     prompt gives it one token, which is computed as the generated ones are, and a test with one asks for one more.
     """
-    numbers = random.Random(_SEED)
-    vocab = llm.model_config.vocab_size
-    ids = [numbers.randrange(vocab) for _ in range(test.depth + max(test.prompt, 1))]
+    ids = test_ids(llm, test)
     count = test.generate + (1 if test.prompt else 0)
     llm.runner.cache.tokens.clear()
     progress(f"{label}, preparing")
@@ -251,6 +175,13 @@ def time_test(
         yield time.perf_counter() - began
 
 
+def test_ids(llm: LLM, test: BenchTest) -> list[int]:
+    """The random tokens of a test: its depth, then its prompt or the one token that generation starts from."""
+    numbers = random.Random(_SEED)
+    vocab = llm.model_config.vocab_size
+    return [numbers.randrange(vocab) for _ in range(test.depth + max(test.prompt, 1))]
+
+
 def _complete(llm: LLM, ids: list[int], count: int, cached: int) -> None:
     """Compute a request whose first `cached` tokens are in the cache, and no more of them."""
     del llm.runner.cache.tokens[cached:]
@@ -263,13 +194,13 @@ def _complete(llm: LLM, ids: list[int], count: int, cached: int) -> None:
 
 
 def _row(
-    llm: LLM, facts: ModelFacts, test: BenchTest, seconds: tuple[float, ...], bandwidth: float
+    llm: LLM,
+    facts: ModelFacts,
+    test: BenchTest,
+    seconds: tuple[float, ...],
+    bandwidth: float,
+    rate: float | None,
 ) -> BenchRow:
-    per_token = 0
-    if not test.prompt:
-        # Token i of the test reads the rows before it and its own.
-        context = test.depth + (test.generate + 1) // 2
-        per_token = llm.runner.decoder.bytes_per_token + llm.model_config.kv_cache_bytes(context)
     return BenchRow(
         model=facts,
         test=test,
@@ -277,10 +208,14 @@ def _row(
         backend=llm.runner.decoder.backend.name,
         threads=llm.loaded.threads,
         seconds=seconds,
-        bytes_per_token=per_token,
+        bytes_per_token=0 if test.prompt else bytes_per_token(llm, test.depth, test.generate),
         bandwidth=bandwidth,
         load_s=llm.loaded.load_s,
         peak_bytes=peak(llm.loaded.device),
+        held_bytes=facts.nbytes + llm.loaded.cache.nbytes,
+        operations=0 if test.generate else prompt_operations(llm, test.depth, test.prompt),
+        matrix_rate=rate,
+        kernels_per_step=llm.runner.kernels_per_step if test.generate else None,
     )
 
 

@@ -5,6 +5,7 @@ Knows devices, no models and no tests. The machine itself is described by `machi
 
 import datetime
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +26,8 @@ from quengine.machine import (
 _PACKAGES = ("quengine", "torch", "triton", "numba")
 _COPY_BYTES = 2**30
 _COPIES = 20
+MATRIX_SIZE = 8192
+_PRODUCTS, _WARM_PRODUCTS = 10, 3
 
 
 def bandwidth(device: torch.device, threads: int) -> float:
@@ -38,15 +41,32 @@ def bandwidth(device: torch.device, threads: int) -> float:
 def _copy_bandwidth(device: torch.device) -> float:
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(_COPIES):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
-        target.copy_(source)
-        after.record()
-        after.synchronize()
-        best = min(best, before.elapsed_time(after) / 1e3)
+    best = min(_device_seconds(lambda: target.copy_(source)) for _ in range(_COPIES))
     return 2 * _COPY_BYTES / best
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Floating-point operations per second of one large fp16 product with fp32 sums, the yardstick of prompts.
+
+    The best of several of cuBLAS's (8192 x 8192 x 8192; normal random numbers: zeros would go faster). CUDA only.
+    """
+    numbers = torch.Generator(device).manual_seed(1)
+    a, b = (
+        torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=numbers, device=device, dtype=torch.float16)
+        for _ in range(2)
+    )
+    out = torch.empty_like(a)
+    seconds = [_device_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(_WARM_PRODUCTS + _PRODUCTS)]
+    return float(2 * MATRIX_SIZE**3 / min(seconds[_WARM_PRODUCTS:]))
+
+
+def _device_seconds(work: Callable[[], object]) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before.record()
+    work()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
 
 
 def forget_peak(device: torch.device) -> None:
@@ -63,8 +83,11 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes held since `forget_peak`: of the device's memory, or of this process's."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory()
+    """The most bytes held since `forget_peak`: of the device's memory, or of this process's.
+
+    On CUDA what the allocator held, in use or not; the driver's own share (context, loaded kernels) is not in it.
+    """
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory()
 
 
 def describe_machine(device: str) -> dict[str, Any]:

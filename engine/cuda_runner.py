@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from quengine.graph_nodes import GraphNodes, count_nodes
 from quengine.kernels.cuda.sampling import (
     MAX_CAPACITY,
     NO_TOKEN,
@@ -23,6 +24,7 @@ from quengine.kernels.cuda.sampling import (
 from quengine.kernels.cuda_backend import has_dependent_launch
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
+from quengine.ranges import Range
 from quengine.runner import Runner
 from quengine.sampler import Sample
 from quengine.sampling_params import SamplingParams
@@ -31,7 +33,9 @@ from quengine.sequence import Sequence
 
 
 class DecodeGraph(Protocol):
-    """One captured decode step."""
+    """One captured decode step; `nodes` says what one launch of it runs."""
+
+    nodes: GraphNodes
 
     def begin(self, sequence: Sequence) -> None:
         """Continue with this sequence: its newest token is the next input."""
@@ -85,11 +89,16 @@ class CudaRunner(Runner):
                 graph = self.graphs[key] = CapturedStep(self.decoder, self.cache, key)
             graph.begin(batch.sequence)
             run = self._run = _Run(batch.sequence, graph, batch.start)
-        token = run.take(self.cache.ctx_size)
+        with Range("decode step"):
+            token = run.take(self.cache.ctx_size)
         if token == NO_TOKEN:
             self._run = _Run(None, None)
             return super().step(batch)  # says what is wrong with the logits
         return Sample(token)
+
+    @property
+    def kernels_per_step(self) -> int | None:
+        return None if self._run.graph is None else self._run.graph.nodes.kernels
 
 
 @dataclass
@@ -140,6 +149,7 @@ class CapturedStep:
         self.events = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         self.launched = 0
         self.graph = self._capture(decoder, cache)
+        self.nodes = count_nodes(self.graph.raw_cuda_graph())
 
     def begin(self, sequence: Sequence) -> None:
         params, ids = sequence.params, sequence.token_ids
@@ -186,7 +196,8 @@ class CapturedStep:
             step()
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
         with torch.cuda.graph(graph):
             step()
+        graph.instantiate()
         return graph

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +40,7 @@ class LLM:
         backend: "auto", or "reference" for the float64 definition.
         chunk_size: the most prompt tokens computed at once.
         reuse_prefix: compute only what differs from the previous request (conversations).
+        progress: called with a line of text as weights are loaded onto a GPU.
 
     Raises:
         EngineError: an argument or the model is wrong.
@@ -56,9 +57,10 @@ class LLM:
         *,
         chunk_size: int = DEFAULT_CHUNK,
         reuse_prefix: bool = False,
+        progress: Callable[[str], None] | None = None,
     ) -> None:
         self.config = EngineConfig(device, ctx_size, threads, backend, chunk_size, reuse_prefix)
-        self.loaded = load_model(model, self.config)
+        self.loaded = load_model(model, self.config, progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()
         self.chat_template = self.loaded.checkpoint.chat_template()
         self.model_config = self.loaded.checkpoint.config

@@ -1,6 +1,8 @@
 """From a model's name to something that runs: device, backend, context, decoder, cache."""
 
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import Backend
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.machine import available_memory, physical_cores
 from quengine.memory import choose_context, gib
@@ -17,6 +20,7 @@ from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub import resolve_model
 from quengine.runner import Runner
+from quengine.weight_loader import CudaTransfer, WeightLoader
 
 REFERENCE_BYTES_A_WEIGHT = 8
 MIN_CAPABILITY = (8, 0)
@@ -43,8 +47,10 @@ class LoadedModel:
         return self.runner.cache
 
 
-def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
-    """Resolve, open, check and load a model.
+def load_model(
+    model: str | Path, config: EngineConfig, progress: Callable[[str], None] | None = None
+) -> LoadedModel:
+    """Resolve, open, check and load a model; `progress` is told how far the weights are, for who watches.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -61,7 +67,9 @@ def load_model(model: str | Path, config: EngineConfig) -> LoadedModel:
     ctx_size = choose_context(shape, config.ctx_size, checkpoint.nbytes, free, str(device))
     backend = _make_backend(config, checkpoint, device, threads, free)
     cache = KVCache.allocate(shape, ctx_size, device)
-    decoder = Decoder(shape, checkpoint.tensors, backend, ctx_size, min(config.chunk_size, ctx_size))
+    chunk_size = min(config.chunk_size, ctx_size)
+    with _weights(checkpoint, device, progress) as tensors:
+        decoder = Decoder(shape, tensors, backend, ctx_size, chunk_size)
     runner = _make_runner(config, decoder, cache, device)
     cut = (
         ""
@@ -112,6 +120,20 @@ def _cuda_problem(device: str) -> str | None:
     return None
 
 
+@contextmanager
+def _weights(
+    checkpoint: Checkpoint, device: torch.device, progress: Callable[[str], None] | None
+) -> Iterator[Mapping[str, QuantTensor]]:
+    """The tensors as the decoder takes them: the mapped file's on the CPU, read ahead of it for a CUDA device."""
+    if device.type != "cuda":
+        yield checkpoint.tensors
+        return
+    with WeightLoader(checkpoint.tensors, CudaTransfer(device), checkpoint.nbytes, progress) as tensors:
+        yield tensors
+    # What lay there before it was repacked is not needed again.
+    torch.cuda.empty_cache()
+
+
 def _make_backend(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, threads: int, free: int
 ) -> Backend[Any]:
@@ -120,8 +142,10 @@ def _make_backend(
 
         return ReferenceBackend(keep=REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2)
     if device.type == "cuda":
+        from quengine.compile_notice import announce_compilation
         from quengine.kernels.cuda_backend import CudaBackend
 
+        announce_compilation(torch.cuda.get_device_name(device))
         return CudaBackend(device)
     from quengine.kernels.cpu_backend import CpuBackend
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
+from quengine.ranges import Range
 from quengine.sampler import Sample
 from quengine.scheduler import Batch
 
@@ -33,11 +34,18 @@ class Runner:
         Raises:
             EngineError: the logits are not finite (with the token's position).
         """
-        logits = self.forward(batch.ids, batch.start)[0].float()
+        with Range("prefill chunk" if len(batch.ids) > 1 else "decode step"):
+            logits = self.forward(batch.ids, batch.start)[0].float()
         if not batch.samples:
             return None
         ids = batch.sequence.token_ids
-        return batch.sequence.sampler.sample(logits, ids, len(ids))
+        with Range("sample"):
+            return batch.sequence.sampler.sample(logits, ids, len(ids))
+
+    @property
+    def kernels_per_step(self) -> int | None:
+        """Kernels that the newest captured decode step launches; None where none was captured."""
+        return None
 
     def teacher_forced(self, ids: Seq[int], chunk: int) -> Tensor:
         """Logits [T, vocab] after each of `ids`, computed `chunk` tokens at a time from an empty cache.

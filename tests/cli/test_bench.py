@@ -3,11 +3,15 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from quengine.bench_row import BenchRow, BenchTest, ModelFacts
+from quengine.cli.bench import _write_csv, _write_json, _write_md
 from quengine.cli.main import run
+from quengine.profile import read_profile
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -104,3 +108,79 @@ def test_wrong_flags_are_one_line_and_exit_1(
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert words in line
+
+
+def test_profile_on_the_cpu_is_one_line_and_exit_2(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in (["--profile"], ["--trace", "t.json"]):
+        assert run(["bench", "-m", model, *QUICK, *flag]) == 2
+        captured = capsys.readouterr()
+        (line,) = captured.err.splitlines()
+        assert captured.out == ""
+        assert "run is on the CPU" in line
+
+
+def cuda_row(**changes: object) -> BenchRow:
+    """A row as a GPU would give it, with one profiled kernel."""
+    kernel = {
+        "ph": "X",
+        "cat": "kernel",
+        "name": "_matvec_kernel",
+        "ts": 0.0,
+        "dur": 2.0,
+        "args": {"grid": [7, 1, 1]},
+    }
+    made = BenchRow(
+        model=ModelFacts("m", "/m.gguf", 2**30, 10**9, "Q4_K"),
+        test=BenchTest(0, 128),
+        device="cuda:0",
+        backend="cuda",
+        threads=4,
+        seconds=(0.25,),
+        bytes_per_token=4 * 10**9,
+        bandwidth=4e12,
+        load_s=1.0,
+        peak_bytes=3 * 2**30,
+        held_bytes=2**31,
+        kernels_per_step=229,
+        profile=(read_profile([kernel], "decode step", 1),),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def test_a_gpus_table_has_its_own_columns_yardsticks_and_profiles(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = {"machine": {"gpu": {"name": "GPU X"}}}
+    monkeypatch.setattr("quengine.bench_machine.describe_machine", lambda _: machine)
+    prompt = cuda_row(
+        test=BenchTest(512, 0),
+        operations=512 * 10**9,
+        matrix_rate=8e14,
+        profile=(),
+        kernels_per_step=None,
+        bytes_per_token=0,
+    )
+    _write_md(iter([cuda_row(matrix_rate=8e14), prompt]))
+    lines = capsys.readouterr().out.splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:4]]
+    assert table[0][-3:] == ["over weights + cache", "% of matrix rate", "kernels/step"]
+    assert table[2][4] == "cuda:0"
+    assert table[2][-3:] == ["1.00 GiB", "-", "229"]
+    assert table[3][-2:] == ["0", "-"]
+    assert lines[5].startswith("Measured on this GPU X: copies at 4000 GB/s")
+    assert "800 TFLOP/s" in lines[5]
+    assert lines[7] == "m, tg128: device time of a decode step"
+    assert "| matvec " in "\n".join(lines[9:])
+
+
+def test_profiles_are_in_json_and_in_a_cell_of_csv(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quengine.bench_machine.describe_machine", lambda _: {})
+    _write_json(iter([cuda_row()]))
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["profile"][0]["kernels"][0]["calls"] == 1
+    assert found["kernels_per_step"] == 229
+    _write_csv(iter([cuda_row()]))
+    (cells,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert json.loads(cells["profile"]) == found["profile"]

@@ -1,5 +1,6 @@
 """What a benchmark times and how it counts: the tests of a command line, the numbers of a row."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +10,16 @@ from torch import Tensor
 from quengine import LLM, EngineError
 from quengine.bench import (
     BenchPlan,
-    BenchRow,
-    BenchTest,
-    ModelFacts,
-    expand_tests,
     model_facts,
     run_bench,
     synthetic_model,
     time_test,
 )
 from quengine.bench_machine import describe_machine
+from quengine.bench_row import BenchRow, BenchTest, ModelFacts, expand_tests
+from quengine.bench_work import prompt_operations
+from quengine.errors import CannotRunError
+from quengine.profile import read_profile
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -43,6 +44,7 @@ def row(test: BenchTest, seconds: tuple[float, ...], bytes_per_token: int = 0) -
         bandwidth=20e9,
         load_s=0.5,
         peak_bytes=10**9,
+        held_bytes=8 * 10**8,
     )
 
 
@@ -86,6 +88,49 @@ def test_one_sample_has_no_deviation_and_a_prompt_no_bandwidth() -> None:
     assert (measured.tok_s, measured.deviation) == (320.0, 0.0)
     assert measured.gb_s is None
     assert measured.bandwidth_percent is None
+
+
+def test_a_prompt_is_measured_against_the_matrix_rate_and_tokens_are_not() -> None:
+    prompt = replace(row(BenchTest(100, 0), (0.5,)), operations=10**12, matrix_rate=4e12)
+    assert prompt.matrix_percent == pytest.approx(50.0)
+    assert replace(prompt, matrix_rate=None).matrix_percent is None
+    assert replace(row(BenchTest(0, 10), (0.5,), 10**9), matrix_rate=4e12).matrix_percent is None
+
+
+def test_memory_beside_weights_and_cache_is_told() -> None:
+    fields = row(BenchTest(0, 1), (1.0,)).as_dict()
+    assert fields["peak_over_weights_and_cache_bytes"] == 2 * 10**8
+
+
+def test_operations_of_a_prompt_are_matrices_attention_and_one_row_of_logits_a_chunk(model: Path) -> None:
+    with LLM(model, "cpu", 64, 1, chunk_size=8) as llm:
+        config, operations = llm.model_config, prompt_operations(llm, 5, 12)
+        sizes = ModelSizes(embedding=64, feed_forward=128)
+        shapes = sizes.tensor_shapes(config.vocab_size)
+    blocks = sum(s[0] * s[1] for name, s in shapes.items() if name.startswith("blk.") and len(s) == 2)
+    seen = sum(range(6, 18))
+    attention = 4 * config.head_count * config.head_dim * seen * config.block_count
+    assert operations == 2 * blocks * 12 + attention + 2 * 2 * config.vocab_size * config.embedding_length
+
+
+def test_a_profile_takes_part_in_a_row_only_when_there_is_one() -> None:
+    events = [{"ph": "X", "cat": "kernel", "name": "k", "ts": 0.0, "dur": 2.0, "args": {"grid": [4, 1, 1]}}]
+    measured = row(BenchTest(0, 1), (1.0,))
+    assert "profile" not in measured.as_dict()
+    fields = replace(measured, profile=(read_profile(events, "decode step", 1),)).as_dict()
+    assert fields["profile"][0]["kernels"][0]["name"] == "k"
+    assert json.loads(json.dumps(fields))["profile"][0]["wall_us"] == 2.0
+
+
+def test_kernels_cannot_be_timed_on_the_cpu_and_that_is_said_before_anything_runs(model: Path) -> None:
+    for plan in (
+        BenchPlan([model], [BenchTest(8, 0)], [None], device="cpu", profile=True),
+        BenchPlan([model], [BenchTest(8, 0)], [None], device="cpu", trace=Path("t.json")),
+    ):
+        told: list[str] = []
+        with pytest.raises(CannotRunError, match="run is on the CPU"):
+            next(run_bench(plan, told.append))
+        assert told == []
 
 
 def test_more_than_one_sequence_is_refused_for_now() -> None:

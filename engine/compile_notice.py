@@ -1,0 +1,35 @@
+"""Tells the user when Triton compiles kernels: the first run on a machine takes long, and must say why.
+
+A later run finds them on disk (TRITON_CACHE_DIR, or ~/.triton) and nothing is said. Does not know: which kernels.
+"""
+
+import logging
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+class CompileNotice:
+    """Triton's compilation listener (triton.knobs.compilation.listener): says it once in a process."""
+
+    def __init__(self, device_name: str) -> None:
+        self.device_name = device_name
+        self.said = False
+
+    def __call__(self, *, cache_hit: bool, **facts: Any) -> None:
+        del facts
+        if cache_hit or self.said:
+            return
+        self.said = True
+        _log.warning(
+            "compiling kernels for %s, once; the first run takes up to a minute longer, later ones find them on disk",
+            self.device_name,
+        )
+
+
+def announce_compilation(device_name: str) -> None:
+    """From now on, tell the user of the first kernel that is not found on disk; once a process."""
+    import triton
+
+    if not isinstance(triton.knobs.compilation.listener, CompileNotice):
+        triton.knobs.compilation.listener = CompileNotice(device_name)
