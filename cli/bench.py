@@ -66,6 +66,7 @@ def bench(
     ] = None,
     warm_up: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before.")] = True,
     device: options.Device = "auto",
+    cache_type: options.CacheTypeName = "f16",
     backend: options.BackendName = "auto",
 ) -> None:
     """Time prompt processing and token generation."""
@@ -98,6 +99,7 @@ def bench(
         warm_up=warm_up,
         profile=profile,
         trace=trace,
+        cache_type=options.cache_type(cache_type),
     )
     try:
         _WRITERS[output](_cleared(run_bench(plan, progress), progress))

@@ -54,6 +54,7 @@ def chat(
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     ctx_size: options.CtxSize = None,
+    cache_type: options.CacheTypeName = "f16",
     device: options.Device = "auto",
     threads: options.Threads = None,
     backend: options.BackendName = "auto",
@@ -78,8 +79,11 @@ def chat(
     from quengine.chat_session import ChatSession
     from quengine.llm import LLM
 
+    held = options.cache_type(cache_type)
     progress = ProgressLine()
-    with LLM(model, device, ctx_size, threads, backend, reuse_prefix=True, progress=progress) as llm:
+    with LLM(
+        model, device, ctx_size, threads, backend, reuse_prefix=True, cache_type=held, progress=progress
+    ) as llm:
         progress.clear()
         if llm.chat_template is None:
             raise EngineError(

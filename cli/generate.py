@@ -63,6 +63,7 @@ def generate(
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     ctx_size: options.CtxSize = None,
+    cache_type: options.CacheTypeName = "f16",
     device: options.Device = "auto",
     threads: options.Threads = None,
     backend: options.BackendName = "auto",
@@ -88,8 +89,9 @@ def generate(
     source = _prompt_text(text, prompt, file)
     from quengine.llm import LLM
 
+    held = options.cache_type(cache_type)
     progress = ProgressLine()
-    with LLM(model, device, ctx_size, threads, backend, progress=progress) as llm:
+    with LLM(model, device, ctx_size, threads, backend, cache_type=held, progress=progress) as llm:
         progress.clear()
         ids = _prompt_ids(llm, source, system, chat, special)
         if show_prompt:

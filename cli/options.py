@@ -8,6 +8,7 @@ import typer
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
+    from quengine.kernels.cache_types import CacheType
     from quengine.sampling_params import SamplingParams
 
 _SAMPLING = "Sampling"
@@ -23,6 +24,12 @@ CtxSize = Annotated[
     int | None,
     typer.Option(
         "-c", "--ctx-size", help="Context in tokens. [default: the model's, cut to fit]", rich_help_panel=_RUN
+    ),
+]
+CacheTypeName = Annotated[
+    str,
+    typer.Option(
+        "--cache-type", help="Keys and values as f16 or q8_0 (half the memory).", rich_help_panel=_RUN
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_RUN)]
@@ -126,6 +133,16 @@ def sampling_params(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
+
+
+def cache_type(name: str) -> "CacheType":
+    """What --cache-type names. Raises EngineError for a type that there is none of."""
+    from quengine.kernels.cache_types import CACHE_TYPES
+
+    for known in CACHE_TYPES:
+        if known == name:
+            return known
+    raise EngineError(f"--cache-type {name!r}: must be {' or '.join(CACHE_TYPES)}")
 
 
 def _bias(text: str) -> tuple[int, float]:

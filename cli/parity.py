@@ -72,11 +72,13 @@ def parity(
         int, typer.Option("--window", help="Longer texts are cut into windows of this many tokens.")
     ] = 1024,
     threads: options.Threads = None,
+    cache_type: options.CacheTypeName = "f16",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare the logits and the greedy text of two ways to run a model."""
     if file and texts is not None:
         raise EngineError("--texts counts built-in texts and --file replaces them; give one of the two")
+    held = options.cache_type(cache_type)
     given = [_read_text(path) for path in file] if file else None
     from quengine.parity import compare_sides
     from quengine.parity_locate import locate
@@ -97,7 +99,7 @@ def parity(
     began = time.perf_counter()
     progress(f"loading {model}: {a} and {b}")
     try:
-        with SidePair(model, a, b, workload.ctx_size, threads) as sides:
+        with SidePair(model, a, b, workload.ctx_size, threads, held) as sides:
             progress("trying both sides to see how long this takes")
             seconds = estimate_seconds(sides.a, sides.b, workload)
             progress.clear()

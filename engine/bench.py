@@ -22,6 +22,7 @@ from quengine.bench_row import BenchRow, BenchTest, ModelFacts
 from quengine.bench_work import bytes_per_token, prompt_operations
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.cache_types import CacheType
 from quengine.llm import LLM
 from quengine.load import choose_device
 from quengine.machine import physical_cores
@@ -55,6 +56,7 @@ class BenchPlan:
     warm_up: bool = True
     profile: bool = False
     trace: Path | None = None
+    cache_type: CacheType = "f16"
 
     @property
     def profiled(self) -> bool:
@@ -100,7 +102,14 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
         progress(f"loading {name}")
         forget_peak(device)
         with LLM(
-            name, str(device), positions, threads, plan.backend, reuse_prefix=True, progress=progress
+            name,
+            str(device),
+            positions,
+            threads,
+            plan.backend,
+            reuse_prefix=True,
+            cache_type=plan.cache_type,
+            progress=progress,
         ) as llm:
             facts = model_facts(llm.loaded.checkpoint)
             for test in plan.tests:
@@ -212,6 +221,7 @@ def _row(
         bandwidth=bandwidth,
         load_s=llm.loaded.load_s,
         peak_bytes=peak(llm.loaded.device),
+        cache_type=llm.config.cache_type,
         held_bytes=facts.nbytes + llm.loaded.cache.nbytes,
         operations=0 if test.generate else prompt_operations(llm, test.depth, test.prompt),
         matrix_rate=rate,

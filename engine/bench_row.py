@@ -94,6 +94,7 @@ class BenchRow:
     kernels_per_step: int | None = None
     profile: tuple[Profile, ...] = ()
     batch: int = 1
+    cache_type: str = "f16"
 
     @property
     def samples(self) -> tuple[float, ...]:
@@ -141,6 +142,7 @@ class BenchRow:
             "device": self.device,
             "backend": self.backend,
             "threads": self.threads,
+            "cache_type": self.cache_type,
             "batch": self.batch,
             "test": self.test.name,
             "n_prompt": self.test.prompt,

@@ -10,7 +10,7 @@ def bytes_per_token(llm: LLM, depth: int, generate: int) -> int:
     """Weights, and the cache on average, that one of `generate` tokens after `depth` tokens reads."""
     # Token i of the test reads the rows before it and its own.
     context = depth + (generate + 1) // 2
-    return llm.runner.decoder.bytes_per_token + llm.model_config.kv_cache_bytes(context)
+    return llm.runner.decoder.bytes_per_token + llm.cache_bytes(context)
 
 
 def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from quengine.errors import EngineError
+from quengine.kernels.cache_types import CACHE_TYPES, CacheType
 
 DEFAULT_CHUNK = 512
 
@@ -18,6 +19,7 @@ class EngineConfig:
         backend: "auto" (the packed kernels of the device) or "reference" (the float64 definition).
         chunk_size: the most prompt tokens computed at once.
         reuse_prefix: keep the cache between requests and compute only what differs from the last one.
+        cache_type: how keys and values are stored, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
 
     Raises:
         EngineError: a value is outside its range.
@@ -29,6 +31,7 @@ class EngineConfig:
     backend: str = "auto"
     chunk_size: int = DEFAULT_CHUNK
     reuse_prefix: bool = False
+    cache_type: CacheType = "f16"
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")
@@ -36,6 +39,8 @@ class EngineConfig:
             raise EngineError(f"device {self.device!r}: must be auto, cpu, cuda or cuda:N")
         if self.backend not in ("auto", "reference"):
             raise EngineError(f"backend {self.backend!r}: must be auto or reference")
+        if self.cache_type not in CACHE_TYPES:
+            raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
         for name in ("ctx_size", "threads", "chunk_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -5,32 +5,36 @@ from dataclasses import dataclass, field
 import torch
 
 from quengine.kernels.backend import KVLayer
+from quengine.kernels.cache_types import CacheType
+from quengine.kernels.kv_rows import allocate_layer
 from quengine.models.config import ModelConfig
-
-CACHE_DTYPE = torch.float16
 
 
 @dataclass
 class KVCache:
-    """`layers[i]` holds k and v as [ctx_size, kv_heads, head_dim]; `tokens` are the ids whose rows are valid."""
+    """`layers[i]` holds keys and values of `ctx_size` positions; `tokens` are the ids whose rows are valid."""
 
     layers: list[KVLayer]
     ctx_size: int
     tokens: list[int] = field(default_factory=list)
 
     @classmethod
-    def allocate(cls, config: ModelConfig, ctx_size: int, device: torch.device) -> "KVCache":
-        """Reserve the memory now. Rows are written before they are read, so nothing is cleared."""
-        shape = (ctx_size, config.head_count_kv, config.head_dim)
+    def allocate(
+        cls, config: ModelConfig, ctx_size: int, device: torch.device, cache_type: CacheType = "f16"
+    ) -> "KVCache":
+        """Reserve the memory now. Rows are written before they are read, so nothing is cleared.
 
-        def buffer() -> torch.Tensor:
-            return torch.empty(shape, dtype=CACHE_DTYPE, device=device)
-
-        return cls([KVLayer(buffer(), buffer()) for _ in range(config.block_count)], ctx_size)
+        Raises EngineError where the model's heads cannot be stored in `cache_type`.
+        """
+        heads, head_dim = config.head_count_kv, config.head_dim
+        layers = [
+            allocate_layer(ctx_size, heads, head_dim, device, cache_type) for _ in range(config.block_count)
+        ]
+        return cls(layers, ctx_size)
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.k.nbytes + layer.v.nbytes for layer in self.layers)
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
     def common_prefix(self, ids: list[int]) -> int:
         """How many leading ids of a new sequence are already held."""

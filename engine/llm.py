@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import EngineError
+from quengine.kernels.cache_types import CacheType
 from quengine.load import load_model
 from quengine.machine import peak_memory
 from quengine.models.chat_template import encode_chat
@@ -40,6 +41,7 @@ class LLM:
         backend: "auto", or "reference" for the float64 definition.
         chunk_size: the most prompt tokens computed at once.
         reuse_prefix: compute only what differs from the previous request (conversations).
+        cache_type: how keys and values are stored, "f16" or "q8_0".
         progress: called with a line of text as weights are loaded onto a GPU.
 
     Raises:
@@ -57,9 +59,10 @@ class LLM:
         *,
         chunk_size: int = DEFAULT_CHUNK,
         reuse_prefix: bool = False,
+        cache_type: CacheType = "f16",
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        self.config = EngineConfig(device, ctx_size, threads, backend, chunk_size, reuse_prefix)
+        self.config = EngineConfig(device, ctx_size, threads, backend, chunk_size, reuse_prefix, cache_type)
         self.loaded = load_model(model, self.config, progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()
         self.chat_template = self.loaded.checkpoint.chat_template()
@@ -144,9 +147,13 @@ class LLM:
         return sequence.completion(
             load_s=self.loaded.load_s,
             weight_bytes=self.loaded.decoder.bytes_per_token,
-            cache_bytes_per_position=self.model_config.kv_cache_bytes(1),
+            cache_bytes_per_position=self.cache_bytes(1),
             peak=peak_memory(),
         )
+
+    def cache_bytes(self, positions: int) -> int:
+        """What keys and values of so many positions take, as this model's cache stores them."""
+        return self.model_config.kv_cache_bytes(positions, self.config.cache_type)
 
     def close(self) -> None:
         """Let the mapped file go. The model cannot be used afterwards."""

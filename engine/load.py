@@ -64,9 +64,9 @@ def load_model(
     torch.set_num_threads(threads)
     shape = checkpoint.config
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    ctx_size = choose_context(shape, config.ctx_size, checkpoint.nbytes, free, str(device))
+    ctx_size = choose_context(shape, config.ctx_size, checkpoint.nbytes, free, str(device), config.cache_type)
     backend = _make_backend(config, checkpoint, device, threads, free)
-    cache = KVCache.allocate(shape, ctx_size, device)
+    cache = KVCache.allocate(shape, ctx_size, device, config.cache_type)
     chunk_size = min(config.chunk_size, ctx_size)
     with _weights(checkpoint, device, progress) as tensors:
         decoder = Decoder(shape, tensors, backend, ctx_size, chunk_size)
@@ -76,7 +76,8 @@ def load_model(
         if config.ctx_size or ctx_size == shape.context_length
         else f", cut from {shape.context_length} to fit"
     )
-    sizes = f"context {ctx_size} tokens{cut}, cache {gib(cache.nbytes)}, weights {gib(checkpoint.nbytes)}"
+    held = f"cache {gib(cache.nbytes)} ({config.cache_type})"
+    sizes = f"context {ctx_size} tokens{cut}, {held}, weights {gib(checkpoint.nbytes)}"
     load_s = time.perf_counter() - began
     return LoadedModel(path, checkpoint, runner, device, threads, load_s, [*checkpoint.notes, *why, sizes])
 

@@ -1,6 +1,7 @@
 """How much memory a run needs, and how long a context fits. Refuses before anything is allocated."""
 
 from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.cache_types import CacheType, can_store
 from quengine.models.config import ModelConfig
 
 _WORKSPACE = 256 * 2**20
@@ -14,7 +15,14 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"
 
 
-def choose_context(config: ModelConfig, asked: int | None, weight_bytes: int, free: int, where: str) -> int:
+def choose_context(
+    config: ModelConfig,
+    asked: int | None,
+    weight_bytes: int,
+    free: int,
+    where: str,
+    cache_type: CacheType = "f16",
+) -> int:
     """Positions of the cache: what was asked for, or the model's own context cut to what fits.
 
     Args:
@@ -22,9 +30,10 @@ def choose_context(config: ModelConfig, asked: int | None, weight_bytes: int, fr
         weight_bytes: what the weights take on the same memory.
         free: bytes available there, before the weights are loaded.
         where: the name of that memory, for the message.
+        cache_type: how keys and values are stored.
 
     Raises:
-        EngineError: more positions were asked for than the model was made for.
+        EngineError: more positions were asked for than the model was made for, or its heads cannot be stored so.
         CannotRunError: the weights, or the weights and the cache asked for, do not fit.
     """
     if asked is not None and asked > config.context_length:
@@ -33,16 +42,33 @@ def choose_context(config: ModelConfig, asked: int | None, weight_bytes: int, fr
             f"was made for; use -c {config.context_length} or less"
         )
     room = free - weight_bytes - _WORKSPACE
-    per_step = config.kv_cache_bytes(_STEP)
-    fitting = max(0, room) // per_step * _STEP
+    fitting = _fitting(config, room, cache_type)
     wanted = config.context_length if asked is None else asked
     if fitting >= wanted:
         return wanted
     if asked is None and fitting >= _STEP:
         return fitting
-    need = weight_bytes + _WORKSPACE + config.kv_cache_bytes(wanted if asked is not None else _STEP)
-    advice = f"try -c {fitting}" if fitting >= _STEP else "use a smaller model or a smaller quantization"
+    least = wanted if asked is not None else _STEP
+    cache = config.kv_cache_bytes(least, cache_type)
     raise CannotRunError(
-        f"not enough memory on {where}: needs {gib(need)} (weights {gib(weight_bytes)}, cache "
-        f"{gib(config.kv_cache_bytes(wanted))} for {wanted} tokens), free {gib(free)}; {advice}"
+        f"not enough memory on {where}: needs {gib(weight_bytes + _WORKSPACE + cache)} (weights "
+        f"{gib(weight_bytes)}, cache {gib(cache)} for {least} tokens in {cache_type}), free {gib(free)}; "
+        + _advice(config, room, least, fitting, cache_type)
     )
+
+
+def _fitting(config: ModelConfig, room: int, cache_type: CacheType) -> int:
+    """Positions that `room` bytes hold, a multiple of the step."""
+    return max(0, room) // config.kv_cache_bytes(_STEP, cache_type) * _STEP
+
+
+def _advice(config: ModelConfig, room: int, wanted: int, fitting: int, cache_type: CacheType) -> str:
+    """What would let the run start: fewer positions, a smaller cache type, or else a smaller model."""
+    ways = [f"-c {fitting}"] if fitting >= _STEP else []
+    if cache_type == "f16" and can_store("q8_0", config.head_dim):
+        smaller = _fitting(config, room, "q8_0")
+        if config.kv_cache_bytes(wanted, "q8_0") <= room:
+            ways.append("--cache-type q8_0")
+        elif smaller >= _STEP:
+            ways.append(f"--cache-type q8_0 -c {smaller}")
+    return "try " + " or ".join(ways) if ways else "use a smaller model or a smaller quantization"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.kernels.cache_types import CacheType
 from quengine.llm import LLM
 from quengine.load import choose_device
 from quengine.sampling_params import SamplingParams
@@ -37,7 +38,9 @@ class Side(Protocol):
         ...
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        """Keys and values of positions start .. end - 1 in every layer, as writable views on the cache."""
+        """What is stored of positions start .. end - 1 in every layer, as writable views: keys and values, or in
+        q8_0 their codes and scales.
+        """
         ...
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
@@ -77,7 +80,7 @@ class LLMSide:
         return self.decoder.forward(tokens, self.llm.runner.cache.layers, start, last_only=False)
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        return [rows[start:end] for layer in self.llm.runner.cache.layers for rows in (layer.k, layer.v)]
+        return [rows[start:end] for layer in self.llm.runner.cache.layers for rows in layer.tensors]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         completion = self.llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=count)).finish()
@@ -105,11 +108,19 @@ class SidePair(AbstractContextManager["SidePair"]):
         CannotRunError: a side cannot run on this machine.
     """
 
-    def __init__(self, model: str | Path, a: str, b: str, ctx_size: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        a: str,
+        b: str,
+        ctx_size: int,
+        threads: int | None = None,
+        cache_type: CacheType = "f16",
+    ) -> None:
         check_sides(a, b)
-        self.a = LLMSide(a, _load(model, a, ctx_size, threads))
+        self.a = LLMSide(a, _load(model, a, ctx_size, threads, cache_type))
         try:
-            self.b = LLMSide(b, _load(model, b, ctx_size, threads))
+            self.b = LLMSide(b, _load(model, b, ctx_size, threads, cache_type))
         except BaseException:
             self.a.llm.close()
             raise
@@ -140,7 +151,7 @@ def check_sides(a: str, b: str) -> None:
             raise EngineError(f"side {name!r}: must be reference, cpu, cuda or cuda:N")
 
 
-def _load(model: str | Path, side: str, ctx_size: int, threads: int | None) -> LLM:
+def _load(model: str | Path, side: str, ctx_size: int, threads: int | None, cache_type: CacheType) -> LLM:
     if side == REFERENCE:
-        return LLM(model, "cpu", ctx_size, threads, backend=REFERENCE)
-    return LLM(model, side, ctx_size, threads)
+        return LLM(model, "cpu", ctx_size, threads, backend=REFERENCE, cache_type=cache_type)
+    return LLM(model, side, ctx_size, threads, cache_type=cache_type)

@@ -29,10 +29,21 @@ an int, so that one graph serves every position."""
 
 @dataclass(frozen=True)
 class KVLayer:
-    """One layer's cache: `k` and `v` are [ctx, kv_heads, head_dim], written in place."""
+    """One layer's cache, written in place.
+
+    `k`, `v`: [ctx, kv_heads, head_dim], fp16, or int8 codes with `k_scale`, `v_scale` [ctx, kv_heads, head_dim / 32]
+    fp16 (q8_0, see kernels/kv_q8_0.py). Strides are any; in memory each head's positions lie together.
+    """
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is stored, each with the positions first."""
+        return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
 
 
 @dataclass(frozen=True)

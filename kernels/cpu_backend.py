@@ -105,9 +105,9 @@ class CpuBackend:
         q = cpu.rope_store(qkv, spec, layer, start)
         if tokens == 1:
             first, end = first_visible(spec, start + 1), start + 1
-            return cpu.decode_attention(q[0], layer.k, layer.v, end, spec.scale, first).reshape(1, -1)
+            return cpu.decode_attention(q[0], layer, end, spec.scale, first).reshape(1, -1)
         mask = mask_slice(spec.mask_band, start, tokens)
-        return cpu.prefill_attention(q, layer.k, layer.v, mask, spec.scale).reshape(tokens, -1)
+        return cpu.prefill_attention(q, layer, mask, spec.scale).reshape(tokens, -1)
 
     def logits(self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, last_only: bool) -> Tensor:
         if self._recorder is not None:

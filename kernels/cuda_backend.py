@@ -86,7 +86,7 @@ class CudaBackend:
         return self._matmul(x, weight, residual)
 
     def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Rows:
-        cache = KVStore(layer.k[None], layer.v[None])
+        cache = KVStore.of_layer(layer)
         tokens = qkv.shape[0]
         if tokens == 1:
             captured = isinstance(start, Tensor)

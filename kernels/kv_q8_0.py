@@ -7,25 +7,15 @@ attention.
 
 import torch
 
-from quengine.errors import EngineError
+from quengine.kernels.cache_types import Q8_0_GROUP
 
-GROUP = 32
-
-
-def check_head_dim(head_dim: int) -> None:
-    """Raises EngineError where a head is not a whole number of groups."""
-    if head_dim % GROUP:
-        raise EngineError(
-            f"a q8_0 cache needs a head size that is a multiple of {GROUP}, and this model's is {head_dim}; "
-            "use --cache-type f16"
-        )
+GROUP = Q8_0_GROUP
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., head_dim] of any float dtype -> codes int8 [..., head_dim], scales fp16 [..., head_dim / 32].
 
-    A group's scale is max|x| / 127 and its codes are x / scale rounded half to even, with the scale in fp32
-    as it is
+    A group's scale is max|x| / 127 and its codes are x / scale rounded half to even, with the scale in fp32 as it is
     before it is stored: ggml's Q8_0 but for the rounding of exact halves.
     """
     groups = x.float().reshape(*x.shape[:-1], -1, GROUP)

@@ -14,6 +14,7 @@ from torch import Tensor
 from quengine.kernels.attention import attention, mask_slice
 from quengine.kernels.backend import AttentionSpec, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.kv_rows import read_rows
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope_store import first_visible, rope_store
@@ -86,7 +87,7 @@ class ReferenceBackend:
         q = rope_store(qkv, spec, layer, start)
         mask = mask_slice(spec.mask_band, start, tokens) if tokens > 1 else None
         first = first_visible(spec, end) if tokens == 1 else 0
-        keys, values = (t[first:end].to(self.dtype) for t in (layer.k, layer.v))
+        keys, values = (t.to(self.dtype) for t in read_rows(layer, slice(first, end)))
         return attention(q, keys, values, mask, spec.scale).reshape(tokens, -1)
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight, last_only: bool) -> Tensor:

@@ -6,6 +6,7 @@ The definition of kernels/cuda/rope.py's `rope_store`, and what the reference an
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.kv_rows import write_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
 
@@ -27,8 +28,7 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> 
     q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
     if spec.query_scale is not None:
         q = q * spec.query_scale[start:end, None, None].to(qkv.dtype)
-    layer.k[start:end] = k.to(layer.k.dtype)
-    layer.v[start:end] = v.to(layer.v.dtype)
+    write_rows(layer, start, k, v)
     return q
 
 

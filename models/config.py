@@ -10,6 +10,7 @@ from math import isfinite, log
 from typing import TYPE_CHECKING, Any, Literal
 
 from quengine.errors import EngineError
+from quengine.kernels.cache_types import CacheType, row_bytes
 
 if TYPE_CHECKING:
     from quengine.kernels.rope import RopeSpec
@@ -150,10 +151,13 @@ class ModelConfig:
             freq_factors=scaling.freq_factors,
         )
 
-    def kv_cache_bytes(self, positions: int, bytes_per_value: float = 2.0) -> int:
-        """Bytes of keys and values of all layers for `positions` tokens; fp16 by default."""
-        values = 2 * self.block_count * self.head_count_kv * self.head_dim * positions
-        return round(values * bytes_per_value)
+    def kv_cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
+        """Bytes of keys and values of all layers for `positions` tokens.
+
+        Raises EngineError where the heads cannot be stored in `cache_type`.
+        """
+        rows = 2 * self.block_count * self.head_count_kv * positions
+        return rows * row_bytes(cache_type, self.head_dim)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """(field, what is wrong with it) for every value out of range or at odds with another."""

@@ -6,8 +6,8 @@
     rms_norm(x, weight, eps)                                  rows of x normalised [T, K]
     rope_store(qkv, spec, layer, start)                       rotated queries; keys and values written to the cache
     swiglu(gate_up)                                           silu(gate) * up: [T, 2F] -> [T, F]
-    decode_attention(q, k, v, length, scale, first=0)         one token: q [H, hd], caches [ctx, Hkv, hd] fp16
-    prefill_attention(q, k, v, mask, scale, first=0)          T tokens: q [T, H, hd], mask [T, n]
+    decode_attention(q, layer, length, scale, first=0)        one token: q [H, hd]
+    prefill_attention(q, layer, mask, scale, first=0)         T tokens: q [T, H, hd], mask [T, n]
 
 A step of several operations in one go of the thread team is a list of `Launch`es handed to `run`; step.py records the
 decode of one token as such a list. Results are the same to the last bit for any number

@@ -1,14 +1,13 @@
-"""Causal grouped-query attention over an fp16 key/value cache, on the CPU.
+"""Causal grouped-query attention over an fp16 or q8_0 key/value cache, on the CPU.
 
-Decode (one token) reads the fp16 cache directly and takes no mask. The visible positions are cut into stretches of
+Decode (one token) reads the cache as it is stored and takes no mask. The visible positions are cut into stretches of
 `STRETCH`, counted from the first visible one; a task is one stretch of one key/value head. The parts are joined in
 order, so the result does not depend on the number of threads.
 
 Prefill is torch's fp32 scaled dot product attention, a task being `QUERY_BLOCK` queries of one key/value head, with
 one torch thread each.
 
-Caches are fp16 [ctx, kv_heads, head_dim], with any strides whose last is 1: a transposed view of
-[kv_heads, ctx, head_dim], where a head's positions lie together, is read as well.
+Caches have any strides whose last is 1: in memory a head's positions lie together.
 
 Does not know: RoPE, how the cache is written, layers.
 """
@@ -22,55 +21,70 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from quengine.kernels.cpu.attention_ir import combine_parts, scale_f32, softmax_weights, weighted_halves
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.cpu.attention_ir import (
+    combine_parts,
+    dot_codes,
+    scale_f32,
+    softmax_weights,
+    weighted_codes,
+    weighted_halves,
+)
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.row_ir import dot_float_row, get, store_f32
 from quengine.kernels.cpu.threads import Launch, map_tasks, run
 from quengine.kernels.cpu.vector_ir import fp32_bits
+from quengine.kernels.kv_rows import read_rows
 
 STRETCH = 256  # positions; a multiple of 8
 QUERY_BLOCK = 128
 _HEAD_BYTES = 32  # of a part, before its weighted sum
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, first: int = 0) -> Tensor:
+def decode_attention(q: Tensor, layer: KVLayer, length: int, scale: float, first: int = 0) -> Tensor:
     """softmax(scale * q k^T) v of one token over cache positions first .. length - 1: fp32 [H, hd].
 
-    q: fp32 [H, hd]; k, v: fp16 [ctx, Hkv, hd], H a multiple of Hkv. Raises ValueError for other shapes or types.
+    q: fp32 [H, hd], H a multiple of the layer's heads. Raises ValueError for other shapes or types.
     """
     out = torch.empty(q.shape)
-    run(decode_attention_launches(q.contiguous(), k, v, length, scale, first, out))
+    run(decode_attention_launches(q.contiguous(), layer, length, scale, first, out))
     return out
 
 
 def decode_attention_launches(
-    q: Tensor, k: Tensor, v: Tensor, length: int, scale: float, first: int, out: Tensor
+    q: Tensor, layer: KVLayer, length: int, scale: float, first: int, out: Tensor
 ) -> list[Launch]:
     """The kernels of `decode_attention`, for a list that does more than one thing. q and out are contiguous."""
-    check_caches(q, k, v)
-    ctx = k.shape[0]
+    check_caches(q, layer)
+    ctx = layer.k.shape[0]
     if not 0 <= first < length <= ctx:
         raise ValueError(f"positions {first} to {length - 1} are not in a cache of {ctx}")
     visible = Visible(length - first)
     visible.set(first, length)
-    return attention_launches(q, k, v, visible, scale, out)
+    return attention_launches(q, layer, visible, scale, out)
 
 
-def check_caches(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError for queries [H, hd] and caches [ctx, Hkv, hd] that `decode_attention` does not take."""
+def check_caches(q: Tensor, layer: KVLayer) -> None:
+    """Raises ValueError for queries [H, hd] and a cache that `decode_attention` does not take."""
     heads, width = q.shape
-    if (
-        k.dtype != torch.float16
-        or v.dtype != torch.float16
-        or q.dtype != torch.float32
-        or not q.is_contiguous()
-    ):
-        raise ValueError(f"decode attention reads fp16 caches with fp32 queries, not {k.dtype} and {q.dtype}")
+    k, v = layer.k, layer.v
+    check_types(layer)
+    if q.dtype != torch.float32 or not q.is_contiguous():
+        raise ValueError(
+            f"decode attention takes contiguous fp32 queries, not {q.dtype} of stride {q.stride()}"
+        )
     fits = k.shape == v.shape and k.shape[2] == width and heads % k.shape[1] == 0
-    if not fits or k.stride(2) != 1 or v.stride(2) != 1:
+    if not fits or any(tensor.stride(2) != 1 for tensor in layer.tensors):
         raise ValueError(
             f"{heads} query heads of {width} do not fit caches {list(k.shape)} and {list(v.shape)}"
         )
+
+
+def check_types(layer: KVLayer) -> None:
+    """Raises ValueError for a cache that is neither fp16 nor q8_0."""
+    types = [tensor.dtype for tensor in layer.tensors]
+    if types not in ([torch.float16] * 2, [torch.int8] * 2 + [torch.float16] * 2):
+        raise ValueError(f"keys and values are stored as fp16 or q8_0, not as {types}")
 
 
 class Visible:
@@ -96,30 +110,41 @@ class Visible:
 
 
 def attention_launches(
-    q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, out: Tensor
+    q: Tensor, layer: KVLayer, visible: Visible, scale: float, out: Tensor
 ) -> list[Launch]:
     """The kernels of `decode_attention` over the positions that `visible` names when they run.
 
     The first launch has a task for each of the present stretches of each key/value head.
     """
     heads, width = q.shape
-    kv_heads = k.shape[1]
+    kv_heads = layer.k.shape[1]
     part_bytes = _HEAD_BYTES + 4 * width
     parts = torch.empty(heads, visible.most_stretches, part_bytes, dtype=torch.uint8)
     # Scores of one query head at a time; a task has its own.
     scores = torch.empty(kv_heads * visible.most_stretches, STRETCH)
-    parameters = (
+    parameters: tuple[int, ...] = (
         *(q.data_ptr(), width, heads // kv_heads, visible.address),
-        *(k.data_ptr(), 2 * k.stride(0), 2 * k.stride(1)),
-        *(v.data_ptr(), 2 * v.stride(0), 2 * v.stride(1)),
+        *strides(layer.k),
+        *strides(layer.v),
         *(parts.data_ptr(), part_bytes, scores.data_ptr(), fp32_bits(scale)),
     )
+    if layer.k_scale is not None and layer.v_scale is not None:
+        parameters = (*parameters, *strides(layer.k_scale), *strides(layer.v_scale))
+        kernel = _stretch_kernel_q8_0()
+    else:
+        kernel = _stretch_kernel()
     joined = (parts.data_ptr(), visible.address, part_bytes, width, out.data_ptr())
-    keep = (q, k, v, visible, parts, scores, out)
+    keep = (q, layer, visible, parts, scores, out)
     return [
-        Launch(_stretch_kernel(), parameters, kv_heads * visible.stretches, keep=keep),
+        Launch(kernel, parameters, kv_heads * visible.stretches, keep=keep),
         Launch(_join_kernel(), joined, heads, keep=keep),
     ]
+
+
+def strides(tensor: Tensor) -> tuple[int, int, int]:
+    """Of a cache [ctx, kv_heads, n]: its address, bytes from position to position, from head to head."""
+    size = tensor.element_size()
+    return tensor.data_ptr(), size * tensor.stride(0), size * tensor.stride(1)
 
 
 @cache
@@ -154,6 +179,38 @@ def _stretch_kernel() -> int:
 
 
 @cache
+def _stretch_kernel_q8_0() -> int:
+    """As `_stretch_kernel` over int8 codes; scales of keys: 14 address, 15 bytes from position to position, 16 from
+    head to head; of values: 17, 18, 19.
+    """
+    stamp = f"attention/{source_stamp()}"
+
+    def stretch_attention_q8_0(context: int, task: int) -> None:
+        width, group, visible = get(context, 1), get(context, 2), get(context, 3)
+        stretches = get(visible, 2)
+        head, stretch = task // stretches, task % stretches
+        start = get(visible, 0) + stretch * STRETCH
+        count = min(STRETCH, get(visible, 1) - stretch * STRETCH)
+        k = get(context, 4) + start * get(context, 5) + head * get(context, 6)
+        v = get(context, 7) + start * get(context, 8) + head * get(context, 9)
+        k_scale = get(context, 14) + start * get(context, 15) + head * get(context, 16)
+        v_scale = get(context, 17) + start * get(context, 18) + head * get(context, 19)
+        scores = get(context, 12) + task * 4 * STRETCH
+        for i in range(head * group, (head + 1) * group):
+            q = get(context, 0) + i * 4 * width
+            for position in range(count):
+                codes, scale = k + position * get(context, 5), k_scale + position * get(context, 15)
+                dot = dot_codes(stamp, codes, scale, width, q)
+                store_f32(scale_f32(dot, context + 8 * 13), scores + 4 * position)
+            part = get(context, 10) + (i * stretches + stretch) * get(context, 11)
+            softmax_weights(stamp, scores, count, part)
+            out = part + _HEAD_BYTES
+            weighted_codes(stamp, scores, count, v, get(context, 8), v_scale, get(context, 18), width, out)
+
+    return compile_kernel(stretch_attention_q8_0)
+
+
+@cache
 def _join_kernel() -> int:
     """Task h: joins the parts of query head h.
 
@@ -169,14 +226,13 @@ def _join_kernel() -> int:
     return compile_kernel(join_stretches)
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, first: int = 0) -> Tensor:
+def prefill_attention(q: Tensor, layer: KVLayer, mask: Tensor, scale: float, first: int = 0) -> Tensor:
     """softmax(scale * q k^T) v of T tokens over cache positions first .. first + n - 1, where mask is true.
 
-    q: fp32 [T, H, hd]; k, v: fp16 or fp32 [ctx, Hkv, hd]; mask: bool [T, n], at least one true in a row. fp32
-    [T, H, hd].
+    q: fp32 [T, H, hd]; mask: bool [T, n], at least one true in a row. fp32 [T, H, hd].
     """
     tokens, heads, width = q.shape
-    kv_heads, last = k.shape[1], first + mask.shape[1]
+    kv_heads, last = layer.k.shape[1], first + mask.shape[1]
     group, blocks = heads // kv_heads, -(-tokens // QUERY_BLOCK)
     out = torch.empty(tokens, heads, width)
 
@@ -184,7 +240,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
         head, block = divmod(task, blocks)
         rows = slice(block * QUERY_BLOCK, min(tokens, (block + 1) * QUERY_BLOCK))
         columns = slice(head * group, (head + 1) * group)
-        keys, values = (c[first:last, head].float().expand(1, group, -1, -1) for c in (k, v))
+        held = read_rows(layer, slice(first, last), slice(head, head + 1))
+        keys, values = (rows[:, 0].expand(1, group, -1, -1) for rows in held)
         queries = q[rows, columns].transpose(0, 1).unsqueeze(0)
         attended = scaled_dot_product_attention(queries, keys, values, mask[rows], scale=scale)
         out[rows, columns] = attended[0].transpose(0, 1)

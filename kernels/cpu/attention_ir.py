@@ -1,4 +1,4 @@
-"""Vector code of single-token attention, as numba intrinsics: the exponentials and the weighted sum of fp16 values.
+"""Vector code of single-token attention, as numba intrinsics: exponentials, weighted sums, rows of q8_0 codes.
 
 Does not know: heads, caches, threads.
 """
@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from quengine.kernels.cpu.row_ir import emitter
-from quengine.kernels.cpu.vector_ir import F32, I32, Emitter, vec
+from quengine.kernels.cpu.vector_ir import F32, I8, I32, Emitter, vec
 
 # exp(r) = 1 + r + r^2 * P(r) for |r| <= ln(2)/2: the minimax polynomial of Cephes' expf (S. Moshier), 1 unit in the
 # last place. ln(2) in two parts, so that n*ln(2) is subtracted exactly.
@@ -132,6 +132,74 @@ def weighted_halves(
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 6), codegen
+
+
+def _codes(e: Emitter, address: ir.Value, offset: int) -> ir.Value:
+    """Eight int8 codes in memory as fp32 lanes."""
+    return e.to_float(e.widen(e.load(vec(I8, 8), address, offset), I32, True))
+
+
+@intrinsic(prefer_literal=True)
+def dot_codes(typingctx: Any, variant: Any, codes: Any, scales: Any, width: Any, x: Any) -> Any:
+    """fp32 dot of a q8_0 row with fp32 at address x: int8 codes and fp16 scales, one for every 32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, codes, scales, width, x = args
+        e = emitter(context, builder)
+
+        def group(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            here, inputs = builder.add(codes, i), _lane_address(e, x, i)
+            dot = builder.fmul(_codes(e, here, 0), e.load(vec(F32, 8), inputs))
+            for k in range(1, 4):
+                dot = e.fma(_codes(e, here, 8 * k), e.load(vec(F32, 8), inputs, 32 * k), dot)
+            scale = e.load_halves(1, builder.add(scales, builder.udiv(i, e.i64(16))))
+            return [e.fma(e.splat_lane(scale, 0, 8), dot, state[0])]
+
+        return e.total(e.loop(e.i64(0), width, 32, [e.const(vec(F32, 8), 0.0)], group)[0])
+
+    return types.float32(variant, *[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def weighted_codes(
+    typingctx: Any,
+    variant: Any,
+    weights: Any,
+    count: Any,
+    codes: Any,
+    stride: Any,
+    scales: Any,
+    scale_stride: Any,
+    width: Any,
+    out: Any,
+) -> Any:
+    """out[d] = sum over i < count of weights[i] * values[i, d], d < width, in order of i, over q8_0 rows.
+
+    weights, out: fp32 addresses; codes, scales: addresses of int8 and fp16 rows, so many bytes apart.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, weights, count, codes, stride, scales, scale_stride, width, out = args
+        e = emitter(context, builder)
+
+        def group(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            first, scale = builder.add(codes, d), builder.add(scales, builder.udiv(d, e.i64(16)))
+
+            def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+                factor = e.load_halves(1, builder.add(scale, builder.mul(i, scale_stride)))
+                weight = builder.fmul(e.lane(factor, 0), e.load(F32, _lane_address(e, weights, i)))
+                here, wide = builder.add(first, builder.mul(i, stride)), e.splat(weight, 8)
+                return [e.fma(wide, _codes(e, here, 8 * k), state[k]) for k in range(4)]
+
+            zeros = [e.const(vec(F32, 8), 0.0)] * 4
+            for k, total in enumerate(e.loop(e.i64(0), count, 1, zeros, row)):
+                e.store(total, _lane_address(e, out, d), 32 * k)
+            return []
+
+        e.loop(e.i64(0), width, 32, [], group)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 8), codegen
 
 
 @intrinsic(prefer_literal=True)

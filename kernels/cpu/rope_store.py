@@ -18,11 +18,12 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cpu.attention import check_types, strides
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.rms_norm import norm_row
 from quengine.kernels.cpu.row_ir import emitter, get
 from quengine.kernels.cpu.threads import Launch, run
-from quengine.kernels.cpu.vector_ir import F32, Emitter, fp32_bits, vec
+from quengine.kernels.cpu.vector_ir import F32, I8, I32, Emitter, fp32_bits, vec
 from quengine.kernels.rope import RopeLayout
 
 
@@ -30,31 +31,34 @@ def rope_store_launch(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, position
     """Head norms, rotation and query scale in place in qkv; keys and values go to the cache.
 
     qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; the first heads * head_dim elements of a row are its
-    queries afterwards. layer: fp16. position: int64 [1], of the first row, read when the kernel runs.
+    queries afterwards. layer: fp16 or q8_0. position: int64 [1], of the first row, read when the kernel runs.
     """
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
-    k, v = layer.k, layer.v
     optional = (spec.q_norm, spec.k_norm, spec.query_scale)
     q_norm, k_norm, query_scale = (0 if t is None else t.data_ptr() for t in optional)
-    parameters = (
+    parameters: tuple[int, ...] = (
         *(qkv.data_ptr(), spec.heads, spec.kv_heads, spec.head_dim, position.data_ptr()),
         *(spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[1]),
-        *(k.data_ptr(), 2 * k.stride(0), 2 * k.stride(1)),
-        *(v.data_ptr(), 2 * v.stride(0), 2 * v.stride(1)),
+        *strides(layer.k),
+        *strides(layer.v),
         *(q_norm, k_norm, fp32_bits(spec.eps), query_scale),
     )
+    if layer.k_scale is not None and layer.v_scale is not None:
+        parameters = (*parameters, *strides(layer.k_scale), *strides(layer.v_scale))
+        kernel = _rope_store_kernel_q8_0(spec.rope_layout)
+    else:
+        kernel = _rope_store_kernel(spec.rope_layout)
     tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
-    return Launch(_rope_store_kernel(spec.rope_layout), parameters, tasks, keep=(qkv, spec, layer, position))
+    return Launch(kernel, parameters, tasks, keep=(qkv, spec, layer, position))
 
 
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> Tensor:
     """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launch`.
 
-    Raises ValueError when a position is not in the cache, or the cache is not fp16.
+    Raises ValueError when a position is not in the cache, or the cache is neither fp16 nor q8_0.
     """
     rows, ctx = qkv.shape[0], layer.k.shape[0]
-    if layer.k.dtype != torch.float16 or layer.v.dtype != torch.float16:
-        raise ValueError(f"keys and values are stored as fp16, not {layer.k.dtype} and {layer.v.dtype}")
+    check_types(layer)
     if not 0 <= start <= start + rows <= min(ctx, spec.cos.shape[0]):
         raise ValueError(f"positions {start} to {start + rows - 1} are not in a cache of {ctx}")
     qkv = qkv.contiguous()
@@ -93,6 +97,40 @@ def _rope_store_kernel(layout: RopeLayout) -> int:
             _scale(variant, head, width, get(context, 17) + 4 * position)
 
     return compile_kernel(rope_store_head)
+
+
+@cache
+def _rope_store_kernel_q8_0(layout: RopeLayout) -> int:
+    """As `_rope_store_kernel` with int8 codes; scales of keys: 18 address, 19 bytes from position to position, 20 from
+    head to head; of values: 21, 22, 23.
+    """
+    variant = f"{layout}/{source_stamp()}"
+
+    def rope_store_head_q8_0(context: int, task: int) -> None:
+        heads, kv_heads, width = get(context, 1), get(context, 2), get(context, 3)
+        token, h = task // (heads + 2 * kv_heads), task % (heads + 2 * kv_heads)
+        position, pairs = get(get(context, 4), 0) + token, get(context, 7)
+        head = get(context, 0) + task * 4 * width
+        if h >= heads + kv_heads:
+            h -= heads + kv_heads
+            row = get(context, 11) + position * get(context, 12) + h * get(context, 13)
+            scales = get(context, 21) + position * get(context, 22) + h * get(context, 23)
+            _store_codes(variant, head, width, row, scales)
+            return
+        norm = get(context, 14) if h < heads else get(context, 15)
+        if norm:
+            norm_row(variant, head, norm, width, context + 8 * 16, head)
+        angles = position * 4 * pairs
+        _rotate(variant, head, pairs, get(context, 5) + angles, get(context, 6) + angles)
+        if h >= heads:
+            h -= heads
+            row = get(context, 8) + position * get(context, 9) + h * get(context, 10)
+            scales = get(context, 18) + position * get(context, 19) + h * get(context, 20)
+            _store_codes(variant, head, width, row, scales)
+        elif get(context, 17):
+            _scale(variant, head, width, get(context, 17) + 4 * position)
+
+    return compile_kernel(rope_store_head_q8_0)
 
 
 @intrinsic(prefer_literal=True)
@@ -166,3 +204,43 @@ def _store_halves(typingctx: Any, variant: Any, x: Any, count: Any, out: Any) ->
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _store_codes(typingctx: Any, variant: Any, x: Any, count: Any, codes: Any, scales: Any) -> Any:
+    """`count` fp32 at address x, a multiple of 32, as q8_0: int8 codes and fp16 scales (kernels/kv_q8_0.py)."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, x, count, codes, scales = args
+        e = emitter(context, builder)
+        lanes, bits = vec(F32, 8), vec(I32, 8)
+        magic, zero = e.const(lanes, 12582912.0), e.const(lanes, 0.0)
+
+        def group(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            address = e.at(x, builder.mul(i, e.i64(4)))
+            values = [e.load(lanes, address, 32 * k) for k in range(4)]
+            sizes = [builder.bitcast(e.and_(builder.bitcast(v, bits), 0x7FFFFFFF), lanes) for v in values]
+            top = sizes[0]
+            for size in sizes[1:]:
+                top = _larger(e, top, size)
+            while top.type.count > 1:
+                top = _larger(e, *e.halves(top))
+            scale = builder.fdiv(top, e.const(vec(F32, 1), 127.0))
+            e.store(e.float_to_half(scale), builder.add(scales, builder.udiv(i, e.i64(16))))
+            wide = e.splat_lane(scale, 0, 8)
+            live = builder.fcmp_ordered(">", wide, zero)
+            for k, value in enumerate(values):
+                ratio = builder.select(live, builder.fdiv(value, wide), zero)
+                # Adding 1.5 * 2^23 rounds to an integer, halves to even, and leaves it in the low bits.
+                code = builder.bitcast(builder.fadd(ratio, magic), bits)
+                e.store(builder.trunc(code, vec(I8, 8)), builder.add(codes, i), 8 * k)
+            return []
+
+        e.loop(e.i64(0), count, 32, [], group)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 4), codegen
+
+
+def _larger(e: Emitter, x: ir.Value, y: ir.Value) -> ir.Value:
+    return e.b.select(e.b.fcmp_ordered(">", x, y), x, y)

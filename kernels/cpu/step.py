@@ -117,14 +117,14 @@ class StepRecorder:
         assert start is self.position
         self.context = layer.k.shape[0]
         queries = qkv.values[:, : spec.heads * spec.head_dim].view(spec.heads, spec.head_dim)
-        check_caches(queries, layer.k, layer.v)
+        check_caches(queries, layer)
         qkv.stage.finals.append(rope_store_launch(qkv.values, spec, layer, self.position))
         visible = self._visible.get((self.context, spec.window))
         if visible is None:
             visible = Visible(min(self.context, spec.window or self.context))
             self._visible[self.context, spec.window] = visible
         out = self._fp32("mixed", spec.heads * spec.head_dim)
-        stretches, join = attention_launches(queries, layer.k, layer.v, visible, spec.scale, out)
+        stretches, join = attention_launches(queries, layer, visible, spec.scale, out)
         stage = self._stage([stretches])
         stage.finals.append(join)
         self.attentions.append(_Attention(stage, spec.kv_heads, spec.window, visible))

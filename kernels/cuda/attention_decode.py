@@ -24,7 +24,8 @@ from quengine.kernels.cuda.activations import (
     round_group,
     store_rounded,
 )
-from quengine.kernels.cuda.kv_store import KVStore, load_tile, store_rows
+from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, prefetch_run, store_rows
+from quengine.kernels.cuda.matvec import uses_assembly
 from quengine.kernels.cuda.rope import load_angles, load_heads, load_rotated
 
 _TARGET_BLOCKS = 128
@@ -94,12 +95,14 @@ def _first_rows(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(q, upper, largest, total, mixed, k, v, live, scale, Q8: tl.constexpr):
+def _attend_tile(
+    q, upper, largest, total, mixed, k, k_scale, v, v_scale, live, scale, Q8: tl.constexpr, ASM: tl.constexpr
+):
     """One step of the online softmax (Milakov & Gimelshein 2018): keys and values [N, PADDED] onto 2R rows."""
     if Q8:  # codes times scale need 19 bits: two fp16 terms as well
-        k_value = k.to(tl.float16)
-        scores = tl.dot(q, tl.trans(k_value))
-        scores = tl.dot(q, tl.trans((k - k_value.to(tl.float32)).to(tl.float16)), scores)
+        k, k_rest = expand_codes(k, k_scale, ASM)
+        scores = tl.dot(q, tl.trans(k))
+        scores = tl.dot(q, tl.trans(k_rest), scores)
     else:
         scores = tl.dot(q, tl.trans(k))
     scores = tl.where(live[None, :], _add_halves(scores) * scale, float("-inf"))
@@ -110,9 +113,9 @@ def _attend_tile(q, upper, largest, total, mixed, k, v, live, scale, Q8: tl.cons
     mixed = mixed * shrink[:, None]
     p = _two_terms(weights, upper)
     if Q8:
-        v_value = v.to(tl.float16)
-        mixed = tl.dot(p, v_value, mixed)
-        mixed = tl.dot(p, (v - v_value.to(tl.float32)).to(tl.float16), mixed)
+        v, v_rest = expand_codes(v, v_scale, ASM)
+        mixed = tl.dot(p, v, mixed)
+        mixed = tl.dot(p, v_rest, mixed)
     else:
         mixed = tl.dot(p, v, mixed)
     return new_largest, total, mixed
@@ -225,6 +228,9 @@ def _attention_decode_kernel(
     STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROUND: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    THREADS: tl.constexpr,
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -242,11 +248,12 @@ def _attention_decode_kernel(
     if part >= slices:
         return
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    k_ptr += sequence * context * (KV_HEADS * HEAD_DIM)
-    v_ptr += sequence * context * (KV_HEADS * HEAD_DIM)
+    head_rows = (sequence * KV_HEADS + kv_head) * context
+    k_ptr += head_rows * HEAD_DIM
+    v_ptr += head_rows * HEAD_DIM
     if Q8:
-        k_scale_ptr += sequence * context * (KV_HEADS * HEAD_DIM // 32)
-        v_scale_ptr += sequence * context * (KV_HEADS * HEAD_DIM // 32)
+        k_scale_ptr += head_rows * (HEAD_DIM // 32)
+        v_scale_ptr += head_rows * (HEAD_DIM // 32)
     offset = position.to(tl.int64) * (ROPE_DIM // 2)
     cos, sin, partner = load_angles(cos_ptr + offset, sin_ptr + offset, PADDED, ROPE_DIM, HALVES)
     # The first tile is on its way before the launch in front has delivered the queries.
@@ -254,9 +261,16 @@ def _attention_decode_kernel(
     end = tl.minimum(begin + per_slice, position)
     first_key = begin + tl.arange(0, GRAIN)
     first_live = first_key < end
-    first_row = first_key.to(tl.int64) * KV_HEADS + kv_head
-    first_k = load_tile(k_ptr, k_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
-    first_v = load_tile(v_ptr, v_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
+    first_k, first_k_scale = load_tile(k_ptr, k_scale_ptr, first_key, first_live, HEAD_DIM, PADDED, Q8)
+    first_v, first_v_scale = load_tile(v_ptr, v_scale_ptr, first_key, first_live, HEAD_DIM, PADDED, Q8)
+    if PREFETCH > 0:
+        # The rest comes into the L2 cache meanwhile, or as much of it as does not push out itself.
+        thread = tl.arange(0, THREADS)
+        ahead = tl.minimum(end - begin, PREFETCH) - GRAIN
+        from_row = begin + GRAIN
+        BYTES: tl.constexpr = HEAD_DIM if Q8 else 2 * HEAD_DIM
+        prefetch_run(k_ptr + from_row * HEAD_DIM, ahead * BYTES, thread)
+        prefetch_run(v_ptr + from_row * HEAD_DIM, ahead * BYTES, thread)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -276,7 +290,7 @@ def _attention_decode_kernel(
     # Slice 0 writes the new key and value and starts its state with them; nobody reads them back in this
     # launch.
     owner = part == 0
-    new_row = position.to(tl.int64) * KV_HEADS + kv_head + one
+    new_row = position.to(tl.int64) + one
     write = (one == 0) & owner & (position < context)
     k_new = store_rows(k_new, new_row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
     v_new = store_rows(v_new, new_row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
@@ -287,15 +301,16 @@ def _attention_decode_kernel(
 
     q = _two_terms(q, upper)
     largest, total, mixed = _attend_tile(
-        q, upper, largest, total, mixed, first_k, first_v, first_live, scale, Q8
-    )
+        q, upper, largest, total, mixed, first_k, first_k_scale, first_v, first_v_scale, first_live, scale, Q8, ASM
+    )  # fmt: skip
     for start in tl.range(begin + GRAIN, end, BLOCK_KEYS, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_KEYS)
         live = key < end
-        row = key.to(tl.int64) * KV_HEADS + kv_head
-        k = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
-        v = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
-        largest, total, mixed = _attend_tile(q, upper, largest, total, mixed, k, v, live, scale, Q8)
+        k, k_scale = load_tile(k_ptr, k_scale_ptr, key, live, HEAD_DIM, PADDED, Q8)
+        v, v_scale = load_tile(v_ptr, v_scale_ptr, key, live, HEAD_DIM, PADDED, Q8)
+        largest, total, mixed = _attend_tile(
+            q, upper, largest, total, mixed, k, k_scale, v, v_scale, live, scale, Q8, ASM
+        )
     if PDL:
         # Not earlier: blocks of the next launch beside these would leave the multiprocessors unevenly filled.
         tl.extra.cuda.gdc_launch_dependents()
@@ -404,7 +419,7 @@ def _launch(
     pdl: bool,
 ) -> None:
     batch = qkv.shape[0]
-    context, kv_heads, head_dim = cache.k.shape[1:]
+    kv_heads, context, head_dim = cache.k.shape[1:]
     group = spec.heads // kv_heads
     slices = slice_count(kv_heads)
     padded = triton.next_power_of_2(head_dim)
@@ -451,6 +466,9 @@ def _launch(
         STAGES=launch.stages,
         AT_ONCE=combine_heads(group, slices, padded),
         ROUND=rounds,
+        PREFETCH=launch.prefetch if pdl else 0,
+        THREADS=32 * launch.warps,
+        ASM=uses_assembly(),
         PDL=pdl,
         num_warps=launch.warps,
         launch_pdl=pdl,
@@ -464,11 +482,12 @@ def combine_heads(group: int, slices: int, padded: int) -> int:
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    """Keys a tile, warps a block, tiles in flight."""
+    """Keys a tile, warps a block, tiles in flight, keys of a slice asked for before the launch in front ends."""
 
     block_keys: int
     warps: int
     stages: int
+    prefetch: int = 0
 
 
 def decode_launch(head_dim: int, q8_0: bool) -> DecodeLaunch:

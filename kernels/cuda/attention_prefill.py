@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.kv_store import KVStore, load_tile
+from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile
+from quengine.kernels.cuda.matvec import uses_assembly
 from quengine.kernels.cuda.rope import sequence_pointers
 
 
@@ -33,15 +34,14 @@ def _attend_tiles(
     begin,
     end,
     keys,
-    kv_head,
     scale,
-    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
     Q8: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Online softmax (Milakov & Gimelshein 2018) over key tiles begin..end, onto the rows' running state.
 
@@ -51,8 +51,9 @@ def _attend_tiles(
     for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_KEYS)
         live = key < keys
-        row = key.to(tl.int64) * KV_HEADS + kv_head
-        k = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8).to(tl.float16)
+        k, k_scale = load_tile(k_ptr, k_scale_ptr, key, live, HEAD_DIM, PADDED, Q8)
+        if Q8:
+            k, _ = expand_codes(k, k_scale, ASM)
         scores = tl.dot(q, tl.trans(k))
         if MASKED:
             visible = tl.load(mask_ptr + key[None, :], mask=row_live[:, None] & live[None, :], other=0)
@@ -65,13 +66,15 @@ def _attend_tiles(
         shrink = tl.exp2(largest - base)
         weights = tl.exp2(scores * scale - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        v = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8).to(tl.float16)
+        v, v_scale = load_tile(v_ptr, v_scale_ptr, key, live, HEAD_DIM, PADDED, Q8)
+        if Q8:
+            v, _ = expand_codes(v, v_scale, ASM)
         mixed = tl.dot(weights.to(tl.float16), v, mixed * shrink[:, None])
         largest = new_largest
     return largest, total, mixed
 
 
-@triton.jit(do_not_specialize=["start", "rows", "mask_stride", "mask_origin"])
+@triton.jit(do_not_specialize=["start", "rows", "context", "mask_stride", "mask_origin"])
 def _attention_prefill_kernel(
     q_ptr,
     k_ptr,
@@ -83,6 +86,7 @@ def _attention_prefill_kernel(
     scale,
     start,
     rows,
+    context,
     mask_stride,
     mask_origin,
     HEADS: tl.constexpr,
@@ -94,6 +98,7 @@ def _attention_prefill_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -103,6 +108,11 @@ def _attention_prefill_kernel(
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     head = tl.program_id(0)
     kv_head = head // (HEADS // KV_HEADS)
+    k_ptr += kv_head.to(tl.int64) * context * HEAD_DIM
+    v_ptr += kv_head.to(tl.int64) * context * HEAD_DIM
+    if Q8:
+        k_scale_ptr += kv_head.to(tl.int64) * context * (HEAD_DIM // 32)
+        v_scale_ptr += kv_head.to(tl.int64) * context * (HEAD_DIM // 32)
     first_row = block * BLOCK_ROWS
     row = first_row + tl.arange(0, BLOCK_ROWS)
     row_live = row < rows
@@ -129,20 +139,20 @@ def _attention_prefill_kernel(
         full_high = tl.maximum(full_low, full_high)
         largest, total, mixed = _attend_tiles(
             q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, mask_rows, row_live,
-            low, full_low, keys, kv_head, scale,
-        KV_HEADS, HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, True,
+            low, full_low, keys, scale,
+        HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, True, ASM,
         )  # fmt: skip
     else:
         full_low = 0
     largest, total, mixed = _attend_tiles(
         q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        mask_rows, row_live, full_low, full_high, keys, kv_head, scale,
-        KV_HEADS, HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, False,
+        mask_rows, row_live, full_low, full_high, keys, scale,
+        HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, False, ASM,
     )  # fmt: skip
     largest, total, mixed = _attend_tiles(
         q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        mask_rows, row_live, full_high, end, keys, kv_head, scale,
-        KV_HEADS, HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, True,
+        mask_rows, row_live, full_high, end, keys, scale,
+        HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, True, ASM,
     )  # fmt: skip
     tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -163,10 +173,10 @@ def attention_prefill(
     Source: Dao 2023 (FlashAttention-2).
     """
     rows, heads, head_dim = q.shape
-    kv_heads = cache.k.shape[2]
+    kv_heads = cache.k.shape[1]
     chunk, width = spec.mask_band.shape
     assert q.is_contiguous() and q.dtype == torch.float16 and heads == spec.heads and heads % kv_heads == 0
-    assert 0 < rows <= chunk and 0 <= start <= width - chunk and start + rows <= cache.k.shape[1]
+    assert 0 < rows <= chunk and 0 <= start <= width - chunk and start + rows <= cache.k.shape[2]
     assert spec.mask_band.dtype == torch.bool and spec.mask_band.stride(1) == 1
     out = torch.empty(rows, heads * head_dim, dtype=out_dtype, device=q.device)
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
@@ -182,6 +192,7 @@ def attention_prefill(
         spec.scale * 1.4426950408889634,  # scores in base 2: exp2 is one instruction
         start,
         rows,
+        cache.k.shape[2],
         spec.mask_band.stride(0),
         width - chunk - start,
         HEADS=heads,
@@ -193,6 +204,7 @@ def attention_prefill(
         BLOCK_ROWS=launch.block_rows,
         BLOCK_KEYS=launch.block_keys,
         STAGES=launch.stages,
+        ASM=uses_assembly(),
         PDL=pdl,
         num_warps=launch.warps,
         launch_pdl=pdl,

@@ -1,6 +1,7 @@
 """The key-value cache of one layer on the device, and how a kernel writes and reads its rows.
 
-fp16, or q8_0 as `quengine.kernels.kv_q8_0` defines it. Knows positions, heads and bytes; not attention.
+fp16, or q8_0 as `quengine.kernels.kv_q8_0` defines it. A head's positions lie together, so that a block that reads a
+slice of one head reads one contiguous run. Knows positions, heads and bytes; not attention.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.kv_q8_0 import GROUP, check_head_dim
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.cache_types import check_head_dim
+from quengine.kernels.kv_q8_0 import GROUP
 
 Q8_GROUP = tl.constexpr(GROUP)
 
@@ -18,8 +21,8 @@ Q8_GROUP = tl.constexpr(GROUP)
 class KVStore:
     """Keys and values of all sequences of a batch, one layer.
 
-    k, v: [sequences, context, kv_heads, head_dim], fp16, or int8 codes with k_scale, v_scale
-    [sequences, context, kv_heads, head_dim / 32] fp16. All contiguous.
+    k, v: [sequences, kv_heads, context, head_dim], fp16, or int8 codes with k_scale, v_scale
+    [sequences, kv_heads, context, head_dim / 32] fp16. All contiguous.
     """
 
     k: torch.Tensor
@@ -34,6 +37,12 @@ class KVStore:
         else:
             assert self.k.dtype == torch.float16
         assert self.k.shape == self.v.shape and self.k.is_contiguous() and self.v.is_contiguous()
+
+    @classmethod
+    def of_layer(cls, layer: KVLayer) -> "KVStore":
+        """A backend's layer, without a copy, as a batch of one sequence."""
+        k, v, *scales = (tensor.transpose(0, 1)[None] for tensor in layer.tensors)
+        return cls(k, v, *scales)
 
     @property
     def q8_0(self) -> bool:
@@ -50,7 +59,7 @@ class KVStore:
         q8_0: bool = False,
     ) -> "KVStore":
         """Reserve memory; rows are written before they are read, so nothing is cleared."""
-        shape = (sequences, context, kv_heads, head_dim)
+        shape = (sequences, kv_heads, context, head_dim)
         if not q8_0:
             k, v = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
             return cls(k, v)
@@ -103,17 +112,76 @@ def store_rows(
 def load_tile(
     cache_ptr, scale_ptr, row, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr
 ):
-    """Cache rows `row` [N]: fp16 as stored, or int8 codes times scale in fp32. [N, PADDED], 0 outside."""
+    """Cache rows `row` [N] as stored: [N, PADDED] fp16, or int8 codes and their scales fp16 [N, PADDED / 32].
+
+    0 outside. An fp16 tile comes with itself in the place of the scales.
+    """
     d = tl.arange(0, PADDED)[None, :]
-    address = cache_ptr + row[:, None] * HEAD_DIM + d
     mask = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (d < HEAD_DIM)
-    tile = tl.load(address, mask=mask, other=0)
+    tile = tl.load(cache_ptr + row[:, None] * HEAD_DIM + d, mask=mask, other=0)
+    scale = tile
     if Q8:
-        N: tl.constexpr = row.shape[0]
         GROUPS: tl.constexpr = PADDED // Q8_GROUP
         g = tl.arange(0, GROUPS)[None, :]
-        inside = live[:, None] & (g < HEAD_DIM // Q8_GROUP)
+        inside = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (g < HEAD_DIM // Q8_GROUP)
         scale = tl.load(scale_ptr + row[:, None] * (HEAD_DIM // Q8_GROUP) + g, mask=inside, other=0.0)
-        groups = tl.reshape(tile, [N, GROUPS, Q8_GROUP]).to(tl.float32) * scale.to(tl.float32)[:, :, None]
-        tile = tl.reshape(groups, [N, PADDED])
-    return tile
+    return tile, scale
+
+
+@triton.jit
+def expand_codes(codes, scale, ASM: tl.constexpr):
+    """codes int8 [N, PADDED] times scale fp16 [N, PADDED / 32] as two fp16 terms: the rounded product, the remainder.
+
+    Their sum is exact down to fp16's smallest step, 2^-24. int8 to fp16 without a conversion: 0x6400 is 1024, whose
+    last eight bits count ones, so the byte `code + 128` in its place is 1152 + code.
+    """
+    N: tl.constexpr = codes.shape[0]
+    PADDED: tl.constexpr = codes.shape[1]
+    GROUPS: tl.constexpr = PADDED // Q8_GROUP
+    wide = tl.reshape(tl.broadcast_to(scale[:, :, None], [N, GROUPS, Q8_GROUP]), [N, PADDED])
+    if ASM:
+        value, remainder = tl.inline_asm_elementwise(
+            """{ .reg .b32 t, a, b, m, n;
+            xor.b32 t, $4, 0x80808080;
+            prmt.b32 a, t, 0x64646464, 0x4140;
+            prmt.b32 b, t, 0x64646464, 0x4342;
+            mov.b32 m, 0x64806480;
+            sub.rn.f16x2 a, a, m;
+            sub.rn.f16x2 b, b, m;
+            mul.rn.f16x2 m, a, $5;
+            mul.rn.f16x2 n, b, $6;
+            mov.b32 $0, m;
+            mov.b32 $1, n;
+            neg.f16x2 m, m;
+            neg.f16x2 n, n;
+            fma.rn.f16x2 $2, a, $5, m;
+            fma.rn.f16x2 $3, b, $6, n; }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [codes, wide],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        exact = codes.to(tl.float32) * wide.to(tl.float32)
+        value = exact.to(tl.float16)
+        remainder = (exact - value.to(tl.float32)).to(tl.float16)
+    return value, remainder
+
+
+@triton.jit
+def prefetch_run(pointer, nbytes, thread):
+    """Ask the L2 cache for `nbytes` from `pointer` on, both multiples of 16; nothing where nbytes <= 0.
+
+    One instruction for any number of bytes, which holds no register (sm_90 and later). `thread`: tl.arange over the
+    block's threads. Reference: PTX ISA, "cp.async.bulk.prefetch".
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p, q; setp.eq.s32 p, $3, 0; setp.gt.and.s32 q, $2, 0, p;"
+        " @q cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [pointer.to(tl.int64, bitcast=True) + (thread & 0).to(tl.int64), nbytes + (thread & 0), thread],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -122,13 +122,13 @@ def _rope_store_kernel(
         tl.store(out, q.to(q_ptr.dtype.element_ty), mask=live[:, None] & (d < HEAD_DIM))
     else:
         # A block holds heads of one section only: BLOCK_HEADS divides both HEADS and KV_HEADS.
-        row = position * KV_HEADS + (head - HEADS)
+        row = (head - HEADS).to(tl.int64) * context + position
         if first_head < HEADS + KV_HEADS:
             k = load_rotated(head_ptr, live, cos, sin, partner, k_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
             store_rows(k, row, live & (position < context), k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
         else:
             v = load_heads(head_ptr, live, HEAD_DIM, PADDED)
-            row -= KV_HEADS
+            row -= context * KV_HEADS
             store_rows(v, row, live & (position < context), v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
 
 
@@ -147,7 +147,7 @@ def rope_store(
     head_dim] fp16. With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
     tokens = qkv.shape[0]
-    context, kv_heads, head_dim = cache.k.shape[1:]
+    kv_heads, context, head_dim = cache.k.shape[1:]
     assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
     assert positions.shape == (tokens,) and positions.dtype == torch.int32
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()

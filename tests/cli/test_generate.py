@@ -189,3 +189,22 @@ def test_a_truncated_model_is_one_line(
     error = capsys.readouterr().err
     assert "cut.gguf" in error
     assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("cache_type", "size"), [("f16", "2.0 MiB"), ("q8_0", "1.1 MiB")])
+def test_the_cache_is_of_the_type_and_size_that_is_said(
+    cache_type: str, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ModelSizes(embedding=128, feed_forward=128, head_dim=32, context=4096)
+    wide = str(write_tiny(tmp_path / "wide.gguf", kind="Q8_0", sizes=sizes))
+    assert run(["generate", "-m", wide, "the", *COMMON, "--cache-type", cache_type]) == 0
+    captured = capsys.readouterr()
+    assert f"context 4096 tokens, cache {size} ({cache_type}), weights" in captured.err
+    assert len(captured.out) > 1
+
+
+def test_a_cache_type_that_cannot_be_is_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "-m", model, "the", *COMMON, "--cache-type", "q4_0"]) == 1
+    assert "--cache-type 'q4_0': must be f16 or q8_0" in capsys.readouterr().err
+    assert run(["generate", "-m", model, "the", *COMMON, "--cache-type", "q8_0"]) == 1
+    assert "this model's is 16; use --cache-type f16" in capsys.readouterr().err

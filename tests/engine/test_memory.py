@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.cache_types import CACHE_TYPES, CacheType
 from quengine.memory import choose_context
 from quengine.models.config import ModelConfig
 from tests.tiny_models import small_config
@@ -32,15 +33,42 @@ def test_the_context_is_cut_to_what_fits(config: ModelConfig) -> None:
 
 def test_a_context_that_was_asked_for_is_never_cut(config: ModelConfig) -> None:
     assert choose_context(config, 1000, 4 * GIB, 24 * GIB, "cpu") == 1000
-    with pytest.raises(CannotRunError, match=r"needs 8\.25 GiB .* 32768 tokens.* free 6\.00 GiB; try -c \d+"):
+    with pytest.raises(
+        CannotRunError, match=r"needs 8\.25 GiB .* 32768 tokens in f16.* free 6\.00 GiB; try -c \d+"
+    ):
         choose_context(config, 32768, 4 * GIB, 6 * GIB, "cpu")
 
 
-def test_the_advice_itself_fits(config: ModelConfig) -> None:
+@pytest.mark.parametrize("free", [5 * GIB, 6 * GIB, 7 * GIB])
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_every_way_out_that_is_advised_works(config: ModelConfig, free: int, head_dim: int) -> None:
+    config = dataclasses.replace(config, head_dim=head_dim, context_length=1 << 20)
     with pytest.raises(CannotRunError) as refused:
-        choose_context(config, 32768, 4 * GIB, 6 * GIB, "cpu")
-    advised = int(str(refused.value).rsplit("-c ", 1)[1])
-    assert choose_context(config, advised, 4 * GIB, 6 * GIB, "cpu") == advised
+        choose_context(config, 60000, 4 * GIB, free, "cpu")
+    ways = str(refused.value).rsplit("; try ", 1)[1].split(" or ")
+    assert len(ways) == (2 if head_dim == 128 else 1)
+    for way in ways:
+        cache_type: CacheType = "q8_0" if "q8_0" in way else "f16"
+        asked = int(way.split("-c ")[1]) if "-c " in way else 60000
+        assert choose_context(config, asked, 4 * GIB, free, "cpu", cache_type) == asked
+
+
+def test_q8_0_is_advised_alone_where_no_context_fits_in_f16(config: ModelConfig) -> None:
+    room = 256 * 2**20 + config.kv_cache_bytes(256, "q8_0")
+    with pytest.raises(CannotRunError, match=r"; try --cache-type q8_0$"):
+        choose_context(config, None, 4 * GIB, 4 * GIB + room, "cpu")
+    assert choose_context(config, None, 4 * GIB, 4 * GIB + room, "cpu", "q8_0") == 256
+
+
+def test_q8_0_is_not_advised_where_it_is_chosen(config: ModelConfig) -> None:
+    with pytest.raises(CannotRunError, match=r"tokens in q8_0\), free 5\.00 GiB; try -c \d+$"):
+        choose_context(config, 32768, 4 * GIB, 5 * GIB, "cpu", "q8_0")
+
+
+def test_nearly_twice_the_context_fits_in_q8_0(config: ModelConfig) -> None:
+    config = dataclasses.replace(config, context_length=1 << 20)
+    plain, smaller = (choose_context(config, None, 4 * GIB, 6 * GIB, "cpu", t) for t in CACHE_TYPES)
+    assert smaller == pytest.approx(plain * 32 / 17, rel=0.02)
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_numbers(config: ModelConfig) -> None:

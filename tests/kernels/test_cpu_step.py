@@ -16,6 +16,7 @@ from quengine.kernels.cpu.row_ir import record_bytes
 from quengine.kernels.cpu.stage import Stage
 from quengine.kernels.cpu.swiglu import swiglu_launch
 from quengine.kernels.cpu.threads import Program
+from quengine.kernels.kv_rows import allocate_layer
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table
 from quengine.kernels.rope_store import rope_store
@@ -94,6 +95,22 @@ def test_rotation_and_cache_write_have_the_bits_of_the_definition(
     expected = rope_store(qkv, spec, layers[0], start)
     assert torch.equal(cpu.rope_store(qkv.clone(), spec, layers[1], start), expected)
     assert torch.equal(layers[1].k, layers[0].k) and torch.equal(layers[1].v, layers[0].v)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "halves"])
+@pytest.mark.parametrize(("rows", "start"), [(1, 31), (5, 9)])
+def test_q8_0_rows_have_the_bits_of_the_definition(layout: RopeLayout, rows: int, start: int) -> None:
+    spec = spec_of(layout, 64, 64)
+    qkv = randn(rows, 8 * 64)
+    qkv[0, -32:] = 0.0  # a group of zeros has no scale
+    qkv[-1, -64:-32] = torch.arange(32) - 15.5  # codes that lie half way between two integers
+    layers = [allocate_layer(32, 2, 64, "cpu", "q8_0") for _ in range(2)]
+    for tensor in (*layers[0].tensors, *layers[1].tensors):
+        tensor.fill_(7)
+    expected = rope_store(qkv, spec, layers[0], start)
+    assert torch.equal(cpu.rope_store(qkv.clone(), spec, layers[1], start), expected)
+    for compiled, defined in zip(layers[1].tensors, layers[0].tensors, strict=True):
+        assert torch.equal(compiled, defined)
 
 
 def test_head_norms_come_before_the_rotation() -> None:

@@ -86,7 +86,7 @@ def results() -> str:
         w = random_weight(name, 5, blocks)
         tensors += [linear(torch.randn(1, w.cols, generator=generator), [w]), embed(w, torch.arange(5))]
     k = torch.randn(40, 1, 32, generator=generator).half()
-    tensors.append(decode_attention(torch.randn(2, 32, generator=generator), k, k, 40, 0.2))
+    tensors.append(decode_attention(torch.randn(2, 32, generator=generator), KVLayer(k, k), 40, 0.2))
     x = torch.randn(2, 4 * 32, generator=generator)
     tensors += [rms_norm(x, x[0], 1e-6), swiglu(x)]
     x[0, 100:108] = torch.tensor([1e-7, 2e-6, 6e-5, 65519.9, 65520.0, 1.00048828125, 1.00146484375, -1e-9])

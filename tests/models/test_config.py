@@ -274,7 +274,10 @@ def test_bad_frequency_factors_are_refused(tmp_path, factors):
 def test_kv_cache_bytes():
     config = ModelConfig.from_hf(LLAMA)
     assert config.kv_cache_bytes(10) == 2 * 2 * 2 * 16 * 10 * 2
-    assert config.kv_cache_bytes(10, 34 / 32) == 2 * 2 * 2 * 16 * 10 * 34 // 32
+    wide = replace(config, head_dim=64)
+    assert wide.kv_cache_bytes(10, "q8_0") == 2 * 2 * 2 * 10 * 64 * 34 // 32
+    with pytest.raises(EngineError, match="multiple of 32, and this model's is 16; use --cache-type f16"):
+        config.kv_cache_bytes(10, "q8_0")
 
 
 LLAMA = {

@@ -65,7 +65,9 @@ def stored(x: torch.Tensor, q8_0: bool) -> torch.Tensor:
 
 
 def cached(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    return codes.double() if scales is None else dequantize_rows(codes, scales).double()
+    """[sequences, context, kv_heads, head_dim]"""
+    rows = codes.double() if scales is None else dequantize_rows(codes, scales).double()
+    return rows.transpose(1, 2)
 
 
 def expected_row(

@@ -76,12 +76,13 @@ def test_rope_store_rotates_and_writes(
     expected_q = apply_rope(expected_q, cos, sin, spec.rope_layout)
     expected_k = apply_rope(expected_k, cos, sin, spec.rope_layout)
     torch.testing.assert_close(q.double(), expected_q, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(cache.k[1, positions.long()].double(), expected_k, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(cache.v[1, positions.long()].double(), expected_v, rtol=1e-3, atol=1e-5)
+    for held, expected in ((cache.k, expected_k), (cache.v, expected_v)):
+        rows = held[1, :, positions.long()].transpose(0, 1)
+        torch.testing.assert_close(rows.double(), expected, rtol=1e-3, atol=1e-5)
     assert bool((cache.k[0] == 7).all()), "another sequence's rows changed"
     untouched = torch.ones(CONTEXT, dtype=torch.bool, device=device)
     untouched[positions.long()] = False
-    assert bool((cache.k[1, untouched] == 7).all() and (cache.v[1, untouched] == 7).all())
+    assert bool((cache.k[1, :, untouched] == 7).all() and (cache.v[1, :, untouched] == 7).all())
 
 
 def test_a_position_past_the_context_is_not_written(device: torch.device) -> None:
@@ -114,7 +115,7 @@ def expected_rows(spec: AttentionSpec, cache: KVStore, qkv: torch.Tensor) -> tor
     q = qkv.double().view(tokens, -1, spec.head_dim)[:, : spec.heads]
     q = apply_rope(q, spec.cos[:tokens], spec.sin[:tokens], spec.rope_layout).half().double()
     k, v = (
-        (codes if scales is None else dequantize_rows(codes, scales))[0, :tokens].double()
+        (codes if scales is None else dequantize_rows(codes, scales))[0, :, :tokens].double().transpose(0, 1)
         for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
     )
     band = causal_mask_band(tokens, 0, spec.window, qkv.device)

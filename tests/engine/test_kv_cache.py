@@ -1,0 +1,81 @@
+"""The key/value cache in each type: what it takes, what it gives back, and that a run with it is the same run."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from quengine.errors import EngineError
+from quengine.kernels.cache_types import CACHE_TYPES, CacheType, row_bytes
+from quengine.kernels.kv_rows import read_rows, write_rows
+from quengine.kv_cache import KVCache
+from quengine.llm import LLM
+from quengine.sampling_params import SamplingParams
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import small_config, write_tiny
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = ModelSizes(embedding=128, feed_forward=128, head_dim=32)
+    return str(write_tiny(tmp_path_factory.mktemp("cache") / "wide.gguf", kind="Q8_0", sizes=sizes))
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_what_is_allocated_is_what_was_estimated(cache_type: CacheType) -> None:
+    config = dataclasses.replace(small_config(), head_dim=64)
+    cache = KVCache.allocate(config, 100, torch.device("cpu"), cache_type)
+    assert cache.nbytes == config.kv_cache_bytes(100, cache_type)
+    assert row_bytes(cache_type, 64) == {"f16": 128, "q8_0": 68}[cache_type]
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_rows_come_back_rounded_and_others_stay(cache_type: CacheType) -> None:
+    config = dataclasses.replace(small_config(), head_dim=64)
+    layer = KVCache.allocate(config, 20, torch.device("cpu"), cache_type).layers[0]
+    for tensor in layer.tensors:
+        tensor.fill_(1)
+    k, v = torch.randn(2, 5, 2, 64, generator=torch.Generator().manual_seed(2))
+    write_rows(layer, 7, k, v)
+    near = 2e-3 if cache_type == "f16" else 4 / 127
+    for got, wanted in zip(read_rows(layer, slice(7, 12)), (k, v), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=near)
+    for rows in (slice(0, 7), slice(12, 20)):
+        assert all(bool((tensor == 1).all()) for tensor in read_rows(layer, rows))
+
+
+def test_a_head_that_is_no_whole_number_of_groups_is_refused() -> None:
+    with pytest.raises(EngineError, match="multiple of 32, and this model's is 16; use --cache-type f16"):
+        KVCache.allocate(small_config(), 8, torch.device("cpu"), "q8_0")
+
+
+def test_an_unknown_type_is_refused(model: str) -> None:
+    with pytest.raises(EngineError, match="cache type 'q4_0': must be f16 or q8_0"):
+        LLM(model, "cpu", cache_type="q4_0")  # type: ignore[arg-type]
+
+
+def test_backends_agree_on_a_q8_0_cache(model: str) -> None:
+    ids = list(range(5, 45))
+    logits = {}
+    for backend in ("auto", "reference"):
+        with LLM(model, "cpu", backend=backend, cache_type="q8_0", chunk_size=16) as llm:
+            logits[backend] = llm.logits(ids), llm.logits(ids, decode=True)
+    (prefill, decode), (expected, _) = logits["auto"], logits["reference"]
+    for got in (prefill, decode):
+        assert float((got - expected).square().sum() / expected.square().sum()) < 1e-4
+    with LLM(model, "cpu", cache_type="f16") as llm:
+        assert not torch.equal(llm.logits(ids), prefill), "the type made no difference"
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_a_reused_prefix_changes_nothing(model: str, cache_type: CacheType) -> None:
+    first, second = list(range(3, 40)), [*range(3, 30), 77, 78]
+    with LLM(model, "cpu", cache_type=cache_type, reuse_prefix=True) as llm:
+        llm.stream(first, GREEDY).finish()
+        reused = llm.stream(second, GREEDY).finish()
+    with LLM(model, "cpu", cache_type=cache_type) as llm:
+        anew = llm.stream(second, GREEDY).finish()
+    assert reused.timings.cached_tokens == 27 and anew.timings.cached_tokens == 0
+    assert reused.tokens == anew.tokens
