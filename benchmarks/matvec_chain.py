@@ -14,7 +14,8 @@ import torch
 
 from benchmarks.cuda_timing import graph_time, random_part
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
-from quengine.kernels.cuda.matvec import SwigluScratch, matvec, matvec_swiglu
+from quengine.kernels.cuda.matvec import matvec
+from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight
 
 FLOOR_RATE = 4.3e6  # bytes per microsecond

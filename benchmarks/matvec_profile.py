@@ -7,7 +7,8 @@ import torch
 
 from benchmarks.cuda_timing import random_part
 from quengine.kernels.cuda.activations import round_activations
-from quengine.kernels.cuda.matvec import matvec, matvec_swiglu
+from quengine.kernels.cuda.matvec import matvec
+from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight
 
 

@@ -22,7 +22,8 @@ from benchmarks.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda import launch_table
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.launch_table import Geometry
-from quengine.kernels.cuda.matvec import SwigluScratch, matvec, matvec_swiglu
+from quengine.kernels.cuda.matvec import matvec
+from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight
 
 Shape = tuple[str, tuple[tuple[str, int], ...], int]

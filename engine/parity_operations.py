@@ -87,7 +87,9 @@ class _WatchedBackend:
         self._gated = True
         return self._watch("norm+swiglu", (x,), lambda x: self._backend.norm_swiglu(x, norm, eps, gate_up))
 
-    def linear_add(self, x: Hidden, weight: Any, residual: Hidden) -> Hidden:
+    def linear_add(
+        self, x: Hidden, weight: Any, residual: Hidden, norm: Tensor | None = None, eps: float = 0.0
+    ) -> Hidden:
         # The same operation twice a layer: behind the attention, and behind the feed-forward's gate.
         name: Operation = "down+residual" if self._gated else "output+residual"
         return self._watch(

@@ -120,8 +120,14 @@ class Backend(Protocol[WeightT]):
         """RMSNorm of x [T, K], gate_up [2F, K] (gate rows first), silu(gate) * up: [T, F]."""
         ...
 
-    def linear_add(self, x: Hidden, weight: WeightT, residual: Hidden) -> Hidden:
-        """x [T, K] times weight [N, K], plus residual [T, N]."""
+    def linear_add(
+        self, x: Hidden, weight: WeightT, residual: Hidden, norm: Tensor | None = None, eps: float = 0.0
+    ) -> Hidden:
+        """x [T, K] times weight [N, K], plus residual [T, N].
+
+        `norm`, `eps`: the RMSNorm through which the result is read next, for a backend that begins it here. The next
+        operation is given the same norm all the same.
+        """
         ...
 
     def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:

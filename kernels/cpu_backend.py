@@ -92,7 +92,14 @@ class CpuBackend:
             return self._recorder.norm_swiglu(x, norm, eps, gate_up)
         return cpu.swiglu(cpu.linear(cpu.rms_norm(x, norm, eps), gate_up.parts))
 
-    def linear_add(self, x: Hidden, weight: CpuWeight, residual: Hidden) -> Hidden:
+    def linear_add(
+        self,
+        x: Hidden,
+        weight: CpuWeight,
+        residual: Hidden,
+        norm: Tensor | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        eps: float = 0.0,  # noqa: ARG002
+    ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.linear_add(x, weight, residual)
         return cpu.linear(x, weight.parts).add_(residual)

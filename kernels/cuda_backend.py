@@ -1,8 +1,8 @@
 """The CUDA backend: packed weights through Triton, int16 activations in decode, fp16 matrix units in prefill.
 
-A decode layer is seven launches: norm and rounding, QKV, attention (rotation, cache write, slices and their
-combination, rounding), output with the residual, norm and rounding, gate and up with SwiGLU and rounding, down with
-the residual. The residual stream is fp32. Implements kernels.backend.Backend.
+A decode layer is five launches: QKV, attention (rotation, cache write, slices and their combination, rounding), output
+with the residual, gate and up with SwiGLU and rounding, down with the residual. Output and down also begin the norm
+behind them, and the matmul that reads it ends it. The residual stream is fp32. Implements kernels.backend.Backend.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_swiglu
-from quengine.kernels.cuda.matvec import SwigluScratch, matvec, matvec_swiglu
+from quengine.kernels.cuda.matvec import matvec
+from quengine.kernels.cuda.matvec_norm import NormedRows, can_begin_norm, matvec_norm
+from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight, pack
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
@@ -35,6 +37,9 @@ MAX_EXPANDED = 1 << 27
 
 Rows = Tensor | RoundedActivations
 """What feeds a matmul: rounded rows in decode, fp32 rows in prefill."""
+
+Residual = Tensor | NormedRows
+"""The residual stream: fp32 rows, in decode with their next norm begun."""
 
 
 def has_dependent_launch(device: torch.device) -> bool:
@@ -69,12 +74,15 @@ class CudaBackend:
         return embedding(weight, ids, pdl=self.pdl)
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None
+        self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None
     ) -> Tensor:
-        y = self._matmul(self._normed(x, norm, eps), weight, None)
+        rows = self._normed(x, norm, eps)
+        if bias is not None and isinstance(rows, RoundedActivations) and rows.rows == 1:
+            return self._matmul(rows, weight, bias.view(1, -1))
+        y = self._matmul(rows, weight, None)
         return y if bias is None else y.add_(bias)
 
-    def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, gate_up: PackedWeight) -> Rows:
+    def norm_swiglu(self, x: Residual, norm: Tensor, eps: float, gate_up: PackedWeight) -> Rows:
         rows = self._normed(x, norm, eps)
         if isinstance(rows, RoundedActivations):
             if self._swiglu is None:
@@ -82,8 +90,13 @@ class CudaBackend:
             return matvec_swiglu(rows, gate_up, scratch=self._swiglu, pdl=self.pdl)
         return matmul_swiglu(rows, gate_up, self._workspace(rows.shape[0]))
 
-    def linear_add(self, x: Rows, weight: PackedWeight, residual: Tensor) -> Tensor:
-        return self._matmul(x, weight, residual)
+    def linear_add(
+        self, x: Rows, weight: PackedWeight, residual: Residual, norm: Tensor | None = None, eps: float = 0.0
+    ) -> Residual:
+        stream = residual.hidden if isinstance(residual, NormedRows) else residual
+        if norm is not None and isinstance(x, RoundedActivations) and can_begin_norm(weight):
+            return matvec_norm(x, weight, stream, norm, eps, pdl=self.pdl)
+        return self._matmul(x, weight, stream)
 
     def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Rows:
         cache = KVStore.of_layer(layer)
@@ -99,10 +112,14 @@ class CudaBackend:
         q = rope_store(qkv, spec, cache, 0, self._positions(start, tokens), self.pdl)
         return attention_prefill(q, spec, cache, 0, start, out_dtype=torch.float32, pdl=self.pdl)
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float, weight: PackedWeight, last_only: bool) -> Tensor:
-        return self._matmul(self._normed(x[-1:] if last_only else x, norm, eps), weight, None)
+    def logits(self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, last_only: bool) -> Tensor:
+        if isinstance(x, Tensor) and last_only:
+            x = x[-1:]
+        return self._matmul(self._normed(x, norm, eps), weight, None)
 
-    def _normed(self, x: Tensor, norm: Tensor, eps: float) -> Rows:
+    def _normed(self, x: Residual, norm: Tensor, eps: float) -> Rows:
+        if isinstance(x, NormedRows):
+            return x.rounded
         if x.shape[0] <= DECODE_ROWS:
             return rms_norm_round(x, norm, eps, pdl=self.pdl)
         return rms_norm(x, norm, eps, pdl=self.pdl)

@@ -77,7 +77,14 @@ class ReferenceBackend:
     def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, gate_up: ReferenceWeight) -> Tensor:
         return swiglu(self._matmul(rms_norm(x, norm, eps), gate_up))
 
-    def linear_add(self, x: Tensor, weight: ReferenceWeight, residual: Tensor) -> Tensor:
+    def linear_add(
+        self,
+        x: Tensor,
+        weight: ReferenceWeight,
+        residual: Tensor,
+        norm: Tensor | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        eps: float = 0.0,  # noqa: ARG002
+    ) -> Tensor:
         return self._matmul(x, weight) + residual
 
     def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:

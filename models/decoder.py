@@ -29,8 +29,9 @@ class Block:
         self.attention = Attention(config, tensors, backend, spec)
         self.ffn = FeedForward(config, tensors, backend)
 
-    def __call__(self, x: Hidden, cache: KVLayer, start: Position) -> Hidden:
-        return self.ffn(self.attention(x, cache, start))
+    def __call__(self, x: Hidden, cache: KVLayer, start: Position, next_norm: Tensor) -> Hidden:
+        """`next_norm`: weights of the norm behind this layer, the next layer's or the output's."""
+        return self.ffn(self.attention(x, cache, start, self.ffn.ffn_norm), next_norm)
 
 
 class Decoder:
@@ -63,6 +64,7 @@ class Decoder:
         self.blk = [
             self._block(LayerTensors(tensors, f"blk.{i}."), shared) for i in range(config.block_count)
         ]
+        self._next_norms = [block.attention.attn_norm for block in self.blk[1:]] + [self.output_norm]
 
     def forward(
         self, ids: Tensor, cache: Sequence[KVLayer], start: Position, last_only: bool = True
@@ -72,8 +74,8 @@ class Decoder:
         Returns [1, vocab] for the last token, or [T, vocab] when `last_only` is false.
         """
         x = self.backend.embed(self.token_embd, ids)
-        for block, layer in zip(self.blk, cache, strict=True):
-            x = block(x, layer, start)
+        for block, layer, next_norm in zip(self.blk, cache, self._next_norms, strict=True):
+            x = block(x, layer, start, next_norm)
         return self.backend.logits(x, self.output_norm, self.config.rms_eps, self.output, last_only)
 
     @property

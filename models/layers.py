@@ -43,10 +43,11 @@ class Attention:
             self.attn_qkv_bias = backend.vector(tensors.take("attn_q", "attn_k", "attn_v", kind="bias"))
         self.attn_output = backend.weight(tensors.take("attn_output"))
 
-    def __call__(self, x: Hidden, cache: KVLayer, start: Position) -> Hidden:
+    def __call__(self, x: Hidden, cache: KVLayer, start: Position, next_norm: Tensor) -> Hidden:
+        """`next_norm`: weights of the norm that reads the result."""
         qkv = self.backend.norm_linear(x, self.attn_norm, self.eps, self.attn_qkv, self.attn_qkv_bias)
         mixed = self.backend.attention(qkv, self.spec, cache, start)
-        return self.backend.linear_add(mixed, self.attn_output, x)
+        return self.backend.linear_add(mixed, self.attn_output, x, next_norm, self.eps)
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +64,10 @@ class FeedForward:
         self.ffn_gate_up = backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
         self.ffn_down = backend.weight(tensors.take("ffn_down"))
 
-    def __call__(self, x: Hidden) -> Hidden:
+    def __call__(self, x: Hidden, next_norm: Tensor) -> Hidden:
+        """`next_norm`: weights of the norm that reads the result."""
         gated = self.backend.norm_swiglu(x, self.ffn_norm, self.eps, self.ffn_gate_up)
-        return self.backend.linear_add(gated, self.ffn_down, x)
+        return self.backend.linear_add(gated, self.ffn_down, x, next_norm, self.eps)
 
     @property
     def nbytes(self) -> int:

@@ -17,8 +17,25 @@ _GROUPS_PER_BLOCK = 32
 
 
 @dataclass(frozen=True)
+class RmsPartials:
+    """The last step of an RMSNorm (Zhang & Sennrich 2019), left to whoever reads the rows: multiply row r by
+    1 / sqrt(sum(squares[r]) / K + eps). It commutes with the rounding, whose scales are relative to the row.
+
+    squares: fp32 [T, P], sums of squares over P pieces of the row before the norm's weights.
+    """
+
+    squares: Tensor
+    eps: float
+
+    def factors(self, width: int) -> Tensor:
+        """fp32 [T, 1] for rows of `width` values."""
+        return torch.rsqrt(self.squares.sum(1, keepdim=True) / width + self.eps)
+
+
+@dataclass(frozen=True)
 class RoundedActivations:
-    """T rows of K activations, a multiple of 32: x is about scale * (256*high + low). Rows are contiguous.
+    """T rows of K activations, a multiple of 32: x is about scale * (256*high + low). Rows are contiguous. With `rms`
+    the rows still have to be multiplied by its factors.
 
     high   int8  [T, K]
     low    int8  [T, K]
@@ -31,6 +48,7 @@ class RoundedActivations:
     low: Tensor
     scale: Tensor
     sums: Tensor
+    rms: RmsPartials | None = None
 
     @property
     def rows(self) -> int:
@@ -54,7 +72,8 @@ class RoundedActivations:
 
     def take(self, rows: slice) -> "RoundedActivations":
         """Some of the rows, without a copy."""
-        return RoundedActivations(self.high[rows], self.low[rows], self.scale[rows], self.sums[rows])
+        rms = RmsPartials(self.rms.squares[rows], self.rms.eps) if self.rms else None
+        return RoundedActivations(self.high[rows], self.low[rows], self.scale[rows], self.sums[rows], rms)
 
     def ints(self) -> Tensor:
         """The rounded values: int16 [T, K]."""
@@ -62,7 +81,8 @@ class RoundedActivations:
 
     def dequantize(self) -> Tensor:
         """fp32 [T, K]."""
-        return (self.ints().view(self.rows, -1, GROUP).float() * self.scale.unsqueeze(-1)).view(self.rows, -1)
+        x = (self.ints().view(self.rows, -1, GROUP).float() * self.scale.unsqueeze(-1)).view(self.rows, -1)
+        return x * self.rms.factors(self.cols) if self.rms else x
 
 
 @triton.jit

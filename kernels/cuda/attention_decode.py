@@ -25,7 +25,7 @@ from quengine.kernels.cuda.activations import (
     store_rounded,
 )
 from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, prefetch_run, store_rows
-from quengine.kernels.cuda.matvec import uses_assembly
+from quengine.kernels.cuda.mma import uses_assembly
 from quengine.kernels.cuda.rope import load_angles, load_heads, load_rotated
 
 _TARGET_BLOCKS = 128

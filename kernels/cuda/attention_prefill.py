@@ -15,7 +15,7 @@ import triton.language as tl
 
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile
-from quengine.kernels.cuda.matvec import uses_assembly
+from quengine.kernels.cuda.mma import uses_assembly
 from quengine.kernels.cuda.rope import sequence_pointers
 
 

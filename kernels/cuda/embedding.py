@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.cuda.fragments import load_chunk, set_scales, step_codes, super_scales
-from quengine.kernels.cuda.matvec import uses_assembly
+from quengine.kernels.cuda.mma import uses_assembly
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
 
 _MAX_CHUNKS = 32

@@ -59,7 +59,7 @@ def matvec_key(parts: Sequence[PackedPart], kind: str) -> str:
 
 
 def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
-    """Geometry for a launch of `kind` "rows" or "swiglu" on the current device."""
+    """Geometry for a launch of `kind` "rows", "norm" (an even number of tiles) or "swiglu" on the current device."""
     entry = _table().get(device_name(), {}).get("matvec", {}).get(matvec_key(parts, kind))
     return Geometry(*entry) if entry else default_geometry(parts[0], kind)
 
@@ -75,4 +75,6 @@ def default_geometry(part: PackedPart, kind: str) -> Geometry:
     k_warps = 1
     while k_warps < 32 and part.chunks > (rounds if k_warps < 8 else _MOST_ROUNDS) * k_warps:
         k_warps *= 2
+    if kind == "norm":
+        return Geometry(2, min(k_warps, 16), 1)
     return Geometry(4 // k_warps if kind == "rows" and k_warps < 4 else 1, k_warps, 2)

@@ -18,9 +18,9 @@ from torch import Tensor
 from quengine.kernels.cuda.fragments import load_chunk, set_scales, step_codes, super_scales
 from quengine.kernels.cuda.half import HalfRows, finish, half_rows
 from quengine.kernels.cuda.launch_table import fused_limit
-from quengine.kernels.cuda.matvec import swiglu_rows, uses_assembly
-from quengine.kernels.cuda.mma import mma_half, pack_halves, scale_bytes
+from quengine.kernels.cuda.mma import mma_half, pack_halves, scale_bytes, uses_assembly
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
+from quengine.kernels.cuda.swiglu import swiglu_rows
 
 
 @triton.jit

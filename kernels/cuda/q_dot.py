@@ -196,27 +196,37 @@ def _tile_chunk(
 
 
 @triton.jit
+def start_tile(
+    planes, tile, tiles, k_warp, lane,
+    FMT: tl.constexpr, K: tl.constexpr, K_WARPS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Start reading the first AHEAD chunks of this thread's share: what a launch can do before it waits for its
+    activations. Parameters: see `tile_dots`."""
+    CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
+    ROUNDS: tl.constexpr = (CHUNKS + K_WARPS - 1) // K_WARPS
+    queue = ()
+    for i in tl.static_range(min(AHEAD, ROUNDS)):
+        queue = queue + (_tile_chunk(planes, tile, tiles, k_warp, i * K_WARPS, lane, FMT, CHUNKS, EVEN),)
+    return queue
+
+
+@triton.jit
 def tile_dots(
-    planes, x_high, x_low, t_ptr, sums_ptr, tile, tiles, k_warp, T, lane,
+    queue, planes, x_high, x_low, t_ptr, sums_ptr, tile, tiles, k_warp, T, lane,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, K_WARPS: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Sums of this thread's share of K for weight rows r and r + 8 of its tile: 2*ROWS fp32, rows of x outermost.
 
     `planes`: the four plane pointers of the matrix. Warp `k_warp` of K_WARPS takes chunks k_warp, k_warp + K_WARPS,
-    ...; AHEAD of them are read before they are used, the first ones before the previous kernel is waited for.
+    ...; AHEAD of them are read before they are used, the first ones by `start_tile`, whose result is `queue`.
     EARLY: the activations of the next chunk are asked for before the weights behind them. Loads come back in order, so
-    near ones asked for behind far ones wait; but they take 36 registers, which can cost more (up to 2 rows only).
+    near ones asked for behind far ones wait; but they take 20 registers, which can cost more (up to 2 rows only).
     EVEN: no tile and no chunk lies past the edge. ROWS is 1, 2, 4 or 8 and at least T.
     """
     CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
     PADDED: tl.constexpr = CHUNKS * FMT.chunk != K
     ROUNDS: tl.constexpr = (CHUNKS + K_WARPS - 1) // K_WARPS
-    queue = ()
-    for i in tl.static_range(min(AHEAD, ROUNDS)):
-        queue = queue + (_tile_chunk(planes, tile, tiles, k_warp, i * K_WARPS, lane, FMT, CHUNKS, EVEN),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     plane = tl.where((lane & 4) == 0, x_high.to(tl.int64), x_low.to(tl.int64)).to(tl.pointer_type(tl.int64))
     nothing = (lane & 0).to(tl.float32)
     totals = ()

@@ -10,7 +10,8 @@ from quengine.kernels.cuda import launch_table
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.launch_table import Geometry
 from quengine.kernels.cuda.layout import PACKED_FORMATS
-from quengine.kernels.cuda.matvec import SwigluScratch, matvec, matvec_swiglu
+from quengine.kernels.cuda.matvec import matvec
+from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
 from quengine.kernels.cuda.packed import pack
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
