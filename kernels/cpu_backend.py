@@ -84,8 +84,9 @@ class CpuBackend:
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.norm_linear(x, norm, eps, weight, bias)
-        y = cpu.linear(cpu.rms_norm(x, norm, eps), weight.parts)
-        return y if bias is None else y.add_(bias)
+        return cpu.linear(
+            cpu.rms_norm(x, norm, eps), weight.parts, None if bias is None else bias.unsqueeze(0)
+        )
 
     def norm_swiglu(self, x: Hidden, norm: Tensor, eps: float, gate_up: CpuWeight) -> Hidden:
         if self._recorder is not None:
@@ -102,7 +103,7 @@ class CpuBackend:
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.linear_add(x, weight, residual)
-        return cpu.linear(x, weight.parts).add_(residual)
+        return cpu.linear(x, weight.parts, residual)
 
     def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:
         if self._recorder is not None:

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from numba import cfunc, njit, types
+from numba.core.registry import cpu_target
+
+from quengine.kernels.cpu.tiles import Tile, tile_for
 
 KERNEL = types.void(types.int64, types.int64)
 _log = logging.getLogger(__name__)
@@ -36,6 +39,13 @@ def source_stamp() -> str:
     for path in sorted(folder.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+@cache
+def host_tile() -> Tile:
+    """The tile of the processor that kernels are compiled for."""
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return tile_for(triple, features)
 
 
 def compile_kernel(function: Callable[[int, int], None]) -> int:

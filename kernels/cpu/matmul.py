@@ -4,9 +4,7 @@ Up to 8 rows of activations ("decode"): q-dot. The activations are rounded to in
 read block by block where they lie, usually in the mapped file. A result depends on its activation row and weight row
 alone: not on the number of threads or on what else is in the batch.
 
-More rows ("prefill"): tiles of weight rows are dequantized to fp32 and multiplied in fp32, one tile and one torch
-thread per task. Tiles follow from the weight's shape, so the result does not depend on the number of threads.
-A thread's tile is `TILE_WEIGHTS` fp32 numbers, or 16 rows where that is more.
+More rows ("prefill") are multiplied in fp32, see tile_matmul.py.
 
 Does not know: the model, the cache, what is multiplied.
 """
@@ -26,27 +24,28 @@ from quengine.kernels.cpu.row_kernels import (
     matvec_kernel,
     round_kernel,
 )
-from quengine.kernels.cpu.threads import Launch, map_tasks, run, run_here
+from quengine.kernels.cpu.threads import Launch, run
+from quengine.kernels.cpu.tile_matmul import tile_matmul_launches
 from quengine.kernels.quant_tensor import QuantTensor
 
 DECODE_ROWS = MATVEC_WIDTHS[-1]
-TILE_WEIGHTS = 1 << 20
 _TASK_BYTES = 32 << 10  # of weights in one task of a matvec
 
 
-def linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
-    """x [T, K] fp32 times weights [N_i, K], transposed, side by side: fp32 [T, sum of N_i].
+def linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None = None) -> Tensor:
+    """x [T, K] fp32 times weights [N_i, K], transposed, side by side, plus addend: fp32 [T, sum of N_i].
 
-    T <= DECODE_ROWS runs q-dot (F32, F16 and BF16 weights: fp32 products), more rows run in fp32. Raises ValueError
-    when a weight's width is not K.
+    The addend is of the result's shape, or one row of it. T <= DECODE_ROWS runs q-dot (F32, F16 and BF16 weights: fp32
+    products), more rows run in fp32. Raises ValueError when a weight's width is not K.
     """
     _check_width(x, parts)
     x = x.contiguous()
-    if x.shape[0] > DECODE_ROWS:
-        return _prefill(x, parts)
     y = torch.empty(x.shape[0], sum(w.rows for w in parts))
+    if x.shape[0] > DECODE_ROWS:
+        run(tile_matmul_launches(x, parts, y, addend))
+        return y
     run(linear_launches(x, parts, y))
-    return y
+    return y if addend is None else y.add_(addend)
 
 
 def linear_launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor) -> list[Launch]:
@@ -103,25 +102,6 @@ def matvec_launch(
         *(y.data_ptr() + 4 * column, 4 * y.stride(0)),
     )
     return Launch(kernel, parameters, -(-w.rows // step), after_previous, (source, w, y))
-
-
-def _prefill(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
-    y = torch.empty(x.shape[0], sum(w.rows for w in parts))
-    tiles: list[tuple[QuantTensor, int, int, int]] = []
-    column = 0
-    for w in parts:
-        step = max(16, TILE_WEIGHTS // w.cols // 16 * 16)
-        tiles += [(w, first, min(w.rows, first + step), column + first) for first in range(0, w.rows, step)]
-        column += w.rows
-
-    def multiply(i: int) -> None:
-        w, first, last, column = tiles[i]
-        tile = torch.empty(last - first, w.cols)
-        run_here(embed_launch(w, torch.arange(first, last), tile))
-        torch.mm(x, tile.t(), out=y[:, column : column + last - first])
-
-    map_tasks(multiply, len(tiles))
-    return y
 
 
 def embed(weight: QuantTensor, ids: Tensor) -> Tensor:

@@ -273,16 +273,18 @@ def dequantize_row(typingctx: Any, variant: Any, w: Any, blocks: Any, out: Any) 
         _, w, blocks, out = args
         e = emitter(context, builder)
 
+        def widen(i: ir.Value, lanes: int) -> None:
+            e.store(_float_weights(e, fmt.name, w, i, lanes), e.at(out, builder.mul(i, e.i64(4))))
+
         def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             block = e.at(w, builder.mul(i, e.i64(fmt.nbytes)))
-            target = e.at(out, builder.mul(i, e.i64(4 * fmt.block)))
-            if fmt.is_quantized:
-                _emit_dequantized(e, fmt, block, target)
-            else:
-                e.store(_float_weights(e, fmt.name, block, e.i64(0), 1), target)
+            _emit_dequantized(e, fmt, block, e.at(out, builder.mul(i, e.i64(4 * fmt.block))))
             return []
 
-        e.loop(e.i64(0), blocks, 1, [], turn)
+        if fmt.is_quantized:
+            e.loop(e.i64(0), blocks, 1, [], turn)
+        else:
+            e.spans(e.i64(0), blocks, widen)
         return context.get_dummy_value()
 
     return types.void(variant, types.int64, types.int64, types.int64), codegen
@@ -382,6 +384,18 @@ def get(typingctx: Any, context_address: Any, slot: Any) -> Any:
         return e.load(I64, e.at(args[0], builder.mul(args[1], e.i64(8))))
 
     return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def put(typingctx: Any, context_address: Any, slot: Any, value: Any) -> Any:
+    """Write slot `slot` of the int64 parameters at an address."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        e = Emitter(builder, has_half=False)
+        e.store(args[2], e.at(args[0], builder.mul(args[1], e.i64(8))))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic

@@ -94,11 +94,23 @@ def test_prefill_multiplies_in_fp32(name: str) -> None:
     assert nmse(y, x.double() @ dequantize(w.format, w.data).double().T) <= 1e-12
 
 
-def test_prefill_in_several_tiles_is_the_same_for_any_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "TILE_WEIGHTS", 4096)
-    w = random_weight("Q5_K", 203, 3)
+@pytest.mark.parametrize(("name", "cols"), [("Q5_K", 768), ("Q4_1", 576), ("F16", 300)])
+def test_prefill_is_the_same_for_any_threads_and_rows_beside(name: str, cols: int) -> None:
+    w = random_weight(name, 203, cols // FORMATS[name].block)
     x = activations(40, w.cols)
-    assert torch.equal(with_threads(1, x, w), with_threads(MANY, x, w))
+    y = with_threads(1, x, w)
+    assert torch.equal(with_threads(MANY, x, w), y)
+    for rows in (slice(0, 9), slice(3, 27), slice(20, 40)):
+        assert torch.equal(with_threads(MANY, x[rows], w), y[rows])
+
+
+@pytest.mark.parametrize("rows", [2, 24, 29])
+def test_an_addend_is_of_one_row_or_of_all(rows: int) -> None:
+    parts = [random_weight("Q4_K", 70, 2), random_weight("F16", 5, 512)]
+    x, residual = activations(rows, 512), activations(rows, 75, seed=4)
+    y = linear(x, parts).double()
+    assert nmse(linear(x, parts, residual), y + residual) <= 1e-12
+    assert nmse(linear(x, parts, residual[:1]), y + residual[:1]) <= 1e-12
 
 
 @pytest.mark.parametrize("name", FORMATS)

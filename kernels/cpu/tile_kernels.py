@@ -1,0 +1,112 @@
+"""The tile kernels: compiled functions over strips of weight rows times many activation rows.
+
+Each function here returns the address of a kernel for the thread team; its docstring lists the parameter slots.
+Addresses and strides are bytes. Compiled on first use, see compiled.py. tiles.py says how operands lie.
+
+Does not know: tensors. prefill_matmul.py fills the parameters.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cpu.atomics import call_kernel
+from quengine.kernels.cpu.compiled import compile_kernel, host_tile, source_stamp
+from quengine.kernels.cpu.row_ir import dequantize_row, get, put
+from quengine.kernels.cpu.tile_ir import copy_floats, multiply_tile, stack_floats, transpose_rows
+from quengine.kernels.cpu.tiles import DEPTH
+
+
+@cache
+def pack_kernel() -> int:
+    """fp32 rows as packed activations. A task is a block of rows; a last block repeats the last row.
+
+    0 x, 1 x stride, 2 rows, 3 columns, 4 packed, 5 blocks.
+    """
+    variant, block_rows = f"pack/{source_stamp()}", host_tile().rows
+
+    def pack_block(context: int, task: int) -> None:
+        x, stride, rows, cols = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
+        for i in range(block_rows):
+            source = x + min(task * block_rows + i, rows - 1) * stride
+            for k in range(0, cols, DEPTH):
+                place = (k // DEPTH * get(context, 5) + task) * block_rows + i
+                target = get(context, 4) + place * 4 * DEPTH
+                copy_floats(variant, source + 4 * k, target, min(DEPTH, cols - k))
+
+    return compile_kernel(pack_block)
+
+
+@cache
+def panel_kernel(format_name: str) -> int:
+    """Rows of a weight, `depth` columns of them, as a panel. Task g writes its g-th vector of columns.
+
+    0 weights, from the first of the columns on; 1 row bytes, 2 rows (the last one is repeated), 3 depth, 4 panel.
+    """
+    variant, tile = f"{format_name}/{source_stamp()}", host_tile()
+    block, lanes, floats = FORMATS[format_name].block, tile.lanes, tile.lanes * DEPTH
+
+    def unpack_panel(context: int, task: int) -> None:
+        depth, rows = get(context, 3), stack_floats(floats)
+        for i in range(lanes):
+            w = get(context, 0) + min(task * lanes + i, get(context, 2) - 1) * get(context, 1)
+            dequantize_row(variant, w, depth // block, rows + 4 * DEPTH * i)
+        transpose_rows(variant, rows, 4 * DEPTH, depth, get(context, 4) + 4 * lanes * task)
+
+    return compile_kernel(unpack_panel)
+
+
+@cache
+def tile_matmul_kernel() -> int:
+    """Strips of weight rows times packed activations, plus an addend. A task is a strip.
+
+    0 weights, 1 row bytes, 2 rows, 3 columns, 4 packed activations, 5 their rows, 6 addend (fp32), 7 its stride, 8 y
+    (fp32), 9 its stride, 10 the panel kernel, 11 weights per block, 12 bytes per block. The addend may be y.
+    """
+    variant, tile = f"tile/{source_stamp()}", host_tile()
+    columns, tile_rows, vectors = tile.columns, tile.rows, tile.vectors
+    panel_floats, edge_floats, request_floats = columns * DEPTH, columns * tile_rows, 16
+
+    def tile_matmul(context: int, task: int) -> None:
+        row_bytes, cols, x_rows = get(context, 1), get(context, 3), get(context, 5)
+        first = task * columns
+        count = min(columns, get(context, 2) - first)
+        blocks = (x_rows + tile_rows - 1) // tile_rows
+        panel, edge, request = (
+            stack_floats(panel_floats),
+            stack_floats(edge_floats),
+            stack_floats(request_floats),
+        )
+        start, start_stride = get(context, 6) + 4 * first, get(context, 7)
+        y, y_stride = get(context, 8) + 4 * first, get(context, 9)
+        for k in range(0, cols, DEPTH):
+            depth = min(DEPTH, cols - k)
+            put(request, 0, get(context, 0) + first * row_bytes + k // get(context, 11) * get(context, 12))
+            put(request, 1, row_bytes)
+            put(request, 2, count)
+            put(request, 3, depth)
+            put(request, 4, panel)
+            for group in range(vectors):
+                call_kernel(get(context, 10), request, group)
+            x = get(context, 4) + k * 4 * blocks * tile_rows
+            for b in range(blocks):
+                valid = min(tile_rows, x_rows - b * tile_rows)
+                source, source_stride = start + b * tile_rows * start_stride, start_stride
+                target, target_stride = y + b * tile_rows * y_stride, y_stride
+                whole = valid == tile_rows and count == columns
+                if not whole:  # through a tile of its own
+                    for i in range(valid):
+                        copy_floats(variant, source + i * start_stride, edge + 4 * columns * i, count)
+                    source, source_stride, target, target_stride = edge, 4 * columns, edge, 4 * columns
+                multiply_tile(
+                    variant, panel, depth, x, 4 * DEPTH, source, source_stride, target, target_stride
+                )
+                if not whole:
+                    for i in range(valid):
+                        target = y + (b * tile_rows + i) * y_stride
+                        copy_floats(variant, edge + 4 * columns * i, target, count)
+                x += 4 * DEPTH * tile_rows
+            start, start_stride = y, y_stride
+
+    return compile_kernel(tile_matmul)
