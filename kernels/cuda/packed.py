@@ -16,7 +16,8 @@ from quengine.kernels.block_formats import FORMATS, Groups, unpack
 from quengine.kernels.cuda.layout import TILE_ROWS, PackedLayout, ScaleKind, packed_layout
 from quengine.kernels.quant_tensor import QuantTensor
 
-_ROWS_AT_A_TIME = 2048
+_WEIGHTS_AT_A_TIME = 1 << 24
+"""Repacked in one go: more takes fewer launches, and several bytes a weight while it lasts."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -131,14 +132,14 @@ def _pack_run(run: Sequence[QuantTensor], device: torch.device | str) -> PackedP
         rows = torch.cat([block.to(device, non_blocking=True) for block in data])
         return FloatPart(rows.view(_FLOATS[fmt.name]))
     planes = _Planes(run[0], sum(tensor.rows for tensor in run), device)
-    for block in _tile_rows(data):
+    for block in _tile_rows(data, _rows_at_a_time(run[0].cols)):
         planes.append(block)
     return planes.finish()
 
 
 def _pack_pair(gate: QuantTensor, up: QuantTensor, device: torch.device | str) -> PackedPart:
     planes = _Planes(gate, 2 * gate.rows, device)
-    half = _ROWS_AT_A_TIME // 2
+    half = _rows_at_a_time(gate.cols) // 2
     for row in range(0, gate.rows, half):
         blocks = [tensor.data[row : row + half] for tensor in (gate, up)]
         width = blocks[0].shape[1]
@@ -146,13 +147,16 @@ def _pack_pair(gate: QuantTensor, up: QuantTensor, device: torch.device | str) -
     return planes.finish()
 
 
-def _tile_rows(data: Sequence[Tensor]) -> list[Tensor]:
-    """Blocks of rows, each but the last a multiple of 16 long, from tensors that lie one below the other."""
+def _rows_at_a_time(cols: int) -> int:
+    """Rows repacked in one go, a multiple of 16."""
+    return max(1, _WEIGHTS_AT_A_TIME // (cols * TILE_ROWS)) * TILE_ROWS
+
+
+def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Blocks of `count` rows, a multiple of 16, from tensors that lie one below the other; the last may be short."""
     if len(data) > 1 and any(len(block) % TILE_ROWS for block in data[:-1]):
         data = [torch.cat(list(data))]
-    return [
-        block[row : row + _ROWS_AT_A_TIME] for block in data for row in range(0, len(block), _ROWS_AT_A_TIME)
-    ]
+    return [block[row : row + count] for block in data for row in range(0, len(block), count)]
 
 
 class _Planes:

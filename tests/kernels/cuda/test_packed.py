@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quengine.kernels.block_formats import FORMATS, Groups, unpack
+from quengine.kernels.cuda import packed
 from quengine.kernels.cuda.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, pack, unpack_part
 from quengine.kernels.quant_tensor import QuantTensor
@@ -81,6 +82,22 @@ def test_gate_and_up_share_tiles_row_by_row(device: torch.device) -> None:
     assert isinstance(part, PackedPart)
     order = torch.stack([gate.data.view(3, 8, -1), up.data.view(3, 8, -1)], 1).reshape(48, -1)
     assert_same(unpack_part(part), unpack(gate.format, order))
+
+
+@pytest.mark.parametrize("at_a_time", [1, 40 * 256])
+def test_repacking_a_few_rows_at_a_time_gives_the_same_planes(
+    at_a_time: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = random_weight("Q4_K", 48, 256), random_weight("Q4_K", 40, 256, 1)
+    gate, up = random_weight("Q4_K", 72, 256, 2), random_weight("Q4_K", 72, 256, 3)
+    whole = [pack([q, k], device), pack([gate, up], device, paired=True)]
+    monkeypatch.setattr(packed, "_WEIGHTS_AT_A_TIME", at_a_time)
+    for one, again in zip(whole, [pack([q, k], device), pack([gate, up], device, paired=True)], strict=True):
+        for a, b in zip(one.parts, again.parts, strict=True):
+            assert isinstance(a, PackedPart) and isinstance(b, PackedPart)
+            assert a.gain == b.gain
+            for plane in ("low", "high", "scales", "supers"):
+                assert torch.equal(getattr(a, plane), getattr(b, plane))
 
 
 def test_gate_and_up_of_different_formats_stay_apart(device: torch.device) -> None:
