@@ -1,8 +1,9 @@
 """Which operation of which layer is past its budget: two sides, operation by operation, on the same inputs.
 
 Side a runs, and what goes into and comes out of each of its operations is kept. Side b then runs with a's inputs in
-place of its own, so that an error shows where it is made and is not carried on. Knows sides and numbers; the
-operations come from `parity_operations`.
+place of its own, so that an error shows where it is made and is not carried on. (Where a backend begins a norm in the
+operation in front, that much is carried into the next one; the first of the two is named.) Knows sides and numbers;
+the operations come from `parity_operations`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from torch import Tensor
 from quengine.kernels.backend import Hidden
 from quengine.parity import ParityReport, Place
 from quengine.parity_metrics import nmse_rows
-from quengine.parity_operations import Operation, watched
+from quengine.parity_operations import Operation, in_the_form_of, rows_of, watched
 from quengine.parity_sides import LLMSide, Phase
 
 MAX_POSITIONS = 96
@@ -163,12 +164,14 @@ class _Replay:
     def __call__(
         self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
     ) -> Hidden:
-        del inputs
         call = next(self._calls)
         if call.operation != operation:
             raise ValueError(f"side a ran {call.operation} where side b runs {operation}")
         backend = self._b.decoder.backend
-        output = run(*(value.to(backend.device, backend.dtype) for value in call.inputs))
+        # A residual is added as it is; what is multiplied comes in the form in which side b has it.
+        given = [in_the_form_of(call.inputs[0], inputs[0], backend)] if inputs else []
+        given += [value.to(backend.device, backend.dtype) for value in call.inputs[1:]]
+        output = run(*given)
         self._layer += operation == "norm+qkv"
         self.found.append(self._compared(call, _on_host(output)))
         return output
@@ -206,6 +209,5 @@ def _largest(a: Tensor, b: Tensor, size: Tensor) -> float:
 
 
 def _on_host(value: Hidden) -> Tensor:
-    """A copy of what an operation takes or gives, as plain numbers; a device may hold it rounded in planes."""
-    plain: Tensor = value if isinstance(value, Tensor) else value.dequantize()
-    return plain.to("cpu", copy=True)
+    """A copy, which a later operation cannot write over."""
+    return rows_of(value).to("cpu", copy=True)

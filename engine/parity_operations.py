@@ -36,6 +36,31 @@ class Watch(Protocol):
         ...
 
 
+def rows_of(hidden: Hidden) -> Tensor:
+    """The numbers that a backend's operation has given, [T, width], on whatever device; a residual stream whose norm
+    has been begun is the stream."""
+    if isinstance(hidden, Tensor):
+        return hidden
+    # Only the CUDA backend gives anything else, so what it needs is installed.
+    from quengine.kernels.cuda.matvec_norm import NormedRows
+
+    rows: Tensor = hidden.hidden if isinstance(hidden, NormedRows) else hidden.dequantize()
+    return rows
+
+
+def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
+    """`rows` as `backend` would carry them where it has `own`, so that the same kernel reads them.
+
+    A residual stream whose norm has been begun cannot be made from rows: `own` is given back.
+    """
+    placed = rows.to(backend.device, backend.dtype)
+    if isinstance(own, Tensor):
+        return placed
+    from quengine.kernels.cuda.activations import RoundedActivations, round_activations
+
+    return round_activations(placed) if isinstance(own, RoundedActivations) else own
+
+
 @contextmanager
 def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
     """While it lasts, every operation of `decoder` goes through `watch`."""
@@ -93,7 +118,9 @@ class _WatchedBackend:
         # The same operation twice a layer: behind the attention, and behind the feed-forward's gate.
         name: Operation = "down+residual" if self._gated else "output+residual"
         return self._watch(
-            name, (x, residual), lambda x, residual: self._backend.linear_add(x, weight, residual)
+            name,
+            (x, residual),
+            lambda x, residual: self._backend.linear_add(x, weight, residual, norm, eps),
         )
 
     def logits(self, x: Hidden, norm: Tensor, eps: float, weight: Any, last_only: bool) -> Tensor:
