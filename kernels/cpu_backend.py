@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
-from quengine.kernels.attention import mask_slice
 from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.step import Step, StepRecorder
@@ -114,8 +113,7 @@ class CpuBackend:
         if tokens == 1:
             first, end = first_visible(spec, start + 1), start + 1
             return cpu.decode_attention(q[0], layer, end, spec.scale, first).reshape(1, -1)
-        mask = mask_slice(spec.mask_band, start, tokens)
-        return cpu.prefill_attention(q, layer, mask, spec.scale).reshape(tokens, -1)
+        return cpu.prefill_attention(q, layer, start, spec.scale, spec.window).reshape(tokens, -1)
 
     def logits(self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, last_only: bool) -> Tensor:
         if self._recorder is not None:

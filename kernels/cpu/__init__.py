@@ -1,13 +1,13 @@
 """Operations of a decoder on the CPU: weights as stored, int16 activations in decode, fp32 in prefill.
 
     set_threads(n), get_threads(), max_threads()             threads of the kernels below and of torch
-    linear(x, parts)                                          x [T, K] fp32 times weights -> [T, sum of N_i]
+    linear(x, parts, addend=None)                             x [T, K] fp32 times weights -> [T, sum of N_i]
     embed(weight, ids)                                        rows of a weight as fp32 [T, K]
     rms_norm(x, weight, eps)                                  rows of x normalised [T, K]
     rope_store(qkv, spec, layer, start)                       rotated queries; keys and values written to the cache
     swiglu(gate_up)                                           silu(gate) * up: [T, 2F] -> [T, F]
     decode_attention(q, layer, length, scale, first=0)        one token: q [H, hd]
-    prefill_attention(q, layer, mask, scale, first=0)         T tokens: q [T, H, hd], mask [T, n]
+    prefill_attention(q, layer, start, scale, window=None)    T tokens: q [T, H, hd]
 
 A step of several operations in one go of the thread team is a list of `Launch`es handed to `run`; step.py records the
 decode of one token as such a list. Results are the same to the last bit for any number
@@ -17,8 +17,9 @@ Kernels are compiled on first use and kept on disk (compiled.py). Does not know:
 operations.
 """
 
-from quengine.kernels.cpu.attention import decode_attention, decode_attention_launches, prefill_attention
+from quengine.kernels.cpu.attention import decode_attention, decode_attention_launches
 from quengine.kernels.cpu.matmul import DECODE_ROWS, embed, linear, linear_launches
+from quengine.kernels.cpu.prefill_attention import prefill_attention
 from quengine.kernels.cpu.rms_norm import rms_norm
 from quengine.kernels.cpu.rope_store import rope_store
 from quengine.kernels.cpu.swiglu import swiglu

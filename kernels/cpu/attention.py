@@ -1,15 +1,12 @@
-"""Causal grouped-query attention over an fp16 or q8_0 key/value cache, on the CPU.
+"""Grouped-query attention of one token over an fp16 or q8_0 key/value cache, on the CPU.
 
-Decode (one token) reads the cache as it is stored and takes no mask. The visible positions are cut into stretches of
+It reads the cache as it is stored and takes no mask. The visible positions are cut into stretches of
 `STRETCH`, counted from the first visible one; a task is one stretch of one key/value head. The parts are joined in
 order, so the result does not depend on the number of threads.
 
-Prefill is torch's fp32 scaled dot product attention, a task being `QUERY_BLOCK` queries of one key/value head, with
-one torch thread each.
-
 Caches have any strides whose last is 1: in memory a head's positions lie together.
 
-Does not know: RoPE, how the cache is written, layers.
+Does not know: a prompt's attention (prefill_attention.py), RoPE, how the cache is written, layers.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu.attention_ir import (
@@ -32,12 +28,10 @@ from quengine.kernels.cpu.attention_ir import (
 )
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.row_ir import dot_float_row, get, store_f32
-from quengine.kernels.cpu.threads import Launch, map_tasks, run
+from quengine.kernels.cpu.threads import Launch, run
 from quengine.kernels.cpu.vector_ir import fp32_bits
-from quengine.kernels.kv_rows import read_rows
 
 STRETCH = 256  # positions; a multiple of 8
-QUERY_BLOCK = 128
 _HEAD_BYTES = 32  # of a part, before its weighted sum
 
 
@@ -224,27 +218,3 @@ def _join_kernel() -> int:
         combine_parts(stamp, parts, stretches, part_bytes, width, get(context, 4) + task * 4 * width)
 
     return compile_kernel(join_stretches)
-
-
-def prefill_attention(q: Tensor, layer: KVLayer, mask: Tensor, scale: float, first: int = 0) -> Tensor:
-    """softmax(scale * q k^T) v of T tokens over cache positions first .. first + n - 1, where mask is true.
-
-    q: fp32 [T, H, hd]; mask: bool [T, n], at least one true in a row. fp32 [T, H, hd].
-    """
-    tokens, heads, width = q.shape
-    kv_heads, last = layer.k.shape[1], first + mask.shape[1]
-    group, blocks = heads // kv_heads, -(-tokens // QUERY_BLOCK)
-    out = torch.empty(tokens, heads, width)
-
-    def attend(task: int) -> None:
-        head, block = divmod(task, blocks)
-        rows = slice(block * QUERY_BLOCK, min(tokens, (block + 1) * QUERY_BLOCK))
-        columns = slice(head * group, (head + 1) * group)
-        held = read_rows(layer, slice(first, last), slice(head, head + 1))
-        keys, values = (rows[:, 0].expand(1, group, -1, -1) for rows in held)
-        queries = q[rows, columns].transpose(0, 1).unsqueeze(0)
-        attended = scaled_dot_product_attention(queries, keys, values, mask[rows], scale=scale)
-        out[rows, columns] = attended[0].transpose(0, 1)
-
-    map_tasks(attend, kv_heads * blocks)
-    return out

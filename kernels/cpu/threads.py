@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from ctypes import memset
 from dataclasses import dataclass, field
 from threading import Lock, Semaphore, Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +25,6 @@ from quengine.errors import EngineError
 from quengine.kernels.cpu.atomics import atomic_load, atomic_store, call_kernel, fetch_add, nap, yield_cpu
 from quengine.kernels.cpu.compiled import compiled_function
 
-_Result = TypeVar("_Result")
 _YIELD_AFTER = (
     2_000  # turns of a waiting loop, microseconds, before each further turn offers the CPU to others
 )
@@ -61,7 +59,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class _Team:
-    """Threads beside the calling one, and a pool for tasks that call torch."""
+    """Threads beside the calling one."""
 
     threads: int
     state: array[int] = field(default_factory=lambda: array("q", bytes(512)))
@@ -73,7 +71,6 @@ class _Team:
 
     def __post_init__(self) -> None:
         self.address = self.state.buffer_info()[0]
-        self.pool = ThreadPoolExecutor(self.threads, "quengine-torch", torch.set_num_threads, (1,))
         for i in range(self.threads - 1):
             Thread(target=self._follow, name=f"quengine-{i + 1}", daemon=True).start()
 
@@ -94,7 +91,6 @@ class _Team:
     def dismiss(self) -> None:
         self.state[_DISMISSED // 8] = 1
         self.wake()
-        self.pool.shutdown()
 
 
 _team: _Team | None = None
@@ -167,11 +163,6 @@ class Program:
             if team.asleep:
                 team.wake()
             _lead(team.address, team.lists, table, len(self._launches), counters)
-
-
-def map_tasks(task: Callable[[int], _Result], count: int) -> list[_Result]:
-    """[task(0), ..., task(count - 1)], shared among the threads; in each of them torch uses one thread."""
-    return list(_the_team().pool.map(task, range(count)))
 
 
 @compiled_function
@@ -248,15 +239,3 @@ def _await(done: int, tasks: int) -> None:
     while atomic_load(done) < tasks:
         turns += 1
         _wait(turns)
-
-
-def run_here(launch: Launch) -> None:
-    """Run all tasks of one kernel on the calling thread: inside a task of `map_tasks`."""
-    context = array("q", launch.parameters)
-    _run_tasks(launch.kernel, context.buffer_info()[0], launch.tasks)
-
-
-@compiled_function
-def _run_tasks(kernel: int, context: int, tasks: int) -> None:
-    for task in range(tasks):
-        call_kernel(kernel, context, task)

@@ -1,4 +1,4 @@
-"""CPU attention over fp16 and q8_0 caches, against fp64."""
+"""CPU attention of one token over fp16 and q8_0 caches, against fp64."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu import decode_attention, prefill_attention, set_threads
+from quengine.kernels.cpu import decode_attention, set_threads
 from quengine.kernels.cpu.threads import max_threads
 from quengine.kernels.kv_rows import allocate_layer, read_rows, write_rows
 from tests.kernels.weights import nmse
@@ -92,21 +92,6 @@ def test_decode_refuses_what_it_would_read_wrongly() -> None:
         decode_attention(q, KVLayer(k.float(), v.float()), 4, 1.0)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "length", "first"), SHAPES)
-def test_prefill(heads: int, kv_heads: int, width: int, length: int, first: int) -> None:
-    k, v = random_cache(length, kv_heads, width)
-    tokens, visible = min(length - first, 150), length - first
-    q = torch.randn(tokens, heads, width, generator=torch.Generator().manual_seed(1)) * 2
-    mask = torch.ones(tokens, visible, dtype=torch.bool).tril(visible - tokens)
-    expected = definition(q, k[first:length], v[first:length], mask, width**-0.5)
-    results = []
-    for threads in (1, MANY):
-        set_threads(threads)
-        results.append(prefill_attention(q, KVLayer(k, v), mask, width**-0.5, first))
-    assert nmse(results[0], expected) <= 1e-10
-    assert torch.equal(results[0], results[1])
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "length", "first"),
     [(9, 3, 64, 1, 0), (4, 1, 128, 700, 0), (6, 2, 96, 519, 100), (2, 2, 32, 258, 1)],
@@ -117,12 +102,8 @@ def test_a_q8_0_cache_gives_what_its_values_give(
     layer = allocate_layer(length + 3, kv_heads, width, "cpu", "q8_0")
     write_rows(layer, 0, *(rows.float() for rows in random_cache(length + 3, kv_heads, width)))
     k, v = read_rows(layer, slice(first, length))
-    tokens, visible = min(length - first, 40), length - first
-    q = torch.randn(tokens, heads, width, generator=torch.Generator().manual_seed(1)) * 2
-    mask = torch.ones(tokens, visible, dtype=torch.bool).tril(visible - tokens)
-    expected = definition(q, k, v, mask, width**-0.5)
-    assert nmse(prefill_attention(q, layer, mask, width**-0.5, first), expected) <= 1e-10
-    one = [
-        decode_attention(q[-1], layer, length, width**-0.5, first) for n in (1, MANY) if not set_threads(n)
-    ]
-    assert nmse(one[0], expected[-1]) <= 1e-11 and torch.equal(one[0], one[1])
+    q = torch.randn(heads, width, generator=torch.Generator().manual_seed(1)) * 2
+    everything = torch.ones(1, length - first, dtype=torch.bool)
+    expected = definition(q.unsqueeze(0), k, v, everything, width**-0.5)[0]
+    one = [decode_attention(q, layer, length, width**-0.5, first) for n in (1, MANY) if not set_threads(n)]
+    assert nmse(one[0], expected) <= 1e-11 and torch.equal(one[0], one[1])
