@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from quengine.errors import EngineError
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType
 
-DEFAULT_CHUNK = 512
+DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
+"""Prompt tokens computed at once by kind of device. A GPU expands its weights anew for every chunk."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class EngineConfig:
         ctx_size: positions of the key/value cache; None: the model's own, cut to what fits in memory.
         threads: CPU threads; None: the physical cores.
         backend: "auto" (the packed kernels of the device) or "reference" (the float64 definition).
-        chunk_size: the most prompt tokens computed at once.
+        chunk_size: the most prompt tokens computed at once; None: what suits the device.
         reuse_prefix: keep the cache between requests and compute only what differs from the last one.
         cache_type: how keys and values are stored, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
 
@@ -29,7 +30,7 @@ class EngineConfig:
     ctx_size: int | None = None
     threads: int | None = None
     backend: str = "auto"
-    chunk_size: int = DEFAULT_CHUNK
+    chunk_size: int | None = None
     reuse_prefix: bool = False
     cache_type: CacheType = "f16"
 

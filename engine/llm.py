@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from quengine.config import DEFAULT_CHUNK, EngineConfig
+from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.cache_types import CacheType
 from quengine.load import load_model
@@ -39,7 +39,7 @@ class LLM:
         ctx_size: positions of the cache; None: the model's own, cut to what fits.
         threads: CPU threads; None: the physical cores.
         backend: "auto", or "reference" for the float64 definition.
-        chunk_size: the most prompt tokens computed at once.
+        chunk_size: the most prompt tokens computed at once; None: what suits the device.
         reuse_prefix: compute only what differs from the previous request (conversations).
         cache_type: how keys and values are stored, "f16" or "q8_0".
         progress: called with a line of text as weights are loaded onto a GPU.
@@ -57,7 +57,7 @@ class LLM:
         threads: int | None = None,
         backend: str = "auto",
         *,
-        chunk_size: int = DEFAULT_CHUNK,
+        chunk_size: int | None = None,
         reuse_prefix: bool = False,
         cache_type: CacheType = "f16",
         progress: Callable[[str], None] | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quengine.config import EngineConfig
+from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import Backend
 from quengine.kernels.quant_tensor import QuantTensor
@@ -67,7 +67,7 @@ def load_model(
     ctx_size = choose_context(shape, config.ctx_size, checkpoint.nbytes, free, str(device), config.cache_type)
     backend = _make_backend(config, checkpoint, device, threads, free)
     cache = KVCache.allocate(shape, ctx_size, device, config.cache_type)
-    chunk_size = min(config.chunk_size, ctx_size)
+    chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
     with _weights(checkpoint, device, progress) as tensors:
         decoder = Decoder(shape, tensors, backend, ctx_size, chunk_size)
     runner = _make_runner(config, decoder, cache, device)
@@ -159,7 +159,9 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, device:
     if device.type == "cuda":
         from quengine.cuda_runner import CudaRunner
 
-        return CudaRunner(decoder, cache)
+        runner = CudaRunner(decoder, cache)
+        runner.compile_kernels()
+        return runner
     from quengine.cpu_runner import CpuRunner
 
     return CpuRunner(decoder, cache)

@@ -16,13 +16,14 @@ from quengine.kernels.cuda.activations import RoundedActivations, round_activati
 from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode_round
 from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.embedding import embedding
+from quengine.kernels.cuda.half import HalfRows
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_swiglu
 from quengine.kernels.cuda.matvec import matvec
 from quengine.kernels.cuda.matvec_norm import NormedRows, can_begin_norm, matvec_norm
 from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight, pack
-from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_round
+from quengine.kernels.cuda.rms_norm import rms_norm_half, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.quant_tensor import QuantTensor
 
@@ -32,11 +33,11 @@ DECODE_ROWS = 1
 """Rows up to which the q-dot is used. Its kernel takes 8, but compiling the one for 4 rows of Q4_K takes over a minute,
 which nobody should wait for in front of a short prompt."""
 
-MAX_EXPANDED = 1 << 27
-"""Weights expanded to fp16 at a time in prefill, at most: 256 MiB."""
+MAX_EXPANDED = 1 << 26
+"""Weights expanded to fp16 at a time in prefill, at most: 128 MiB."""
 
-Rows = Tensor | RoundedActivations
-"""What feeds a matmul: rounded rows in decode, fp32 rows in prefill."""
+Rows = Tensor | RoundedActivations | HalfRows
+"""What feeds a matmul: rounded rows in decode; in prefill scaled fp16 rows after a norm, else fp32 rows."""
 
 Residual = Tensor | NormedRows
 """The residual stream: fp32 rows, in decode with their next norm begun."""
@@ -45,6 +46,10 @@ Residual = Tensor | NormedRows
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start, and read its weights, before the one before it has ended (sm_90 and later)."""
     return torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def _row_count(x: Rows) -> int:
+    return x.values.shape[0] if isinstance(x, HalfRows) else x.shape[0] if isinstance(x, Tensor) else x.rows
 
 
 class CudaBackend:
@@ -58,6 +63,7 @@ class CudaBackend:
         self._slices: DecodeWorkspace | None = None
         self._swiglu: SwigluScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
+        self._made_positions: tuple[int, int, Tensor] | None = None
         self._widest = 0
         self._largest = 0
 
@@ -88,7 +94,7 @@ class CudaBackend:
             if self._swiglu is None:
                 self._swiglu = SwigluScratch.empty(DECODE_ROWS, self._widest, self.device)
             return matvec_swiglu(rows, gate_up, scratch=self._swiglu, pdl=self.pdl)
-        return matmul_swiglu(rows, gate_up, self._workspace(rows.shape[0]))
+        return matmul_swiglu(rows, gate_up, self._workspace(_row_count(rows)))
 
     def linear_add(
         self, x: Rows, weight: PackedWeight, residual: Residual, norm: Tensor | None = None, eps: float = 0.0
@@ -122,25 +128,27 @@ class CudaBackend:
             return x.rounded
         if x.shape[0] <= DECODE_ROWS:
             return rms_norm_round(x, norm, eps, pdl=self.pdl)
-        return rms_norm(x, norm, eps, pdl=self.pdl)
+        room = self._workspace(x.shape[0]).half_rows(x.shape[0], x.shape[1])
+        return rms_norm_half(x, norm, eps, room, pdl=self.pdl)
 
     def _matmul(self, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
         if isinstance(x, Tensor) and x.shape[0] <= DECODE_ROWS:
             x = round_activations(x)
         if isinstance(x, RoundedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
-        return matmul(x, weight, self._workspace(x.shape[0]), residual)
+        return matmul(x, weight, self._workspace(_row_count(x)), residual)
 
     def _positions(self, start: int, tokens: int) -> Tensor:
-        return torch.arange(start, start + tokens, dtype=torch.int32, device=self.device)
+        """start .. start + tokens - 1, made once for the layers of a chunk."""
+        if self._made_positions is None or self._made_positions[:2] != (start, tokens):
+            made = torch.arange(start, start + tokens, dtype=torch.int32, device=self.device)
+            self._made_positions = (start, tokens, made)
+        return self._made_positions[2]
 
     def _noted(self, weight: PackedWeight) -> PackedWeight:
         """Remember how much room the prefill needs for this weight."""
         self._widest = max(self._widest, weight.cols)
-        for part in weight.parts:
-            size = part.rows * part.cols
-            # The interleaved rows of a paired part are expanded in one go, others a stretch at a time.
-            self._largest = max(self._largest, size if weight.paired else min(size, MAX_EXPANDED))
+        self._largest = max(self._largest, min(weight.rows * weight.cols, MAX_EXPANDED))
         return weight
 
     def _workspace(self, rows: int) -> MatmulWorkspace:

@@ -33,6 +33,17 @@ class HalfRows:
 
 
 @triton.jit
+def half_scale(peak):
+    """(scale, unscale) of rows whose largest |x| has the bits `peak`, int32: 2^(13 - its exponent) and the inverse.
+
+    Kept where neither is denormal.
+    """
+    exponent = tl.minimum(tl.maximum(peak >> 23, 14), 253)
+    scale = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _half_rows_kernel(x_ptr, half_ptr, unscale_ptr, K, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     peak = tl.zeros([BLOCK], tl.int32)
@@ -40,10 +51,8 @@ def _half_rows_kernel(x_ptr, half_ptr, unscale_ptr, K, BLOCK: tl.constexpr):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
         peak = tl.maximum(peak, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    # Exponent bits of the scale 2^(13 - exponent of the peak), kept where neither it nor its inverse is denormal.
-    exponent = tl.minimum(tl.maximum(tl.max(peak, axis=0) >> 23, 14), 253)
-    scale = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
-    tl.store(unscale_ptr + row, ((exponent - 13) << 23).to(tl.float32, bitcast=True))
+    scale, unscale = half_scale(tl.max(peak, axis=0))
+    tl.store(unscale_ptr + row, unscale)
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)

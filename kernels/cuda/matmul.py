@@ -20,7 +20,7 @@ from quengine.kernels.cuda.half import HalfRows, finish, half_rows
 from quengine.kernels.cuda.launch_table import fused_limit
 from quengine.kernels.cuda.mma import mma_half, pack_halves, scale_bytes, uses_assembly
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
-from quengine.kernels.cuda.swiglu import swiglu_rows
+from quengine.kernels.cuda.swiglu import swiglu_products, swiglu_rows
 
 
 @triton.jit
@@ -237,6 +237,10 @@ def _fused_kernel(
         tl.store(out_ptr + at, y, mask=inside)
 
 
+_PRODUCTS = 1 << 24
+"""Products of rows with gate and up weights held at a time: 64 MiB, about an L2 cache."""
+
+
 @dataclass(frozen=True)
 class MatmulWorkspace:
     """Memory that every `matmul` of one stream reuses: fp16 weights (flat), fp16 rows and their scales (flat)."""
@@ -263,24 +267,24 @@ class MatmulWorkspace:
 
 
 def matmul(
-    x: Tensor,
+    x: Tensor | HalfRows,
     weight: PackedWeight,
     workspace: MatmulWorkspace,
     residual: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """x fp32 [T, K] times weight [N, K], plus residual fp32 [T, N]: fp32 [T, N].
+    """x [T, K] times weight [N, K], plus residual fp32 [T, N]: fp32 [T, N].
 
-    `out` avoids the allocation; it may be the residual itself where the rows are few enough for the fused way, and
-    never is the input. Raises ValueError on other shapes.
+    x is fp32, or already scaled fp16, which may lie in the workspace. Raises ValueError on other shapes.
     """
-    if x.ndim != 2 or x.shape[1] != weight.cols or x.dtype != torch.float32 or not x.is_contiguous():
-        raise ValueError(f"matmul takes contiguous fp32 [T, {weight.cols}], not {x.dtype} {list(x.shape)}")
-    rows = x.shape[0]
-    y = torch.empty(rows, weight.rows, dtype=torch.float32, device=x.device) if out is None else out
-    if y.shape != (rows, weight.rows) or not y.is_contiguous():
-        raise ValueError(f"out must be contiguous {[rows, weight.rows]}, not {list(y.shape)}")
-    half = half_rows(x, workspace.half_rows(rows, weight.cols))
+    half = x if isinstance(x, HalfRows) else _halved(x, workspace)
+    rows, cols = half.values.shape
+    if cols != weight.cols:
+        raise ValueError(f"rows of {cols} for weights of {weight.cols}")
+    if rows > fused_limit() and _expands_at_once(weight, workspace):
+        expanded, gain = _expand_all(weight, workspace)
+        products = _products(half, expanded)
+        return finish(products, half.unscale, gain, residual, products)
+    y = torch.empty(rows, weight.rows, dtype=torch.float32, device=half.values.device)
     first = 0
     for part in weight.parts:
         if isinstance(part, PackedPart) and rows <= fused_limit():
@@ -291,26 +295,49 @@ def matmul(
     return y
 
 
-def matmul_swiglu(
-    x: Tensor,
-    gate_up: PackedWeight,
-    workspace: MatmulWorkspace,
-    scratch: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """silu(gate)*up of x fp32 [T, K] times a merged weight [2F, K]: fp32 [T, F]. `scratch` is fp32 [T, 2F]."""
-    return swiglu_rows(matmul(x, gate_up, workspace, out=scratch), out=out)
+def _halved(x: Tensor, workspace: MatmulWorkspace) -> HalfRows:
+    if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous():
+        raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")
+    return half_rows(x, workspace.half_rows(x.shape[0], x.shape[1]))
+
+
+def matmul_swiglu(x: Tensor | HalfRows, gate_up: PackedWeight, workspace: MatmulWorkspace) -> Tensor:
+    """silu(gate)*up of x [T, K] (as `matmul`'s) times a merged weight [2F, K]: fp32 [T, F]."""
+    half = x if isinstance(x, HalfRows) else _halved(x, workspace)
+    rows, part = half.values.shape[0], gate_up.parts[0]
+    if rows <= fused_limit() or not gate_up.paired or not isinstance(part, PackedPart):
+        return swiglu_rows(matmul(half, gate_up, workspace))
+    out = torch.empty(rows, gate_up.rows // 2, dtype=torch.float32, device=half.values.device)
+    # Some gate rows and their up rows at a time, so that neither they nor their products take much memory.
+    most = min(workspace.weights.numel() // part.cols, _PRODUCTS // rows)
+    pieces = triton.cdiv(part.rows, most)
+    tiles = triton.cdiv(part.tiles, pieces)
+    for tile in range(0, part.tiles, tiles):
+        count = min(tiles, part.tiles - tile)
+        expanded = workspace.weights[: 16 * count * part.cols].view(16 * count, part.cols)
+        dequantize_part(part, True, expanded, tile, count)
+        swiglu_products(_products(half, expanded), half.unscale, part.gain, out, 8 * tile)
+    return out
 
 
 def dequantize_part(
-    part: PackedPart, paired: bool, out: Tensor, first_tile: int = 0, tiles: int | None = None
+    part: PackedPart,
+    paired: bool,
+    out: Tensor,
+    first_tile: int = 0,
+    tiles: int | None = None,
+    gain: float | None = None,
 ) -> Tensor:
-    """Write gain * weights as fp16 to out [rows, K]: all rows, or those of some tiles of an unpaired part."""
+    """Write gain * weights (the part's own gain by default) as fp16 to out [rows, K]: all rows, or those of some tiles.
+
+    Of a paired part, the gate rows of these tiles come first, then their up rows.
+    """
     count = part.tiles - first_tile if tiles is None else tiles
     chunk_count, warps = count * part.chunks, 4
-    rows = part.rows if paired else min(part.rows - 16 * first_tile, 16 * count)
+    rows = min(part.rows - 16 * first_tile, 16 * count)
     _dequantize_kernel[(triton.cdiv(chunk_count, warps),)](
-        part.low, part.high, part.scales, part.supers, out, chunk_count, first_tile, rows, part.gain,
+        part.low, part.high, part.scales, part.supers, out, chunk_count, first_tile, rows,
+        part.gain if gain is None else gain,
         FMT=part.layout, K=part.cols, WARPS=warps, PAIRED=paired, ASM=uses_assembly(), num_warps=warps,
     )  # fmt: skip
     return out
@@ -331,6 +358,23 @@ def _launch_fused(
         FMT=part.layout, K=part.cols, TOKEN_TILES=token_tiles, K_WARPS=k_warps, TILES=1,
         PAIRED=paired, RESIDUAL=residual is not None, ASM=uses_assembly(), num_warps=k_warps,
     )  # fmt: skip
+
+
+def _expands_at_once(weight: PackedWeight, workspace: MatmulWorkspace) -> bool:
+    """Whether the whole weight fits the workspace, its rows in their order."""
+    packed = all(isinstance(part, PackedPart) for part in weight.parts)
+    return packed and not weight.paired and weight.rows * weight.cols <= workspace.weights.numel()
+
+
+def _expand_all(weight: PackedWeight, workspace: MatmulWorkspace) -> tuple[Tensor, float]:
+    """gain * weights as fp16 [N, K], and that gain: the smallest of the parts', so that none leaves fp16's range."""
+    expanded = workspace.weights[: weight.rows * weight.cols].view(weight.rows, weight.cols)
+    parts = [part for part in weight.parts if isinstance(part, PackedPart)]
+    gain, first = min(part.gain for part in parts), 0
+    for part in parts:
+        dequantize_part(part, False, expanded[first : first + part.rows], gain=gain)
+        first += part.rows
+    return expanded, gain
 
 
 def _expand_and_multiply(
@@ -356,20 +400,14 @@ def _expand_and_multiply(
         else:
             dequantize_part(part, paired, expanded, row // 16, triton.cdiv(count, 16))
         gain = 1.0 if isinstance(part, FloatPart) else part.gain
-        _multiply(x, expanded, gain, residual, out, first + row)
+        columns = slice(first + row, first + row + count)
+        products = _products(x, expanded)
+        added = None if residual is None else residual[:, columns].contiguous()
+        out[:, columns] = finish(products, x.unscale, gain, added, products)
 
 
-def _multiply(
-    x: HalfRows, expanded: Tensor, gain: float, residual: Tensor | None, out: Tensor, first: int
-) -> None:
-    """Columns first .. of out: x times the expanded rows; fp32 sums and result."""
-    columns = slice(first, first + expanded.shape[0])
-    if out.is_cuda:
-        y = torch.mm(x.values, expanded.T, out_dtype=torch.float32)
-    else:
-        y = x.values.float() @ expanded.float().T
-    added = None if residual is None else residual[:, columns].contiguous()
-    whole = expanded.shape[0] == out.shape[1]
-    finished = finish(y, x.unscale, gain, added, out if whole else y)
-    if not whole:
-        out[:, columns] = finished
+def _products(x: HalfRows, expanded: Tensor) -> Tensor:
+    """fp16 rows [T, K] times fp16 weights [N, K], fp32 sums: fp32 [T, N], not unscaled."""
+    if x.values.is_cuda:
+        return torch.mm(x.values, expanded.T, out_dtype=torch.float32)
+    return x.values.float() @ expanded.float().T

@@ -10,11 +10,14 @@ columns 2q and 2q + 1. m16n8k16 (fp16) is alike with two values a word: inner 2q
 Reference: PTX ISA, "Matrix multiply-accumulate operation using mma instruction".
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 
+@cache
 def uses_assembly() -> bool:
     """Whether kernels may hold NVIDIA instructions: not in the interpreter, not on other makers' GPUs."""
     return torch.cuda.is_available() and torch.version.hip is None

@@ -1,4 +1,4 @@
-"""RMSNorm on CUDA: alone, with the residual add in front, with the rounding of the q-dot behind.
+"""RMSNorm on CUDA: alone, with the residual add in front, with the rounding of the q-dot or to scaled fp16 behind.
 
 One kernel, whose geometry follows (rows, width). Few rows take a block each with as many warps as the row
 can feed; many narrow rows share a block, so that every block has enough loads in flight. A row is read once
@@ -12,6 +12,11 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.cuda.activations import RoundedActivations, round_group, store_rounded
+from quengine.kernels.cuda.half import HalfRows, half_scale
+
+_PLAIN = tl.constexpr(0)
+_ROUND = tl.constexpr(1)
+_HALF = tl.constexpr(2)
 
 _MAX_WIDTH = 65536
 """Widest row: 64 fp32 a thread with 1024 threads."""
@@ -96,7 +101,7 @@ def _rms_norm_kernel(
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
     ADD: tl.constexpr,
-    ROUND: tl.constexpr,
+    FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -119,18 +124,30 @@ def _rms_norm_kernel(
         squares += tl.sum(tail * tail, 1)
     inverse_rms = tl.rsqrt(squares / WIDTH + eps)[:, None]
     y = x * inverse_rms * weight
-    if ROUND:
+    if TAIL > 0:
+        y_tail = tail * inverse_rms * tail_weight
+    if FORM == _ROUND:
         first = first_row * (WIDTH // 32)
         _store_round(y, out_ptr, low_ptr, scale_ptr, sums_ptr, first, first + WIDTH // 32)
+        if TAIL > 0:
+            _store_round(
+                y_tail, out_ptr, low_ptr, scale_ptr, sums_ptr, first + HEAD // 32, first + WIDTH // 32
+            )
     else:
+        if FORM == _HALF:
+            peak = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+            if TAIL > 0:
+                peak = tl.maximum(peak, tl.max(y_tail.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+            scale, unscale = half_scale(peak)
+            one_row = first_row + tl.arange(0, BLOCK_ROWS)
+            tl.store(scale_ptr + one_row, unscale, mask=one_row < rows)
+            y *= scale[:, None]
+            if TAIL > 0:
+                y_tail *= scale[:, None]
         tl.store(out_ptr + row * out_stride + column, y.to(out_ptr.dtype.element_ty), mask=live)
-    if TAIL > 0:
-        y = tail * inverse_rms * tail_weight
-        if ROUND:
-            first = first_row * (WIDTH // 32)
-            _store_round(y, out_ptr, low_ptr, scale_ptr, sums_ptr, first + HEAD // 32, first + WIDTH // 32)
-        else:
-            tl.store(out_ptr + row * out_stride + tail_column, y.to(out_ptr.dtype.element_ty), mask=tail_live)
+        if TAIL > 0:
+            at = out_ptr + row * out_stride + tail_column
+            tl.store(at, y_tail.to(out_ptr.dtype.element_ty), mask=tail_live)
 
 
 def rms_norm(
@@ -150,7 +167,7 @@ def rms_norm(
     """
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     assert result.shape == x.shape and result.stride(1) == 1
-    _launch(x, weight, eps, residual, (result, result, result, result), result.stride(0), False, pdl)
+    _launch(x, weight, eps, residual, (result, result, result, result), result.stride(0), _PLAIN.value, pdl)
     return result
 
 
@@ -165,8 +182,20 @@ def rms_norm_round(
     """As `rms_norm`, the result rounded to int16 per group of 32 for the q-dot; D a multiple of 32."""
     rounded = RoundedActivations.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     assert rounded.high.shape == x.shape
-    _launch(x, weight, eps, residual, (rounded.high, rounded.low, rounded.scale, rounded.sums), 0, True, pdl)
+    outputs = (rounded.high, rounded.low, rounded.scale, rounded.sums)
+    _launch(x, weight, eps, residual, outputs, 0, _ROUND.value, pdl)
     return rounded
+
+
+def rms_norm_half(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: HalfRows | None = None, pdl: bool = False
+) -> HalfRows:
+    """As `rms_norm`, the result rounded to scaled fp16 rows for the prefill matmul (half.py)."""
+    half = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
+    assert half.values.shape == x.shape and half.values.is_contiguous()
+    outputs = (half.values, half.values, half.unscale, half.values)
+    _launch(x, weight, eps, None, outputs, x.shape[1], _HALF.value, pdl)
+    return half
 
 
 def _launch(
@@ -176,13 +205,13 @@ def _launch(
     residual: torch.Tensor | None,
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     out_stride: int,
-    rounds: bool,
+    form: int,
     pdl: bool,
 ) -> None:
     rows, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,) and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
-    shape = geometry(1 if rounds else rows, width)
+    shape = geometry(1 if form == _ROUND.value else rows, width)
     _rms_norm_kernel[(triton.cdiv(rows, shape.block_rows),)](
         x,
         x if residual is None else residual,
@@ -198,7 +227,7 @@ def _launch(
         HEAD=shape.head,
         TAIL=shape.tail,
         ADD=residual is not None,
-        ROUND=rounds,
+        FORM=form,
         PDL=pdl,
         num_warps=shape.warps,
         launch_pdl=pdl,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quengine.kernels.cuda.activations import round_activations
-from quengine.kernels.cuda.rms_norm import geometry, rms_norm, rms_norm_round
+from quengine.kernels.cuda.half import half_rows
+from quengine.kernels.cuda.rms_norm import geometry, rms_norm, rms_norm_half, rms_norm_round
 from quengine.kernels.rms_norm import rms_norm as definition
 
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -59,6 +60,15 @@ def test_rounded_result_is_the_rounding_of_the_result(rows: int, width: int, dev
     assert int((rounded.ints().int() - expected.ints().int()).abs().max()) <= 1
     sums = rounded.ints().int().view(rows, -1, 16).sum(-1)
     assert torch.equal(rounded.sums, sums.int())
+
+
+@pytest.mark.parametrize("rows,width", [(1, 64), (3, 576), (520, 96), (2, 4096)])
+def test_half_rows_are_those_of_the_result(rows: int, width: int, device: torch.device) -> None:
+    x, weight = inputs(rows, width, torch.float32, device)
+    x[0] *= 1e-12
+    half, expected = rms_norm_half(x, weight, 1e-5), half_rows(rms_norm(x, weight, 1e-5))
+    assert torch.equal(half.unscale, expected.unscale)
+    torch.testing.assert_close(half.values, expected.values, rtol=2**-10, atol=0)
 
 
 def test_rounded_with_residual(device: torch.device) -> None:

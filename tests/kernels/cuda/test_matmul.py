@@ -90,11 +90,28 @@ def test_a_small_workspace_expands_some_rows_at_a_time(
         matmul(x.to(device), pack(weight, device), workspace(device, 15 * 256))
 
 
+def test_parts_of_different_size_share_one_product(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "fused_limit", lambda: 0)
+    products = []
+    multiply = module._products
+    monkeypatch.setattr(module, "_products", lambda x, w: products.append(w.shape) or multiply(x, w))
+    weights = [ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 21, 256)]
+    packed = pack(weights, device)
+    assert len({part.gain for part in packed.parts if isinstance(part, PackedPart)}) == 2
+    x = ordinary_activations(9, 256)
+    y = matmul(x.to(device), packed, workspace(device))
+    assert nmse(y, expected(x, weights)) < FP16_ROUNDING
+    assert products == [(53, 256)]
+
+
+@pytest.mark.parametrize("room", [1 << 16, 20 * 256])
 @pytest.mark.usefixtures("way")
-def test_swiglu_of_a_paired_weight(device: torch.device) -> None:
+def test_swiglu_of_a_paired_weight(room: int, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
     x = ordinary_activations(9, 256) * 0.1
-    y = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), workspace(device))
+    y = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), workspace(device, room))
     assert nmse(y, swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
 
 
