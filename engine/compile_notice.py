@@ -4,6 +4,7 @@ A later run finds them on disk (TRITON_CACHE_DIR, or ~/.triton) and nothing is s
 """
 
 import logging
+from threading import Lock
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -14,13 +15,15 @@ class CompileNotice:
 
     def __init__(self, device_name: str) -> None:
         self.device_name = device_name
-        self.said = False
+        self._said = False
+        self._lock = Lock()  # several threads compile
 
     def __call__(self, *, cache_hit: bool, **facts: Any) -> None:
         del facts
-        if cache_hit or self.said:
-            return
-        self.said = True
+        with self._lock:
+            if cache_hit or self._said:
+                return
+            self._said = True
         _log.warning(
             "compiling kernels for %s, once; the first run takes up to a minute longer, later ones find them on disk",
             self.device_name,

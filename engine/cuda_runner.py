@@ -7,12 +7,14 @@ top-k) take the eager path of Runner.
 """
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from quengine.graph_nodes import GraphNodes, count_nodes
+from quengine.kernels.cuda.compile_ahead import compiling_only, marker
 from quengine.kernels.cuda.sampling import (
     MAX_CAPACITY,
     NO_TOKEN,
@@ -23,6 +25,7 @@ from quengine.kernels.cuda.sampling import (
 )
 from quengine.kernels.cuda_backend import has_dependent_launch
 from quengine.kv_cache import KVCache
+from quengine.machine import physical_cores
 from quengine.models.decoder import Decoder
 from quengine.ranges import Range
 from quengine.runner import Runner
@@ -69,6 +72,14 @@ class GraphKey:
         return cls(top_k, bool(params.logit_bias), params.penalizes)
 
 
+_COMPILED_ROWS = (12, 130, 144)
+"""Lengths of prompts whose kernels are compiled ahead: short, long, and long in whole groups of 16, which Triton
+compiles apart."""
+
+_COMPILED_TOP_K = (1, 64)
+_COMPILERS = 8
+
+
 class CudaRunner(Runner):
     """See the module docstring."""
 
@@ -76,6 +87,31 @@ class CudaRunner(Runner):
         super().__init__(decoder, cache)
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self._run = _Run(None, None)
+
+    @torch.no_grad()
+    def compile_kernels(self) -> None:
+        """Compile what a first request would wait for kernel by kernel, once for a model on a GPU. Computes nothing.
+
+        Rarer variants (very long prompts, penalties) are still compiled when they are met.
+        """
+        decoder, device = self.decoder, self.decoder.backend.device
+        chunk = min(self.cache.ctx_size, decoder.chunk_size)
+        shape = (decoder.config, decoder.bytes_per_token, chunk, self.cache.nbytes // self.cache.ctx_size)
+        done = marker(torch.cuda.get_device_name(device), *shape)
+        if done.is_file():
+            return
+        state = DecodeState.allocate(1, self.cache.ctx_size, device)
+        with compiling_only(min(_COMPILERS, physical_cores())):
+            logits = decoder.forward(state.tokens, self.cache.layers, state.positions)
+            for top_k in _COMPILED_TOP_K:
+                buffers = SamplingBuffers.allocate(1, logits.shape[1], top_k, device, False, False)
+                sample_step(logits, state, buffers, has_dependent_launch(device))
+            for rows in _COMPILED_ROWS:
+                if rows <= chunk:
+                    self.forward([0] * rows, 0)
+        torch.cuda.synchronize(device)
+        with suppress(OSError):  # a cache that cannot be written: searched again next time
+            done.touch()
 
     def step(self, batch: Batch) -> Sample | None:
         key = GraphKey.of(batch.sequence.params)

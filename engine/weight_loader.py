@@ -21,12 +21,15 @@ from quengine.kernels.quant_tensor import QuantTensor
 
 Progress = Callable[[str], None]
 
-READERS = 4
+READERS = 3
 PIECE = 8 * 2**20
 """Bytes that a thread reads before it has them copied: long enough for full speed, short enough to share a tensor."""
 
-AHEAD = 192 * 2**20
+AHEAD = 64 * 2**20
 """Bytes that may lie on the device, or be on their way, before the decoder has asked for them."""
+
+TRIM_EVERY = 2**28
+"""Bytes taken after which unused memory is given back: the allocator keeps room for the largest tensors otherwise."""
 
 _REPORT_EVERY = 0.1
 
@@ -52,6 +55,10 @@ class Transfer(Protocol):
         """Let the caller's stream use memory of `room_for`, after the marks."""
         ...
 
+    def trim(self) -> None:
+        """Give memory that nobody uses any more back to the device."""
+        ...
+
 
 class CudaTransfer:
     """Through page-locked memory, on a stream of its own."""
@@ -74,6 +81,9 @@ class CudaTransfer:
             stream.wait_event(mark)
         # It belongs to the stream of the copies: not to be used anew there before this one is done with it.
         data.record_stream(stream)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
 
 
 class _Pinned:
@@ -141,6 +151,7 @@ class WeightLoader(Mapping[str, QuantTensor]):
         self._pieces: deque[_Piece] = deque()
         self._arrivals: dict[str, _Arrival] = {}
         self._ahead = 0
+        self._taken = 0
         self._sent = 0
         self._urgent: str | None = None
         self._failure: BaseException | None = None
@@ -186,6 +197,9 @@ class WeightLoader(Mapping[str, QuantTensor]):
         self._report()
         if arrival is None:
             return self._source[name]
+        if self._taken // TRIM_EVERY != (self._taken + arrival.data.numel()) // TRIM_EVERY:
+            self._transfer.trim()
+        self._taken += arrival.data.numel()
         self._transfer.hand_over(arrival.data, arrival.marks)
         tensor = arrival.tensor
         return QuantTensor(tensor.name, tensor.format, tensor.shape, arrival.data)

@@ -1,11 +1,15 @@
 """The CUDA runner's bookkeeping, with a graph that computes on the host: one step ahead, never a wrong token."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from quengine.cuda_runner import CudaRunner, GraphKey
+from quengine.kernels.cuda.compile_ahead import marker
 from quengine.sampler import Sample
 from quengine.sampling_params import SamplingParams
 from quengine.scheduler import Batch
@@ -121,3 +125,22 @@ def test_a_graph_is_chosen_by_what_sampling_needs_room_for(
     params: SamplingParams, key: GraphKey | None
 ) -> None:
     assert GraphKey.of(params) == key
+
+
+def test_kernels_are_not_looked_for_again_where_the_marker_says_they_were_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shape:
+        """What the marker is made of; computing anything would fail."""
+
+        config, bytes_per_token, chunk_size = "model", 10, 8
+        backend = SimpleNamespace(device=torch.device("cuda"))
+
+        def forward(self, *_: object) -> None:
+            raise AssertionError("computed")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
+    cache = SimpleNamespace(ctx_size=4, nbytes=64, layers=[])
+    marker("GPU X", "model", 10, 4, 16).touch()
+    CudaRunner(Shape(), cache).compile_kernels()  # type: ignore[arg-type]

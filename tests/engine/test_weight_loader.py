@@ -22,6 +22,7 @@ class HostTransfer:
     def __init__(self) -> None:
         self.rooms: list[Tensor] = []
         self.handed: list[tuple[Tensor, int]] = []
+        self.trims: list[int] = []
 
     def room_for(self, data: Tensor) -> Tensor:
         self.rooms.append(torch.zeros_like(data))
@@ -36,6 +37,9 @@ class HostTransfer:
 
     def hand_over(self, data: Tensor, marks: list[weight_loader.Mark]) -> None:
         self.handed.append((data, len(marks)))
+
+    def trim(self) -> None:
+        self.trims.append(len(self.handed))
 
 
 def tensors(count: int = 6, rows: int = 40) -> dict[str, QuantTensor]:
@@ -95,6 +99,15 @@ def test_no_more_is_fetched_ahead_than_the_bound_and_one_tensor() -> None:
             loader[f"m{taken}"]
 
 
+def test_unused_memory_is_given_back_as_bytes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_loader, "TRIM_EVERY", 3 * 2720)
+    source, transfer = tensors(9), HostTransfer()
+    with WeightLoader(source, transfer, 0, None) as loader:
+        for name in source:
+            loader[name]
+    assert transfer.trims == [2, 5, 8]
+
+
 def test_it_answers_as_a_mapping_and_twice_for_one_name() -> None:
     source = tensors(2)
     with WeightLoader(source, HostTransfer(), 0, None) as loader:
@@ -118,7 +131,7 @@ def test_leaving_early_stops_the_threads() -> None:
 def test_what_goes_wrong_in_a_thread_reaches_whoever_waits() -> None:
     class Broken(HostTransfer):
         def room_for(self, data: Tensor) -> Tensor:
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError(f"no room for {data.numel()} bytes")
 
     with (
         WeightLoader(tensors(), Broken(), 0, None) as loader,
