@@ -131,6 +131,8 @@ def _weights(
         return
     with WeightLoader(checkpoint.tensors, CudaTransfer(device), checkpoint.nbytes, progress) as tensors:
         yield tensors
+    if progress is not None:
+        progress("")  # what is said next stands on a line of its own
     # What lay there before it was repacked is not needed again.
     torch.cuda.empty_cache()
 

@@ -12,7 +12,7 @@ from quengine.profile import Profile
 from quengine.profile_run import profile_decode, profile_prompt
 
 STEPS = 50
-LAUNCHES_A_LAYER = 7
+LAUNCHES_A_LAYER = 6
 LAUNCHES_BESIDE_LAYERS = 5
 """Embedding, the last norm, the output matrix, and two of sampling."""
 
