@@ -1,13 +1,14 @@
 """What a benchmark times and how it counts: the tests of a command line, the numbers of a row."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
-from quengine import LLM, EngineError
+from quengine import LLM, EngineError, bench
 from quengine.bench import (
     BenchPlan,
     model_facts,
@@ -20,6 +21,7 @@ from quengine.bench_row import BenchRow, BenchTest, ModelFacts, expand_tests
 from quengine.bench_work import prompt_operations
 from quengine.errors import CannotRunError
 from quengine.profile import read_profile
+from quengine.profile_run import PROFILED_TOKENS, Traced
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -120,6 +122,38 @@ def test_a_profile_takes_part_in_a_row_only_when_there_is_one() -> None:
     fields = replace(measured, profile=(read_profile(events, "decode step", 1),)).as_dict()
     assert fields["profile"][0]["kernels"][0]["name"] == "k"
     assert json.loads(json.dumps(fields))["profile"][0]["wall_us"] == 2.0
+
+
+def test_every_test_of_a_plan_is_profiled_and_the_trace_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 0.0, "dur": 2.0, "args": {"grid": [4, 1, 1]}}
+    asked: list[tuple[str, int, int]] = []
+
+    def profiled(what: str) -> Callable[..., Traced]:
+        def run(llm: LLM, ids: list[int], cached: int) -> Traced:
+            assert llm.ctx_size >= len(ids) + PROFILED_TOKENS or what == "prompt"
+            asked.append((what, len(ids), cached))
+            return read_profile([event], what, 1), {"traceEvents": [event]}
+
+        return run
+
+    monkeypatch.setattr(bench, "check_can_profile", lambda _: None)
+    monkeypatch.setattr(bench, "profile_prompt", profiled("prompt"))
+    monkeypatch.setattr(bench, "profile_decode", profiled("decode step"))
+    path = tmp_path / "trace.json"
+    tests = [BenchTest(9, 0, 5), BenchTest(0, 3), BenchTest(4, 2)]
+    plan = BenchPlan([model], tests, [1], repetitions=1, device="cpu", trace=path)
+    rows = list(run_bench(plan, lambda _: None))
+    assert [[p.what for p in r.profile] for r in rows] == [
+        ["prompt"],
+        ["decode step"],
+        ["prompt", "decode step"],
+    ]
+    assert asked == [("prompt", 14, 5), ("decode step", 1, 0), ("prompt", 4, 0), ("decode step", 4, 3)]
+    labels = [e["name"] for e in json.loads(path.read_text())["traceEvents"] if e["cat"] == "test"]
+    assert labels[-1] == "tiny, 1 threads: pp4+tg2, decode step"
+    assert len(labels) == 4
 
 
 def test_kernels_cannot_be_timed_on_the_cpu_and_that_is_said_before_anything_runs(model: Path) -> None:
