@@ -15,7 +15,7 @@ from quengine.kernels.backend import Backend
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.machine import available_memory, physical_cores
-from quengine.memory import choose_context, gib
+from quengine.memory import WORKSPACE, choose_context, gib
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub import resolve_model
@@ -64,7 +64,9 @@ def load_model(
     torch.set_num_threads(threads)
     shape = checkpoint.config
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    ctx_size = choose_context(shape, config.ctx_size, checkpoint.nbytes, free, str(device), config.cache_type)
+    ctx_size = choose_context(
+        shape, config.ctx_size, checkpoint.nbytes, free, str(device), config.cache_type, WORKSPACE[device.type]
+    )
     backend = _make_backend(config, checkpoint, device, threads, free)
     cache = KVCache.allocate(shape, ctx_size, device, config.cache_type)
     chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)

@@ -4,8 +4,9 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.cache_types import CacheType, can_store
 from quengine.models.config import ModelConfig
 
-_WORKSPACE = 256 * 2**20
-"""Set aside for activations, dequantized tiles and the program itself."""
+WORKSPACE = {"cpu": 256 * 2**20, "cuda": 768 * 2**20}
+"""Bytes set aside by kind of device: activations of a prompt's chunk, expanded weights, kernels and graphs, the
+program itself."""
 
 _STEP = 256
 
@@ -22,6 +23,7 @@ def choose_context(
     free: int,
     where: str,
     cache_type: CacheType = "f16",
+    workspace: int = WORKSPACE["cpu"],
 ) -> int:
     """Positions of the cache: what was asked for, or the model's own context cut to what fits.
 
@@ -31,6 +33,7 @@ def choose_context(
         free: bytes available there, before the weights are loaded.
         where: the name of that memory, for the message.
         cache_type: how keys and values are stored.
+        workspace: bytes to leave beside weights and cache.
 
     Raises:
         EngineError: more positions were asked for than the model was made for, or its heads cannot be stored so.
@@ -41,7 +44,7 @@ def choose_context(
             f"context of {asked} tokens is more than the {config.context_length} that {config.architecture} model "
             f"was made for; use -c {config.context_length} or less"
         )
-    room = free - weight_bytes - _WORKSPACE
+    room = free - weight_bytes - workspace
     fitting = _fitting(config, room, cache_type)
     wanted = config.context_length if asked is None else asked
     if fitting >= wanted:
@@ -51,7 +54,7 @@ def choose_context(
     least = wanted if asked is not None else _STEP
     cache = config.kv_cache_bytes(least, cache_type)
     raise CannotRunError(
-        f"not enough memory on {where}: needs {gib(weight_bytes + _WORKSPACE + cache)} (weights "
+        f"not enough memory on {where}: needs {gib(weight_bytes + workspace + cache)} (weights "
         f"{gib(weight_bytes)}, cache {gib(cache)} for {least} tokens in {cache_type}), free {gib(free)}; "
         + _advice(config, room, least, fitting, cache_type)
     )
