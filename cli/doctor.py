@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,41 +26,57 @@ def doctor(
         int | None, typer.Option("-t", "--threads", min=1, help="CPU threads; default: the physical cores.")
     ] = None,
 ) -> None:
-    """Show versions, devices, memory and its measured speed; test every quantization's kernel.
+    """Show versions, devices, memory and its measured speed; test every kernel of the CPU and of each GPU.
 
     Exits with 2 when a kernel fails its test.
     """
-    from quengine.doctor import check_cpu_kernels, diagnose
+    from quengine.doctor import diagnose
     from quengine.machine import physical_cores
 
     threads = threads or physical_cores()
     found = diagnose(threads)
     if as_json:
-        checks = list(check_cpu_kernels(threads))
-        typer.echo(json.dumps(as_object(found, checks), indent=2))
+        tested = {device: list(checks) for device, checks in self_tests(found)}
+        typer.echo(json.dumps(as_object(found, tested), indent=2))
     else:
         for line in machine_lines(found):
             typer.echo(line)
-        typer.echo("\nkernel self-test: NMSE against float64, every format (the first run compiles them)")
-        checks = print_table(check_cpu_kernels(threads))
-    if not all(check.passed for check in checks):
+        tested = {}
+        for device, checks in self_tests(found):
+            typer.echo(f"\n{device} kernels: error (NMSE) against float64; the first run compiles them")
+            tested[device] = print_table(device, checks)
+    if not all(check.passed for checks in tested.values() for check in checks):
         raise typer.Exit(FAILED)
 
 
-def as_object(found: "Diagnosis", checks: "list[KernelCheck]") -> dict[str, Any]:
+def self_tests(found: "Diagnosis") -> "Iterator[tuple[str, Iterator[KernelCheck]]]":
+    """The CPU's tests, and those of every GPU that the engine can use."""
+    from quengine.load import MIN_CAPABILITY
+    from quengine.self_test_run import check_cpu, check_cuda
+
+    yield "cpu", check_cpu(found.threads)
+    for device in found.cuda:
+        if tuple(map(int, device.capability.split("."))) >= MIN_CAPABILITY:
+            yield f"cuda:{device.index}", check_cuda(device.index, device.free_memory)
+
+
+def as_object(found: "Diagnosis", tested: "dict[str, list[KernelCheck]]") -> dict[str, Any]:
     """What `--json` prints. An error that is no number is null: JSON has no NaN."""
     kernels = [
         {
-            "format": check.format,
-            "phase": check.phase,
-            "nmse": check.error if math.isfinite(check.error) else None,
+            "device": device,
+            "subject": check.subject,
+            "test": check.test,
+            "error": check.error if math.isfinite(check.error) else None,
             "limit": check.limit,
             "passed": check.passed,
+            "note": check.note,
         }
+        for device, checks in tested.items()
         for check in checks
     ]
     models = [{"name": row.name, "size": row.size, "path": str(row.path)} for row in installed_rows()]
-    healthy = all(check.passed for check in checks)
+    healthy = all(kernel["passed"] for kernel in kernels)
     return {**asdict(found), "models": models, "kernels": kernels, "healthy": healthy}
 
 
@@ -88,19 +105,30 @@ def machine_lines(found: "Diagnosis") -> list[str]:
     return [f"{label:10} {text}" for label, text in rows]
 
 
-def print_table(checks: "Iterable[KernelCheck]") -> "list[KernelCheck]":
-    """Prints a row a format and a column a phase as the checks come, then the verdict; returns the checks."""
+def print_table(device: str, checks: "Iterable[KernelCheck]") -> "list[KernelCheck]":
+    """Prints a row a subject as the checks come, with the names of their tests above where these change, then the
+    failures and the verdict; returns the checks."""
+    began = time.perf_counter()
     done: list[KernelCheck] = []
-    for name, row in groupby(checks, key=lambda check: check.format):
-        cells = list(row)
-        if not done:
-            typer.echo(f"{'':8}" + "".join(f"{check.phase:>16}" for check in cells))
-        shown = (f"{check.error:>11.1e} {'ok' if check.passed else 'FAIL':>4}" for check in cells)
-        typer.echo(f"{name:8}" + "".join(shown))
-        done += cells
-    failed = sum(not check.passed for check in done)
-    typer.echo(f"{failed} of {len(done)} checks FAILED" if failed else f"all {len(done)} checks passed")
+    tests: list[str] = []
+    for subject, group in groupby(checks, key=lambda check: check.subject):
+        row = list(group)
+        if [check.test for check in row] != tests:
+            tests = [check.test for check in row]
+            typer.echo(" " * 20 + "".join(f"{test:>21}" for test in tests))
+        typer.echo(f"{subject:20}" + "".join(f"{_shown(check):>21}" for check in row))
+        done += row
+    failed = [check for check in done if not check.passed]
+    for check in failed:
+        why = check.note or f"error {check.error:.1e} is over {check.limit:.0e}"
+        typer.echo(f"FAIL {device} {check.subject}, {check.test}: {why}")
+    verdict = f"{len(failed)} of {len(done)} checks FAILED" if failed else f"all {len(done)} checks passed"
+    typer.echo(f"{verdict} ({time.perf_counter() - began:.1f} s)")
     return done
+
+
+def _shown(check: "KernelCheck") -> str:
+    return f"{check.error:.1e} {'ok' if check.passed else 'FAIL'}"
 
 
 def _gib(nbytes: int) -> str:

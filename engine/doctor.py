@@ -1,11 +1,10 @@
-"""What `engine doctor` reports: versions, processor, memory, devices, cache, and whether the kernels are right.
+"""What `engine doctor` reports: versions, processor, memory, devices, cache.
 
-Collects; does not print. The self-test itself is `self_test`.
+Collects; does not print. The self-test of the kernels is run by `self_test_run`.
 """
 
 import platform
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +21,6 @@ from quengine.machine import (
     usable_cpus,
 )
 from quengine.models.hub_cache import cache_dir
-from quengine.self_test import KernelCheck, check_kernels
 
 PACKAGES = (
     *("quengine", "torch", "triton", "numpy", "numba", "llvmlite", "safetensors", "tokenizers"),
@@ -68,13 +66,6 @@ def diagnose(threads: int) -> Diagnosis:
         cache_dir=str(cache),
         cache_free=shutil.disk_usage(_existing(cache)).free,
     )
-
-
-def check_cpu_kernels(threads: int) -> Iterator[KernelCheck]:
-    """Tests every quantization's CPU kernels. The first run on a machine compiles them, which takes a while."""
-    from quengine.kernels.cpu_backend import CpuBackend
-
-    return check_kernels(CpuBackend(threads))
 
 
 def versions() -> dict[str, str | None]:

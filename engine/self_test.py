@@ -1,66 +1,92 @@
-"""Checks a backend's matmul kernels on this machine: every quant format against the float64 definition.
+"""Checks a backend's kernels on this machine against the float64 definition: every weight format in every use.
 
 Uses small random weights made here, so it needs no model. Knows the Backend protocol and the table of block
-formats; not how a backend computes.
+formats; not how a backend computes. Attention and sampling: `self_test_attention`, `self_test_sampling`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import Backend, WeightT
-from quengine.kernels.block_formats import FORMATS, BlockFormat, dequantize
+from quengine.kernels.backend import Backend, Hidden
+from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.rms_norm import rms_norm
+from quengine.kernels.reference import ReferenceBackend
 
 ROWS, COLS = 40, 768
 """Of the test matrix: several blocks of every format wide, and no multiple of a kernel's tile high."""
 
+GATED = 256
+"""Width of the test's feed-forward: one block of the formats with the largest."""
+
 EPS = 1e-5
+ROUNDED, HALF = 1e-8, 2e-5
+"""Largest NMSE where activations are rounded to 16 bits per 32 (about 5e-10), and where 16-bit matrix units may work
+(about 1e-6). An error of layout is 1e-2 and more."""
+
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+Run = Callable[[Backend[Any], BlockFormat], Hidden]
 
 
 @dataclass(frozen=True)
-class Phase:
-    """One kind of matmul: how many tokens at once, and the largest error allowed.
+class Use:
+    """One thing that is done with a weight: `run(backend, format)` does it, with at most `limit` of error.
 
-    The error is the NMSE against float64: mean square of the difference over mean square of the result. Rounding
-    the activations to 16 bits per 32 costs about 5e-10; 16-bit matrix units about 1e-6; an error of layout 1e-2
-    and more.
+    The error is the NMSE against float64: mean square of the difference over mean square of the result.
     """
 
     name: str
-    tokens: int
     limit: float
-
-
-PHASES = (Phase("decode", 1, 1e-8), Phase("decode batch", 5, 1e-8), Phase("prefill", 160, 2e-5))
+    run: Run
 
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """One format in one phase. `error` is NMSE; NaN where the kernel's result was not finite."""
+    """One test of one subject (a weight format, or an operation). `error` is NMSE; NaN where the kernel's result was
+    not finite, or where it could not be run: `note` then says why.
+    """
 
-    format: str
-    phase: str
+    subject: str
+    test: str
     error: float
     limit: float
+    note: str = ""
 
     @property
     def passed(self) -> bool:
         return self.error <= self.limit
 
 
-def check_kernels(backend: Backend[WeightT]) -> Iterator[KernelCheck]:
-    """Runs every format in every phase on `backend`, one check at a time."""
-    random = torch.Generator().manual_seed(20240)
-    for fmt in FORMATS.values():
-        weight = random_tensor(fmt, ROWS, COLS, random)
-        for phase in PHASES:
-            x = torch.randn(phase.tokens, COLS, generator=random)
-            yield KernelCheck(fmt.name, phase.name, _error(backend, x, weight), phase.limit)
+def check_use(backend: Backend[Any], name: str, use: Use) -> KernelCheck:
+    """One use of one weight format on `backend`; an exception on the way is its failure."""
+    try:
+        return KernelCheck(
+            name, use.name, nmse(use.run(backend, FORMATS[name]), _definition(use, name)), use.limit
+        )
+    except (
+        Exception
+    ) as error:  # a compiler's, a driver's: whatever stops a kernel is what this test looks for
+        return failure(name, use.name, error)
+
+
+def failure(subject: str, test: str, error: Exception) -> KernelCheck:
+    """The check of something that could not be run."""
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return KernelCheck(subject, test, float("nan"), 0.0, f"{type(error).__name__}: {reason}")
+
+
+@cache
+def _definition(use: Use, name: str) -> Tensor:
+    result: Tensor = use.run(ReferenceBackend(keep=True), FORMATS[name])
+    return result
+
+
+def nmse(found: Tensor, wanted: Tensor) -> float:
+    return float((found.cpu().double() - wanted.double()).square().mean() / wanted.double().square().mean())
 
 
 def random_tensor(fmt: BlockFormat, rows: int, cols: int, random: torch.Generator) -> QuantTensor:
@@ -83,17 +109,61 @@ def random_tensor(fmt: BlockFormat, rows: int, cols: int, random: torch.Generato
     return QuantTensor(fmt.name, fmt, (rows, cols), blocks.view(rows, fmt.row_bytes(cols)))
 
 
-def _error(backend: Backend[WeightT], x: Tensor, weight: QuantTensor) -> float:
-    """NMSE of norm and matmul, from the backend's own embedding of x to its logits."""
-    hidden = backend.embed(backend.weight([_floats("x", x)]), torch.arange(len(x), device=backend.device))
-    norm = torch.ones(COLS)
-    found = backend.logits(
-        hidden, backend.vector([_floats("norm", norm)]), EPS, backend.weight([weight]), False
-    )
-    wanted = rms_norm(x.double(), norm.double(), EPS) @ dequantize(weight.format, weight.data).double().T
-    return float((found.cpu().double() - wanted).square().mean() / wanted.square().mean())
-
-
-def _floats(name: str, values: Tensor) -> QuantTensor:
+def floats(values: Tensor) -> QuantTensor:
+    """Plain numbers in the form that a backend takes."""
     data = values.reshape(-1, values.shape[-1]).contiguous().view(torch.uint8)
-    return QuantTensor(name, FORMATS["F32"], tuple(values.shape), data)
+    return QuantTensor("F32", FORMATS["F32"], tuple(values.shape), data)
+
+
+def rows_on(backend: Backend[Any], count: int, width: int, seed: int) -> Hidden:
+    """Random rows as the backend's own embedding gives them."""
+    x = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+    return backend.embed(backend.weight([floats(x)]), torch.arange(count, device=backend.device))
+
+
+def _norm(backend: Backend[Any], width: int) -> Tensor:
+    values = torch.rand(width, generator=torch.Generator().manual_seed(9)) + 0.5
+    return backend.vector([floats(values)])
+
+
+def _embedding(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
+    weight = random_tensor(fmt, ROWS, COLS, torch.Generator().manual_seed(1))
+    return backend.embed(backend.weight([weight]), torch.tensor([0, 17, ROWS - 1], device=backend.device))
+
+
+def _matmul(tokens: int) -> Run:
+    """RMSNorm and a matrix, at the end of a model."""
+
+    def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
+        weight = backend.weight([random_tensor(fmt, ROWS, COLS, torch.Generator().manual_seed(2))])
+        return backend.logits(
+            rows_on(backend, tokens, COLS, tokens), _norm(backend, COLS), EPS, weight, False
+        )
+
+    return run
+
+
+def _feed_forward(tokens: int) -> Run:
+    """Norm, gate, up, SwiGLU, down with the residual, and the next norm with a matrix behind it."""
+
+    def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
+        random = torch.Generator().manual_seed(3)
+        gate_up = backend.gate_up_weight(*(random_tensor(fmt, GATED, COLS, random) for _ in range(2)))
+        down = backend.weight([random_tensor(fmt, COLS, GATED, random)])
+        output = backend.weight([floats(torch.randn(ROWS, COLS, generator=random))])
+        x, norm = rows_on(backend, tokens, COLS, 4), _norm(backend, COLS)
+        x = backend.linear_add(backend.norm_swiglu(x, norm, EPS, gate_up), down, x, norm, EPS)
+        return backend.norm_linear(x, norm, EPS, output)
+
+    return run
+
+
+USES = (
+    Use("embedding", 1e-12, _embedding),
+    Use("1 token", ROUNDED, _matmul(1)),
+    Use("ffn 1 token", 5 * ROUNDED, _feed_forward(1)),
+    Use("5 tokens", HALF, _matmul(5)),
+    Use("160 tokens", HALF, _matmul(160)),
+    Use("ffn 160 tokens", 5 * HALF, _feed_forward(160)),
+)
+"""In the order of the report's columns. Two tokens to 64, and more, may be kernels of their own."""

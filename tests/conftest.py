@@ -1,4 +1,5 @@
-"""What holds for all tests: Triton's interpreter without a CUDA device, no notice of kernels being compiled.
+"""What holds for all tests: Triton's interpreter without a CUDA device, no test that needs a GPU where there is
+none, no notice of kernels being compiled.
 
 The interpreter's variable must be set before anything imports triton, and pytest imports this file first.
 """
@@ -10,6 +11,13 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none here"))
 
 
 @pytest.fixture(autouse=True, scope="session")

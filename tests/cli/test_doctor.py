@@ -7,13 +7,16 @@ import pytest
 from quengine.cli.main import run
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.reference import ReferenceBackend
-from quengine.self_test import PHASES
+from quengine.machine import CudaDevice
+from quengine.self_test import USES, KernelCheck
+from quengine.self_test_attention import OPERATIONS
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """Puts another backend in the place of the CPU one, and makes the bandwidth quick to measure."""
     monkeypatch.setattr("quengine.doctor.memory_bandwidth", lambda _: 12.5e9)
+    monkeypatch.setattr("quengine.doctor.cuda_devices", list)
 
     def install(backend):
         monkeypatch.setattr("quengine.kernels.cpu_backend.CpuBackend", lambda _: backend)
@@ -29,12 +32,9 @@ class WrongQ4K(ReferenceBackend):
         super().__init__(keep=True)
         self.factor = factor
 
-    def weight(self, parts):
-        self.wrong = parts[0].format.name == "Q4_K"
-        return super().weight(parts)
-
     def logits(self, x, norm, eps, weight, last_only):
-        return super().logits(x, norm, eps, weight, last_only) * (self.factor if self.wrong else 1)
+        wrong = weight.parts[0].format.name == "Q4_K"
+        return super().logits(x, norm, eps, weight, last_only) * (self.factor if wrong else 1)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -47,10 +47,10 @@ def test_json_has_the_machine_the_models_and_every_kernel(capsys):
     assert 0 < found["available_memory"] <= found["total_memory"]
     assert found["physical_cores"] >= 1
     assert {"python", "quengine", "torch", "triton", "numba", "tokenizers"} <= set(found["versions"])
-    assert found["cuda"] == []
     assert isinstance(found["simd"], list) and isinstance(found["models"], list)
-    checks = {(check["format"], check["phase"]) for check in found["kernels"]}
-    assert checks == {(name, phase.name) for name in FORMATS for phase in PHASES}
+    checks = [(check["device"], check["subject"], check["test"]) for check in found["kernels"]]
+    assert {("cpu", name, use.name) for name in FORMATS for use in USES} <= set(checks)
+    assert {subject for _, subject, _ in checks} == {*FORMATS, *OPERATIONS}
 
 
 @pytest.mark.usefixtures("kernels")
@@ -59,17 +59,21 @@ def test_the_report_for_people_names_every_format_and_the_verdict(capsys):
     text = capsys.readouterr().out
     labels = {line.split()[0] for line in text.splitlines() if line.strip()}
     assert {"versions", "cpu", "cores", "simd", "memory", "bandwidth", "cuda", "cache", "models"} <= labels
-    assert set(FORMATS) <= labels
+    assert set(FORMATS) <= labels and {"RMSNorm", "attention"} <= labels
     assert "12.5 GB/s" in text
-    assert text.splitlines()[-1] == f"all {len(FORMATS) * len(PHASES)} checks passed"
+    assert text.splitlines()[-1].startswith("all ") and " checks passed (" in text.splitlines()[-1]
 
 
 def test_a_wrong_kernel_is_named_and_the_exit_code_is_2(kernels, capsys):
     kernels(WrongQ4K(1.01))
     assert run(["doctor"]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines if "FAIL" in line and "checks" not in line] == ["Q4_K"]
-    assert lines[-1].startswith(f"{len(PHASES)} of ")
+    failures = [line for line in lines if line.startswith("FAIL")]
+    assert [line.split(":")[0] for line in failures] == [
+        f"FAIL cpu Q4_K, {test}" for test in ("1 token", "5 tokens", "160 tokens")
+    ]
+    assert all("is over" in line for line in failures)
+    assert lines[-1].startswith("3 of ") and "checks FAILED" in lines[-1]
 
 
 def test_a_kernel_that_gives_nan_fails_and_json_stays_valid(kernels, capsys):
@@ -78,5 +82,23 @@ def test_a_kernel_that_gives_nan_fails_and_json_stays_valid(kernels, capsys):
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["healthy"] is False
     failed = [check for check in found["kernels"] if not check["passed"]]
-    assert {check["format"] for check in failed} == {"Q4_K"}
-    assert all(check["nmse"] is None for check in failed)
+    assert {check["subject"] for check in failed} == {"Q4_K"}
+    assert all(check["error"] is None for check in failed)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_every_usable_gpu_is_tested_and_one_that_fails_is_named(monkeypatch, capsys):
+    devices = [CudaDevice(index, "gpu", cc, 8 << 30, 7 << 30, 10) for index, cc in ((0, "8.9"), (1, "7.5"))]
+    monkeypatch.setattr("quengine.doctor.cuda_devices", lambda: devices)
+    asked = []
+
+    def check_cuda(index, free_memory):
+        asked.append((index, free_memory))
+        yield KernelCheck("Q8_0", "1 token", 1e-10, 1e-8)
+        yield KernelCheck("sampling", "greedy", 0.5, 0.0)
+
+    monkeypatch.setattr("quengine.self_test_run.check_cuda", check_cuda)
+    assert run(["doctor"]) == 2
+    out = capsys.readouterr().out
+    assert asked == [(0, 7 << 30)]
+    assert "FAIL cuda:0 sampling, greedy: error 5.0e-01 is over 0e+00" in out

@@ -8,13 +8,13 @@ import torch
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
-from quengine.self_test import COLS, PHASES, check_kernels, random_tensor
+from quengine.self_test import COLS, USES, KernelCheck, check_use, random_tensor
 
 K_TAIL = 32
 
 
 class Twisted(ReferenceBackend):
-    """A backend that gets something wrong when it takes a quantized weight."""
+    """A backend that gets something wrong when it takes a quantized weight, and takes the twisted one as given."""
 
     def __init__(self, twist):
         super().__init__(keep=True)
@@ -58,40 +58,57 @@ def drop_tail(part):
     return edited(part, edit)
 
 
-def test_the_definition_itself_passes_every_format_and_phase():
-    checks = list(check_kernels(ReferenceBackend(keep=True)))
-    assert {check.format for check in checks} == set(FORMATS)
-    assert len(checks) == len(FORMATS) * len(PHASES)
-    assert all(check.error < 1e-12 for check in checks)
-    assert all(check.passed for check in checks)
+def checks(backend, formats=FORMATS) -> list[KernelCheck]:
+    return [check_use(backend, name, use) for name in formats for use in USES]
+
+
+def test_the_definition_itself_passes_every_format_in_every_use():
+    done = checks(ReferenceBackend(keep=True))
+    assert [(check.subject, check.test) for check in done] == [
+        (name, use.name) for name in FORMATS for use in USES
+    ]
+    assert all(check.error < 1e-12 for check in done)
+    assert all(check.passed for check in done)
 
 
 @pytest.mark.parametrize("twist", [swap_nibbles, swap_sub_scales, drop_tail])
-def test_a_wrong_layout_fails_in_every_quantized_format(twist):
-    failed = {check.format for check in check_kernels(Twisted(twist)) if not check.passed}
-    assert failed == {fmt.name for fmt in FORMATS.values() if fmt.is_quantized}
+def test_a_wrong_layout_fails_in_every_quantized_format_and_use(twist):
+    done = checks(Twisted(twist))
+    quantized = {fmt.name for fmt in FORMATS.values() if fmt.is_quantized}
+    for use in USES:
+        failed = {check.subject for check in done if check.test == use.name and not check.passed}
+        assert failed == quantized, use.name
 
 
-def test_activations_rounded_to_eight_bits_fail_in_decode():
+def test_activations_rounded_to_eight_bits_fail():
     class Rounded(ReferenceBackend):
         def logits(self, x, norm, eps, weight, last_only):
             groups = x.view(len(x), -1, 32)
             step = groups.abs().amax(-1, keepdim=True) / 127
             return super().logits((groups / step).round().mul(step).view_as(x), norm, eps, weight, last_only)
 
-    checks = list(check_kernels(Rounded(keep=True)))
-    assert checks
-    assert not any(check.passed for check in checks)
+    done = [check for check in checks(Rounded(keep=True), ["Q4_K", "F16"]) if check.test.endswith("token")]
+    assert [check.passed for check in done] == [False, True] * 2
 
 
 def test_a_result_that_is_not_finite_fails():
     class Broken(ReferenceBackend):
-        def logits(self, x, norm, eps, weight, last_only):
-            return super().logits(x, norm, eps, weight, last_only) * math.nan
+        def linear_add(self, *args):
+            return super().linear_add(*args) * math.nan
 
-    checks = list(check_kernels(Broken(keep=True)))
-    assert checks
-    assert not any(check.passed for check in checks)
+    failed = {check.test for check in checks(Broken(keep=True), ["Q4_K"]) if not check.passed}
+    assert failed == {"ffn 1 token", "ffn 160 tokens"}
+
+
+def test_a_kernel_that_cannot_be_run_is_a_failure_with_its_reason():
+    class Refusing(ReferenceBackend):
+        def norm_swiglu(self, *_):
+            raise RuntimeError("no kernel image is available\nfor this device")
+
+    failed = [check for check in checks(Refusing(keep=True), ["Q6_K"]) if not check.passed]
+    assert [check.test for check in failed] == ["ffn 1 token", "ffn 160 tokens"]
+    assert {check.note for check in failed} == {"RuntimeError: no kernel image is available"}
+    assert all(math.isnan(check.error) for check in failed)
 
 
 @pytest.mark.parametrize("name", FORMATS)
