@@ -221,7 +221,8 @@ def tile_dots(
     `planes`: the four plane pointers of the matrix. Warp `k_warp` of K_WARPS takes chunks k_warp, k_warp + K_WARPS,
     ...; AHEAD of them are read before they are used, the first ones by `start_tile`, whose result is `queue`.
     EARLY: the activations of the next chunk are asked for before the weights behind them. Loads come back in order, so
-    near ones asked for behind far ones wait; but they take 20 registers, which can cost more (up to 2 rows only).
+    near ones asked for behind far ones wait; but they take 20 registers, which can cost more.
+    More than two rows run as a loop, one chunk ahead, whatever AHEAD and EARLY say.
     EVEN: no tile and no chunk lies past the edge. ROWS is 1, 2, 4 or 8 and at least T.
     """
     CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
@@ -232,30 +233,54 @@ def tile_dots(
     totals = ()
     for i in tl.static_range(2 * ROWS):
         totals = totals + (nothing,)
-    if EARLY or ROWS > 2:
+    if ROWS > 2:
+        return _many_rows(
+            totals, queue[0], planes, plane, t_ptr, sums_ptr, tile, tiles, k_warp, T, lane, FMT, ROWS, K, K_WARPS, ASM
+        )  # fmt: skip
+    if EARLY:
         x = _load_activations(
             plane, t_ptr, sums_ptr, k_warp, T, lane, 0, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
         )  # fmt: skip
     for i in tl.static_range(ROUNDS):
-        if EARLY or ROWS > 2:
+        if EARLY:
             x_now = x
-        if EARLY and ROWS <= 2 and i + 1 < ROUNDS:
-            x = _load_activations(
-                plane, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
-            )  # fmt: skip
+            if i + 1 < ROUNDS:
+                x = _load_activations(
+                    plane, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
+                )  # fmt: skip
         if i + AHEAD < ROUNDS:
             queue = queue + (
                 _tile_chunk(planes, tile, tiles, k_warp, (i + AHEAD) * K_WARPS, lane, FMT, CHUNKS, EVEN),
             )
-        if not EARLY and ROWS <= 2:
+        if not EARLY:
             x_now = _load_activations(
                 plane, t_ptr, sums_ptr, k_warp, T, lane, i, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
             )  # fmt: skip
         totals = _add_chunk(totals, queue[i], x_now, FMT, ROWS, ASM)
-        if ROWS > 2 and i + 1 < ROUNDS:
-            x = _load_activations(
-                plane, t_ptr, sums_ptr, k_warp, T, lane, i + 1, CHUNKS, K_WARPS, FMT, ROWS, K, PADDED
-            )  # fmt: skip
+    return totals
+
+
+@triton.jit
+def _many_rows(
+    totals, words, planes, plane, t_ptr, sums_ptr, tile, tiles, k_warp, T, lane,
+    FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, K_WARPS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`tile_dots` as a loop, one chunk ahead, its first one being `words`: unrolled, more than two rows compile for
+    minutes."""
+    CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
+    PADDED: tl.constexpr = CHUNKS * FMT.chunk != K
+    ROUNDS: tl.constexpr = (CHUNKS + K_WARPS - 1) // K_WARPS
+    SETS: tl.constexpr = FMT.sets
+    for i in range(ROUNDS):
+        c = k_warp + i * K_WARPS
+        later = _tile_chunk(planes, tile, tiles, c + K_WARPS, 0, lane, FMT, CHUNKS, False)
+        # Past the edge the codes are zero; the activations read there must still exist.
+        inside = tl.minimum(c, CHUNKS - 1)
+        x = ()
+        for s in tl.static_range(SETS):
+            x = x + (_load_set(plane, t_ptr, sums_ptr, inside, 0, T, lane, s, FMT, ROWS, K, PADDED),)
+        totals = _add_chunk(totals, words, x, FMT, ROWS, ASM)
+        words = later
     return totals
 
 
