@@ -7,7 +7,7 @@ PROMPT ?= Who created you?
 SYSTEM ?= You are a language model made by researchers at Hugging Face. Answer in one sentence.
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-gpu aot lint bench clean
 
 $(VENV)/made: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quengine needs Python 3.11 or newer, this is " + sys.version.split()[0])'
@@ -33,6 +33,15 @@ demo: $(VENV)/installed
 
 test: $(VENV)/tested
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 $(TESTS)
+
+# On a machine with a GPU: the kernels' tests there, and those that run nowhere else. Without one they would only be skipped.
+test-gpu: $(VENV)/tested
+	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make test-gpu needs a CUDA device, and torch " + torch.__version__ + " finds none")'
+	$(BIN)/python -m pytest -n auto --maxprocesses=8 -m "gpu or cuda_kernel" $(TESTS)
+
+# Every CUDA kernel for three GPUs, none of which need be there.
+aot: $(VENV)/installed
+	$(BIN)/python -m quengine.kernels.cuda.aot
 
 # mypy reads packages by folder name, so the import root is laid out once as links.
 lint: $(VENV)/linted

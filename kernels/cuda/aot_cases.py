@@ -1,0 +1,266 @@
+"""What is compiled ahead of time: the launches of the CUDA backend's operations, on weights without contents.
+
+The backend itself is called, so that what is compiled is what a model launches. Knows shapes of models and which of
+them stand for the rest; compiles nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quengine.kernels import cuda_backend
+from quengine.kernels.backend import AttentionSpec, KVLayer, Position
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cache_types import CACHE_TYPES, CacheType, can_store
+from quengine.kernels.cuda import attention_prefill, launch_table
+from quengine.kernels.cuda.layout import packed_layout
+from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight, can_pair
+from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
+from quengine.kernels.kv_rows import allocate_layer
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rope import RopeLayout
+
+META = torch.device("meta")
+ARCHS = (80, 89, 90)
+CONTEXT = 4096
+PREFILL_ROWS, LONG_CHUNK = 512, 2048
+EPS = 1e-5
+
+TABLE_GPU = {90: "NVIDIA H200"}
+"""Whose measured launch geometry is compiled for an architecture; the others take the defaults."""
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls of the backend: name for the report, whether decode runs them, the GPUs they are compiled for."""
+
+    name: str
+    decode: bool
+    archs: tuple[int, ...]
+    call: Callable[[cuda_backend.CudaBackend], object]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One layer's attention: query heads / key heads x head size, rotation, window, per-head norms."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layout: RopeLayout = "pairs"
+    window: int | None = None
+    norm: bool = False
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def spec(self) -> AttentionSpec:
+        table = _empty(CONTEXT, self.head_dim // 2)
+        weight = _empty(self.head_dim) if self.norm else None
+        return AttentionSpec(
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=0.1, window=self.window,
+            rope_layout=self.layout, cos=table, sin=table, q_norm=weight, k_norm=weight, eps=EPS,
+            mask_band=_empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool),
+        )  # fmt: skip
+
+    def layer(self, cache_type: CacheType) -> KVLayer:
+        return allocate_layer(CONTEXT, self.kv_heads, self.head_dim, META, cache_type)
+
+
+MISTRAL = Heads(32, 8, 128)
+SMALL = Heads(16, 16, 64)
+HEADS = {
+    "smollm2 9/3x64": Heads(9, 3, 64),
+    "mistral-7b 32/8x128": MISTRAL,
+    "gemma 8/4x256": Heads(8, 4, 256, "halves"),
+    "phi-2 32/32x80": Heads(32, 32, 80, "halves"),
+    "phi-3 32/32x96, window": Heads(32, 32, 96, "halves", 2048),
+    "qwen3 16/8x128, norms": Heads(16, 8, 128, "halves", None, True),
+    "64/4x128": Heads(64, 4, 128, "halves"),
+}
+_EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
+"""The attentions that are compiled for every GPU; the others for the newest only."""
+
+COMMON_TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
+"""The types compiled for every GPU. The others leave out sm_89, whose instructions and registers are sm_80's."""
+
+ALL_TYPES_WIDTH = 1024
+"""Width and depth of the matrices that stand for all types: as many chunks as there is reading ahead for."""
+
+
+class MetaBackend(cuda_backend.CudaBackend):
+    """The CUDA backend on weights that have a shape and no contents."""
+
+    def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
+        merged: list[tuple[str, int]] = []
+        for part in parts:
+            if merged and merged[-1][0] == part.format.name:
+                merged[-1] = (part.format.name, merged[-1][1] + part.rows)
+            else:
+                merged.append((part.format.name, part.rows))
+        return self._noted(PackedWeight(tuple(_part(name, rows, parts[0].cols) for name, rows in merged)))
+
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
+        if not can_pair([gate, up]):
+            return self.weight([gate, up])
+        return self._noted(PackedWeight((_part(gate.format.name, 2 * gate.rows, gate.cols),), paired=True))
+
+    def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
+        return _empty(sum(part.shape[-1] for part in parts))
+
+
+@contextmanager
+def backend_for(arch: int) -> Iterator[MetaBackend]:
+    """The backend as it is on such a GPU."""
+    replaced: list[tuple[object, str, object]] = [
+        (cuda_backend, "has_dependent_launch", lambda _: arch >= 90),
+        (attention_prefill, "is_hopper", lambda _: arch >= 90),
+        (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
+    ]
+    originals = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield MetaBackend(META)
+    finally:
+        for (module, name, _), value in zip(replaced, originals, strict=True):
+            setattr(module, name, value)
+
+
+def cases() -> list[Case]:
+    """All cases, those that take longest first."""
+    return [*_model_cases(), *_type_cases(), *_attention_cases(), *_width_cases(), *_sampling_cases()]
+
+
+def _model_cases() -> Iterator[Case]:
+    """A Q4_K_M model of 7B: both kinds of its layers, and the matmuls of 2 to 512 rows."""
+    for name in ("Q4_K", "Q6_K"):
+        layer = partial(_layer, "Q4_K", name, name, 4096, 14336, MISTRAL)
+        for rows in (1, 2, 16, 32, 64, PREFILL_ROWS):
+            archs = ARCHS if rows == 1 else (90,)
+            yield Case(
+                f"mistral-7b, v and down {name}, {_rows(rows)}", rows == 1, archs, partial(layer, rows)
+            )
+    for rows in (1, PREFILL_ROWS):
+        call = partial(_ends, "Q4_K", "Q6_K", 32768, 4096, rows)
+        yield Case(f"mistral-7b, embedding Q4_K and output Q6_K, {_rows(rows)}", rows == 1, ARCHS, call)
+
+
+def _type_cases() -> Iterator[Case]:
+    size = ALL_TYPES_WIDTH
+    for name in FORMATS:
+        layer = partial(_layer, name, name, name, size, size, SMALL)
+        ends = partial(_ends, name, name, 2 * size, size)
+        decode = ARCHS if name in COMMON_TYPES else (80, 90)
+        yield Case(f"{name}, layer, decode", True, decode, partial(layer, 1))
+        yield Case(f"{name}, ends, decode", True, decode, partial(ends, 1))
+        yield Case(f"{name}, matmul, 16 rows", False, (90,), partial(_matmul, name, size, 16))
+        prefill = ARCHS if name in COMMON_TYPES else (90,)
+        yield Case(f"{name}, layer, {PREFILL_ROWS} rows", False, prefill, partial(layer, PREFILL_ROWS))
+
+
+def _attention_cases() -> Iterator[Case]:
+    for name, heads in HEADS.items():
+        archs = ARCHS if name in _EVERYWHERE else (90,)
+        for cache_type in CACHE_TYPES:
+            if not can_store(cache_type, heads.head_dim):
+                continue
+            for rows in (1, 32, LONG_CHUNK):
+                call = partial(_attention, heads, cache_type, rows)
+                yield Case(f"attention {name} {cache_type}, {_rows(rows)}", rows == 1, archs, call)
+
+
+def _width_cases() -> Iterator[Case]:
+    """Norms of other widths, each in front of a small plain matrix."""
+    for width in (576, 3072, 5120, 8192):
+        for rows in (1, PREFILL_ROWS):
+            yield Case(f"norm {width}, {_rows(rows)}", rows == 1, (90,), partial(_norm, width, rows))
+
+
+def _sampling_cases() -> Iterator[Case]:
+    for vocab, top_k, extras, archs in (
+        (32768, 1, False, ARCHS),
+        (32768, 64, True, ARCHS),
+        (152064, 64, False, (90,)),
+        (152064, 128, True, (90,)),
+    ):
+        name = f"sample top-k {top_k} of {vocab}" + (", bias and penalties" if extras else "")
+        yield Case(name, top_k <= 64, archs, partial(_sample, top_k, vocab, extras))
+
+
+def _layer(
+    name: str, value: str, down: str, hidden: int, ffn: int, heads: Heads, rows: int, backend: MetaBackend
+) -> None:
+    """One layer's operations, in the decoder's order. `value`, `down`: the types of these two matrices."""
+    norm, x = _empty(hidden), _empty(rows, hidden)
+    sizes = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    qkv = backend.weight(
+        [_tensor(name, sizes[0], hidden), _tensor(name, sizes[1], hidden), _tensor(value, sizes[1], hidden)]
+    )
+    output = backend.weight([_tensor(name, hidden, sizes[0])])
+    gate_up = backend.gate_up_weight(_tensor(name, ffn, hidden), _tensor(name, ffn, hidden))
+    down_weight = backend.weight([_tensor(down, hidden, ffn)])
+    mixed = backend.attention(
+        backend.norm_linear(x, norm, EPS, qkv), heads.spec(), heads.layer("f16"), _start(rows)
+    )
+    x = backend.linear_add(mixed, output, x, norm, EPS)
+    x = backend.linear_add(backend.norm_swiglu(x, norm, EPS, gate_up), down_weight, x, norm, EPS)
+    backend.norm_linear(x, norm, EPS, qkv)  # as the next layer does, whose norm has been begun
+
+
+def _ends(name: str, output: str, vocab: int, hidden: int, rows: int, backend: MetaBackend) -> None:
+    """Embedding and logits."""
+    x = backend.embed(backend.weight([_tensor(name, vocab, hidden)]), _empty(rows, dtype=torch.int64))
+    backend.logits(x, _empty(hidden), EPS, backend.weight([_tensor(output, vocab, hidden)]), True)
+
+
+def _attention(heads: Heads, cache_type: CacheType, rows: int, backend: MetaBackend) -> None:
+    backend.attention(_empty(rows, heads.width), heads.spec(), heads.layer(cache_type), _start(rows))
+
+
+def _matmul(name: str, size: int, rows: int, backend: MetaBackend) -> None:
+    weight = backend.weight([_tensor(name, size, size)])
+    backend.linear_add(_empty(rows, size), weight, _empty(rows, size))
+
+
+def _norm(width: int, rows: int, backend: MetaBackend) -> None:
+    weight = backend.weight([_tensor("F16", 64, width)])
+    backend.norm_linear(_empty(rows, width), _empty(width), EPS, weight)
+
+
+def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
+    buffers = SamplingBuffers.allocate(1, vocab, top_k, META, extras, extras)
+    sample_step(_empty(1, vocab), DecodeState.allocate(1, CONTEXT, META), buffers, backend.pdl)
+
+
+def _start(rows: int) -> Position:
+    """A captured decode step reads its position on the device."""
+    return _empty(1, dtype=torch.int32) if rows == 1 else 0
+
+
+def _rows(count: int) -> str:
+    return "decode" if count == 1 else f"{count} rows"
+
+
+def _tensor(name: str, rows: int, cols: int) -> QuantTensor:
+    fmt = FORMATS[name]
+    return QuantTensor(name, fmt, (rows, cols), _empty(rows, fmt.row_bytes(cols), dtype=torch.uint8))
+
+
+def _part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
+    fmt = FORMATS[name]
+    if not fmt.is_quantized:
+        return FloatPart(_empty(rows, cols, dtype=_FLOATS[name]))
+    plane = _empty(16, dtype=torch.uint8)
+    return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)

@@ -1,0 +1,139 @@
+"""Compiles kernels for a GPU that need not be there: launches are recorded instead of run, then handed to the compiler.
+
+Knows Triton's compiler and what it reports; not which kernels there are.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory that one block may take, by compute capability."""
+
+_TYPES = {
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.bool: "*i1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A recorded launch: the kernel, its arguments by name, the compile options."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__).strip("_")
+
+    @property
+    def pointers(self) -> dict[int, str]:
+        """The names of those parameters of the machine code that are pointers, by their numbers."""
+        signature = source(self).signature
+        passed = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
+        return {number: name for number, (name, kind) in enumerate(passed) if kind.startswith("*")}
+
+    @property
+    def key(self) -> str:
+        """Equal for launches that run the same machine code."""
+        made = source(self)
+        parts = (made.signature, made.constants, made.attrs, self.options)
+        return f"{self.kernel.fn.__module__}.{self.name} {parts}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel for one GPU. registers, stack (bytes of spilled registers and local arrays): of one thread; shared:
+    bytes of a block."""
+
+    registers: int
+    stack: int
+    shared: int
+    ptx: str
+
+
+def record(call: Callable[[], object]) -> list[Launch]:
+    """The launches of `call`, none of which is run; tensors may be on the meta device."""
+    with _recording() as launches:
+        call()
+    return launches
+
+
+@contextmanager
+def _recording() -> Iterator[list[Launch]]:
+    launches: list[Launch] = []
+
+    def note(self: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+        del grid, warmup
+        names = dict(zip(self.arg_names, args, strict=False))
+        names.update({name: value for name, value in kwargs.items() if name in self.arg_names})
+        options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
+        launches.append(Launch(self, names, options))
+
+    original = JITFunction.run
+    JITFunction.run = note
+    try:
+        yield launches
+    finally:
+        JITFunction.run = original
+
+
+def source(launch: Launch) -> ASTSource:
+    """The launch specialised as Triton's own launcher would: pointers aligned, integers by divisibility."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            if parameter.name == "ASM":
+                value = True  # launchers leave inline assembly out where there is no GPU
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = 1
+        else:
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def compile_launch(launch: Launch, arch: int) -> Compiled:
+    """Compile for compute capability `arch` (90: 9.0). Raises whatever the compiler does."""
+    made = triton.compile(source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
+    registers, stack = _resources(made.asm["cubin"])
+    return Compiled(registers, stack, made.metadata.shared, made.asm["ptx"])
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise ValueError(f"no register count in what cuobjdump says: {text.strip()!r}")
+    return int(found[1]), int(found[2])

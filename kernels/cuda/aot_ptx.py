@@ -1,0 +1,120 @@
+"""What a kernel touches before it waits for the kernel in front of it, read from its PTX.
+
+With programmatic dependent launch a kernel starts while its predecessor still runs; up to `griddepcontrol.wait` it may
+read what no kernel writes (weights), and write nothing. PTX: NVIDIA's "Parallel Thread Execution ISA", 9.7.13
+(griddepcontrol) and 9.7.9 (loads and stores). Knows instructions and parameters; not what the parameters mean.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+WAIT = "griddepcontrol.wait"
+_REGISTER = re.compile(r"%[a-z]+\d+")
+_PARAMETER = re.compile(r"_param_(\d+)\b")
+_LABEL = re.compile(r"^(\$?\w+):")
+_INSTRUCTION = re.compile(r"^(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*?);")
+_WRITES = ("st.global", "red.global", "atom.global", "st.async", "cp.reduce")
+_READS = ("ld.global", "cp.async", "prefetch")
+
+
+@dataclass(frozen=True)
+class Early:
+    """Numbers of the pointer parameters through which memory is read and written on some way from the kernel's start
+    to its wait; `waits`: whether there is a wait at all."""
+
+    waits: bool
+    reads: frozenset[int]
+    writes: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    operands: str
+    guarded: bool
+
+
+def before_wait(ptx: str) -> Early:
+    """What the kernel in `ptx` (one entry) does before it waits."""
+    body, labels = _body(ptx)
+    origins = _origins(body)
+    reads: set[int] = set()
+    writes: set[int] = set()
+    for at in _reachable(body, labels):
+        found = body[at]
+        if found.name.startswith((*_READS, *_WRITES)):
+            through = _addressed(found, origins)
+            (writes if found.name.startswith(_WRITES) else reads).update(through)
+    waits = any(instruction.name == WAIT for instruction in body)
+    return Early(waits, frozenset(reads), frozenset(writes))
+
+
+def _body(ptx: str) -> tuple[list[_Instruction], dict[str, int]]:
+    """The instructions in order, and where each label stands among them."""
+    body: list[_Instruction] = []
+    labels: dict[str, int] = {}
+    for line in ptx[ptx.index(".entry") :].splitlines():
+        text = line.split("//")[0].strip()
+        if label := _LABEL.match(text):
+            labels[label[1]] = len(body)
+        elif found := _INSTRUCTION.match(text):
+            body.append(_Instruction(found[2], found[3], found[1] is not None))
+    return body, labels
+
+
+def _reachable(body: list[_Instruction], labels: dict[str, int]) -> Iterator[int]:
+    """Instructions that can run before any wait."""
+    seen: set[int] = set()
+    waiting = [0]
+    while waiting:
+        at = waiting.pop()
+        if at in seen or at >= len(body) or body[at].name == WAIT:
+            continue
+        seen.add(at)
+        yield at
+        instruction = body[at]
+        leaves = instruction.name.startswith(("bra", "ret", "exit", "trap"))
+        if instruction.name.startswith("bra"):
+            waiting.append(labels[instruction.operands.strip()])
+        if not leaves or instruction.guarded:
+            waiting.append(at + 1)
+
+
+def _origins(body: list[_Instruction]) -> dict[str, set[int]]:
+    """For each register the parameters that its value is computed from, other than through memory."""
+    origins: dict[str, set[int]] = {}
+    changed = True
+    while changed:
+        changed = False
+        for instruction in body:
+            if instruction.name.startswith(("st.", "red.", "bra", "bar", "ld.global", "ld.shared", "atom.")):
+                continue
+            results, sources = _results(instruction.operands)
+            found = _mentioned(sources, origins)
+            for register in results:
+                held = origins.setdefault(register, set())
+                if not found <= held:
+                    held |= found
+                    changed = True
+    return origins
+
+
+def _results(operands: str) -> tuple[list[str], str]:
+    """The registers an instruction writes, first of its operands, and the text of the others."""
+    first = operands[: operands.index("}") + 1] if operands.startswith("{") else operands.split(",")[0]
+    return _REGISTER.findall(first), operands[len(first) :]
+
+
+def _mentioned(text: str, origins: dict[str, set[int]]) -> set[int]:
+    found = {int(number) for number in _PARAMETER.findall(text)}
+    for register in _REGISTER.findall(text):
+        found |= origins.get(register, set())
+    return found
+
+
+def _addressed(instruction: _Instruction, origins: dict[str, set[int]]) -> set[int]:
+    # cp.async has the shared address first and the global one behind it; the first comes from no parameter.
+    return set().union(
+        *(_mentioned(text, origins) for text in re.findall(r"\[([^]]*)]", instruction.operands))
+    )

@@ -1,0 +1,158 @@
+"""Compiling ahead of time: what is compiled, what counts as a fault, and one kernel compiled without a GPU."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot import overlap_faults
+from quengine.kernels.cuda.aot_cases import ARCHS, COMMON_TYPES, cases
+from quengine.kernels.cuda.aot_ptx import Early, before_wait
+
+HEAD = """
+.visible .entry kernel(
+    .param .u64 .ptr .global .align 1 kernel_param_0,
+    .param .u64 .ptr .global .align 1 kernel_param_1,
+    .param .u64 .ptr .global .align 1 kernel_param_2,
+    .param .u32 kernel_param_3
+)
+{
+    ld.param.b64  %rd1, [kernel_param_0];
+    ld.param.b64  %rd2, [kernel_param_1];
+    mov.b64       %rd3, kernel_param_2;   // the parameter's own address
+    ld.param.b64  %rd4, [%rd3];
+    mov.u32       %r1, %tid.x;
+"""
+WAIT = "    griddepcontrol.wait;\n"
+
+
+def early(body: str) -> tuple[bool, set[int], set[int]]:
+    found = before_wait(HEAD + body + "    ret;\n}\n")
+    return found.waits, set(found.reads), set(found.writes)
+
+
+def test_loads_above_the_wait_are_traced_to_their_parameters() -> None:
+    body = """
+    mad.wide.s32  %rd5, %r1, 16, %rd1;
+    add.s64       %rd6, %rd5, 4096;
+    @%p1 ld.global.v4.b32 { %r2, %r3, %r4, %r5 }, [ %rd6 + 0 ];
+    ld.global.b64 { %rd7 }, [ %rd4 + 8 ];
+"""
+    below = "    ld.global.b32 { %r6 }, [ %rd2 + 0 ];\n    st.global.b32 [ %rd2 + 0 ], { %r6 };\n"
+    assert early(body + WAIT + below) == (True, {0, 2}, set())
+
+
+def test_what_is_loaded_is_no_pointer_of_the_parameter_it_came_through() -> None:
+    body = """
+    ld.global.b32 { %r2 }, [ %rd1 + 0 ];
+    mul.wide.s32  %rd5, %r2, 4;
+    add.s64       %rd6, %rd2, %rd5;
+"""
+    assert early(body + "    ld.global.b32 { %r3 }, [ %rd6 + 0 ];\n" + WAIT) == (True, {0, 1}, set())
+    assert early(body + WAIT + "    ld.global.b32 { %r3 }, [ %rd6 + 0 ];\n") == (True, {0}, set())
+
+
+def test_writes_atomics_and_copies_above_the_wait_are_seen() -> None:
+    body = """
+    @%p2 st.global.b32 [ %rd1 + 0 ], { %r1 };
+    atom.global.gpu.acq_rel.add.u32 %r2, [ %rd2 + 0 ], 1;
+    cp.async.cg.shared.global [ %r1 + 0 ], [ %rd4 + 0 ], 0x10;
+"""
+    assert early(body + WAIT) == (True, {2}, {0, 1})
+
+
+def test_every_branch_is_followed_up_to_its_own_wait() -> None:
+    body = f"""
+    @%p1 bra $L__BB0_2;
+    ld.global.b32 {{ %r2 }}, [ %rd1 + 0 ];
+{WAIT}
+    ld.global.b32 {{ %r3 }}, [ %rd4 + 0 ];
+    bra.uni $L__BB0_3;
+$L__BB0_2:
+    ld.global.b32 {{ %r4 }}, [ %rd2 + 0 ];
+{WAIT}
+$L__BB0_3:
+    ld.global.b32 {{ %r5 }}, [ %rd4 + 4 ];
+"""
+    assert early(body) == (True, {0, 1}, set())
+
+
+def test_a_kernel_that_never_waits_is_told_apart() -> None:
+    assert early("    ld.global.b32 { %r2 }, [ %rd1 + 0 ];\n") == (False, {0}, set())
+
+
+NAMES = {0: "out_ptr", 1: "x_high", 2: "low_a", 3: "scales_a"}
+
+
+def faults(waits: bool, reads: set[int], writes: set[int], names: dict[int, str] = NAMES) -> list[str]:
+    launch: Any = SimpleNamespace(pointers=names)
+    return overlap_faults(launch, Early(waits, frozenset(reads), frozenset(writes)))
+
+
+def test_reading_weights_early_is_right_and_all_else_a_fault() -> None:
+    assert faults(True, {2, 3}, set()) == []
+    assert faults(True, {2, 1}, set()) == ["reads x_high before it waits"]
+    assert faults(True, {2}, {0}) == ["writes out_ptr before it waits"]
+    assert faults(True, set(), set()) == ["reads no weights before it waits"]
+    assert faults(False, {2}, set()) == ["does not wait for the kernel in front"]
+    assert faults(True, set(), set(), {0: "out_ptr", 1: "x_ptr"}) == []
+
+
+def test_every_type_is_compiled_in_decode_and_in_prefill_and_common_ones_for_every_gpu() -> None:
+    for name in FORMATS:
+        mine = [case for case in cases() if case.name.startswith(f"{name},")]
+        assert {case.decode for case in mine} == {True, False}
+        assert all(case.archs == ARCHS for case in mine if case.decode) == (name in COMMON_TYPES)
+    assert {arch for case in cases() for arch in case.archs} == set(ARCHS)
+
+
+COMPILE = """
+from quengine.kernels.cuda import aot
+work = aot.variants([90], "Q8_0, ends, decode")
+names = [aot.launches(v.case, v.arch)[v.launch].name for v in work]
+variant = work[names.index("matvec_kernel")]
+launch = aot.launches(variant.case, 90)[variant.launch]
+made = aot.compile_launch(launch, 90)
+early = aot.before_wait(made.ptx)
+print(*sorted(launch.pointers[at] for at in early.reads if at in launch.pointers))
+print(made.registers, made.stack, aot.compile_variant(variant).failure or "right")
+"""
+
+
+def test_the_decode_matvec_for_sm_90_reads_its_weights_and_nothing_else_above_the_wait() -> None:
+    """In a process of its own: these tests may run in Triton's interpreter, which compiles nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    reads, numbers = done.stdout.splitlines()
+    assert {"low_a", "scales_a"} <= set(reads.split()) <= {"low_a", "high_a", "scales_a", "supers_a"}
+    registers, stack, verdict = numbers.split()
+    assert 16 < int(registers) <= 255 and (int(stack), verdict) == (0, "right")
+
+
+def test_the_list_of_variants_has_no_launch_twice() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = """
+from quengine.kernels.cuda.aot import launches, variants
+work = variants([80, 90], "mistral-7b, v and down Q4_K, decode")
+keys = [f"{v.arch} {launches(v.case, v.arch)[v.launch].key}" for v in work]
+names = {launches(v.case, v.arch)[v.launch].name for v in work}
+assert len(keys) == len(set(keys)) and all(v.decode for v in work)
+assert {"matvec_kernel", "swiglu_kernel"} <= names, names
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_gpu_gets_the_attentions_of_both_caches(arch: int) -> None:
+    names = [case.name for case in cases() if arch in case.archs and case.name.startswith("attention")]
+    assert any("f16, decode" in name for name in names) and any("q8_0, decode" in name for name in names)
