@@ -365,3 +365,9 @@ def test_the_worst_place_of_a_greedy_text_lies_behind_its_prompt(
     prompt = workload.prompts[0]
     assert place.ids[: len(prompt)] == prompt and len(place.ids) == len(prompt) + 6
     assert len(prompt) - 1 <= place.position < len(place.ids) - 1
+
+
+def test_a_q8_0_cache_widens_the_budgets_of_whole_passes_only() -> None:
+    plain, wide = budgets_for("reference", "cpu"), budgets_for("reference", "cpu", "q8_0")
+    assert wide.keys() == plain.keys()
+    assert all(wide[name].nmse_p99 == pytest.approx(100 * plain[name].nmse_p99) for name in plain)

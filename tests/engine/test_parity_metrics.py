@@ -10,6 +10,7 @@ from quengine.parity_metrics import (
     Budget,
     Comparison,
     compare_greedy,
+    nmse_rows,
     paired_blocks,
     percentile,
     position_differences,
@@ -188,3 +189,9 @@ def test_cached_rows_are_compared_by_position_and_a_broken_one_is_infinitely_wro
     assert (metrics.cached_median, metrics.cached_p99) == (0, math.inf)
     (excess,) = metrics.excesses(BUDGET)
     assert excess.startswith("cached keys and values")
+
+
+def test_codes_one_apart_are_both_right() -> None:
+    a = torch.tensor([[10, -20, 30], [10, -20, 30]], dtype=torch.int8)
+    b = torch.tensor([[11, -21, 30], [12, -20, 30]], dtype=torch.int8)
+    assert nmse_rows(a, b, a).tolist() == [0.0, pytest.approx(1 / 1400)]
