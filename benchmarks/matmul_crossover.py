@@ -41,7 +41,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     weights = {name: random_weights([("Q4_K", n)], k) for name, n, k in SHAPES}
-    room = MatmulWorkspace.empty(max(ROWS), 14336, 28672 * 4096, "cuda")
+    room = MatmulWorkspace(28672 * 4096, "cuda")
     for name, parts in weights.items():
         part = parts[0].parts[0]
         assert isinstance(part, PackedPart)

@@ -42,7 +42,7 @@ def rows_of(hidden: Hidden) -> Tensor:
     if isinstance(hidden, Tensor):
         return hidden
     # Only the CUDA backend gives anything else, so what it needs is installed.
-    from quengine.kernels.cuda.matvec_norm import NormedRows
+    from quengine.kernels.cuda.normed import NormedRows
 
     rows: Tensor = hidden.hidden if isinstance(hidden, NormedRows) else hidden.dequantize()
     return rows
@@ -57,7 +57,10 @@ def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
     if isinstance(own, Tensor):
         return placed
     from quengine.kernels.cuda.activations import RoundedActivations, round_activations
+    from quengine.kernels.cuda.half import HalfRows, half_rows
 
+    if isinstance(own, HalfRows):
+        return half_rows(placed)
     return round_activations(placed) if isinstance(own, RoundedActivations) else own
 
 

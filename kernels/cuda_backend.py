@@ -18,10 +18,11 @@ from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.half import HalfRows
 from quengine.kernels.cuda.kv_store import KVStore
-from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_swiglu
+from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
 from quengine.kernels.cuda.matvec import matvec
-from quengine.kernels.cuda.matvec_norm import NormedRows, can_begin_norm, matvec_norm
+from quengine.kernels.cuda.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
+from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda.packed import PackedWeight, pack
 from quengine.kernels.cuda.rms_norm import rms_norm_half, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
@@ -40,7 +41,7 @@ Rows = Tensor | RoundedActivations | HalfRows
 """What feeds a matmul: rounded rows in decode; in prefill scaled fp16 rows after a norm, else fp32 rows."""
 
 Residual = Tensor | NormedRows
-"""The residual stream: fp32 rows, in decode with their next norm begun."""
+"""The residual stream: fp32 rows, behind a layer with the norm that reads them."""
 
 
 def has_dependent_launch(device: torch.device) -> bool:
@@ -48,8 +49,10 @@ def has_dependent_launch(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= HOPPER
 
 
-def _row_count(x: Rows) -> int:
-    return x.values.shape[0] if isinstance(x, HalfRows) else x.shape[0] if isinstance(x, Tensor) else x.rows
+def _last_row(x: Residual) -> Residual:
+    if isinstance(x, NormedRows):
+        return x if x.hidden.shape[0] == 1 else x.hidden[-1:]
+    return x[-1:]
 
 
 class CudaBackend:
@@ -94,15 +97,18 @@ class CudaBackend:
             if self._swiglu is None:
                 self._swiglu = SwigluScratch.empty(DECODE_ROWS, self._widest, self.device)
             return matvec_swiglu(rows, gate_up, scratch=self._swiglu, pdl=self.pdl)
-        return matmul_swiglu(rows, gate_up, self._workspace(_row_count(rows)))
+        return matmul_swiglu(rows, gate_up, self._workspace())
 
     def linear_add(
         self, x: Rows, weight: PackedWeight, residual: Residual, norm: Tensor | None = None, eps: float = 0.0
     ) -> Residual:
         stream = residual.hidden if isinstance(residual, NormedRows) else residual
-        if norm is not None and isinstance(x, RoundedActivations) and can_begin_norm(weight):
-            return matvec_norm(x, weight, stream, norm, eps, pdl=self.pdl)
-        return self._matmul(x, weight, stream)
+        rows = self._rounded(x)
+        if norm is None or (isinstance(rows, RoundedActivations) and not can_begin_norm(weight)):
+            return self._matmul(rows, weight, stream)
+        if isinstance(rows, RoundedActivations):
+            return matvec_norm(rows, weight, stream, norm, eps, pdl=self.pdl)
+        return NormedRows(*matmul_norm(rows, weight, self._workspace(), stream, norm, eps, pdl=self.pdl))
 
     def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Rows:
         cache = KVStore.of_layer(layer)
@@ -119,24 +125,25 @@ class CudaBackend:
         return attention_prefill(q, spec, cache, 0, start, out_dtype=torch.float32, pdl=self.pdl)
 
     def logits(self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, last_only: bool) -> Tensor:
-        if isinstance(x, Tensor) and last_only:
-            x = x[-1:]
+        if last_only:
+            x = _last_row(x)
         return self._matmul(self._normed(x, norm, eps), weight, None)
 
     def _normed(self, x: Residual, norm: Tensor, eps: float) -> Rows:
         if isinstance(x, NormedRows):
-            return x.rounded
+            return x.normed
         if x.shape[0] <= DECODE_ROWS:
             return rms_norm_round(x, norm, eps, pdl=self.pdl)
-        room = self._workspace(x.shape[0]).half_rows(x.shape[0], x.shape[1])
-        return rms_norm_half(x, norm, eps, room, pdl=self.pdl)
+        return rms_norm_half(x, norm, eps, self._workspace().half_rows(*x.shape), pdl=self.pdl)
+
+    def _rounded(self, x: Rows) -> Rows:
+        return round_activations(x) if isinstance(x, Tensor) and x.shape[0] <= DECODE_ROWS else x
 
     def _matmul(self, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
-        if isinstance(x, Tensor) and x.shape[0] <= DECODE_ROWS:
-            x = round_activations(x)
+        x = self._rounded(x)
         if isinstance(x, RoundedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
-        return matmul(x, weight, self._workspace(_row_count(x)), residual)
+        return matmul(x, weight, self._workspace(), residual)
 
     def _positions(self, start: int, tokens: int) -> Tensor:
         """start .. start + tokens - 1, made once for the layers of a chunk."""
@@ -151,14 +158,11 @@ class CudaBackend:
         self._largest = max(self._largest, min(weight.rows * weight.cols, MAX_EXPANDED))
         return weight
 
-    def _workspace(self, rows: int) -> MatmulWorkspace:
-        """Room for a prefill chunk, kept from layer to layer; a longer chunk than any before makes it anew."""
-        held = self._matmul_workspace
-        if held is None or held.unscale.numel() < rows:
-            self._matmul_workspace = None  # free the smaller one first
-            held = MatmulWorkspace.empty(rows, self._widest, self._largest, self.device)
-            self._matmul_workspace = held
-        return held
+    def _workspace(self) -> MatmulWorkspace:
+        """Room for prefill, kept from layer to layer."""
+        if self._matmul_workspace is None:
+            self._matmul_workspace = MatmulWorkspace(self._largest, self.device)
+        return self._matmul_workspace
 
     def _decode_workspace(self, spec: AttentionSpec) -> DecodeWorkspace:
         if self._slices is None:

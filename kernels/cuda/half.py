@@ -15,7 +15,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HalfRows:
-    """T rows of K activations: x is about values * unscale. values fp16 [T, K], unscale fp32 [T], powers of two."""
+    """T rows of K activations: x is about values * unscale. values fp16 [T, K], unit inner stride; unscale fp32 [T],
+    powers of two."""
 
     values: Tensor
     unscale: Tensor
@@ -27,9 +28,13 @@ class HalfRows:
             torch.empty(rows, dtype=torch.float32, device=device),
         )
 
-    def take(self, rows: int) -> "HalfRows":
-        """The first rows, without a copy."""
-        return HalfRows(self.values[:rows], self.unscale[:rows])
+    @property
+    def rows(self) -> int:
+        return self.values.shape[0]
+
+    def dequantize(self) -> Tensor:
+        """fp32 [T, K]."""
+        return self.values.float() * self.unscale[:, None]
 
 
 @triton.jit
@@ -44,7 +49,7 @@ def half_scale(peak):
 
 
 @triton.jit
-def _half_rows_kernel(x_ptr, half_ptr, unscale_ptr, K, BLOCK: tl.constexpr):
+def _half_rows_kernel(x_ptr, half_ptr, unscale_ptr, K, half_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     peak = tl.zeros([BLOCK], tl.int32)
     for start in range(0, K, BLOCK):
@@ -56,15 +61,24 @@ def _half_rows_kernel(x_ptr, half_ptr, unscale_ptr, K, BLOCK: tl.constexpr):
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-        tl.store(half_ptr + row * K + k, (x * scale).to(tl.float16), mask=k < K)
+        # The result may lie over the row itself: block n of it covers bytes of block n / 2, which has been read.
+        tl.debug_barrier()
+        tl.store(half_ptr + row * half_stride + k, (x * scale).to(tl.float16), mask=k < K)
 
 
 def half_rows(x: Tensor, out: HalfRows | None = None) -> HalfRows:
     """Round contiguous fp32 rows [T, K] to scaled fp16."""
     rows = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     block = min(4096, int(triton.next_power_of_2(x.shape[1])))
-    _half_rows_kernel[(x.shape[0],)](x, rows.values, rows.unscale, x.shape[1], BLOCK=block, num_warps=8)
+    _half_rows_kernel[(x.shape[0],)](
+        x, rows.values, rows.unscale, x.shape[1], rows.values.stride(0), BLOCK=block, num_warps=8
+    )
     return rows
+
+
+def half_rows_in_place(x: Tensor, unscale: Tensor) -> HalfRows:
+    """As `half_rows`, the result lying in the first half of each row of x, which is lost."""
+    return half_rows(x, HalfRows(x.view(torch.float16)[:, : x.shape[1]], unscale))
 
 
 @triton.jit

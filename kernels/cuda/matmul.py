@@ -8,18 +8,17 @@ Both round activations and weights to fp16 once, scaled by powers of two (half.p
 Does not know: models, or where rows come from.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.fragments import load_chunk, set_scales, step_codes, super_scales
-from quengine.kernels.cuda.half import HalfRows, finish, half_rows
+from quengine.kernels.cuda.half import HalfRows, finish, half_rows, half_rows_in_place
 from quengine.kernels.cuda.launch_table import fused_limit
 from quengine.kernels.cuda.mma import mma_half, pack_halves, scale_bytes, uses_assembly
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
+from quengine.kernels.cuda.rms_norm import finish_norm_half, rms_norm_half
 from quengine.kernels.cuda.swiglu import swiglu_products, swiglu_rows
 
 
@@ -237,33 +236,36 @@ def _fused_kernel(
         tl.store(out_ptr + at, y, mask=inside)
 
 
-_PRODUCTS = 1 << 24
-"""Products of rows with gate and up weights held at a time: 64 MiB, about an L2 cache."""
+_PRODUCTS = 1 << 23
+"""Products of rows with gate and up weights held at a time: 32 MiB, which an L2 cache holds."""
 
 
-@dataclass(frozen=True)
 class MatmulWorkspace:
-    """Memory that every `matmul` of one stream reuses: fp16 weights (flat), fp16 rows and their scales (flat)."""
+    """Memory that every `matmul` of one stream reuses: fp16 weights, expanding up to `max_weights` at a time, and room
+    for rows that grows with the longest chunk met."""
 
-    weights: Tensor
-    rows: Tensor
-    unscale: Tensor
-
-    @classmethod
-    def empty(
-        cls, max_rows: int, max_cols: int, max_weights: int, device: torch.device | str
-    ) -> "MatmulWorkspace":
-        """For up to `max_rows` rows of up to `max_cols`, expanding up to `max_weights` weights at a time."""
-        return cls(
-            torch.empty(max_weights, dtype=torch.float16, device=device),
-            torch.empty(max_rows * max_cols, dtype=torch.float16, device=device),
-            torch.empty(max_rows, dtype=torch.float32, device=device),
-        )
+    def __init__(self, max_weights: int, device: torch.device | str) -> None:
+        self.weights = torch.empty(max_weights, dtype=torch.float16, device=device)
+        self._room: dict[str, Tensor] = {}
 
     def half_rows(self, rows: int, cols: int) -> HalfRows:
-        if rows > self.unscale.numel() or rows * cols > self.rows.numel():
-            raise ValueError(f"the workspace holds {self.rows.numel()} activations, not {rows} x {cols}")
-        return HalfRows(self.rows[: rows * cols].view(rows, cols), self.unscale[:rows])
+        """Scaled fp16 rows; one set at a time is in use."""
+        return HalfRows(self._take("rows", torch.float16, rows, cols), self.unscale(rows))
+
+    def unscale(self, rows: int) -> Tensor:
+        return self._take("unscale", torch.float32, rows, 1).view(-1)
+
+    def gated(self, rows: int, width: int) -> Tensor:
+        """fp32 rows of SwiGLU."""
+        return self._take("gated", torch.float32, rows, width)
+
+    def _take(self, name: str, dtype: torch.dtype, rows: int, cols: int) -> Tensor:
+        held = self._room.get(name)
+        if held is None or held.numel() < rows * cols:
+            self._room.pop(name, None)  # free the smaller one first
+            del held
+            held = self._room[name] = torch.empty(rows * cols, dtype=dtype, device=self.weights.device)
+        return held[: rows * cols].view(rows, cols)
 
 
 def matmul(
@@ -281,8 +283,7 @@ def matmul(
     if cols != weight.cols:
         raise ValueError(f"rows of {cols} for weights of {weight.cols}")
     if rows > fused_limit() and _expands_at_once(weight, workspace):
-        expanded, gain = _expand_all(weight, workspace)
-        products = _products(half, expanded)
+        products, gain = _multiply_all(half, weight, workspace)
         return finish(products, half.unscale, gain, residual, products)
     y = torch.empty(rows, weight.rows, dtype=torch.float32, device=half.values.device)
     first = 0
@@ -295,21 +296,50 @@ def matmul(
     return y
 
 
+def matmul_norm(
+    x: Tensor | HalfRows,
+    weight: PackedWeight,
+    workspace: MatmulWorkspace,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    pdl: bool = False,
+) -> tuple[Tensor, HalfRows]:
+    """`matmul` with a residual, and the RMSNorm behind it: fp32 [T, N], and its normed rows as scaled fp16.
+
+    The norm's rows lie in the workspace, until the next rows that are made there. `norm`: fp32 [N].
+    """
+    half = x if isinstance(x, HalfRows) else _halved(x, workspace)
+    rows = half.rows
+    if rows > fused_limit() and _expands_at_once(weight, workspace):
+        products, gain = _multiply_all(half, weight, workspace)
+        room = workspace.half_rows(rows, weight.rows)
+        normed = finish_norm_half(products, half.unscale, gain, residual, norm, eps, room, pdl)
+        return products, normed
+    y = matmul(half, weight, workspace, residual)
+    return y, rms_norm_half(y, norm, eps, workspace.half_rows(rows, weight.rows), pdl)
+
+
 def _halved(x: Tensor, workspace: MatmulWorkspace) -> HalfRows:
     if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")
     return half_rows(x, workspace.half_rows(x.shape[0], x.shape[1]))
 
 
-def matmul_swiglu(x: Tensor | HalfRows, gate_up: PackedWeight, workspace: MatmulWorkspace) -> Tensor:
-    """silu(gate)*up of x [T, K] (as `matmul`'s) times a merged weight [2F, K]: fp32 [T, F]."""
+def matmul_swiglu(
+    x: Tensor | HalfRows, gate_up: PackedWeight, workspace: MatmulWorkspace
+) -> Tensor | HalfRows:
+    """silu(gate)*up of x [T, K] (as `matmul`'s) times a merged weight [2F, K]: [T, F], fp32 or scaled fp16.
+
+    The latter lies in the workspace, until the next call.
+    """
     half = x if isinstance(x, HalfRows) else _halved(x, workspace)
-    rows, part = half.values.shape[0], gate_up.parts[0]
+    rows, part = half.rows, gate_up.parts[0]
     if rows <= fused_limit() or not gate_up.paired or not isinstance(part, PackedPart):
         return swiglu_rows(matmul(half, gate_up, workspace))
-    out = torch.empty(rows, gate_up.rows // 2, dtype=torch.float32, device=half.values.device)
+    out = workspace.gated(rows, gate_up.rows // 2)
     # Some gate rows and their up rows at a time, so that neither they nor their products take much memory.
-    most = min(workspace.weights.numel() // part.cols, _PRODUCTS // rows)
+    most = max(16, min(workspace.weights.numel() // part.cols, _PRODUCTS // rows))
     pieces = triton.cdiv(part.rows, most)
     tiles = triton.cdiv(part.tiles, pieces)
     for tile in range(0, part.tiles, tiles):
@@ -317,7 +347,7 @@ def matmul_swiglu(x: Tensor | HalfRows, gate_up: PackedWeight, workspace: Matmul
         expanded = workspace.weights[: 16 * count * part.cols].view(16 * count, part.cols)
         dequantize_part(part, True, expanded, tile, count)
         swiglu_products(_products(half, expanded), half.unscale, part.gain, out, 8 * tile)
-    return out
+    return half_rows_in_place(out, workspace.unscale(rows))
 
 
 def dequantize_part(
@@ -366,15 +396,18 @@ def _expands_at_once(weight: PackedWeight, workspace: MatmulWorkspace) -> bool:
     return packed and not weight.paired and weight.rows * weight.cols <= workspace.weights.numel()
 
 
-def _expand_all(weight: PackedWeight, workspace: MatmulWorkspace) -> tuple[Tensor, float]:
-    """gain * weights as fp16 [N, K], and that gain: the smallest of the parts', so that none leaves fp16's range."""
+def _multiply_all(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace) -> tuple[Tensor, float]:
+    """Rows times the whole weight, expanded, not unscaled: fp32 [T, N], and the gain of the weights in it.
+
+    That is the smallest of the parts', so that none leaves fp16's range.
+    """
     expanded = workspace.weights[: weight.rows * weight.cols].view(weight.rows, weight.cols)
     parts = [part for part in weight.parts if isinstance(part, PackedPart)]
     gain, first = min(part.gain for part in parts), 0
     for part in parts:
         dequantize_part(part, False, expanded[first : first + part.rows], gain=gain)
         first += part.rows
-    return expanded, gain
+    return _products(x, expanded), gain
 
 
 def _expand_and_multiply(

@@ -5,8 +5,6 @@ square is left to that matmul, as partial sums of squares (activations.py). So n
 Definition: kernels/q_dot.py, kernels/rms_norm.py. Does not know: models, or how the launch geometry was found.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -24,17 +22,9 @@ from quengine.kernels.cuda.matvec_program import (
     register_limit,
 )
 from quengine.kernels.cuda.mma import uses_assembly
+from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda.packed import PackedPart, PackedWeight
 from quengine.kernels.cuda.q_dot import row_order
-
-
-@dataclass(frozen=True)
-class NormedRows:
-    """Rows of the residual stream, fp32 [T, D], and `rounded`: the same after the RMSNorm that reads them, whose last
-    step is left to do."""
-
-    hidden: Tensor
-    rounded: RoundedActivations
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""RMSNorm on CUDA: alone, with the residual add in front, with the rounding of the q-dot or to scaled fp16 behind.
+"""RMSNorm on CUDA: alone, with a residual add in front, with the rounding of the q-dot or to scaled fp16 behind.
 
 One kernel, whose geometry follows (rows, width). Few rows take a block each with as many warps as the row
 can feed; many narrow rows share a block, so that every block has enough loads in flight. A row is read once
@@ -17,6 +17,10 @@ from quengine.kernels.cuda.half import HalfRows, half_scale
 _PLAIN = tl.constexpr(0)
 _ROUND = tl.constexpr(1)
 _HALF = tl.constexpr(2)
+
+_ALONE = tl.constexpr(0)
+_ADD = tl.constexpr(1)
+_FINISH = tl.constexpr(2)
 
 _MAX_WIDTH = 65536
 """Widest row: 64 fp32 a thread with 1024 threads."""
@@ -63,14 +67,21 @@ def geometry(rows: int, width: int) -> Geometry:
 
 
 @triton.jit
-def _load_part(x_ptr, residual_ptr, row, column, mask, x_stride, residual_stride, ADD: tl.constexpr):
-    """A part of the rows in fp32; with ADD the sum with the residual, which is also written back."""
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
+def _load_part(x_ptr, residual_ptr, factor, row, column, mask, x_stride, residual_stride, ADD: tl.constexpr):
+    """A part of the rows in fp32. _ADD: the sum with the residual, which is written to the residual. _FINISH: x times
+    `factor`, plus the residual, which is written to x."""
+    at_x = x_ptr + row * x_stride + column
+    x = tl.load(at_x, mask=mask, other=0.0).to(tl.float32)
+    if ADD != _ALONE:
         at = residual_ptr + row * residual_stride + column
-        total = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
-        tl.store(at, total, mask=mask)
-        x = total.to(tl.float32)
+        added = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if ADD == _FINISH:
+            x = x * factor + added
+            tl.store(at_x, x, mask=mask)
+        else:
+            total = (added + x).to(residual_ptr.dtype.element_ty)
+            tl.store(at, total, mask=mask)
+            x = total.to(tl.float32)
     return x
 
 
@@ -86,6 +97,7 @@ def _store_round(y, high_ptr, low_ptr, scale_ptr, sums_ptr, first, end):
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
+    unscale_ptr,
     weight_ptr,
     out_ptr,
     low_ptr,
@@ -95,6 +107,7 @@ def _rms_norm_kernel(
     x_stride,
     residual_stride,
     out_stride,
+    inverse_gain,
     eps,
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -117,10 +130,15 @@ def _rms_norm_kernel(
         tail_weight = tl.load(weight_ptr + tail_column, mask=tail_column < WIDTH, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = _load_part(x_ptr, residual_ptr, row, column, live, x_stride, residual_stride, ADD)
+    factor = 1.0
+    if ADD == _FINISH:
+        factor = tl.load(unscale_ptr + row, mask=row < rows, other=0.0) * inverse_gain
+    x = _load_part(x_ptr, residual_ptr, factor, row, column, live, x_stride, residual_stride, ADD)
     squares = tl.sum(x * x, 1)
     if TAIL > 0:
-        tail = _load_part(x_ptr, residual_ptr, row, tail_column, tail_live, x_stride, residual_stride, ADD)
+        tail = _load_part(
+            x_ptr, residual_ptr, factor, row, tail_column, tail_live, x_stride, residual_stride, ADD
+        )
         squares += tl.sum(tail * tail, 1)
     inverse_rms = tl.rsqrt(squares / WIDTH + eps)[:, None]
     y = x * inverse_rms * weight
@@ -198,6 +216,23 @@ def rms_norm_half(
     return half
 
 
+def finish_norm_half(
+    products: torch.Tensor,
+    unscale: torch.Tensor,
+    gain: float,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: HalfRows,
+    pdl: bool = False,
+) -> HalfRows:
+    """`finish` (half.py) and `rms_norm_half` in one pass: products [T, D] fp32 become the residual stream, products *
+    unscale / gain + residual, and `out` its RMSNorm. `unscale` may be that of `out`."""
+    outputs = (out.values, out.values, out.unscale, out.values)
+    _launch(products, weight, eps, residual, outputs, products.shape[1], _HALF.value, pdl, (unscale, gain))
+    return out
+
+
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -207,6 +242,7 @@ def _launch(
     out_stride: int,
     form: int,
     pdl: bool,
+    unscaled: tuple[torch.Tensor, float] | None = None,
 ) -> None:
     rows, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,) and weight.is_contiguous()
@@ -215,18 +251,20 @@ def _launch(
     _rms_norm_kernel[(triton.cdiv(rows, shape.block_rows),)](
         x,
         x if residual is None else residual,
+        x if unscaled is None else unscaled[0],
         weight,
         *outputs,
         rows,
         x.stride(0),
         0 if residual is None else residual.stride(0),
         out_stride,
+        1.0 if unscaled is None else 1.0 / unscaled[1],
         eps,
         WIDTH=width,
         BLOCK_ROWS=shape.block_rows,
         HEAD=shape.head,
         TAIL=shape.tail,
-        ADD=residual is not None,
+        ADD=_FINISH.value if unscaled else _ALONE.value if residual is None else _ADD.value,
         FORM=form,
         PDL=pdl,
         num_warps=shape.warps,

@@ -5,11 +5,18 @@ import torch
 
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import matmul as module
-from quengine.kernels.cuda.half import half_rows
+from quengine.kernels.cuda.half import HalfRows, half_rows, half_rows_in_place
 from quengine.kernels.cuda.layout import PACKED_FORMATS
-from quengine.kernels.cuda.matmul import MatmulWorkspace, dequantize_part, matmul, matmul_swiglu
+from quengine.kernels.cuda.matmul import (
+    MatmulWorkspace,
+    dequantize_part,
+    matmul,
+    matmul_norm,
+    matmul_swiglu,
+)
 from quengine.kernels.cuda.packed import PackedPart, pack
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.swiglu import swiglu
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 
@@ -22,7 +29,7 @@ def expected(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
 
 
 def workspace(device: torch.device, weights: int = 1 << 16) -> MatmulWorkspace:
-    return MatmulWorkspace.empty(64, 1024, weights, device)
+    return MatmulWorkspace(weights, device)
 
 
 @pytest.fixture(params=["fused", "expanded"])
@@ -112,7 +119,29 @@ def test_swiglu_of_a_paired_weight(room: int, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
     x = ordinary_activations(9, 256) * 0.1
     y = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), workspace(device, room))
-    assert nmse(y, swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+    rows = y.dequantize() if isinstance(y, HalfRows) else y
+    assert nmse(rows, swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+
+
+@pytest.mark.parametrize("rows", [9, 33])
+@pytest.mark.usefixtures("way")
+def test_the_norm_behind_a_matmul(rows: int, device: torch.device) -> None:
+    weight, x = ordinary_weight("Q4_K", 64, 256), ordinary_activations(rows, 256)
+    residual, norm = torch.randn(rows, 64), torch.rand(64) + 0.5
+    hidden, normed = matmul_norm(
+        x.to(device), pack(weight, device), workspace(device), residual.to(device), norm.to(device), 1e-5
+    )
+    exact = expected(x, [weight]) + residual
+    assert nmse(hidden, exact) < FP16_ROUNDING
+    assert nmse(normed.dequantize(), rms_norm(exact, norm.double(), 1e-5)) < 4 * FP16_ROUNDING
+
+
+@pytest.mark.parametrize("cols", [96, 576, 4160])
+def test_half_rows_over_the_rows_themselves(cols: int, device: torch.device) -> None:
+    x = ordinary_activations(5, cols).to(device)
+    wanted = half_rows(x)
+    found = half_rows_in_place(x, torch.empty(5, device=device))
+    assert torch.equal(found.values, wanted.values) and torch.equal(found.unscale, wanted.unscale)
 
 
 def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:

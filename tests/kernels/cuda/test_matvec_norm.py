@@ -50,11 +50,11 @@ def test_gives_the_residual_stream_and_its_norm(
     )
     hidden = product(x, weight) + residual.double()
     assert nmse(normed.hidden, hidden) < 1e-12
-    assert nmse(normed.rounded.dequantize(), rms_norm(hidden, norm.double(), EPS)) < 1e-8
+    assert nmse(normed.normed.dequantize(), rms_norm(hidden, norm.double(), EPS)) < 1e-8
     # The integers are the definition's for the values before the division by the root mean square.
     wanted = definition.round_activations(normed.hidden.cpu() * norm)
-    assert torch.equal(normed.rounded.ints().cpu(), wanted.a)
-    assert torch.equal(normed.rounded.sums.cpu(), wanted.sums(16))
+    assert torch.equal(normed.normed.ints().cpu(), wanted.a)
+    assert torch.equal(normed.normed.sums.cpu(), wanted.sums(16))
 
 
 def begun(x: torch.Tensor, device: torch.device, pieces: int = 3) -> RoundedActivations:
