@@ -1,10 +1,12 @@
 """The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32 in prefill.
 
-Every operation is a kernel of kernels/cpu/. A step of one token can be recorded, and is then run as one list of
-kernels, with the same results to the last bit. Implements kernels.backend.Backend.
+Every operation is a kernel of kernels/cpu/. Several tokens are part of a prompt: what each of them comes to does not
+depend on the chunk it is in. One token is a step of decode, but inside `CpuBackend.prompt`. A step can be recorded, and
+is then run as one list of kernels, with the same results to the last bit. Implements kernels.backend.Backend.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +51,7 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self._recorder: StepRecorder | None = None
+        self.in_prompt = False
         cpu.set_threads(threads)
 
     def record(self, forward: Callable[[Tensor, Tensor], Tensor]) -> Step:
@@ -62,6 +65,15 @@ class CpuBackend:
             return recorder.finish(forward(recorder.token, recorder.position))
         finally:
             self._recorder = None
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """Inside, a single token is computed as it would be among others of a prompt, to the last bit."""
+        self.in_prompt = True
+        try:
+            yield
+        finally:
+            self.in_prompt = False
 
     def weight(self, parts: Sequence[QuantTensor]) -> CpuWeight:
         return CpuWeight(tuple(parts))
@@ -83,14 +95,12 @@ class CpuBackend:
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.norm_linear(x, norm, eps, weight, bias)
-        return cpu.linear(
-            cpu.rms_norm(x, norm, eps), weight.parts, None if bias is None else bias.unsqueeze(0)
-        )
+        return self._linear(cpu.rms_norm(x, norm, eps), weight, None if bias is None else bias.unsqueeze(0))
 
     def norm_swiglu(self, x: Hidden, norm: Tensor, eps: float, gate_up: CpuWeight) -> Hidden:
         if self._recorder is not None:
             return self._recorder.norm_swiglu(x, norm, eps, gate_up)
-        return cpu.swiglu(cpu.linear(cpu.rms_norm(x, norm, eps), gate_up.parts))
+        return cpu.swiglu(self._linear(cpu.rms_norm(x, norm, eps), gate_up))
 
     def linear_add(
         self,
@@ -102,7 +112,7 @@ class CpuBackend:
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.linear_add(x, weight, residual)
-        return cpu.linear(x, weight.parts, residual)
+        return self._linear(x, weight, residual)
 
     def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:
         if self._recorder is not None:
@@ -110,7 +120,7 @@ class CpuBackend:
         assert isinstance(start, int)
         tokens = qkv.shape[0]
         q = cpu.rope_store(qkv, spec, layer, start)
-        if tokens == 1:
+        if self._decodes(qkv):
             first, end = first_visible(spec, start + 1), start + 1
             return cpu.decode_attention(q[0], layer, end, spec.scale, first).reshape(1, -1)
         return cpu.prefill_attention(q, layer, start, spec.scale, spec.window).reshape(tokens, -1)
@@ -118,4 +128,14 @@ class CpuBackend:
     def logits(self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, last_only: bool) -> Tensor:
         if self._recorder is not None:
             return self._recorder.logits(x, norm, eps, weight)
-        return cpu.linear(cpu.rms_norm(x[-1:] if last_only else x, norm, eps), weight.parts)
+        x = cpu.rms_norm(x[-1:] if last_only else x, norm, eps)
+        return cpu.linear(x, weight.parts) if len(x) == 1 else cpu.prompt_linear(x, weight.parts)
+
+    def _decodes(self, x: Tensor) -> bool:
+        return x.shape[0] == 1 and not self.in_prompt
+
+    def _linear(self, x: Tensor, weight: CpuWeight, addend: Tensor | None = None) -> Tensor:
+        if not self._decodes(x):
+            return cpu.prompt_linear(x, weight.parts, addend)
+        y = cpu.linear(x, weight.parts)
+        return y if addend is None else y.add_(addend)

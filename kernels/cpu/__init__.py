@@ -1,7 +1,8 @@
 """Operations of a decoder on the CPU: weights as stored, int16 activations in decode, fp32 in prefill.
 
     set_threads(n), get_threads(), max_threads()             threads of the kernels below and of torch
-    linear(x, parts, addend=None)                             x [T, K] fp32 times weights -> [T, sum of N_i]
+    linear(x, parts)                                          x [T, K] fp32 times weights -> [T, sum of N_i]
+    prompt_linear(x, parts, addend=None)                      the same in fp32, plus an addend
     embed(weight, ids)                                        rows of a weight as fp32 [T, K]
     rms_norm(x, weight, eps)                                  rows of x normalised [T, K]
     rope_store(qkv, spec, layer, start)                       rotated queries; keys and values written to the cache
@@ -11,14 +12,14 @@
 
 A step of several operations in one go of the thread team is a list of `Launch`es handed to `run`; step.py records the
 decode of one token as such a list. Results are the same to the last bit for any number
-of threads; in decode (up to DECODE_ROWS rows) also for any other rows in the batch.
+of threads; in decode (up to DECODE_ROWS rows), and for a prompt's token, also for any other rows in the batch.
 
 Kernels are compiled on first use and kept on disk (compiled.py). Does not know: models, files, the order of a layer's
 operations.
 """
 
 from quengine.kernels.cpu.attention import decode_attention, decode_attention_launches
-from quengine.kernels.cpu.matmul import DECODE_ROWS, embed, linear, linear_launches
+from quengine.kernels.cpu.matmul import DECODE_ROWS, embed, linear, linear_launches, prompt_linear
 from quengine.kernels.cpu.prefill_attention import prefill_attention
 from quengine.kernels.cpu.rms_norm import rms_norm
 from quengine.kernels.cpu.rope_store import rope_store
@@ -36,6 +37,7 @@ __all__ = [
     "linear_launches",
     "max_threads",
     "prefill_attention",
+    "prompt_linear",
     "rms_norm",
     "rope_store",
     "run",

@@ -4,7 +4,7 @@ Up to 8 rows of activations ("decode"): q-dot. The activations are rounded to in
 read block by block where they lie, usually in the mapped file. A result depends on its activation row and weight row
 alone: not on the number of threads or on what else is in the batch.
 
-More rows ("prefill") are multiplied in fp32, see tile_matmul.py.
+The tokens of a prompt ("prefill") are multiplied in fp32, see tile_matmul.py.
 
 Does not know: the model, the cache, what is multiplied.
 """
@@ -32,20 +32,29 @@ DECODE_ROWS = MATVEC_WIDTHS[-1]
 _TASK_BYTES = 32 << 10  # of weights in one task of a matvec
 
 
-def linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None = None) -> Tensor:
-    """x [T, K] fp32 times weights [N_i, K], transposed, side by side, plus addend: fp32 [T, sum of N_i].
+def linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
+    """x [T, K] fp32 times weights [N_i, K], transposed, side by side: fp32 [T, sum of N_i].
 
-    The addend is of the result's shape, or one row of it. T <= DECODE_ROWS runs q-dot (F32, F16 and BF16 weights: fp32
-    products), more rows run in fp32. Raises ValueError when a weight's width is not K.
+    T <= DECODE_ROWS runs q-dot (F32, F16 and BF16 weights: fp32 products), more rows are `prompt_linear`. Raises
+    ValueError when a weight's width is not K.
+    """
+    if x.shape[0] > DECODE_ROWS:
+        return prompt_linear(x, parts)
+    _check_width(x, parts)
+    y = torch.empty(x.shape[0], sum(w.rows for w in parts))
+    run(linear_launches(x.contiguous(), parts, y))
+    return y
+
+
+def prompt_linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None = None) -> Tensor:
+    """As `linear`, plus an addend [T, sum of N_i] or [1, sum of N_i], in fp32, however few rows there are.
+
+    A row's result is the same to the last bit whatever other rows are computed with it.
     """
     _check_width(x, parts)
-    x = x.contiguous()
     y = torch.empty(x.shape[0], sum(w.rows for w in parts))
-    if x.shape[0] > DECODE_ROWS:
-        run(tile_matmul_launches(x, parts, y, addend))
-        return y
-    run(linear_launches(x, parts, y))
-    return y if addend is None else y.add_(addend)
+    run(tile_matmul_launches(x.contiguous(), parts, y, addend))
+    return y
 
 
 def linear_launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor) -> list[Launch]:

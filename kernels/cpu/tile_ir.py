@@ -37,6 +37,17 @@ def stack_floats(typingctx: Any, count: Any) -> Any:
     return types.int64(count), codegen
 
 
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, which need not be mapped."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        emitter(context, builder).prefetch(args[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 @intrinsic(prefer_literal=True)
 def transpose_rows(typingctx: Any, variant: Any, rows: Any, stride: Any, depth: Any, out: Any) -> Any:
     """`Tile.lanes` rows of fp32, `stride` bytes apart, side by side: out[k, lane], lines `Tile.columns` apart.

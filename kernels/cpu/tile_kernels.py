@@ -14,7 +14,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.atomics import call_kernel
 from quengine.kernels.cpu.compiled import compile_kernel, host_tile, source_stamp
 from quengine.kernels.cpu.row_ir import dequantize_row, get, put
-from quengine.kernels.cpu.tile_ir import copy_floats, multiply_tile, stack_floats, transpose_rows
+from quengine.kernels.cpu.tile_ir import copy_floats, multiply_tile, prefetch, stack_floats, transpose_rows
 from quengine.kernels.cpu.tiles import DEPTH
 
 
@@ -45,13 +45,17 @@ def panel_kernel(format_name: str) -> int:
     0 weights, from the first of the columns on; 1 row bytes, 2 rows (the last one is repeated), 3 depth, 4 panel.
     """
     variant, tile = f"{format_name}/{source_stamp()}", host_tile()
-    block, lanes, floats = FORMATS[format_name].block, tile.lanes, tile.lanes * DEPTH
+    block, block_bytes = FORMATS[format_name].block, FORMATS[format_name].nbytes
+    lanes, floats = tile.lanes, tile.lanes * DEPTH
 
     def unpack_panel(context: int, task: int) -> None:
         depth, rows = get(context, 3), stack_floats(floats)
         for i in range(lanes):
             w = get(context, 0) + min(task * lanes + i, get(context, 2) - 1) * get(context, 1)
+            row_bytes = depth // block * block_bytes
             dequantize_row(variant, w, depth // block, rows + 4 * DEPTH * i)
+            for line in range(0, row_bytes, 64):
+                prefetch(w + row_bytes + line)
         transpose_rows(variant, rows, 4 * DEPTH, depth, get(context, 4) + 4 * lanes * task)
 
     return compile_kernel(unpack_panel)
