@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 
 from quengine.kernels.cache_types import Q8_0_GROUP
 from quengine.kernels.cpu.attention_ir import emit_exp
+from quengine.kernels.cpu.compiled import host_tile
 from quengine.kernels.cpu.row_ir import emitter
-from quengine.kernels.cpu.tile_ir import target_tile
 from quengine.kernels.cpu.vector_ir import F32, I8, I32, Emitter, vec
 
 
@@ -110,7 +110,7 @@ def softmax_block(
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, scores, count, state, sums, width = args
-        e, lanes = emitter(context, builder), target_tile(context).lanes
+        e, lanes = emitter(context, builder), host_tile().lanes
         wide = vec(F32, lanes)
 
         def larger(x: ir.Value, y: ir.Value) -> ir.Value:

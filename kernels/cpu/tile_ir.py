@@ -12,15 +12,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from quengine.kernels.cpu.compiled import host_tile
 from quengine.kernels.cpu.row_ir import emitter
-from quengine.kernels.cpu.tiles import Tile, tile_for
 from quengine.kernels.cpu.vector_ir import F32, I64, Emitter, vec
-
-
-def target_tile(context: Any) -> Tile:
-    """The tile of the processor that numba compiles for."""
-    triple, _, features = context.codegen().magic_tuple()
-    return tile_for(triple, features)
 
 
 @intrinsic(prefer_literal=True)
@@ -57,7 +51,7 @@ def transpose_rows(typingctx: Any, variant: Any, rows: Any, stride: Any, depth: 
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, rows, stride, depth, out = args
-        e, tile = emitter(context, builder), target_tile(context)
+        e, tile = emitter(context, builder), host_tile()
         lanes = tile.lanes
 
         def square(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
@@ -131,7 +125,7 @@ def multiply_tile(
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, panel, depth, x, x_stride, start, start_stride, y, y_stride = args
-        e, tile = emitter(context, builder), target_tile(context)
+        e, tile = emitter(context, builder), host_tile()
         lane = vec(F32, tile.lanes)
         inputs = [e.at(x, builder.mul(x_stride, e.i64(i))) for i in range(tile.rows)]
 
