@@ -113,7 +113,7 @@ def parity(
             _print(report, found, sides, workload, time.perf_counter() - began, as_json)
     finally:
         progress.clear()
-    if not report.within or any(location.first for location in found):
+    if not report.within:
         raise typer.Exit(OUTSIDE_BUDGET)
 
 
@@ -256,9 +256,9 @@ def _marked(value: float, within: bool) -> str:
 
 
 def _verdict(report: "ParityReport", found: "list[Location]", seconds: float) -> str:
-    failures = [*report.failures, *(_located(location) for location in found if location.first)]
-    if not failures:
+    if report.within:
         return f"within the budget ({seconds:.0f} s)"
+    failures = [*report.failures, *(_located(location) for location in found if location.first)]
     if not any(location.first for location in found):
         failures.append(
             "no single operation is past its budget: look at what is around them (cache, sampling, a captured step)"

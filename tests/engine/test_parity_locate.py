@@ -13,7 +13,7 @@ from quengine.kernels.cpu_backend import CpuBackend
 from quengine.models.gguf import open_gguf
 from quengine.models.synthetic import SyntheticModel, write_synthetic
 from quengine.parity import ParityReport, Place, compare_sides
-from quengine.parity_locate import RECORDED, Location, locate
+from quengine.parity_locate import RECORDED, Location, _Call, _of_what_is_added, locate
 from quengine.parity_operations import LAYER_OPERATIONS, watched
 from quengine.parity_sides import LLMSide
 from quengine.parity_workload import Workload
@@ -187,3 +187,17 @@ def test_watching_leaves_the_decoder_as_it_was(reference: LLMSide) -> None:
     after = reference.eager(IDS, 0)
     assert count == len(seen) == 2 + LAYERS * len(LAYER_OPERATIONS)
     assert torch.equal(before, during) and torch.equal(before, after)
+
+
+def test_rounding_a_large_residual_is_no_error_of_what_is_added_to_it() -> None:
+    residual = torch.ones(1, 64, dtype=torch.float64)
+    residual[0, 7] = 22500.0
+    added = torch.linspace(-0.3, 0.3, 64, dtype=torch.float64)[None]
+    call = _Call("down+residual", (added, residual), residual + added)
+    exact = (residual + added).float()
+    assert _of_what_is_added(call, exact) < 1e-12
+    one_wrong = exact.clone()
+    one_wrong[0, 3] += 0.01
+    assert _of_what_is_added(call, one_wrong) > 1e-5
+    one_wrong[0, 3] = float("nan")
+    assert _of_what_is_added(call, one_wrong) == float("inf")
