@@ -98,8 +98,8 @@ def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
     results = []
     caches = [random_cache(q8_0) for _ in range(LAYERS)]
     count, launch = decode.slice_count, decode.decode_launch
-    for slices, keys, warps, stages in itertools.product((16, 32), (32, 64), (4, 8), (2, 3)):
-        if keys * stages > 256 or (q8_0 and keys > 64):
+    for slices, keys, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3)):
+        if keys * stages > 256:
             continue
         decode.slice_count = lambda _, n=slices: n  # type: ignore[assignment]
         shape = decode.DecodeLaunch(keys, warps, stages)

@@ -24,7 +24,7 @@ from quengine.kernels.cuda.activations import (
     round_group,
     store_rounded,
 )
-from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, prefetch_run, store_rows
+from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, store_rows
 from quengine.kernels.cuda.mma import uses_assembly
 from quengine.kernels.cuda.rope import load_angles, load_heads, load_rotated
 
@@ -228,8 +228,6 @@ def _attention_decode_kernel(
     STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROUND: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    THREADS: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -263,14 +261,6 @@ def _attention_decode_kernel(
     first_live = first_key < end
     first_k, first_k_scale = load_tile(k_ptr, k_scale_ptr, first_key, first_live, HEAD_DIM, PADDED, Q8)
     first_v, first_v_scale = load_tile(v_ptr, v_scale_ptr, first_key, first_live, HEAD_DIM, PADDED, Q8)
-    if PREFETCH > 0:
-        # The rest comes into the L2 cache meanwhile, or as much of it as does not push out itself.
-        thread = tl.arange(0, THREADS)
-        ahead = tl.minimum(end - begin, PREFETCH) - GRAIN
-        from_row = begin + GRAIN
-        BYTES: tl.constexpr = HEAD_DIM if Q8 else 2 * HEAD_DIM
-        prefetch_run(k_ptr + from_row * HEAD_DIM, ahead * BYTES, thread)
-        prefetch_run(v_ptr + from_row * HEAD_DIM, ahead * BYTES, thread)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -427,7 +417,7 @@ def _launch(
     assert positions.shape == (batch,) and positions.dtype == torch.int32 and batch <= cache.k.shape[0]
     assert spec.heads == group * kv_heads and spec.cos.is_contiguous() and spec.sin.is_contiguous()
     assert workspace.mixed.shape[1:] == (spec.heads, slices, head_dim) and batch <= workspace.mixed.shape[0]
-    launch = decode_launch(head_dim, cache.q8_0)
+    launch = decode_launch(head_dim, group, cache.q8_0)
     _attention_decode_kernel[(kv_heads, slices, batch)](
         qkv,
         spec.cos,
@@ -466,8 +456,6 @@ def _launch(
         STAGES=launch.stages,
         AT_ONCE=combine_heads(group, slices, padded),
         ROUND=rounds,
-        PREFETCH=launch.prefetch if pdl else 0,
-        THREADS=32 * launch.warps,
         ASM=uses_assembly(),
         PDL=pdl,
         num_warps=launch.warps,
@@ -482,19 +470,20 @@ def combine_heads(group: int, slices: int, padded: int) -> int:
 
 @dataclass(frozen=True)
 class DecodeLaunch:
-    """Keys a tile, warps a block, tiles in flight, keys of a slice asked for before the launch in front ends."""
+    """Keys a tile, warps a block, tiles in flight."""
 
     block_keys: int
     warps: int
     stages: int
-    prefetch: int = 0
 
 
-def decode_launch(head_dim: int, q8_0: bool) -> DecodeLaunch:
-    """Launch shape by head size, from the sweep in benchmarks/attention.py on an H200.
+def decode_launch(head_dim: int, group: int, q8_0: bool) -> DecodeLaunch:
+    """Launch shape by head size, query heads a group and cache type, from benchmarks/attention.py on an H200.
 
-    The tiles of all stages must fit 99 KiB of shared memory (sm_89).
+    The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill.
     """
     if head_dim > 128:
-        return DecodeLaunch(32, 4, 2)
-    return DecodeLaunch(64, 8, 2 if q8_0 else 3)
+        return DecodeLaunch(32, 8 if q8_0 else 4, 2)
+    if not q8_0:
+        return DecodeLaunch(64, 8, 3)
+    return DecodeLaunch(128 if group <= 8 else 64, 8, 2)

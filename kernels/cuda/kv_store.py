@@ -167,21 +167,3 @@ def expand_codes(codes, scale, ASM: tl.constexpr):
         value = exact.to(tl.float16)
         remainder = (exact - value.to(tl.float32)).to(tl.float16)
     return value, remainder
-
-
-@triton.jit
-def prefetch_run(pointer, nbytes, thread):
-    """Ask the L2 cache for `nbytes` from `pointer` on, both multiples of 16; nothing where nbytes <= 0.
-
-    One instruction for any number of bytes, which holds no register (sm_90 and later). `thread`: tl.arange over the
-    block's threads. Reference: PTX ISA, "cp.async.bulk.prefetch".
-    """
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p, q; setp.eq.s32 p, $3, 0; setp.gt.and.s32 q, $2, 0, p;"
-        " @q cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r,r",
-        [pointer.to(tl.int64, bitcast=True) + (thread & 0).to(tl.int64), nbytes + (thread & 0), thread],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
