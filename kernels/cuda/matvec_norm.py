@@ -21,7 +21,7 @@ from quengine.kernels.cuda.matvec_program import (
     kernel_rows,
     register_limit,
 )
-from quengine.kernels.cuda.mma import uses_assembly
+from quengine.kernels.cuda.mma import prefetch, uses_assembly
 from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda.packed import PackedPart, PackedWeight
 from quengine.kernels.cuda.q_dot import row_order
@@ -43,7 +43,8 @@ def _norm_kernel(
     column = tile0 * 16 + tl.arange(0, 16 * TILES)[None, :]
     row = row_order(ROWS)[:, None]
     inside = (row < T) & (column < N)
-    norm = tl.load(norm_ptr + column, mask=column < N, other=0.0)
+    # Held in registers from here on, the norm's weights would make others spill.
+    prefetch(norm_ptr + tl.minimum(column, N - 1), ASM)
     if PDL:
         tl.extra.cuda.gdc_wait()
     residual = tl.load(residual_ptr + row * N + column, mask=inside, other=0.0)
@@ -57,6 +58,7 @@ def _norm_kernel(
     squares = tl.sum(hidden * hidden, 1)
     tl.store(squares_ptr + row_order(ROWS) * programs + tl.program_id(0), squares, mask=row_order(ROWS) < T)
     GROUPS: tl.constexpr = TILES // 2
+    norm = tl.load(norm_ptr + column, mask=column < N, other=0.0)
     coarse, fine, scale, sums = round_group(tl.reshape(hidden * norm, [ROWS * GROUPS, 32]))
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
     place = tl.reshape(row * (N // 32) + group, [ROWS * GROUPS])

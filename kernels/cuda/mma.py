@@ -24,6 +24,21 @@ def uses_assembly() -> bool:
 
 
 @triton.jit
+def prefetch(pointers, ASM: tl.constexpr):
+    """Ask the L2 cache for what `pointers` point at: an early start that holds no register. Nothing where there is no
+    such instruction."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _bytes(words, SIGNED: tl.constexpr):
     """The four bytes of each word along a new last axis, as int32."""
     shifts = tl.arange(0, 4) * 8

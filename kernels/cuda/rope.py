@@ -132,6 +132,11 @@ def _rope_store_kernel(
             store_rows(v, row, live & (position < context), v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
 
 
+def rope_warps(elements: int) -> int:
+    """Warps of a block that rotates so many elements: a power of two, as Triton wants, 1 to 4."""
+    return max(1, min(4, 1 << max(0, (elements // 256).bit_length() - 1)))
+
+
 def rope_store(
     qkv: torch.Tensor,
     spec: AttentionSpec,
@@ -182,7 +187,7 @@ def rope_store(
         Q8=cache.q8_0,
         BLOCK_HEADS=block_heads,
         PDL=pdl,
-        num_warps=max(1, min(4, block_heads * head_dim // 256)),
+        num_warps=rope_warps(block_heads * head_dim),
         launch_pdl=pdl,
     )
     return q

@@ -9,7 +9,7 @@ from quengine.kernels.attention import attention, causal_mask_band, mask_slice
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.kv_store import KVStore
-from quengine.kernels.cuda.rope import heads_per_block, rope_store
+from quengine.kernels.cuda.rope import heads_per_block, rope_store, rope_warps
 from quengine.kernels.kv_q8_0 import dequantize_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
@@ -43,6 +43,12 @@ def make_spec(
         k_norm=norm,
         eps=1e-6,
     )
+
+
+def test_warps_are_a_power_of_two_for_every_head_size() -> None:
+    for head_dim in (64, 80, 96, 112, 128, 192, 256):
+        for heads in (1, 2, 4, 8, 16, 32):
+            assert rope_warps(heads * head_dim) in (1, 2, 4)
 
 
 def test_heads_per_block_divides_every_section() -> None:
