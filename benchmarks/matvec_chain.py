@@ -3,8 +3,8 @@
     python -m benchmarks.matvec_chain [rows ...]
 
 Per kernel: bytes, floor at 4.3 TB/s, time, percent of the floor's rate. The chain is 32 layers, half with Q6_K in
-attn_v and ffn_down, with the roundings between (no norm, no attention), then the output matrix. Prints a table and
-one JSON line.
+attn_v and ffn_down, the norms begun and ended in the kernels (no attention), then the output matrix. Prints a table
+and one JSON line.
 """
 
 import json
@@ -13,9 +13,11 @@ import sys
 import torch
 
 from benchmarks.cuda_timing import graph_time, random_part
-from quengine.kernels.cuda.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.activations import round_activations
 from quengine.kernels.cuda.matvec import matvec
-from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
+from quengine.kernels.cuda.matvec_norm import matvec_norm
+from quengine.kernels.cuda.matvec_program import RoundingScratch
+from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight
 
 FLOOR_RATE = 4.3e6  # bytes per microsecond
@@ -40,19 +42,15 @@ def measure(rows: int, pdl: bool) -> None:
     """Time every kernel and both chains with `rows` rows, and print them."""
     layers = [layer(i % 2 == 0) for i in range(LAYERS)]
     output = PackedWeight((random_part("Q6_K", 32000, 4096),))
-    hidden = torch.randn(rows, 4096, device="cuda")
-    x = RoundedActivations.empty(rows, 4096, "cuda")
-    middle = RoundedActivations.empty(rows, 14336, "cuda")
-    round_activations(hidden, out=x)
-    round_activations(torch.randn(rows, 14336, device="cuda"), out=middle)
-    scratch = SwigluScratch.empty(rows, 14336, "cuda")
-    qkv = torch.empty(rows, 6144, device="cuda")
-    logits = torch.empty(rows, 32000, device="cuda")
+    hidden, norm = torch.randn(rows, 4096, device="cuda"), torch.ones(4096, device="cuda")
+    attended, middle = (round_activations(torch.randn(rows, n, device="cuda")) for n in (4096, 14336))
+    scratch = RoundingScratch.empty(rows, 2 * 14336, "cuda")
+    normed = matvec_norm(attended, layers[0]["o"], hidden, norm, 1e-5, scratch).normed
     calls = {
-        "qkv": lambda w: matvec(x, w["qkv"], out=qkv, pdl=pdl),
-        "o": lambda w: matvec(x, w["o"], residual=hidden, out=hidden, pdl=pdl),
-        "gate_up": lambda w: matvec_swiglu(x, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
-        "down": lambda w: matvec(middle, w["down"], residual=hidden, out=hidden, pdl=pdl),
+        "qkv": lambda w: matvec(normed, w["qkv"], pdl=pdl),
+        "o": lambda w: matvec_norm(attended, w["o"], hidden, norm, 1e-5, scratch, pdl),
+        "gate_up": lambda w: matvec_swiglu(normed, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
+        "down": lambda w: matvec_norm(middle, w["down"], hidden, norm, 1e-5, scratch, pdl),
     }
     table = []
     for name, call in calls.items():
@@ -61,24 +59,13 @@ def measure(rows: int, pdl: bool) -> None:
                 continue
             time = graph_time([lambda w=w, c=call: c(w) for w in chosen]) / len(chosen)
             table.append((f"{name} {kind}", chosen[0][name].nbytes, time))
-    time = graph_time([lambda: matvec(x, output, out=logits, pdl=pdl)] * 4) / 4
+    time = graph_time([lambda: matvec(normed, output, pdl=pdl)] * 4) / 4
     table.append(("output", output.nbytes, time))
-    rounding = graph_time([lambda: round_activations(hidden, out=x, pdl=pdl)] * 32) / 32
-    table.append(("round 4096", 0, rounding))
     plain = [lambda w=w, c=c: c(w) for w in layers for c in calls.values()]
-    rounded = []
-    for w in layers:
-        for name, call in calls.items():
-            if name != "down":
-                rounded.append(lambda: round_activations(hidden, out=x, pdl=pdl))
-            rounded.append(lambda w=w, c=call: c(w))
-    rounded += [
-        lambda: round_activations(hidden, out=x, pdl=pdl),
-        lambda: matvec(x, output, out=logits, pdl=pdl),
-    ]
+    whole = [*plain, lambda: matvec(normed, output, pdl=pdl)]
     total = sum(sum(p.nbytes for p in w.values()) for w in layers)
     table.append(("4 x 32 layers", total, graph_time(plain)))
-    table.append(("with roundings and output", total + output.nbytes, graph_time(rounded)))
+    table.append(("and output", total + output.nbytes, graph_time(whole)))
     for name, nbytes, time in table:
         floor = nbytes / FLOOR_RATE
         print(

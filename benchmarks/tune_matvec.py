@@ -23,7 +23,9 @@ from quengine.kernels.cuda import launch_table
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.launch_table import Geometry
 from quengine.kernels.cuda.matvec import matvec
-from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
+from quengine.kernels.cuda.matvec_norm import matvec_norm
+from quengine.kernels.cuda.matvec_program import RoundingScratch
+from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.packed import PackedWeight
 
 Shape = tuple[str, tuple[tuple[str, int], ...], int]
@@ -32,34 +34,40 @@ Shape = tuple[str, tuple[tuple[str, int], ...], int]
 SHAPES: tuple[Shape, ...] = (
     ("rows", (("Q4_K", 6144),), 4096),
     ("rows", (("Q4_K", 5120), ("Q6_K", 1024)), 4096),
-    ("rows", (("Q4_K", 4096),), 4096),
+    ("norm", (("Q4_K", 4096),), 4096),
     ("swiglu", (("Q4_K", 28672),), 4096),
-    ("rows", (("Q4_K", 4096),), 14336),
-    ("rows", (("Q6_K", 4096),), 14336),
+    ("norm", (("Q4_K", 4096),), 14336),
+    ("norm", (("Q6_K", 4096),), 14336),
     ("rows", (("Q6_K", 32000),), 4096),
 )
 
 
 def geometries(chunks: int) -> Iterator[Geometry]:
-    """What is tried: 4 to 16 warps a program, 2 to 7 rounds (or one warp a chunk), 1 to 3 chunks read ahead, with
+    """What is tried: 4 to 32 warps a program, up to 7 rounds (or one warp a chunk), 1 or 2 chunks read ahead, with
     and without a limit on the registers.
 
     More rounds were tried and lost; their unrolled kernels take a minute to compile.
     """
-    for t, k, ahead in itertools.product((1, 2), (4, 8, 16), (1, 2, 3)):
+    for t, k, ahead in itertools.product((1, 2), (4, 8, 16), (1, 2)):
         rounds = -(-chunks // k)
-        useful = t * k <= 16 and rounds <= 7 and ahead <= rounds and (t == 1 or ahead > 1)
-        if useful and k <= chunks:
-            for registers, early in itertools.product((0, 64, 80) if t == 1 else (0,), (False, True)):
-                yield Geometry(t, k, ahead, registers, early)
+        if k <= chunks and rounds <= 7 and ahead <= rounds:
+            for registers, early in itertools.product((0, 64, 72, 80), (False, True)):
+                if registers * t * k * 32 <= 65536:
+                    yield Geometry(t, k, ahead, registers, early)
 
 
 def launcher(weight: PackedWeight, kind: str, x: RoundedActivations, pdl: bool):  # type: ignore[no-untyped-def]
     if kind == "swiglu":
         rounded = RoundedActivations.empty(x.rows, weight.rows // 2, "cuda")
-        scratch = SwigluScratch.empty(x.rows, weight.rows // 2, "cuda")
+        scratch = RoundingScratch.empty(x.rows, weight.rows, "cuda")
         return lambda: matvec_swiglu(x, weight, out=rounded, scratch=scratch, pdl=pdl)
     y = torch.zeros(x.rows, weight.rows, device="cuda")
+    if kind == "norm":
+        norm, scratch = (
+            torch.ones(weight.rows, device="cuda"),
+            RoundingScratch.empty(x.rows, weight.rows, "cuda"),
+        )
+        return lambda: matvec_norm(x, weight, y, norm, 1e-5, scratch, pdl)
     return lambda: matvec(x, weight, residual=y, out=y, pdl=pdl)
 
 
@@ -72,7 +80,8 @@ def measure(shape: Shape, pdl: bool, compile_only: tuple[int, int] | None) -> li
     for number, geometry in enumerate(geometries(weights[0].parts[0].chunks)):  # type: ignore[union-attr]
         if compile_only and number % compile_only[1] != compile_only[0]:
             continue
-        with patch("quengine.kernels.cuda.matvec.matvec_geometry", lambda *_, g=geometry: g):
+        module = {"rows": "matvec"}.get(kind, f"matvec_{kind}")
+        with patch(f"quengine.kernels.cuda.{module}.matvec_geometry", lambda *_, g=geometry: g):
             launches = [launcher(weight, kind, x, pdl) for weight in weights]
             if compile_only:
                 launches[0]()

@@ -21,7 +21,8 @@ from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
 from quengine.kernels.cuda.matvec import matvec
 from quengine.kernels.cuda.matvec_norm import can_begin_norm, matvec_norm
-from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
+from quengine.kernels.cuda.matvec_program import RoundingScratch
+from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda.packed import PackedWeight, pack
 from quengine.kernels.cuda.rms_norm import rms_norm_half, rms_norm_round
@@ -64,7 +65,7 @@ class CudaBackend:
         self.dtype = torch.float32
         self.pdl = has_dependent_launch(device)
         self._slices: DecodeWorkspace | None = None
-        self._swiglu: SwigluScratch | None = None
+        self._scratch: RoundingScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
         self._made_positions: tuple[int, int, Tensor] | None = None
         self._widest = 0
@@ -94,9 +95,7 @@ class CudaBackend:
     def norm_swiglu(self, x: Residual, norm: Tensor, eps: float, gate_up: PackedWeight) -> Rows:
         rows = self._normed(x, norm, eps)
         if isinstance(rows, RoundedActivations):
-            if self._swiglu is None:
-                self._swiglu = SwigluScratch.empty(DECODE_ROWS, self._widest, self.device)
-            return matvec_swiglu(rows, gate_up, scratch=self._swiglu, pdl=self.pdl)
+            return matvec_swiglu(rows, gate_up, scratch=self._rounding_scratch(), pdl=self.pdl)
         return matmul_swiglu(rows, gate_up, self._workspace())
 
     def linear_add(
@@ -107,7 +106,7 @@ class CudaBackend:
         if norm is None or (isinstance(rows, RoundedActivations) and not can_begin_norm(weight)):
             return self._matmul(rows, weight, stream)
         if isinstance(rows, RoundedActivations):
-            return matvec_norm(rows, weight, stream, norm, eps, pdl=self.pdl)
+            return matvec_norm(rows, weight, stream, norm, eps, self._rounding_scratch(), self.pdl)
         return NormedRows(*matmul_norm(rows, weight, self._workspace(), stream, norm, eps, pdl=self.pdl))
 
     def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Rows:
@@ -163,6 +162,12 @@ class CudaBackend:
         if self._matmul_workspace is None:
             self._matmul_workspace = MatmulWorkspace(self._largest, self.device)
         return self._matmul_workspace
+
+    def _rounding_scratch(self) -> RoundingScratch:
+        """One for all launches: each uses it only after the one in front has ended."""
+        if self._scratch is None:
+            self._scratch = RoundingScratch.empty(DECODE_ROWS, 2 * self._widest, self.device)
+        return self._scratch
 
     def _decode_workspace(self, spec: AttentionSpec) -> DecodeWorkspace:
         if self._slices is None:

@@ -59,7 +59,7 @@ def matvec_key(parts: Sequence[PackedPart], kind: str) -> str:
 
 
 def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
-    """Geometry for a launch of `kind` "rows", "norm" (an even number of tiles) or "swiglu" on the current device."""
+    """Geometry for a launch of `kind` "rows", "norm" (one tile or an even number) or "swiglu" on the current device."""
     entry = _table().get(device_name(), {}).get("matvec", {}).get(matvec_key(parts, kind))
     return Geometry(*entry) if entry else default_geometry(parts[0], kind)
 

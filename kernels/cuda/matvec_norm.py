@@ -14,12 +14,14 @@ from quengine.kernels.cuda.activations import RmsPartials, RoundedActivations, r
 from quengine.kernels.cuda.launch import pdl_option
 from quengine.kernels.cuda.launch_table import matvec_geometry
 from quengine.kernels.cuda.matvec_program import (
+    RoundingScratch,
     begin_rows,
     check_rows,
     finish_rows,
     is_even,
     kernel_rows,
     register_limit,
+    round_together,
 )
 from quengine.kernels.cuda.mma import prefetch, uses_assembly
 from quengine.kernels.cuda.normed import NormedRows
@@ -29,12 +31,13 @@ from quengine.kernels.cuda.q_dot import row_order
 
 @triton.jit
 def _norm_kernel(
-    hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
+    values_ptr, tickets_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
     x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, tiles, N, T,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_WARPS: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles, an even number, so that a program has whole groups of 32 outputs."""
+    """TILES tiles: an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
+    group."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * TILES
@@ -57,13 +60,20 @@ def _norm_kernel(
     programs = tl.num_programs(0)
     squares = tl.sum(hidden * hidden, 1)
     tl.store(squares_ptr + row_order(ROWS) * programs + tl.program_id(0), squares, mask=row_order(ROWS) < T)
-    GROUPS: tl.constexpr = TILES // 2
     norm = tl.load(norm_ptr + column, mask=column < N, other=0.0)
-    coarse, fine, scale, sums = round_group(tl.reshape(hidden * norm, [ROWS * GROUPS, 32]))
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
-    place = tl.reshape(row * (N // 32) + group, [ROWS * GROUPS])
-    exists = tl.reshape((row < T) & (group < N // 32), [ROWS * GROUPS])
-    store_rounded(out_high, out_low, out_scale, out_sums, place, exists, coarse, fine, scale, sums)
+    value = hidden * norm
+    if TILES == 1:
+        tl.store(values_ptr + row * N + column, value, mask=inside)
+        round_together(
+            values_ptr, tickets_ptr, out_high, out_low, out_scale, out_sums, tile0 // 2, N, T, ROWS, 2
+        )  # fmt: skip
+    else:
+        GROUPS: tl.constexpr = TILES // 2
+        coarse, fine, scale, sums = round_group(tl.reshape(value, [ROWS * GROUPS, 32]))
+        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
+        place = tl.reshape(row * (N // 32) + group, [ROWS * GROUPS])
+        exists = tl.reshape((row < T) & (group < N // 32), [ROWS * GROUPS])
+        store_rounded(out_high, out_low, out_scale, out_sums, place, exists, coarse, fine, scale, sums)
 
 
 def can_begin_norm(weight: PackedWeight) -> bool:
@@ -82,11 +92,13 @@ def matvec_norm(
     residual: Tensor,
     norm: Tensor,
     eps: float,
+    scratch: RoundingScratch | None = None,
     pdl: bool = False,
 ) -> NormedRows:
     """x [T, K] times weight [D, K], plus residual fp32 [T, D], and its RMSNorm with weights `norm` fp32 [D] begun.
 
-    T at most 8; `x` must have its own norm done. `pdl`: see `matvec`. Raises ValueError on other shapes.
+    T at most 8; `x` must have its own norm done. `scratch` avoids an allocation; `pdl`: see `matvec`. Raises
+    ValueError on other shapes.
     """
     check_rows(x, weight)
     part = weight.parts[0]
@@ -94,13 +106,17 @@ def matvec_norm(
         raise ValueError(f"a weight of {weight.rows} rows in {len(weight.parts)} parts cannot begin a norm")
     if residual.shape != (x.rows, weight.rows) or not residual.is_contiguous():
         raise ValueError(f"residual must be contiguous {[x.rows, weight.rows]}, not {list(residual.shape)}")
+    room = RoundingScratch.empty(x.rows, weight.rows, residual.device) if scratch is None else scratch
+    if room.values.numel() < x.rows * weight.rows or room.tickets.numel() * 32 < weight.rows:
+        raise ValueError(f"scratch holds {list(room.values.shape)}, needs {[x.rows, weight.rows]}")
     geometry = matvec_geometry([part], "norm")
     programs = triton.cdiv(part.tiles, geometry.tiles)
     hidden = torch.empty_like(residual)
     squares = torch.empty(x.rows, programs, dtype=torch.float32, device=residual.device)
     rounded = RoundedActivations.empty(x.rows, weight.rows, residual.device)
     _norm_kernel[(programs,)](
-        hidden, residual, norm, rounded.high, rounded.low, rounded.scale, rounded.sums, squares,
+        room.values, room.tickets, hidden, residual, norm,
+        rounded.high, rounded.low, rounded.scale, rounded.sums, squares,
         x.high, x.low, x.scale, x.sums, part.low, part.high, part.scales, part.supers,
         part.tiles, part.rows, x.rows,
         FMT=part.layout, ROWS=kernel_rows(x.rows), K=x.cols,

@@ -4,10 +4,14 @@ A program starts reading its weights, waits for the launch in front (dependent l
 its warps hold. Does not know: what is done with the result (matvec.py, matvec_norm.py, matvec_swiglu.py).
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from quengine.kernels.cuda.activations import RoundedActivations
+from quengine.kernels.cuda.activations import RoundedActivations, round_group, store_rounded
 from quengine.kernels.cuda.launch_table import Geometry
 from quengine.kernels.cuda.packed import PackedPart, PackedWeight
 from quengine.kernels.cuda.q_dot import reduce_tile, row_order, start_tile, tile_dots
@@ -62,6 +66,45 @@ def finish_rows(
         else:
             y *= tl.rsqrt(tl.reshape(tl.sum(squares, 1), [1, 1, 1, ROWS]) / K + eps)
     return y
+
+
+@triton.jit
+def round_together(
+    values_ptr, tickets_ptr, out_high, out_low, out_scale, out_sums, group, width, T,
+    ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Round group `group` of 32 outputs, which PROGRAMS programs share: each has just stored its part of the rows of
+    `values` [T, width] and draws a ticket; the last one rounds the whole."""
+    tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+    ticket = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
+    if ticket == PROGRAMS - 1:
+        rows = tl.arange(0, ROWS)
+        at = rows[:, None] * width + group * 32 + tl.arange(0, 32)[None, :]
+        # Other programs wrote these: not from this multiprocessor's own cache.
+        values = tl.load(values_ptr + at, mask=(rows < T)[:, None], other=0.0, cache_modifier=".cg")
+        coarse, fine, scale, x_sums = round_group(values)
+        place = rows * (width // 32) + group
+        store_rounded(
+            out_high, out_low, out_scale, out_sums, place, rows < T, coarse, fine, scale, x_sums
+        )  # fmt: skip
+        tl.store(tickets_ptr + group, 0)
+
+
+@dataclass(frozen=True)
+class RoundingScratch:
+    """Room for `round_together`, reusable by every call of one stream: values fp32 and one ticket, int32, for each 32
+    outputs. Tickets are zero between launches."""
+
+    values: Tensor
+    tickets: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, width: int, device: torch.device | str) -> "RoundingScratch":
+        """For up to `rows` rows of up to `width` values."""
+        return cls(
+            torch.empty(rows, width, dtype=torch.float32, device=device),
+            torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
+        )
 
 
 def check_rows(x: RoundedActivations, weight: PackedWeight) -> None:

@@ -4,12 +4,8 @@ Definition: kernels/q_dot.py, kernels/swiglu.py, kernels/activations.py. Does no
 geometry was found (launch_table.py).
 """
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from quengine.kernels.cuda.activations import (
     RoundedActivations,
@@ -21,6 +17,7 @@ from quengine.kernels.cuda.launch import pdl_option
 from quengine.kernels.cuda.launch_table import matvec_geometry
 from quengine.kernels.cuda.matvec import matvec
 from quengine.kernels.cuda.matvec_program import (
+    RoundingScratch,
     begin_rows,
     check_rows,
     finish_rows,
@@ -29,6 +26,7 @@ from quengine.kernels.cuda.matvec_program import (
     load_squares,
     partial_count,
     register_limit,
+    round_together,
 )
 from quengine.kernels.cuda.mma import uses_assembly
 from quengine.kernels.cuda.packed import PackedPart, PackedWeight
@@ -76,44 +74,16 @@ def _swiglu_kernel(
         column = (tile0 + tl.arange(0, TILES)[:, None, None]) * 8 + tl.arange(0, 8)[None, :, None]
         row = tl.reshape(order, [1, 1, ROWS])
         tl.store(values_ptr + row * width + column, value, mask=(column < width) & (row < T))
-        tl.debug_barrier()
-        group = tile0 // 4
-        ticket = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
-        if ticket == 4 // TILES - 1:
-            rows = tl.arange(0, ROWS)
-            at = rows[:, None] * width + group * 32 + tl.arange(0, 32)[None, :]
-            # Other programs wrote these: not from this multiprocessor's own cache.
-            values = tl.load(values_ptr + at, mask=(rows < T)[:, None], other=0.0, cache_modifier=".cg")
-            coarse, fine, scale, x_sums = round_group(values)
-            place = rows * (width // 32) + group
-            store_rounded(
-                out_high, out_low, out_scale, out_sums, place, rows < T, coarse, fine, scale, x_sums
-            )
-            tl.store(tickets_ptr + group, 0)
-
-
-@dataclass(frozen=True)
-class SwigluScratch:
-    """Room for `matvec_swiglu`, reusable by every call of one stream: values fp32 [T, 2F] and one
-    ticket, int32, for each 32 outputs. Tickets are zero between launches."""
-
-    values: Tensor
-    tickets: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, width: int, device: torch.device | str) -> "SwigluScratch":
-        """For up to `rows` rows of up to F = `width` outputs."""
-        return cls(
-            torch.empty(rows, 2 * width, dtype=torch.float32, device=device),
-            torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
-        )
+        round_together(
+            values_ptr, tickets_ptr, out_high, out_low, out_scale, out_sums, tile0 // 4, width, T, ROWS, 4 // TILES
+        )  # fmt: skip
 
 
 def matvec_swiglu(
     x: RoundedActivations,
     gate_up: PackedWeight,
     out: RoundedActivations | None = None,
-    scratch: SwigluScratch | None = None,
+    scratch: RoundingScratch | None = None,
     pdl: bool = False,
 ) -> RoundedActivations:
     """silu(gate)*up of x [T, K] times a merged weight [2F, K], rounded: [T, F], F a multiple of 32.
@@ -126,7 +96,7 @@ def matvec_swiglu(
     rounded = RoundedActivations.empty(x.rows, width, x.high.device) if out is None else out
     if (rounded.rows, rounded.cols) != (x.rows, width):
         raise ValueError(f"out holds {[rounded.rows, rounded.cols]}, not {[x.rows, width]}")
-    room = SwigluScratch.empty(x.rows, width, x.high.device) if scratch is None else scratch
+    room = RoundingScratch.empty(x.rows, 2 * width, x.high.device) if scratch is None else scratch
     if room.values.numel() < x.rows * 2 * width or room.tickets.numel() * 32 < width:
         raise ValueError(f"scratch holds {list(room.values.shape)}, needs {[x.rows, 2 * width]}")
     part = gate_up.parts[0]
@@ -138,7 +108,7 @@ def matvec_swiglu(
 
 
 def _launch_swiglu(
-    x: RoundedActivations, part: PackedPart, scratch: SwigluScratch, out: RoundedActivations, pdl: bool
+    x: RoundedActivations, part: PackedPart, scratch: RoundingScratch, out: RoundedActivations, pdl: bool
 ) -> None:
     geometry = matvec_geometry([part], "swiglu")
     _swiglu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](

@@ -141,9 +141,7 @@ def _load_activations(
     for s in tl.static_range(SETS):
         if (i + 1) * K_WARPS <= CHUNKS:
             x = x + (
-                _load_set(
-                    plane, t_ptr, sums_ptr, k_warp, i * K_WARPS, T, lane, s, FMT, ROWS, K, PADDED
-                ),
+                _load_set(plane, t_ptr, sums_ptr, k_warp, i * K_WARPS, T, lane, s, FMT, ROWS, K, PADDED),
             )
         else:
             # Past the edge the codes are zero; the activations read there must still exist.

@@ -11,7 +11,8 @@ from quengine.kernels.cuda.activations import RoundedActivations, round_activati
 from quengine.kernels.cuda.launch_table import Geometry
 from quengine.kernels.cuda.layout import PACKED_FORMATS
 from quengine.kernels.cuda.matvec import matvec
-from quengine.kernels.cuda.matvec_swiglu import SwigluScratch, matvec_swiglu
+from quengine.kernels.cuda.matvec_program import RoundingScratch
+from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.packed import pack
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
@@ -183,7 +184,7 @@ def test_every_geometry_of_swiglu_rounds_whole_groups(
     use_geometry(monkeypatch, *geometry)
     gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q4_K", 32, 256, 1)
     x = ordinary_activations(rows, 256) * 0.1
-    scratch = SwigluScratch.empty(8, 32, device)
+    scratch = RoundingScratch.empty(8, 2 * 32, device)
     weight = pack([gate, up], device, paired=True)
     for _ in range(2):
         y = matvec_swiglu(round_activations(x.to(device)), weight, scratch=scratch)

@@ -10,6 +10,7 @@ from quengine.kernels.cuda.activations import RmsPartials, RoundedActivations, r
 from quengine.kernels.cuda.launch_table import Geometry
 from quengine.kernels.cuda.matvec import matvec
 from quengine.kernels.cuda.matvec_norm import can_begin_norm, matvec_norm
+from quengine.kernels.cuda.matvec_program import RoundingScratch
 from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.packed import pack
 from quengine.kernels.q_dot import q_dot
@@ -29,7 +30,14 @@ def product(x: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("name", "rows", "geometry"),
-    [("Q4_K", 1, (2, 2, 1)), ("Q6_K", 1, (4, 1, 1)), ("Q8_0", 3, (2, 1, 2)), ("Q4_1", 1, None)],
+    [
+        ("Q4_K", 1, (2, 2, 1)),
+        ("Q6_K", 1, (4, 1, 1)),
+        ("Q8_0", 3, (2, 1, 2)),
+        ("Q4_1", 1, None),
+        ("Q4_K", 1, (1, 2, 1)),
+        ("Q6_K", 3, (1, 1, 1)),
+    ],
 )
 def test_gives_the_residual_stream_and_its_norm(
     name: str,
@@ -55,6 +63,24 @@ def test_gives_the_residual_stream_and_its_norm(
     wanted = definition.round_activations(normed.hidden.cpu() * norm)
     assert torch.equal(normed.normed.ints().cpu(), wanted.a)
     assert torch.equal(normed.normed.sums.cpu(), wanted.sums(16))
+
+
+def test_programs_that_share_a_group_leave_their_tickets_as_they_found_them(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quengine.kernels.cuda.matvec_norm.matvec_geometry", lambda *_: Geometry(1, 1, 1))
+    weight = pack(ordinary_weight("Q4_0", 64, 128), device)
+    x, norm = ordinary_activations(2, 128).to(device), torch.ones(64, device=device)
+    scratch = RoundingScratch.empty(2, 64, device)
+    first, second = (
+        matvec_norm(round_activations(x), weight, torch.zeros(2, 64, device=device), norm, EPS, scratch)
+        for _ in range(2)
+    )
+    assert not scratch.tickets.any()
+    assert torch.equal(first.normed.dequantize(), second.normed.dequantize())
+    with pytest.raises(ValueError, match="scratch holds"):
+        small = RoundingScratch.empty(1, 64, device)
+        matvec_norm(round_activations(x), weight, torch.zeros(2, 64, device=device), norm, EPS, small)
 
 
 def begun(x: torch.Tensor, device: torch.device, pieces: int = 3) -> RoundedActivations:
