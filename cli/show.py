@@ -46,7 +46,7 @@ def _devices(summary: "ModelSummary") -> list[dict[str, Any]]:
     """Per device here: free bytes, bytes needed at the model's own context, the context that fits."""
     from quengine.errors import CannotRunError
     from quengine.machine import available_memory, cuda_devices
-    from quengine.memory import choose_context
+    from quengine.memory import WORKSPACE, choose_context
 
     config = summary.config
     if config is None or not summary.tensors:
@@ -58,7 +58,11 @@ def _devices(summary: "ModelSummary") -> list[dict[str, Any]]:
     found = []
     for name, free in places:
         try:
-            context, problem = choose_context(config, None, summary.weight_bytes, free, name), None
+            workspace = WORKSPACE[name.partition(":")[0]]
+            context, problem = (
+                choose_context(config, None, summary.weight_bytes, free, name, workspace=workspace),
+                None,
+            )
         except CannotRunError as error:
             context, problem = 0, str(error)
         found.append(
@@ -133,16 +137,20 @@ def _config_lines(config: "ModelConfig") -> list[str]:
 
 
 def _device_lines(summary: "ModelSummary", devices: list[dict[str, Any]]) -> list[str]:
+    from quengine.kernels.cache_types import can_store
     from quengine.memory import gib
 
     config = summary.config
     if config is None or not summary.tensors:
         return []
     cache = config.kv_cache_bytes(config.context_length)
+    smaller = ""
+    if can_store("q8_0", config.head_dim):
+        smaller = f" ({gib(config.kv_cache_bytes(1024, 'q8_0'))} with --cache-type q8_0)"
     lines = [
         f"memory        weights {gib(summary.weight_bytes)} + KV cache {gib(cache)} (fp16, "
         f"{config.context_length} tokens) = {gib(summary.weight_bytes + cache)}; "
-        f"{gib(config.kv_cache_bytes(1024))} of cache per 1024 tokens"
+        f"{gib(config.kv_cache_bytes(1024))} of cache per 1024 tokens{smaller}"
     ]
     for device in devices:
         context = device["context_that_fits"]
