@@ -2,8 +2,8 @@
 
 The newest token and its position stay on the device. A step's graph is launched before the token of the step before
 it is read on the host, so that text, stop strings and printing happen behind the computation; the step that turns out
-to follow an end token is thrown away. Settings that the captured sampling has no room for (log-probabilities, no
-top-k) take the eager path of Runner.
+to follow an end token is thrown away. Settings that the captured sampling has no room for (log-probabilities, a
+constraint, no top-k) take the eager path of Runner.
 """
 
 from collections import deque
@@ -66,7 +66,9 @@ class GraphKey:
     @classmethod
     def of(cls, params: SamplingParams) -> "GraphKey | None":
         """None where the settings cannot be sampled in a graph."""
-        if params.logprobs is not None or (not params.greedy and not 1 <= params.top_k <= MAX_CAPACITY):
+        if params.logprobs is not None or params.constraint is not None:
+            return None
+        if not params.greedy and not 1 <= params.top_k <= MAX_CAPACITY:
             return None
         top_k = 1 if params.greedy else 64 if params.top_k <= 64 else MAX_CAPACITY
         return cls(top_k, bool(params.logit_bias), params.penalizes)

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from quengine.config import EngineConfig
+from quengine.constraint import ConstraintCompiler
 from quengine.errors import EngineError
 from quengine.kernels.cache_types import CacheType
 from quengine.load import load_model
@@ -65,6 +66,7 @@ class LLM:
         self.config = EngineConfig(device, ctx_size, threads, backend, chunk_size, reuse_prefix, cache_type)
         self.loaded = load_model(model, self.config, progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()
+        self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template()
         self.model_config = self.loaded.checkpoint.config
         self.ctx_size = self.loaded.cache.ctx_size
@@ -94,12 +96,15 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         index: int = 0,
-        show_special: bool = False,
+        show_special: bool | Collection[int] = False,
     ) -> "CompletionStream":
         """Complete one prompt; iterating yields pieces of text as they become certain.
 
         `index` tells apart several completions of one prompt under one seed. `show_special` keeps the names of
-        control tokens in the text.
+        control tokens in the text: of all, or of those given (`tool_calls.ToolFormat.marker_ids`).
+
+        Raises:
+            EngineError: the prompt does not fit the context, or `params.constraint` cannot be compiled.
         """
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return CompletionStream(self, self._sequence(ids, params or SamplingParams(), index, show_special))
@@ -121,15 +126,17 @@ class LLM:
         """Ids of a raw prompt, with the beginning-of-text token where the model wants one."""
         return self.tokenizer.encode(text, bos=self.tokenizer.add_bos, special=special)
 
-    def encode_chat(self, messages: Seq[Message]) -> list[int]:
+    def encode_chat(self, messages: Seq[Message], tools: Seq[Any] | None = None) -> list[int]:
         """Ids of a conversation rendered through the model's template, ready for the answer.
+
+        `tools` are descriptions of functions as the template reads them (`tool_calls.Tool.described`).
 
         Raises:
             EngineError: the model has no template, or the template fails (with its line).
         """
         if self.chat_template is None:
             raise EngineError(f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)")
-        return encode_chat(self.tokenizer, self.chat_template, messages)
+        return encode_chat(self.tokenizer, self.chat_template, messages, tools=tools)
 
     def step(self) -> tuple[Sequence, str] | None:
         """Compute one batch; returns its sequence and the text it made visible, None when nothing is waiting."""
@@ -167,19 +174,29 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _sequence(self, ids: list[int], params: SamplingParams, index: int, show_special: bool) -> Sequence:
+    def _sequence(
+        self, ids: list[int], params: SamplingParams, index: int, show_special: bool | Collection[int]
+    ) -> Sequence:
+        ids = self._checked(ids)
         params = params.with_seed()
         if params.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eos_ids, -math.inf)
             params = replace(params, logit_bias={**params.logit_bias, **banned})
-        sampler = Sampler(params, self.model_config.vocab_size, index)
-        token_bytes = self.tokenizer.token_bytes if show_special else self._visible_bytes
+        spec = params.constraint
+        constraint = None if spec is None else self.constraints.compile(spec, params.stop_token_ids)
+        sampler = Sampler(params, self.model_config.vocab_size, index, constraint)
         end_ids = self.tokenizer.eos_ids | set(params.stop_token_ids)
-        stream = TextStream(token_bytes, params.stop)
-        return Sequence(self._checked(ids), params, sampler, stream, end_ids, self.ctx_size)
+        stream = TextStream(self._shown_bytes(show_special), params.stop)
+        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size)
 
-    def _visible_bytes(self, token: int) -> bytes:
-        return b"" if self.tokenizer.is_control(token) else self.tokenizer.token_bytes(token)
+    def _shown_bytes(self, special: bool | Collection[int]) -> Callable[[int], bytes]:
+        tokenizer = self.tokenizer
+        if special is True:
+            return tokenizer.token_bytes
+        shown = special or ()
+        return lambda token: (
+            b"" if tokenizer.is_control(token) and token not in shown else tokenizer.token_bytes(token)
+        )
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:

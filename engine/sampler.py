@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quengine.constraint import Constraint, Mask
 from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.sampling import Logits
@@ -49,13 +50,20 @@ class Sampler:
         params: how to sample; its seed must be set (`SamplingParams.with_seed`).
         vocab_size: entries of the logits.
         stream: which completion of the prompt this is; each has random numbers of its own under one seed.
+        constraint: masks the tokens; the sequence advances it.
 
     Raises:
         EngineError: `logit_bias` or `stop_token_ids` names a token outside the vocabulary.
         ValueError: the parameters have no seed.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, stream: int = 0) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        stream: int = 0,
+        constraint: Constraint | None = None,
+    ) -> None:
         if params.seed is None:
             raise ValueError("the parameters have no seed: call with_seed() first")
         for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
@@ -66,6 +74,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.seed: int = params.seed
         self.stream = stream
+        self.constraint = constraint
         self._recent = RecentTokens(params.repeat_last_n)
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
@@ -77,15 +86,18 @@ class Sampler:
         call it grows, or is cut short. The random number depends on seed, stream and `position` alone.
 
         Raises:
-            EngineError: the logits are not all finite, or every token is banned; it says at which token.
+            EngineError: the logits are not all finite, every token is banned, or the constraint's grammar is too
+                much work; it says at which token.
         """
         assert logits.shape == (self.vocab_size,), (
             f"logits {tuple(logits.shape)}, vocabulary {self.vocab_size}"
         )
         params = self.params
+        # Before the logits are waited for: the device computes them meanwhile.
+        allowed = None if self.constraint is None else self.constraint.allowed()
         given: Logits = logits.float().cpu().numpy()
         _check_finite(given, position)
-        adjusted = self._adjusted(given, history)
+        adjusted = self._adjusted(given, history, allowed)
         uniform = 0.0 if params.greedy else sampling.uniform(self.seed, position, self.stream)
         try:
             token = sampling.sample(
@@ -98,16 +110,24 @@ class Sampler:
                 uniform=uniform,
             )
         except sampling.NoCandidateError:
-            raise EngineError(
-                f"token {position}: logit_bias bans every token, none is left to choose"
-            ) from None
+            raise EngineError(f"token {position}: {self._why_none()}") from None
         return Sample(
             token, None if params.logprobs is None else token_logprobs(given, token, params.logprobs)
         )
 
-    def _adjusted(self, logits: Logits, history: Sequence[int]) -> Logits:
-        """Bias, then penalties; `logits` stays as it was, for the log-probabilities are the model's own."""
+    def _why_none(self) -> str:
+        if self.constraint is None:
+            return "logit_bias bans every token, none is left to choose"
+        return (
+            "the constraint allows no token of this vocabulary that logit_bias and ignore_eos leave, "
+            "none is left to choose"
+        )
+
+    def _adjusted(self, logits: Logits, history: Sequence[int], allowed: Mask | None) -> Logits:
+        """Mask, bias, then penalties; `logits` stays as it was, for the log-probabilities are the model's own."""
         params = self.params
+        if allowed is not None:
+            logits = np.where(allowed, logits, np.float32(-np.inf))
         if params.logit_bias:
             logits = sampling.add_logit_bias(logits, self._bias_ids, self._bias)
         if params.penalizes:

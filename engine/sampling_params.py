@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quengine.constraint_spec import ConstraintSpec
 from quengine.errors import EngineError
 
 MAX_SEED = 2**64 - 1  # the seed is the 64-bit key of the random number generator
@@ -36,6 +37,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the text, beside the model's own end tokens.
         ignore_eos: go on after the model's end tokens (benchmarks).
         logprobs: report the log-probability of each token and of this many likely ones; None: of none.
+        constraint: what the text has to be (a JSON schema, a regex, a grammar); None: anything.
         n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
 
     Raises:
@@ -58,6 +60,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    constraint: ConstraintSpec | None = None
     n: int = 1
 
     def __post_init__(self) -> None:
@@ -78,6 +81,8 @@ class SamplingParams:
             raise _invalid("ignore_eos", self.ignore_eos, "must be True or False")
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0)
+        if self.constraint is not None and not isinstance(self.constraint, ConstraintSpec):
+            raise _invalid("constraint", self.constraint, "must be a ConstraintSpec")
         _check_int("n", self.n, 1)
         # A caller may hand in a list, one string or a dict that it goes on to change: keep our own copies.
         object.__setattr__(self, "stop", _stop_strings(self.stop))

@@ -14,7 +14,8 @@ class Sequence:
     """A prompt and what has been generated after it. The sequence decides itself when it is finished.
 
     `token_ids` are prompt and generated ids; the first `num_cached_tokens` of them are in the cache.
-    `end_ids` end the text and are no part of it.
+    `end_ids` end the text and are no part of it; so does a constraint that nothing can follow. The constraint's state
+    is the sampler's, and is advanced here.
     """
 
     token_ids: list[int]
@@ -56,8 +57,13 @@ class Sequence:
         if sample.logprobs is not None:
             self.logprobs.append(sample.logprobs)
         text = self.stream.push(token)
+        constraint = self.sampler.constraint
+        if constraint is not None:
+            constraint.advance(token)
         if self.stream.stopped is not None:
             self.finish_reason = "stop"
+        elif constraint is not None and constraint.finished:
+            text += self._finish("stop")
         elif len(self.generated) == self.params.max_tokens or len(self.token_ids) >= self.ctx_size:
             text += self._finish("length")
         return text

@@ -1,6 +1,6 @@
 """The CUDA runner's bookkeeping, with a graph that computes on the host: one step ahead, never a wrong token."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from quengine.constraint_spec import ConstraintSpec
 from quengine.cuda_runner import CudaRunner, GraphKey
 from quengine.kernels.cuda.compile_ahead import marker
 from quengine.sampler import Sample
@@ -144,3 +145,9 @@ def test_kernels_are_not_looked_for_again_where_the_marker_says_they_were_compil
     cache = SimpleNamespace(ctx_size=4, nbytes=64, layers=[])
     marker("GPU X", "model", 10, 4, 16).touch()
     CudaRunner(Shape(), cache).compile_kernels()  # type: ignore[arg-type]
+
+
+def test_a_constraint_takes_the_eager_path() -> None:
+    free = SamplingParams(temperature=0)
+    assert GraphKey.of(free) is not None
+    assert GraphKey.of(replace(free, constraint=ConstraintSpec.regex("a"))) is None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from quengine.constraint_spec import ConstraintSpec
 from quengine.errors import EngineError
 from quengine.sampling_params import MAX_SEED, SamplingParams
 
@@ -116,3 +117,10 @@ def test_penalties_are_off_by_default_and_without_a_window() -> None:
     assert SamplingParams(repeat_penalty=1.3).penalizes
     assert SamplingParams(presence_penalty=-0.5).penalizes
     assert SamplingParams(frequency_penalty=0.1, repeat_last_n=-1).penalizes
+
+
+def test_a_constraint_is_a_specification_and_nothing_else() -> None:
+    spec = ConstraintSpec.regex("a")
+    assert SamplingParams(constraint=spec).constraint == spec
+    with pytest.raises(EngineError, match="constraint = 'a'.*ConstraintSpec"):
+        SamplingParams(constraint="a")  # type: ignore[arg-type]

@@ -1,0 +1,139 @@
+"""What a generated text has to be: a JSON schema, a regular expression or a grammar, as the user wrote it.
+
+    ConstraintSpec.json_schema({"type": "object", ...})   OpenAI's response_format json_schema, --json-schema
+    ConstraintSpec.json_object()                          OpenAI's response_format json_object
+    ConstraintSpec.regex(r"[0-9]{4}-[0-9]{2}")
+    ConstraintSpec.grammar(text)                          GBNF or Lark; --grammar, llama-server's `grammar`
+
+A specification is a value: it can be compared, hashed and kept in SamplingParams. Knows sizes and syntax of JSON; not
+tokens, and not whether a grammar makes sense: that is `constraint.ConstraintCompiler`'s, which knows the vocabulary.
+docs/constrained.md says what is accepted.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quengine.constraint_gbnf import is_gbnf, lark_of_gbnf
+from quengine.errors import EngineError
+
+MAX_CHARACTERS = 128 * 1024
+"""Compiling takes time that grows with the square of a schema's properties: about 5 s at this size."""
+
+# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. JSON allows any amount, and
+# a model that likes spaces then never ends.
+_WHITESPACE = r"( |\r?\n[ \t]{0,64})"
+_IGNORED_OPTIONS = re.compile(r"^[^/#\n\"]*\[[^\]\n]*\b(temperature|stop)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class ConstraintSpec:
+    """`lark` is the whole specification as a Lark grammar of llguidance's kind; `kind` names its origin in errors.
+
+    Made by the class methods below.
+
+    Raises:
+        EngineError: it is empty or longer than MAX_CHARACTERS.
+    """
+
+    kind: Literal["JSON schema", "regex", "grammar"]
+    lark: str
+
+    def __post_init__(self) -> None:
+        if not self.lark.strip():
+            raise EngineError(f"{self.kind}: it is empty")
+        if len(self.lark) > MAX_CHARACTERS:
+            raise EngineError(
+                f"{self.kind}: {len(self.lark)} characters are more than the {MAX_CHARACTERS} that are accepted"
+            )
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "ConstraintSpec":
+        """JSON that is valid under a schema (draft 2020-12), given as a value or as JSON text.
+
+        Keywords that cannot be enforced are refused when the constraint is compiled, none is ignored.
+
+        Raises:
+            EngineError: the text is no JSON, or no schema.
+        """
+        value = _parsed(schema) if isinstance(schema, str) else schema
+        return cls("JSON schema", f"start: {inline_json(value)}")
+
+    @classmethod
+    def json_object(cls) -> "ConstraintSpec":
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> "ConstraintSpec":
+        """Text that a regular expression matches as a whole (Rust's syntax: no look-around, no back-references).
+
+        Raises:
+            EngineError: it is no text, or empty.
+        """
+        if not isinstance(pattern, str) or not pattern:
+            raise EngineError(f"regex {pattern!r}: must be text of at least one character")
+        return cls("regex", f"start: /{_slashes_escaped(pattern)}/")
+
+    @classmethod
+    def grammar(cls, text: str) -> "ConstraintSpec":
+        """A grammar in llama.cpp's GBNF (rules with `::=`, beginning at `root`) or in llguidance's Lark (at `start`).
+
+        Raises:
+            EngineError: it is no text, GBNF with a mistake (with its line), or Lark with an option that could only
+                be ignored.
+        """
+        if not isinstance(text, str):
+            raise EngineError(f"grammar {text!r}: must be text")
+        if len(text) > MAX_CHARACTERS:
+            return cls("grammar", text)  # refused for its size, before anything reads it
+        if is_gbnf(text):
+            return cls("grammar", lark_of_gbnf(text))
+        if option := _IGNORED_OPTIONS.search(text):
+            line = text.count("\n", 0, option.start(1)) + 1
+            raise EngineError(f"grammar, line {line}: the option {option[1]} is not supported; leave it out")
+        return cls("grammar", text)
+
+
+def inline_json(schema: Mapping[str, Any] | bool) -> str:
+    """`schema` as an expression of a Lark grammar.
+
+    Raises:
+        EngineError: it is no JSON value, or no schema.
+    """
+    if schema is True:
+        schema = {}
+    if schema is False or not isinstance(schema, Mapping):
+        shown = json.dumps(schema, default=repr)[:80]
+        raise EngineError(f"JSON schema: must be an object that something can be valid under, not {shown}")
+    if "x-guidance" in schema:
+        raise EngineError('JSON schema: "x-guidance" is no keyword of JSON schema; leave it out')
+    try:
+        text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EngineError(f"JSON schema: it is no JSON value: {error}") from None
+    return f"%json {text}"
+
+
+def _parsed(text: str) -> Any:
+    if len(text) > MAX_CHARACTERS:
+        raise EngineError(
+            f"JSON schema: {len(text)} characters are more than the {MAX_CHARACTERS} that are accepted"
+        )
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"JSON schema: it is no JSON: {error}") from None
+
+
+def _slashes_escaped(pattern: str) -> str:
+    """A regex between Lark's slashes: `/` and line ends escaped, what is escaped already left alone."""
+    escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+    return re.sub(
+        r"\\(.)|[/\n\r]",
+        lambda found: escaped.get(found[1] or found[0], found[0]),
+        pattern,
+        flags=re.DOTALL,
+    )
