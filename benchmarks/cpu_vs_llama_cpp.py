@@ -5,8 +5,9 @@
 Each engine lives in a process of its own, loaded once, and the parent asks them in turns: a machine whose
 speed drifts slows both. Medians, their ratio, and one JSON line at the end. The peer is the package
 xllamacpp, which is llama.cpp's server as a library, or any build of llama.cpp given by its llama-bench
-program. Which instruction sets
-the peer uses is printed: a build without this processor's fastest ones is not llama.cpp at its best.
+program. Which instruction sets the peer uses is printed (of a program: which ones its code contains): a
+build without this processor's fastest ones is not llama.cpp at its best. Beside the medians stand the best
+samples, the ones that a busy machine disturbed least.
 """
 
 import argparse
@@ -140,7 +141,11 @@ class LlamaBench:
             "-o",
             "json",
         ]
-        self.facts: dict[str, Any] = {"package": str(program), "version": "", "simd": []}
+        self.facts: dict[str, Any] = {
+            "package": program.name,
+            "version": "",
+            "simd": simd_in_program(program),
+        }
 
     def prompt_seconds(self, prompt: int) -> float:
         return prompt / self._tok_s(prompt, 0)
@@ -162,6 +167,30 @@ def reported_simd(system_info: str) -> list[str]:
     words = (part.split("=") for part in system_info.replace(":", "|").split("|") if "=" in part)
     switches = {"OPENMP", "REPACK", "LLAMAFILE", "ACCELERATE"}
     return [name.strip() for name, value in words if value.strip() == "1" and name.strip() not in switches]
+
+
+def simd_in_program(program: Path) -> list[str]:
+    """The instruction sets, under llama.cpp's names, that an x86 program's code uses; empty without objdump."""
+    marks = {
+        "AVX2": "%ymm",
+        "FMA": "vfmadd",
+        "AVX512": "%zmm",
+        "AVX512_VNNI": "vpdpbusd",
+        "AVX512_BF16": "vdpbf16ps",
+        "AMX_INT8": "tdpb",
+    }
+    found: set[str] = set()
+    try:
+        listing = subprocess.Popen(
+            ["objdump", "-d", "--no-show-raw-insn", str(program)], stdout=subprocess.PIPE, text=True
+        )
+    except FileNotFoundError:
+        return []
+    assert listing.stdout is not None
+    with listing:
+        for line in listing.stdout:
+            found.update(name for name, mark in marks.items() if mark in line)
+    return [name for name in marks if name in found]
 
 
 @dataclass(frozen=True)
@@ -236,11 +265,22 @@ def report(measured: dict[str, Any], model: Path, threads: int) -> dict[str, Any
     """Print the table; the result is the JSON line."""
     facts, tests = measured["facts"], {}
     print(f"{model.name}, {threads} threads, {cpu_model()}")
-    print(f"{'test':8} {'quengine':>12} {'llama.cpp':>12} {'ratio':>7}   medians, tok/s")
+    columns = f"{'quengine':>10} {'llama.cpp':>10} {'ratio':>6}"
+    print(f"{'test':8} {columns}   medians {columns}   best samples, tok/s")
     for test, by_engine in measured["samples"].items():
         ours, peer = median(by_engine["quengine"]), median(by_engine["llama_cpp"])
-        print(f"{test:8} {ours:12.1f} {peer:12.1f} {ours / peer:7.2f}")
-        tests[test] = {"quengine": ours, "llama_cpp": peer, "ratio": ours / peer, "samples": by_engine}
+        best, peer_best = max(by_engine["quengine"]), max(by_engine["llama_cpp"])
+        print(
+            f"{test:8} {ours:10.1f} {peer:10.1f} {ours / peer:6.2f}           "
+            f"{best:10.1f} {peer_best:10.1f} {best / peer_best:6.2f}"
+        )
+        tests[test] = {
+            "quengine": ours,
+            "llama_cpp": peer,
+            "ratio": ours / peer,
+            "ratio_of_best": best / peer_best,
+            "samples": by_engine,
+        }
     peer_facts = facts["llama_cpp"]
     unused = [
         name for name in simd_features() if name in PEER_SIMD and PEER_SIMD[name] not in peer_facts["simd"]
