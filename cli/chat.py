@@ -53,6 +53,8 @@ def chat(
     seed: options.Seed = -1,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
+    json_schema: options.JsonSchema = None,
+    grammar: options.Grammar = None,
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
     device: options.Device = "auto",
@@ -75,6 +77,8 @@ def chat(
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,
+        json_schema=json_schema,
+        grammar=grammar,
     )
     from quengine.chat_session import ChatSession
     from quengine.llm import LLM

@@ -62,6 +62,8 @@ def generate(
     seed: options.Seed = -1,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
+    json_schema: options.JsonSchema = None,
+    grammar: options.Grammar = None,
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
     device: options.Device = "auto",
@@ -84,6 +86,8 @@ def generate(
         seed=seed,
         stop=stop,
         ignore_eos=ignore_eos,
+        json_schema=json_schema,
+        grammar=grammar,
         logprobs=logprobs,
     )
     source = _prompt_text(text, prompt, file)

@@ -1,6 +1,7 @@
 """The flags that several commands share, spelled as llama.cpp's users type them, and what they turn into."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,6 +9,7 @@ import typer
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
+    from quengine.constraint_spec import ConstraintSpec
     from quengine.kernels.cache_types import CacheType
     from quengine.sampling_params import SamplingParams
 
@@ -92,6 +94,28 @@ Stop = Annotated[
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", help="Go on after the model's end token.", rich_help_panel=_SAMPLING)
 ]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        "-j",
+        "--json-schema",
+        "--json-schema-file",
+        "-jf",
+        metavar="FILE|JSON",
+        help="Answer in JSON that is valid under this schema; {} takes any JSON.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Grammar = Annotated[
+    str | None,
+    typer.Option(
+        "--grammar",
+        "--grammar-file",
+        metavar="FILE|TEXT",
+        help="Answer in this grammar's language, GBNF or Lark.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 System = Annotated[str | None, typer.Option("--system", "-sys", help="System message.")]
 
 
@@ -111,6 +135,8 @@ def sampling_params(
     seed: int,
     stop: Sequence[str] | None,
     ignore_eos: bool,
+    json_schema: str | None,
+    grammar: str | None,
     logprobs: int | None = None,
 ) -> "SamplingParams":
     """What the sampling flags mean; -1 stands for "no limit" in max_tokens and "draw one" in seed."""
@@ -132,6 +158,7 @@ def sampling_params(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        constraint=_constraint(json_schema, grammar),
     )
 
 
@@ -143,6 +170,28 @@ def cache_type(name: str) -> "CacheType":
         if known == name:
             return known
     raise EngineError(f"--cache-type {name!r}: must be {' or '.join(CACHE_TYPES)}")
+
+
+def _constraint(json_schema: str | None, grammar: str | None) -> "ConstraintSpec | None":
+    """What --json-schema and --grammar ask for; each takes a file's name or the text itself."""
+    from quengine.constraint_spec import ConstraintSpec, is_grammar
+
+    if json_schema is not None and grammar is not None:
+        raise EngineError("--json-schema and --grammar cannot both hold: give one of them")
+    if json_schema is not None:
+        inline = json_schema.lstrip().startswith(("{", "[", '"'))
+        return ConstraintSpec.json_schema(json_schema if inline else _file("--json-schema", json_schema))
+    if grammar is not None:
+        return ConstraintSpec.grammar(grammar if is_grammar(grammar) else _file("--grammar", grammar))
+    return None
+
+
+def _file(flag: str, name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise EngineError(f"{flag}: cannot read {name[:200]}: {why}") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -25,6 +25,7 @@ MAX_CHARACTERS = 128 * 1024
 # Between the parts of a JSON text: nothing, a space, or a new line with its indentation. JSON allows any amount, and
 # a model that likes spaces then never ends.
 _WHITESPACE = r"( |\r?\n[ \t]{0,64})"
+_LARK_START = re.compile(r"^\s*(start\s*(\[[^\]\n]*\])?\s*:|%llguidance\b)", re.MULTILINE)
 _IGNORED_OPTIONS = re.compile(r"^[^/#\n\"]*\[[^\]\n]*\b(temperature|stop)\b", re.MULTILINE)
 
 
@@ -95,6 +96,11 @@ class ConstraintSpec:
             line = text.count("\n", 0, option.start(1)) + 1
             raise EngineError(f"grammar, line {line}: the option {option[1]} is not supported; leave it out")
         return cls("grammar", text)
+
+
+def is_grammar(text: str) -> bool:
+    """Whether a text is a grammar itself (it has a rule that one begins with), and not the name of a file."""
+    return is_gbnf(text) or _LARK_START.search(text) is not None
 
 
 def inline_json(schema: Mapping[str, Any] | bool) -> str:

@@ -246,3 +246,11 @@ def test_the_conversation_goes_on_after_ctrl_c(terminal: Terminal, tmp_path: Pat
     terminal.wait_for(READY)
     terminal.type(f"/save {tmp_path / 'talk.json'}\r".encode())
     terminal.wait_for(b"saved 4 messages")
+
+
+def test_every_answer_is_held_to_the_grammar(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand now?\n"))
+    assert run(["chat", "-m", model, "--device", "cpu", "--grammar", 'root ::= "yes" | "no"']) == 0
+    assert set(capsys.readouterr().out.split()) <= {"yes", "no"}

@@ -208,3 +208,48 @@ def test_a_cache_type_that_cannot_be_is_one_line(model: str, capsys: pytest.Capt
     assert "--cache-type 'q4_0': must be f16 or q8_0" in capsys.readouterr().err
     assert run(["generate", "-m", model, "the", *COMMON, "--cache-type", "q8_0"]) == 1
     assert "this model's is 16; use --cache-type f16" in capsys.readouterr().err
+
+
+SCHEMA = '{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": false}'
+
+
+@pytest.mark.parametrize("flag", ["--json-schema", "-j", "--json-schema-file", "-jf"])
+def test_a_schema_is_taken_from_the_command_line_and_from_a_file(
+    model: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text(SCHEMA)
+    for given in (SCHEMA, str(file)):
+        assert run(["generate", "-m", model, "the", flag, given, "--temp", "0", "-n", "60"]) == 0
+        assert json.loads(capsys.readouterr().out) in ({"n": 1}, {"n": 2})
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "yes" | "no"', 'start: "yes" | "no"'])
+def test_a_grammar_is_taken_from_the_command_line_and_from_a_file(
+    model: str, grammar: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "grammar.txt"
+    file.write_text(grammar)
+    for given in (grammar, str(file)):
+        assert run(["generate", "-m", model, "the", "--grammar", given, "--temp", "0"]) == 0
+        assert capsys.readouterr().out in ("yes\n", "no\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-j", "no-such-file.json"], "--json-schema: cannot read no-such-file.json: No such file"),
+        (["-j", '{"type"'], "JSON schema: it is no JSON"),
+        (["-j", '{"type": "objec"}'], "JSON schema: Invalid type: objec"),
+        (["--grammar", "no-such.gbnf"], "--grammar: cannot read no-such.gbnf: No such file"),
+        (["--grammar", "root ::= a"], "grammar, line 1: there is no rule 'a'"),
+        (["--grammar", 'root ::= "a"', "-j", "{}"], "cannot both hold"),
+    ],
+)
+def test_a_wrong_constraint_is_one_line(
+    model: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "-m", model, "the", *flags]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err
+    assert len(captured.err.strip().splitlines()) == 1

@@ -122,5 +122,5 @@ def test_penalties_are_off_by_default_and_without_a_window() -> None:
 def test_a_constraint_is_a_specification_and_nothing_else() -> None:
     spec = ConstraintSpec.regex("a")
     assert SamplingParams(constraint=spec).constraint == spec
-    with pytest.raises(EngineError, match="constraint = 'a'.*ConstraintSpec"):
+    with pytest.raises(EngineError, match=r"constraint = 'a'.*ConstraintSpec"):
         SamplingParams(constraint="a")  # type: ignore[arg-type]
