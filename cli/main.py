@@ -23,6 +23,7 @@ from quengine.cli.list import list_models
 from quengine.cli.parity import parity
 from quengine.cli.pull import pull
 from quengine.cli.rm import remove
+from quengine.cli.serve import serve
 from quengine.cli.show import show
 from quengine.cli.tokenize import tokenize
 from quengine.errors import EngineError
@@ -78,6 +79,7 @@ def options(
 for _name, _command in (
     ("generate", generate),
     ("chat", chat),
+    ("serve", serve),
     ("bench", bench),
     ("parity", parity),
     ("tokenize", tokenize),

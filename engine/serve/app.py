@@ -1,0 +1,126 @@
+"""The application: which function answers which path, and what every request passes on its way there."""
+
+from base64 import b64encode
+from collections.abc import Awaitable, Callable
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quengine.serve import status_routes, token_routes
+from quengine.serve.chat import chat_completions
+from quengine.serve.completions import completions
+from quengine.serve.connections import WriteDeadline
+from quengine.serve.errors import ApiError
+from quengine.serve.guard import Guard
+from quengine.serve.http import Catch, error_response
+from quengine.serve.native import completion
+from quengine.serve.responses import responses
+from quengine.serve.service import Service
+
+Endpoint = Callable[[Service, Request], Awaitable[Response]]
+
+
+async def page(service: Service, request: Request) -> Response:
+    """The chat page: one file, whose script and style are all that it may run."""
+    del service, request
+    html, policy = _page()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+    return Response(html, headers=headers, media_type="text/html; charset=utf-8")
+
+
+async def no_embeddings(service: Service, request: Request) -> Response:
+    del service, request
+    raise ApiError(
+        501, "this server gives no embeddings: its engine returns no hidden states", code="unsupported"
+    )
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    html = Path(__file__).with_name("page.html").read_bytes()
+
+    def source(tag: bytes) -> str:
+        inside = html.partition(b"<" + tag + b">")[2].partition(b"</" + tag + b">")[0]
+        return f"'sha256-{b64encode(sha256(inside).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; script-src {source(b'script')}; style-src {source(b'style')}; "
+        f"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, policy
+
+
+ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+    ("GET", "/", page),
+    ("GET", "/health", status_routes.health),
+    ("GET", "/v1/health", status_routes.health),
+    ("GET", "/metrics", status_routes.metrics),
+    ("GET", "/props", status_routes.props),
+    ("GET", "/slots", status_routes.slots),
+    ("GET", "/models", status_routes.models),
+    ("GET", "/v1/models", status_routes.models),
+    ("GET", "/v1/models/{name:path}", status_routes.model),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/chat/completions", chat_completions),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/responses", responses),
+    ("POST", "/v1/embeddings", no_embeddings),
+    ("POST", "/completion", completion),
+    ("POST", "/completions", completion),
+    ("POST", "/tokenize", token_routes.tokenize),
+    ("POST", "/detokenize", token_routes.detokenize),
+    ("POST", "/apply-template", token_routes.apply_template),
+)
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI application of a service."""
+    settings = service.settings
+    known = {path for _, path, _ in ROUTES}
+
+    def answered(path: str, status: int) -> None:
+        service.metrics.answered(path if path in known else "other", status)
+
+    routes = [Route(path, partial(endpoint, service), methods=[method]) for method, path, endpoint in ROUTES]
+    middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
+    if settings.cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+            )
+        )
+    middleware.append(Middleware(Guard, settings))
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Catch, answered), *middleware],
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+    )
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:80]}"
+    message = f"there is no {what} here" if error.status_code in (404, 405) else f"{what}: {error.detail}"
+    return error_response(ApiError(error.status_code, message))

@@ -1,0 +1,64 @@
+"""The messages of a chat request, checked and put into the form that templates read: role and content as text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quengine.serve.errors import ApiError, bad_request
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def read_messages(values: Any, param: str = "messages") -> list[dict[str, Any]]:
+    """The messages, parts of a content joined by line breaks. Raises ApiError for what no template is given."""
+    if not isinstance(values, list) or not values:
+        raise bad_request(f"{param} must be an array of at least one message", param)
+    return [_message(value, f"{param}[{i}]") for i, value in enumerate(values)]
+
+
+def _message(value: Any, param: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise bad_request(f"{param} must be an object with role and content", param)
+    role = value.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise bad_request(f"{param}.role = {str(role)[:40]!r}: must be one of {', '.join(_ROLES)}", param)
+    message = {key: part for key, part in value.items() if part is not None}
+    message["role"] = _ROLES[role]
+    calls = role == "assistant" and "tool_calls" in message
+    if "content" in message:
+        message["content"] = content_text(message["content"], f"{param}.content")
+    elif calls:
+        message["content"] = ""
+    else:
+        raise bad_request(f"{param}.content is missing", f"{param}.content")
+    return message
+
+
+def content_text(content: Any, param: str) -> str:
+    """A content, which is text or an array of text parts, as text. Raises ApiError."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(f"{param} must be a string or an array of text parts", param)
+    return "\n".join(_part_text(part, f"{param}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: Any, param: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in _TEXT_PARTS:
+        raise ApiError(
+            400,
+            f"{param} is of type {str(kind)[:40]!r}: this model reads text only",
+            param=param,
+            code="unsupported",
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise bad_request(f"{param}.text must be a string", param)
+    return text

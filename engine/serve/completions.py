@@ -1,0 +1,147 @@
+"""POST /v1/completions."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.serve.engine_port import Finished, Piece
+from quengine.serve.errors import bad_request
+from quengine.serve.extensions import refuse_constraints
+from quengine.serve.fields import Fields
+from quengine.serve.http import json_response, read_fields
+from quengine.serve.logprob_forms import completion_logprobs
+from quengine.serve.prompts import read_prompts
+from quengine.serve.request_form import (
+    MAX_LOGPROBS,
+    Delivery,
+    asks_of,
+    read_delivery,
+    read_max_tokens,
+    read_n,
+    timings_body,
+)
+from quengine.serve.sampling_fields import read_sampling
+from quengine.serve.service import Service, Text, Usage, new_id
+from quengine.serve.streaming import DONE, data, stream_texts, whole_texts
+from quengine.serve.worker import Ask
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, for this route."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    delivery: Delivery
+    prompts: list[list[int]]
+    n: int
+    asks: list[Ask]
+    echo: list[str]
+    """What each text begins with: its prompt, or nothing."""
+
+    def usage(self, ends: Sequence[Finished]) -> dict[str, object]:
+        return Usage.of(self.prompts, ends).body
+
+
+async def completions(service: Service, request: Request) -> Response:
+    wanted = await _read(await read_fields(request, service.limits), service)
+    if wanted.delivery.stream:
+        return await stream_texts(service, request, wanted.asks, _Chunks(service, wanted))
+    return json_response(_body(service, wanted, await whole_texts(service, request, wanted.asks)))
+
+
+async def _read(fields: Fields, service: Service) -> _Wanted:
+    service.check_model_name(fields)
+    refuse_constraints(fields)
+    delivery, n = read_delivery(fields), read_n(fields, service)
+    logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.flag("echo") or False
+    if echo and logprobs is not None:
+        raise bad_request("echo with logprobs: log-probabilities of a prompt are not supported", "logprobs")
+    max_tokens = read_max_tokens(fields, service, "max_tokens", "max_completion_tokens", "n_predict")
+    params = read_sampling(
+        fields,
+        service.settings.defaults,
+        service.limits,
+        service.model,
+        max_tokens=max_tokens or service.settings.defaults.max_tokens or DEFAULT_MAX_TOKENS,
+        logprobs=logprobs,
+    )
+    skip_special = fields.flag("skip_special_tokens")
+    fields.neutral("suffix", "")
+    fields.ignore("prompt", "parse_special")
+    fields.finish()
+    prompts = await read_prompts(fields, service)
+    model = service.model
+    texts = [model.decode(prompt) if echo else "" for prompt in prompts]
+    asks = asks_of(prompts, n, params, skip_special is False)
+    return _Wanted(delivery, prompts, n, asks, [text for text in texts for _ in range(n)])
+
+
+def _body(service: Service, wanted: _Wanted, texts: Sequence[Text]) -> dict[str, Any]:
+    ends = [text.end for text in texts]
+    with_logprobs = wanted.asks[0].params.logprobs is not None
+    return {
+        "id": new_id("cmpl-"),
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": service.model_name,
+        "choices": [
+            {
+                "index": index,
+                "text": wanted.echo[index] + text.text,
+                "logprobs": completion_logprobs(text.logprobs, service.model, 0)[0]
+                if with_logprobs
+                else None,
+                "finish_reason": text.end.reason,
+            }
+            for index, text in enumerate(texts)
+        ],
+        "usage": wanted.usage(ends),
+        "seed": ends[0].seed,
+        "timings": timings_body(ends[0].timings),
+    }
+
+
+@dataclass
+class _Chunks:
+    """A stream of text_completion objects."""
+
+    service: Service
+    wanted: _Wanted
+    _offsets: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._head = {
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.service.model_name,
+        }
+        self._with_logprobs = self.wanted.asks[0].params.logprobs is not None
+        self._model = self.service.model
+
+    def begin(self) -> bytes:
+        echoed = [(index, text) for index, text in enumerate(self.wanted.echo) if text]
+        return b"".join(self._chunk(index, text, None, None) for index, text in echoed)
+
+    def piece(self, choice: int, piece: Piece) -> bytes:
+        if not self._with_logprobs:
+            return self._chunk(choice, piece.text, None, None) if piece.text else b""
+        start = self._offsets.get(choice, 0)
+        logprobs, self._offsets[choice] = completion_logprobs(piece.logprobs, self._model, start)
+        return self._chunk(choice, piece.text, logprobs, None)
+
+    def finished(self, choice: int, end: Finished) -> bytes:
+        return self._chunk(choice, "", None, end.reason)
+
+    def end(self, ends: Sequence[Finished]) -> bytes:
+        tail = {**self._head, "choices": [], "usage": self.wanted.usage(ends)}
+        tail |= {"seed": ends[0].seed, "timings": timings_body(ends[0].timings)}
+        return (data(tail) if self.wanted.delivery.include_usage else b"") + DONE
+
+    def _chunk(self, choice: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
+        entry = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return data({**self._head, "choices": [entry]})

@@ -1,0 +1,51 @@
+"""What goes wrong with an HTTP request, in the shape that OpenAI's clients read."""
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """An answer that is an error: {"error": {message, type, param, code}} with an HTTP status.
+
+    `retry_after`: seconds after which asking again may help.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        self.details = details or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": _TYPES.get(self.status, _type_of(self.status))}
+        return {"error": error | {"param": self.param, "code": self.code} | self.details}
+
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+
+
+def _type_of(status: int) -> str:
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400: the request is wrong, asking again will not help."""
+    return ApiError(400, message, param=param, code=code)

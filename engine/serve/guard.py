@@ -1,0 +1,96 @@
+"""Who may ask: the Host header, the page a browser's request comes from, and the key. ASGI middleware.
+
+Knows headers; not what is asked for, but for the one path that needs no key.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quengine.serve.errors import ApiError
+from quengine.serve.http import error_response
+from quengine.serve.settings import ServerSettings, as_ip, is_loopback
+
+OPEN_PATHS = frozenset({"/health", "/v1/health"})
+
+
+class Guard:
+    """Answers a request that may not be made; passes the others on."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self.app = app
+        self.settings = settings
+        self._keys = [_digest(key) for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check(Headers(scope=scope), scope["path"])
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _check(self, headers: Headers, path: str) -> None:
+        self._check_host(headers)
+        self._check_origin(headers)
+        if self._keys and path not in OPEN_PATHS:
+            self._check_key(headers)
+
+    def _check_host(self, headers: Headers) -> None:
+        """Against pages whose name is made to point at this machine (DNS rebinding)."""
+        allowed = self.settings.allowed_hosts
+        if "*" in allowed:
+            return
+        name = host_name(headers.get("host", ""))
+        if self.settings.loopback:
+            own = name == "localhost" or is_loopback(name)
+        else:
+            own = name in ("localhost", self.settings.host) or as_ip(name) is not None
+        if not own and name not in allowed:
+            raise ApiError(403, f"the Host header {name[:80]!r} is not allowed here (--allowed-host)")
+
+    def _check_origin(self, headers: Headers) -> None:
+        """A browser sends a form or plain text for any page without asking; we do not compute for it."""
+        origin = headers.get("origin")
+        if origin is None or "*" in self.settings.cors_origins or origin in self.settings.cors_origins:
+            return
+        if urlsplit(origin).netloc != headers.get("host"):
+            raise ApiError(403, f"pages of {origin[:80]!r} may not ask this server (--cors-origin)")
+
+    def _check_key(self, headers: Headers) -> None:
+        given = _digest(_key(headers))
+        # All are compared, each in constant time: how long it takes says nothing of how near a guess was.
+        if sum(hmac.compare_digest(given, key) for key in self._keys) == 0:
+            raise ApiError(
+                401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
+            )
+
+
+def host_name(header: str) -> str:
+    """The name of a Host header, without its port and in lower case."""
+    if header.startswith("["):
+        return header.partition("]")[0].lower() + "]"
+    return header.partition(":")[0].rstrip(".").lower()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _key(headers: Headers) -> str:
+    """Bearer KEY, X-Api-Key: KEY, or, as a browser asks its user for, the password of a Basic authorization."""
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value).decode("utf-8", "replace").partition(":")[2]
+        except (binascii.Error, ValueError):
+            return ""
+    return headers.get("x-api-key", "")

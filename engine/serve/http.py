@@ -1,0 +1,160 @@
+"""Bodies in, JSON and event streams out, and what becomes of a client that leaves meanwhile."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quengine.errors import EngineError
+from quengine.serve.connections import SlowReaderError
+from quengine.serve.errors import ApiError, bad_request
+from quengine.serve.fields import Fields, parse_object
+from quengine.serve.settings import Limits
+
+logger = logging.getLogger("quengine.serve")
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection before its answer was there."""
+
+
+def to_json(value: Any) -> bytes:
+    """Compact UTF-8. A surrogate alone, which a client may send escaped, becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers, "application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = 'Bearer, Basic realm="quengine (any name, the key as password)"'
+    return json_response(error.body, error.status, headers)
+
+
+async def read_fields(request: Request, limits: Limits) -> Fields:
+    """The JSON object of a request's body. Raises ApiError for one too large, too slow, or no JSON."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limits.body:
+        raise _too_large(limits)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.read_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.body:
+                    raise _too_large(limits)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s (--read-timeout)") from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return Fields(parse_object(bytes(body)))
+
+
+def _too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"the body is over {limits.body} bytes (--max-body)", code="over_limit")
+
+
+async def off_loop(function: Callable[[], T]) -> T:
+    """What `function` gives, computed in a thread: tokenizing and templates take their time.
+
+    Raises ApiError where it raises EngineError: the text, or the template, is to blame.
+    """
+    try:
+        return await asyncio.to_thread(function)
+    except EngineError as error:
+        raise bad_request(str(error)) from None
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; it is cancelled, and ClientGoneError raised, when the client leaves first."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events. `chunks` are whole events; closing the generator frees what it holds."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        try:
+            await unless_gone(receive, self._write(send))
+        finally:
+            await self._chunks.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for chunk in self._chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Catch:
+    """The outermost middleware: every failure becomes an answer or a line in the log, and ends with its request.
+
+    `done` is called with path and status of every answer.
+    """
+
+    def __init__(self, app: ASGIApp, done: Callable[[str, int], None]) -> None:
+        self.app = app
+        self.done = done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 0
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting_send)
+        except (ClientGoneError, ClientDisconnect):
+            status = 499
+        except SlowReaderError as error:
+            logger.warning("%s %s: %s", scope["method"], scope["path"], error)
+            status = 499
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                logger.exception("%s %s failed", scope["method"], scope["path"])
+                error = ApiError(500, f"internal error: {type(error).__name__}")
+            if not status:  # else it is too late for an answer: uvicorn closes what has no end
+                await error_response(error)(scope, receive, noting_send)
+        finally:
+            self.done(scope["path"], status)

@@ -1,0 +1,152 @@
+"""Today's LLM behind the server's boundary: it computes one sequence at a time.
+
+The one module of the server that knows LLM, its scheduler and its sequences.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from quengine.errors import EngineError
+from quengine.llm import LLM
+from quengine.models.chat_template import ChatTemplate, encode_chat
+from quengine.sequence import Sequence as LLMSequence
+from quengine.serve.engine_port import (
+    EngineStats,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Piece,
+    SlotStats,
+)
+
+logger = logging.getLogger("quengine.serve")
+
+
+class LLMModel:
+    """The text side of a loaded model."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        tokenizer, config, loaded = llm.tokenizer, llm.model_config, llm.loaded
+        self.ctx_size = llm.ctx_size
+        self.vocab_size = config.vocab_size
+        self.template = None if llm.chat_template is None else llm.chat_template.source
+        self.notes: Sequence[str] = loaded.notes
+        self.bos_id = tokenizer.bos_id
+        self.eos_ids = tokenizer.eos_ids
+        self.facts: Mapping[str, Any] = {
+            "architecture": config.architecture,
+            "n_ctx_train": config.context_length,
+            "n_vocab": config.vocab_size,
+            "n_embd": config.embedding_length,
+            "n_params": loaded.checkpoint.weights,
+            "size": loaded.checkpoint.nbytes,
+            "path": str(loaded.path),
+            "device": str(loaded.device),
+            "cache_type": llm.config.cache_type,
+        }
+
+    def encode(self, text: str, bos: bool, special: bool) -> list[int]:
+        return self._llm.tokenizer.encode(text, bos=bos, special=special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._llm.tokenizer.decode(ids, skip_special=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._llm.tokenizer.token_bytes(token)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    ) -> str:
+        return self._chat_template().render(messages, tools=tools, variables=variables)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    ) -> list[int]:
+        template = self._chat_template()
+        return encode_chat(self._llm.tokenizer, template, messages, tools=tools, variables=variables)
+
+    def _chat_template(self) -> ChatTemplate:
+        template = self._llm.chat_template
+        if template is None:
+            raise EngineError(f"{self._llm.loaded.path.name} has no chat template; use /v1/completions")
+        return template
+
+
+class LLMEngine:
+    """An LLM as an `Engine`."""
+
+    capacity = 1
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self.model = LLMModel(llm)
+        self._requests: dict[int, LLMSequence] = {}
+
+    def add(self, request: GenerationRequest) -> None:
+        stream = self._llm.stream(
+            request.prompt, request.params, index=request.index, show_special=request.show_special
+        )
+        stream.sequence.arrived = request.arrived
+        self._requests[request.id] = stream.sequence
+        self._llm.scheduler.add(stream.sequence)
+
+    def cancel(self, request_id: int) -> None:
+        self._llm.scheduler.cancel(self._requests.pop(request_id))
+
+    def step(self) -> list[Event]:
+        before = {request_id: len(sequence.generated) for request_id, sequence in self._requests.items()}
+        try:
+            step = self._llm.step()
+        except Exception as error:
+            return [self._fail(error)]
+        if step is None:
+            return []
+        sequence, text = step
+        request_id = self._id(sequence)
+        start = before[request_id]
+        events: list[Event] = []
+        tokens = tuple(sequence.generated[start:])
+        if tokens or text:
+            events.append(Piece(request_id, tokens, text, tuple(sequence.logprobs[start:])))
+        if sequence.finish_reason is not None:
+            del self._requests[request_id]
+            timings = self._llm.completion(sequence).timings
+            stop_text, seed = sequence.stream.stopped, sequence.sampler.seed
+            events.append(Finished(request_id, sequence.finish_reason, stop_text, timings, seed))
+        return events
+
+    def stats(self) -> EngineStats:
+        slots = tuple(
+            SlotStats(i, s.num_prompt_tokens, s.num_cached_tokens, len(s.generated))
+            for i, s in self._requests.items()
+        )
+        cache = self._llm.loaded.cache
+        return EngineStats(slots, len(cache.tokens), cache.ctx_size)
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def _id(self, sequence: LLMSequence) -> int:
+        return next(i for i, held in self._requests.items() if held is sequence)
+
+    def _fail(self, error: Exception) -> Failed:
+        """Let go of the sequence whose step failed; what it had in the cache up to there stays valid.
+
+        Raises `error` again where no step can work any more.
+        """
+        running = self._llm.scheduler.running
+        if running is None:
+            raise error
+        if self._llm.loaded.device.type == "cuda":
+            torch.cuda.synchronize(self._llm.loaded.device)  # raises where the device is lost
+        request_id = self._id(running)
+        self.cancel(request_id)
+        if isinstance(error, EngineError):
+            return Failed(request_id, str(error))
+        logger.error("a step failed", exc_info=error)
+        return Failed(request_id, f"{type(error).__name__}: {error}")

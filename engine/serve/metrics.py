@@ -1,0 +1,63 @@
+"""What the server counts, for Prometheus: requests, tokens, times, and how full everything is."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from quengine.serve.engine_port import Event, Failed, Finished, Piece
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """One registry a server. All of it is called in the event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._http = self._counter("http_requests", "Answers by path and HTTP status.", ("path", "status"))
+        self._ended = self._counter("texts", "Texts by how they ended.", ("reason",))
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of finished texts.")
+        self._cached = self._counter("prompt_tokens_cached", "Of these, taken from the cache.")
+        self._generated = self._counter("generated_tokens", "Tokens generated.")
+        self._ttft = self._histogram("time_to_first_token_seconds", "From request to first token.", _SECONDS)
+        self._token = self._histogram(
+            "time_per_token_seconds", "Mean time of a text's later tokens.", _TOKEN_SECONDS
+        )
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"quengine_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"quengine_{name}", text, registry=self.registry, buckets=buckets)
+
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """A number that is asked for when somebody looks."""
+        Gauge(f"quengine_{name}", text, registry=self.registry).set_function(value)
+
+    def observe(self, event: Event) -> None:
+        """Count what came from the engine."""
+        if isinstance(event, Piece):
+            self._generated.inc(len(event.tokens))
+        elif isinstance(event, Failed):
+            self._ended.labels("error").inc()
+        else:
+            self._finished(event)
+
+    def _finished(self, event: Finished) -> None:
+        times = event.timings
+        self._ended.labels(event.reason).inc()
+        self._prompt.inc(times.prompt_tokens)
+        self._cached.inc(times.cached_tokens)
+        self._ttft.observe(times.ttft_s)
+        if times.generated_tokens > 1:
+            self._token.observe(times.decode_s / (times.generated_tokens - 1))
+
+    def answered(self, path: str, status: int) -> None:
+        self._http.labels(path, str(status)).inc()
+
+    def cancelled(self, texts: int) -> None:
+        self._ended.labels("cancelled").inc(texts)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

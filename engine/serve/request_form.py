@@ -1,0 +1,78 @@
+"""What OpenAI's two text routes have in common: n, stream and its options, max_tokens, the asks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quengine.output import Timings
+from quengine.sampling_params import SamplingParams
+from quengine.serve.errors import bad_request
+from quengine.serve.fields import Fields
+from quengine.serve.sampling_fields import too_many
+from quengine.serve.service import Service
+from quengine.serve.worker import Ask
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How the answer comes: in a stream or whole, with usage in the stream or not."""
+
+    stream: bool
+    include_usage: bool
+
+
+def read_delivery(fields: Fields) -> Delivery:
+    stream = fields.flag("stream") or False
+    options = fields.object("stream_options")
+    include_usage = False
+    if options is not None:
+        inner = Fields(options, "stream_options")
+        include_usage = inner.flag("include_usage") or False
+        inner.ignore("include_obfuscation")
+        inner.finish()
+        if not stream:
+            raise bad_request("stream_options is for streams: set stream to true", "stream_options")
+    return Delivery(stream, include_usage)
+
+
+def read_n(fields: Fields, service: Service) -> int:
+    n = fields.integer("n", 1) or 1
+    if n > service.limits.n:
+        raise too_many("n", n, service.limits.n, "--max-n")
+    return n
+
+
+def read_max_tokens(fields: Fields, service: Service, *keys: str) -> int | None:
+    """The first of `keys` that is given; -1 means until the context is full."""
+    values = [(key, fields.integer(key)) for key in keys]
+    key, value = next(((k, v) for k, v in values if v is not None), (keys[0], None))
+    if value is not None and value != -1 and value < 1:
+        raise fields.wrong(key, "must be at least 1, or -1 for until the context is full")
+    return service.model.ctx_size if value == -1 else value
+
+
+def asks_of(
+    prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, show_special: bool = False
+) -> list[Ask]:
+    """`n` texts of each prompt, in order; all under one seed."""
+    seeded = params.with_seed()
+    return [Ask(prompt, seeded, index, show_special) for prompt in prompts for index in range(n)]
+
+
+def timings_body(timings: Timings) -> dict[str, Any]:
+    """An engine's timings as llama-server's clients read them."""
+    computed = timings.prompt_tokens - timings.cached_tokens
+    decoded = max(0, timings.generated_tokens - 1)
+    return {
+        "cache_n": timings.cached_tokens,
+        "prompt_n": computed,
+        "prompt_ms": 1e3 * timings.prompt_s,
+        "prompt_per_token_ms": 1e3 * timings.prompt_s / computed if computed else 0.0,
+        "prompt_per_second": timings.prompt_tok_s,
+        "predicted_n": timings.generated_tokens,
+        "predicted_ms": 1e3 * timings.decode_s,
+        "predicted_per_token_ms": 1e3 * timings.decode_s / decoded if decoded else 0.0,
+        "predicted_per_second": timings.decode_tok_s,
+    }

@@ -1,0 +1,167 @@
+"""The sampling parameters of a request, under OpenAI's names and llama-server's."""
+
+from typing import Any
+
+from quengine.errors import EngineError
+from quengine.sampling_params import SamplingParams
+from quengine.serve.engine_port import ServedModel
+from quengine.serve.errors import ApiError, bad_request
+from quengine.serve.fields import Fields, token_ids
+from quengine.serve.settings import Limits
+
+MAX_BIAS = 1e6
+
+# Samplers that the engine lacks, and the values that switch them off.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "top_n_sigma": (-1, 0),
+    "tfs_z": (1,),
+    "min_keep": (0, 1),
+    "min_tokens": (0,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "t_max_predict_ms": (-1, 0),
+    "n_indent": (0,),
+    "bad_words": ([],),
+    "lora": ([],),
+    "samplers": (),
+    "logits_processors": (),
+    "prompt_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "priority": (0,),
+}
+# Parameters of those samplers, and hints that change no token.
+_WITHOUT_EFFECT = (
+    "mirostat_tau",
+    "mirostat_eta",
+    "dynatemp_exponent",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "xtc_threshold",
+    "cache_prompt",
+    "id_slot",
+    "n_keep",
+    "n_discard",
+    "n_cache_reuse",
+    "timings_per_token",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
+    "spaces_between_special_tokens",
+)
+
+
+def read_sampling(
+    fields: Fields,
+    defaults: SamplingParams,
+    limits: Limits,
+    model: ServedModel,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    """The parameters that every route shares; the routes name `max_tokens` and `logprobs` each their own way.
+
+    Raises ApiError for what is out of range, over a limit, or not supported.
+    """
+    for key, off in _OFF.items():
+        fields.neutral(key, *off)
+    fields.ignore(*_WITHOUT_EFFECT)
+    repeat = "repetition_penalty" if fields.given("repetition_penalty") else "repeat_penalty"
+    fields.ignore("repetition_penalty", "repeat_penalty")
+    given: dict[str, Any] = {
+        "temperature": fields.number("temperature"),
+        "top_k": fields.integer("top_k"),
+        "top_p": fields.number("top_p"),
+        "min_p": fields.number("min_p"),
+        "typical_p": fields.number("typical_p"),
+        "repeat_penalty": fields.number(repeat),
+        "repeat_last_n": fields.integer("repeat_last_n"),
+        "presence_penalty": fields.number("presence_penalty"),
+        "frequency_penalty": fields.number("frequency_penalty"),
+        "seed": _seed(fields),
+        "stop": _stops(fields, limits),
+        "stop_token_ids": _stop_ids(fields, limits, model),
+        "logit_bias": _biases(fields, limits, model),
+        "ignore_eos": fields.flag("ignore_eos"),
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+    }
+    settings = {key: value for key, value in given.items() if value is not None}
+    base = {key: getattr(defaults, key) for key in given}
+    try:
+        return SamplingParams(**(base | settings))
+    except EngineError as error:
+        raise bad_request(str(error), code="invalid_value") from None
+
+
+def too_many(name: str, count: int, limit: int, flag: str) -> ApiError:
+    """A limit was passed; `flag` is the server's flag that sets it."""
+    return bad_request(
+        f"{name}: {count} given, this server takes at most {limit} ({flag})", name, "over_limit"
+    )
+
+
+def _seed(fields: Fields) -> int | None:
+    """-1 draws one. OpenAI's seeds are signed: another negative one stands for the 64-bit number of its bits."""
+    seed = fields.integer("seed", -(2**63), 2**64 - 1)
+    return None if seed is None or seed == -1 else seed % 2**64
+
+
+def _stops(fields: Fields, limits: Limits) -> tuple[str, ...] | None:
+    value = fields.any("stop")
+    if value is None:
+        return None
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or any(not isinstance(stop, str) for stop in stops):
+        raise fields.wrong("stop", "must be a string or an array of strings")
+    if len(stops) > limits.stops:
+        raise too_many("stop", len(stops), limits.stops, "--max-stops")
+    if "" in stops:
+        raise fields.wrong("stop", "a stop string must have at least one character")
+    return tuple(stops)
+
+
+def _stop_ids(fields: Fields, limits: Limits, model: ServedModel) -> tuple[int, ...] | None:
+    ids = fields.array("stop_token_ids")
+    if ids is None:
+        return None
+    if len(ids) > limits.stops:
+        raise too_many("stop_token_ids", len(ids), limits.stops, "--max-stops")
+    return tuple(token_ids(ids, "stop_token_ids", model.vocab_size))
+
+
+def _biases(fields: Fields, limits: Limits, model: ServedModel) -> dict[int, float] | None:
+    """OpenAI's {"id": bias}, or llama-server's [[id or text, bias or false]]."""
+    value = fields.any("logit_bias")
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        pairs = [[int(key) if key.isdecimal() and len(key) < 10 else key, v] for key, v in value.items()]
+    elif isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        pairs = value
+    else:
+        raise fields.wrong("logit_bias", "must be an object {token id: bias} or an array of [token, bias]")
+    if len(pairs) > limits.biases:
+        raise too_many("logit_bias", len(pairs), limits.biases, "--max-logit-bias")
+    biases: dict[int, float] = {}
+    for token, bias in pairs:
+        number = float("-inf") if bias is False else bias
+        real = isinstance(number, int | float) and not isinstance(number, bool)
+        if not real or (bias is not False and abs(number) > MAX_BIAS):
+            raise fields.wrong("logit_bias", "a bias must be a number, or false to ban the token")
+        text = isinstance(token, str) and isinstance(value, list)
+        ids = model.encode(token, bos=False, special=False) if text else [token]
+        for token_id in token_ids(ids, "logit_bias", model.vocab_size):
+            biases[token_id] = float(number)
+    return biases

@@ -1,0 +1,212 @@
+"""What every route works with: the worker, the model's text side, the settings; and the way from asks to texts.
+
+Turns what the worker says into HTTP's terms: statuses, Retry-After, errors that name both numbers.
+"""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from quengine.sampler import TokenLogprobs
+from quengine.serve.engine_port import Event, Failed, Finished, Piece, ServedModel
+from quengine.serve.errors import ApiError, bad_request
+from quengine.serve.fields import Fields
+from quengine.serve.metrics import Metrics
+from quengine.serve.settings import ServerSettings
+from quengine.serve.worker import Ask, Handle, NotServingError, QueueFullError, Worker
+
+_WHY_NOT = {
+    "starting": "the model is being loaded",
+    "draining": "the server is shutting down",
+    "restarting": "the engine failed and is starting again",
+    "stopped": "the engine has stopped",
+}
+
+
+@dataclass
+class Text:
+    """One text as far as it has come."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def end(self) -> Finished:
+        assert self.finished is not None
+        return self.finished
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a whole request."""
+
+    prompt: int
+    cached: int
+    generated: int
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], ends: Sequence[Finished]) -> "Usage":
+        """`prompts` are counted once each, however many texts they have."""
+        return cls(
+            sum(map(len, prompts)),
+            max((end.timings.cached_tokens for end in ends), default=0),
+            sum(end.timings.generated_tokens for end in ends),
+        )
+
+    @property
+    def body(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+class Service:
+    """See the module docstring."""
+
+    def __init__(self, settings: ServerSettings, worker: Worker, metrics: Metrics) -> None:
+        self.settings = settings
+        self.limits = settings.limits
+        self.worker = worker
+        self.metrics = metrics
+        self.created = int(time.time())
+        metrics.gauge("running", "Texts being computed.", lambda: worker.running)
+        metrics.gauge("waiting", "Texts in the queue.", lambda: worker.waiting)
+        metrics.gauge("slots", "Texts that can be computed at once.", lambda: worker.slots)
+        metrics.gauge("cache_used_tokens", "Positions in the cache.", lambda: worker.stats.cache_used)
+        metrics.gauge("cache_size_tokens", "Positions there is room for.", lambda: worker.stats.cache_size)
+        metrics.gauge("busy_seconds", "Time spent in steps.", lambda: worker.busy_seconds)
+
+    @property
+    def model(self) -> ServedModel:
+        """Raises ApiError (503) while there is none."""
+        engine = self.worker.engine
+        if engine is None or self.worker.state == "starting":
+            raise self.unavailable(self.worker.state)
+        return engine.model
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.model_names[0]
+
+    def unavailable(self, state: str) -> ApiError:
+        return ApiError(503, _WHY_NOT.get(state, state), code=state, retry_after=5)
+
+    def check_model_name(self, fields: Fields) -> None:
+        """Raises ApiError for a request that wants another model than this."""
+        name = fields.text("model")
+        if name and name not in self.settings.model_names:
+            names = ", ".join(self.settings.model_names)
+            raise ApiError(
+                404, f"no model {name[:80]!r} here; there: {names}", param="model", code="model_not_found"
+            )
+
+    def check_prompt(self, prompt: Sequence[int], param: str) -> None:
+        """Raises ApiError for a prompt that is empty, over the limit, or leaves no room for a token."""
+        count, context, limit = len(prompt), self.model.ctx_size, self.limits.prompt
+        if not count:
+            raise bad_request("the prompt has no tokens", param)
+        if limit is not None and count > limit:
+            raise bad_request(
+                f"the prompt has {count} tokens, this server takes at most {limit} (--max-prompt-tokens)",
+                param,
+                "over_limit",
+            )
+        if count > context - 1:
+            raise ApiError(
+                400,
+                f"the prompt has {count} tokens and the context holds {context}, of which one is for the answer",
+                param=param,
+                code="context_length_exceeded",
+                details={"n_prompt_tokens": count, "n_ctx": context},
+            )
+
+    def submit(self, asks: Sequence[Ask]) -> Handle:
+        """Queue all texts of a request. Raises ApiError where there is no room, or nobody to compute."""
+        most = self.worker.slots + self.limits.queue
+        if len(asks) > most:
+            raise bad_request(f"{len(asks)} texts in one request: this server holds at most {most} at a time")
+        try:
+            return self.worker.submit(asks)
+        except NotServingError as error:
+            raise self.unavailable(error.state) from None
+        except QueueFullError:
+            raise ApiError(
+                429,
+                f"the queue is full: {self.worker.waiting} wait, at most {self.limits.queue} may (--max-queue)",
+                code="queue_full",
+                retry_after=self._retry_after(),
+            ) from None
+
+    def _retry_after(self) -> int:
+        """Seconds: a guess from how long the queue is for its slots."""
+        return max(1, min(60, self.worker.waiting // max(1, self.worker.slots)))
+
+    async def events(self, handle: Handle) -> AsyncGenerator[tuple[int, Piece | Finished], None]:
+        """What the engine makes of a request, until all its texts have ended; (which text, event).
+
+        What has gathered since the last write is one piece. Leaving early cancels. Raises ApiError when a text
+        fails; the others of the request are then cancelled too.
+        """
+        left = len(handle.requests)
+        try:
+            while left:
+                for choice, event in _joined(await handle.events()):
+                    if isinstance(event, Failed):
+                        raise _failure(event)
+                    left -= isinstance(event, Finished)
+                    yield choice, event
+        finally:
+            if left:
+                self.worker.cancel(handle)
+                self.metrics.cancelled(left)
+
+    async def texts(self, handle: Handle) -> list[Text]:
+        """All texts of a request, whole, in the order of the asks."""
+        texts = [Text() for _ in handle.requests]
+        async for choice, event in self.events(handle):
+            text = texts[choice]
+            if isinstance(event, Piece):
+                text.text += event.text
+                text.tokens += event.tokens
+                text.logprobs += event.logprobs
+            else:
+                text.finished = event
+        return texts
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}{secrets.token_hex(12)}"
+
+
+def _failure(event: Failed) -> ApiError:
+    return bad_request(event.message) if event.fault == "request" else ApiError(500, event.message)
+
+
+def _joined(events: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
+    """The events with neighbouring pieces of each text made one."""
+    pieces: dict[int, list[Piece]] = {}
+    ends: list[tuple[int, Event]] = []
+    for choice, event in events:
+        if isinstance(event, Piece):
+            pieces.setdefault(choice, []).append(event)
+        else:
+            ends.append((choice, event))
+    joined: list[tuple[int, Event]] = [
+        (choice, group[0] if len(group) == 1 else _join(group)) for choice, group in pieces.items()
+    ]
+    return joined + ends
+
+
+def _join(group: list[Piece]) -> Piece:
+    return Piece(
+        group[0].request_id,
+        tuple(token for piece in group for token in piece.tokens),
+        "".join(piece.text for piece in group),
+        tuple(entry for piece in group for entry in piece.logprobs),
+    )

@@ -1,0 +1,297 @@
+"""The thread that the engine runs in, and the queue in front of it.
+
+Knows who waits, who runs and who has gone; not what a request means, nor HTTP. The event loop's side (`submit`,
+`cancel`, `drain`) never waits for a step; the thread's side (`_run` and below) never touches a connection.
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quengine.errors import CannotRunError, EngineError
+from quengine.sampling_params import SamplingParams
+from quengine.serve.engine_port import Engine, EngineStats, Event, Failed, GenerationRequest, Piece
+
+logger = logging.getLogger("quengine.serve")
+
+STATS_SECONDS = 0.1
+MAX_RESTARTS = 3
+"""Times in a row that a lost engine is made anew without having finished a step."""
+
+
+class QueueFullError(Exception):
+    """No room in the queue for so many more requests."""
+
+
+class NotServingError(Exception):
+    """The worker takes no requests now; `state` says why."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(state)
+        self.state = state
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One text wanted: `index` tells apart several of one prompt and seed."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    index: int = 0
+    show_special: bool = False
+
+
+class Handle:
+    """What one HTTP request waits for: the events of its texts, in order, tagged with which text they are of."""
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        self.requests = tuple(requests)
+        self.cancelled = False
+        self._choice = {request.id: choice for choice, request in enumerate(requests)}
+        self._events: list[tuple[int, Event]] = []
+        self._arrived = asyncio.Event()
+
+    async def events(self) -> list[tuple[int, Event]]:
+        """All that has come since the last call, at least one; (position among the asks, event)."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        events, self._events = self._events, []
+        return events
+
+    def put(self, event: Event) -> None:
+        """Called in the event loop."""
+        if not self.cancelled:
+            self._events.append((self._choice[event.request_id], event))
+            self._arrived.set()
+
+
+class Worker:
+    """Runs an engine in a thread of its own and hands its events to the event loop.
+
+    Args:
+        make_engine: builds the engine, in the thread; called again when the engine is lost.
+        parallel: most sequences given to the engine at once (never more than its capacity).
+        max_queue: most sequences that may wait.
+        observe: told of every event, in the event loop.
+        stopped: called in the event loop when the thread is done; the error if it could not go on.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        *,
+        parallel: int,
+        max_queue: int,
+        observe: Callable[[Event], None],
+        stopped: Callable[[BaseException | None], None],
+    ) -> None:
+        self.parallel = parallel
+        self.max_queue = max_queue
+        self.engine: Engine | None = None
+        self.stats = EngineStats()
+        self.state = "starting"
+        self.busy_seconds = 0.0
+        self._make_engine = make_engine
+        self._observe = observe
+        self._stopped = stopped
+        self._ids = itertools.count(1)
+        self._wake = threading.Condition()
+        self._waiting: deque[tuple[Handle, GenerationRequest]] = deque()
+        self._running: dict[int, Handle] = {}
+        self._cancels: list[int] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- the event loop's side -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load the engine; `state` is "ready" once it is there."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that can be computed at once."""
+        return self.parallel if self.engine is None else min(self.parallel, self.engine.capacity)
+
+    def submit(self, asks: Sequence[Ask]) -> Handle:
+        """Queue texts of one HTTP request, all of them or none.
+
+        Raises:
+            NotServingError: starting, draining, or the engine is being made anew.
+            QueueFullError: the queue has no room for all of them.
+        """
+        now = time.perf_counter()
+        with self._wake:
+            if self.state != "ready":
+                raise NotServingError(self.state)
+            # A free slot is as good as a place in the queue: it takes its request at the next step.
+            room = self.max_queue + max(0, self.slots - len(self._running)) - len(self._waiting)
+            if len(asks) > room:
+                raise QueueFullError
+            handle = Handle(
+                [
+                    GenerationRequest(
+                        next(self._ids), a.prompt, a.params.with_seed(), a.index, a.show_special, now
+                    )
+                    for a in asks
+                ]
+            )
+            self._waiting.extend((handle, request) for request in handle.requests)
+            self._wake.notify()
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """Free all that a request holds: at once what waits, at the next step what is computed."""
+        handle.cancelled = True
+        ids = {request.id for request in handle.requests}
+        with self._wake:
+            if any(waiter is handle for waiter, _ in self._waiting):
+                self._waiting = deque(entry for entry in self._waiting if entry[0] is not handle)
+            self._cancels += ids & self._running.keys()
+            self._wake.notify()
+
+    def drain(self) -> None:
+        """Take no more requests; those taken go on. May be called from a signal handler's thread."""
+        if self.state in ("starting", "ready", "restarting"):
+            self.state = "draining"
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    def stop(self) -> None:
+        """Give up what is left and end the thread after the step under way."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    async def join(self) -> None:
+        """Wait until the thread has ended."""
+        while self._thread.is_alive():
+            await asyncio.sleep(0.01)
+
+    # --- the thread's side ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        problem: BaseException | None = None
+        try:
+            self._serve_until_stopped()
+        except BaseException as error:
+            problem = error
+        self._give_up("the server is shutting down" if problem is None else f"the engine failed: {problem}")
+        self.state = "stopped"
+        if self.engine is not None:
+            self.engine.close()
+        self._call(lambda: self._stopped(problem))
+
+    def _serve_until_stopped(self) -> None:
+        failures = 0
+        while True:
+            engine = self.engine = self._make_engine()
+            if self.state != "draining":
+                self.state = "ready"
+            try:
+                while self._turn(engine):
+                    failures = 0
+                return
+            except Exception as error:
+                failures += 1
+                logger.exception("the engine is lost")
+                if self.state != "draining":
+                    self.state = "restarting"
+                self._lose(f"the engine failed ({type(error).__name__}: {error}) and is starting again")
+                self.engine = None
+                engine.close()
+                if failures >= MAX_RESTARTS:
+                    raise CannotRunError(
+                        f"the engine failed {failures} times in a row, last with {type(error).__name__}: {error}"
+                    ) from error
+            del engine  # its memory is needed for the next one
+
+    def _turn(self, engine: Engine) -> bool:
+        """Wait for work, then let go, take in and compute one step; False when it is time to stop."""
+        with self._wake:
+            while not (self._stopping or self._waiting or self._running or self._cancels):
+                self.stats = engine.stats()
+                self._wake.wait()
+            if self._stopping:
+                return False
+            cancels, self._cancels = self._cancels, []
+            for request_id in cancels:
+                if self._running.pop(request_id, None) is not None:
+                    engine.cancel(request_id)
+            free = min(self.parallel, engine.capacity) - len(self._running)
+            admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+            self._running.update({request.id: handle for handle, request in admitted})
+        failed = [event for _, request in admitted if (event := _add(engine, request)) is not None]
+        if self._running:
+            began = time.perf_counter()
+            self._deliver(failed + engine.step())
+            now = time.perf_counter()
+            self.busy_seconds += now - began
+            if now - self._stats_at > STATS_SECONDS:
+                self._stats_at = now
+                self.stats = engine.stats()
+        return True
+
+    _stats_at = 0.0
+
+    def _deliver(self, events: list[Event]) -> None:
+        """Hand a step's events over in one call, and free the places of what has ended."""
+        pairs = []
+        with self._wake:
+            for event in events:
+                handle = self._running.get(event.request_id)
+                if handle is None:  # cancelled
+                    continue
+                if not isinstance(event, Piece):
+                    del self._running[event.request_id]
+                pairs.append((handle, event))
+        if pairs:
+            self._call(lambda: self._distribute(pairs))
+
+    def _distribute(self, pairs: list[tuple[Handle, Event]]) -> None:
+        for handle, event in pairs:
+            self._observe(event)
+            handle.put(event)
+
+    def _lose(self, message: str) -> None:
+        """Fail what was running. What waits has lost nothing, and stays."""
+        with self._wake:
+            self._cancels.clear()
+            lost = list(self._running)
+        self._deliver([Failed(request_id, message) for request_id in lost])
+
+    def _give_up(self, message: str) -> None:
+        with self._wake:
+            self._running.update({request.id: handle for handle, request in self._waiting})
+            self._waiting.clear()
+        self._lose(message)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            logger.debug("the event loop has closed; an event is dropped")
+
+
+def _add(engine: Engine, request: GenerationRequest) -> Failed | None:
+    try:
+        engine.add(request)
+    except EngineError as error:
+        return Failed(request.id, str(error), "request")
+    return None

@@ -1,0 +1,77 @@
+"""A server in a thread of its own, for tests: on a free port, with the fake engine or a tiny model behind it."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+from openai import OpenAI
+
+from quengine.sampling_params import SamplingParams
+from quengine.serve.engine_port import Engine
+from quengine.serve.fake_engine import FakeEngine
+from quengine.serve.server import Server, bind
+from quengine.serve.settings import Limits, ServerSettings
+
+KEY = "test-key"
+
+
+@dataclass
+class Served:
+    """A running server and its address. `said` is what it would have printed."""
+
+    server: Server
+    url: str
+    said: list[str] = field(default_factory=list)
+
+    def http(self, **options: object) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20, **options)  # type: ignore[arg-type]
+
+    def openai(self, key: str = KEY) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 5.0) -> bool:
+        """Whether something comes to hold in time."""
+        end = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.005)
+        return True
+
+
+@contextmanager
+def serving(
+    make_engine: Callable[[], Engine] = FakeEngine,
+    *,
+    limits: Limits | None = None,
+    settings: dict[str, object] | None = None,
+    ready: bool = True,
+) -> Iterator[Served]:
+    """A server until the block ends; `ready`: begin when it takes requests."""
+    chosen: dict[str, object] = {
+        "model_names": ("fake",),
+        "port": 0,
+        "parallel": 64,
+        "defaults": SamplingParams(max_tokens=8),
+        "limits": limits or Limits(),
+        **(settings or {}),
+    }
+    said: list[str] = []
+    server = Server(ServerSettings(**chosen), make_engine, said.append)  # type: ignore[arg-type]
+    listener = bind("127.0.0.1", 0)
+    served = Served(server, f"http://127.0.0.1:{listener.getsockname()[1]}", said)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve_engine(listener)))
+    thread.start()
+    try:
+        if ready:
+            assert served.wait_until(lambda: server.worker.state == "ready", 30), server.worker.state
+        yield served
+    finally:
+        server.worker.stop()
+        server.should_exit = server.force_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not stop"
