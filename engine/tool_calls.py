@@ -1,0 +1,184 @@
+"""Tools that a model may call: what a request says of them, and what a template and a client want to see.
+
+    use = ToolUse.from_openai(tools, tool_choice, parallel_tool_calls)     what the request asks for, checked
+    tool_format = ToolFormat.of(template.source, tokenizer)                how this model writes: tool_calls_format
+    ids = llm.encode_chat(tool_format.messages(messages), use.described)   the prompt
+    params = replace(params, constraint=tool_format.constraint(use))       where a call is required; else None
+    stream = llm.stream(ids, params, show_special=tool_format.marker_ids)
+    parser = tool_format.parser(use)                                       tool_calls_parser
+    for piece in stream: for delta in parser.push(piece): ...              TextDelta or CallDelta
+    for delta in parser.finish(): ...
+
+Knows OpenAI's shapes (API reference, "chat", `tools` and `tool_choice`); not how any model writes a call.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quengine.errors import EngineError
+
+Choice = Literal["none", "auto", "required"]
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+MAX_TOOLS = 128
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that may be called. `described` is the request's own entry, which the template shows to the model."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(hash=False)
+    described: Mapping[str, Any] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Which tools there are and whether one must be called.
+
+    Attributes:
+        tools: all that the model is told of.
+        choice: "none", "auto" (text or calls) or "required" (nothing but calls).
+        named: the only one that may be called, where the request names it; `choice` is "required" then.
+        parallel: whether an answer may hold several calls.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = "none"
+    named: str | None = None
+    parallel: bool = True
+
+    @classmethod
+    def from_openai(cls, tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) -> "ToolUse":
+        """From the fields of a request, each None where it is absent.
+
+        Functions are taken as chat completions have them ({"type", "function": {"name", ...}}) and as responses do
+        ({"type", "name", ...}). tool_choice is "none", "auto", "required" or names a function.
+
+        Raises:
+            EngineError: a field is not what OpenAI's API takes.
+        """
+        entries = [] if tools is None else tools
+        if not isinstance(entries, list | tuple):
+            raise EngineError("tools: must be a list of functions")
+        if len(entries) > MAX_TOOLS:
+            raise EngineError(f"tools: {len(entries)} are more than the {MAX_TOOLS} that are accepted")
+        known = tuple(_tool(entry, f"tools[{n}]") for n, entry in enumerate(entries))
+        names = [tool.name for tool in known]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise EngineError(f"tools: two functions are named {twice!r}")
+        if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
+            raise EngineError(f"parallel_tool_calls = {parallel_tool_calls!r}: must be true or false")
+        choice, named = _choice(tool_choice, names)
+        return cls(known, choice, named, parallel_tool_calls is not False and named is None)
+
+    @property
+    def described(self) -> list[Mapping[str, Any]] | None:
+        """What the template is given as `tools`: nothing where none may be called."""
+        return [tool.described for tool in self.tools] if self.choice != "none" else None
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """The tools that may be called."""
+        if self.choice == "none":
+            return ()
+        return tuple(tool for tool in self.tools if self.named in (None, tool.name))
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """More of one call: `id` and `name` with its first delta only, `arguments` is the next piece of its JSON text."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+    def as_openai(self) -> dict[str, Any]:
+        """An entry of `delta.tool_calls` in a streamed chunk."""
+        if self.name is None:
+            return {"index": self.index, "function": {"arguments": self.arguments}}
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"index": self.index, "id": self.id, "type": "function", "function": function}
+
+
+Delta = TextDelta | CallDelta
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of an answer; `arguments` is JSON text as the model wrote it, cut short where the answer was."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_openai(self) -> dict[str, Any]:
+        """An entry of `message.tool_calls`."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def collect(deltas: Sequence[Delta]) -> tuple[str, list[ToolCall]]:
+    """The text and the calls of an answer that was not streamed."""
+    text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if isinstance(delta, TextDelta):
+            continue
+        if delta.name is not None:
+            calls.append(ToolCall(delta.id or "", delta.name, delta.arguments))
+        else:
+            last = calls[delta.index]
+            calls[delta.index] = ToolCall(last.id, last.name, last.arguments + delta.arguments)
+    return text, calls
+
+
+def _tool(entry: Any, at: str) -> Tool:
+    if not isinstance(entry, Mapping) or entry.get("type") != "function":
+        raise EngineError(f'{at}: must be {{"type": "function", "function": {{"name": ...}}}}')
+    function = entry.get("function", entry)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise EngineError(f"{at}: its name {name!r} must be 1 to 64 letters, digits, or _ . -")
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise EngineError(f"{at}: the parameters of {name} must be a JSON schema")
+    described = entry if "function" in entry else {"type": "function", "function": _without_type(entry)}
+    return Tool(name, parameters or _NO_PARAMETERS, described)
+
+
+def _without_type(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != "type"}
+
+
+def _choice(value: Any, names: Sequence[str]) -> tuple[Choice, str | None]:
+    if value is None:
+        return ("auto" if names else "none"), None
+    if value == "none" or (value == "auto" and not names):
+        return "none", None
+    if value == "auto":
+        return "auto", None
+    if value == "required":
+        if not names:
+            raise EngineError("tool_choice = 'required': there are no tools")
+        return "required", None
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) and value.get("type") == "function" else None
+    if not isinstance(name, str):
+        raise EngineError(f"tool_choice = {str(value)[:100]!r}: must be none, auto, required or a function")
+    if name not in names:
+        raise EngineError(
+            f"tool_choice: no tool is named {name[:100]!r}; there: {', '.join(names) or 'none'}"
+        )
+    return "required", name
