@@ -20,6 +20,8 @@ from quengine.serve.settings import ServerSettings
 from quengine.serve.worker import Worker
 
 BACKLOG = 1024
+SEND_BUFFER = 128 << 10
+"""Bytes of text that the kernel holds for a reader: what it would choose by itself hides a sleeping one for minutes."""
 
 
 class Server(uvicorn.Server):
@@ -154,6 +156,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise EngineError(f"cannot listen on {host}: {error.strerror or error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)

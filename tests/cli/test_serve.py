@@ -1,0 +1,80 @@
+"""`engine serve` as a program: its flags' errors, and a life from start to SIGTERM."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quengine.cli.main import run
+from quengine.cli.serve import _keys_of, _name
+from quengine.errors import EngineError
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--api-key-file", "nothing"], "cannot read the keys from nothing"),
+        (["--parallel", "0"], "--parallel 0"),
+        (["--max-n", "0"], "limit n = 0"),
+        (["--temp", "-1"], "temperature = -1"),
+        ([], "no-such-model.gguf"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "-m", "no-such-model.gguf", "--port", "0", *flags]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_keys_are_read_a_line_each(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\none\n\n two \n")
+    assert _keys_of(file) == ["one", "two"]
+    file.write_text("# none\n")
+    with pytest.raises(EngineError, match="holds no key"):
+        _keys_of(file)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("smollm2-135m", "smollm2-135m"),
+        ("qwen2.5-0.5b-q4k", "qwen2.5-0.5b-q4k"),
+        ("hf:a/b:Q4_K_M", "hf:a/b:Q4_K_M"),
+        ("/x/model.Q4.gguf", "model.Q4"),
+        ("folder/checkpoint/", "checkpoint"),
+    ],
+)
+def test_a_model_is_called_what_its_user_calls_it(model: str, name: str) -> None:
+    assert _name(model) == name
+
+
+def test_a_server_answers_until_sigterm_and_then_exits_with_0(tmp_path: Path) -> None:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=128)
+    model = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0", sizes=sizes)
+    command = [sys.executable, "-m", "quengine.cli.main", "serve", "-m", str(model), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"}
+    )
+    try:
+        assert process.stderr is not None
+        url = ""
+        for line in process.stderr:
+            url = (re.findall(r"http://\S+[0-9]", line) or [url])[0]
+            if "ready" in line:
+                break
+        answer = httpx.post(f"{url}/completion", json={"prompt": "the", "n_predict": 3}, timeout=30)
+        assert answer.json()["model"] == "tiny"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,135 @@
+"""The server in front of a real, tiny model: the same texts as LLM itself gives."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quengine import LLM, EngineError, SamplingParams
+from quengine.serve.llm_engine import LLMEngine
+from tests.engine.serve.serving import Served, serving
+from tests.engine.serve.test_streams import raw_completion, raw_connection
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+SIZES = ModelSizes(embedding=64, feed_forward=128, context=128)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("serve") / "tiny.gguf", kind="Q8_0", sizes=SIZES)
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    with LLM(path, device="cpu") as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def served(path: Path) -> Iterator[Served]:
+    def make_engine() -> LLMEngine:
+        return LLMEngine(LLM(path, device="cpu", reuse_prefix=True))
+
+    with serving(make_engine, settings={"model_names": ("tiny",)}) as running:
+        yield running
+
+
+def test_texts_are_those_of_the_model(served: Served, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with served.openai() as client:
+        raw = client.completions.create(model="tiny", prompt="the cat", extra_body=GREEDY)
+        chat = client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            extra_body=GREEDY,  # type: ignore[arg-type]
+        )
+    assert raw.choices[0].text == llm.generate("the cat", params)[0].text
+    assert chat.choices[0].message.content == llm.chat(MESSAGES, params).text
+    assert chat.usage is not None and chat.usage.prompt_tokens == len(llm.encode_chat(MESSAGES))
+
+
+def test_a_seed_gives_its_texts_again_and_logprobs_sum_up(served: Served, llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=12, seed=9, n=2, logprobs=3, ignore_eos=True)
+    own = llm.generate("the", params)
+    with served.openai() as client:
+        given = {"temperature": 1.5, "max_tokens": 12, "seed": 9, "n": 2, "logprobs": 3}
+        answer = client.completions.create(
+            model="tiny", prompt="the", extra_body={"ignore_eos": True}, **given
+        )
+    assert [choice.text for choice in answer.choices] == [completion.text for completion in own]
+    logprobs = answer.choices[1].logprobs
+    assert logprobs is not None and own[1].logprobs is not None
+    assert logprobs.token_logprobs == pytest.approx([entry.logprob for entry in own[1].logprobs], abs=1e-3)
+
+
+def test_control_tokens_in_a_message_stay_text_and_in_a_raw_prompt_are_read(served: Served, llm: LLM) -> None:
+    with served.http() as client:
+        hostile = [{"role": "user", "content": "<|im_end|>"}]
+        body = {"messages": hostile, "max_tokens": 1}
+        count = client.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
+        assert count == len(llm.encode_chat(hostile))
+        raw = {"prompt": "<|im_end|>", "n_predict": 1}
+        assert client.post("/completion", json=raw).json()["tokens_evaluated"] == 1
+        kept = client.post("/completion", json=raw | {"parse_special": False}).json()["tokens_evaluated"]
+        assert kept > 1
+        prompt = client.post("/apply-template", json={"messages": MESSAGES}).json()["prompt"]
+        assert prompt.endswith("<|im_start|>assistant\n")
+
+
+def test_a_context_that_fills_ends_with_length_and_one_too_small_is_a_400(served: Served) -> None:
+    with served.http() as client:
+        filled = client.post(
+            "/v1/completions", json={"prompt": "the cat", "max_tokens": -1, "ignore_eos": True}
+        ).json()
+        assert filled["choices"][0]["finish_reason"] == "length"
+        assert filled["usage"]["total_tokens"] == 128
+        over = client.post("/v1/completions", json={"prompt": [1] * 128})
+        assert over.status_code == 400
+        assert "128 tokens and the context holds 128" in over.json()["error"]["message"]
+
+
+def test_a_prompt_that_begins_like_the_last_one_is_taken_from_the_cache(served: Served) -> None:
+    with served.http() as client:
+        body = {"prompt": list(range(40)), "max_tokens": 1}
+        client.post("/v1/completions", json=body)
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 39
+
+
+def test_requests_queue_behind_the_one_slot_and_can_leave_from_everywhere(served: Served) -> None:
+    worker = served.server.worker
+    assert worker.slots == 1
+    requests = [raw_completion(f"{i} the", 100, ignore_eos=True) for i in range(5)]
+    connections = [raw_connection(served) for _ in requests]
+    for connection, request in zip(connections, requests, strict=True):
+        connection.sendall(request)
+    assert served.wait_until(lambda: worker.running == 1 and worker.waiting >= 1)
+    for connection in connections[1:]:
+        connection.close()
+    received = b"".join(iter(lambda: connections[0].recv(65536), b""))
+    connections[0].close()
+    assert received.rstrip().endswith(b"0") and b"data: [DONE]" in received
+    assert served.wait_until(lambda: worker.idle and not worker.stats.slots)
+
+
+def test_a_step_that_fails_fails_its_request_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(path, device="cpu")
+    step = llm.runner.step
+
+    def failing(batch: object) -> object:
+        if batch.sequence.token_ids[0] == 7:  # type: ignore[attr-defined]
+            raise EngineError("token 3: 5 of 300 logits are not finite")
+        return step(batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(llm.runner, "step", failing)
+    with (
+        serving(lambda: LLMEngine(llm), settings={"model_names": ("tiny",)}) as served,
+        served.http() as client,
+    ):
+        bad = client.post("/v1/completions", json={"prompt": [7, 8]})
+        assert bad.status_code == 500 and "not finite" in bad.json()["error"]["message"]
+        assert client.post("/v1/completions", json={"prompt": [8, 8]}).status_code == 200
+        assert client.get("/health").status_code == 200

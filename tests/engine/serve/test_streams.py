@@ -1,0 +1,174 @@
+"""Many streams at once, clients that leave, readers that sleep: every text is its own, and nothing is left behind."""
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from quengine.serve.fake_engine import FakeEngine, FakeModel, expected_tokens
+from quengine.serve.settings import Limits
+from tests.engine.serve.serving import Served, serving
+
+MODEL = FakeModel(4096)
+
+
+def expected(prompt: str, seed: int, count: int) -> str:
+    return MODEL.decode(expected_tokens(MODEL.encode(prompt, True, True), seed, 0, count))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(lambda: FakeEngine(step_s=0.004, capacity=32), limits=Limits(write_s=2.0)) as running:
+        yield running
+
+
+def idle(served: Served) -> bool:
+    worker = served.server.worker
+    return worker.idle and not worker.stats.slots
+
+
+async def one_stream(client: httpx.AsyncClient, number: int, rng: random.Random) -> str:
+    """One request to its end, or left in the middle; returns which, having checked what came."""
+    prompt, count = f"stream {number} {rng.random()}", rng.randrange(1, 200)
+    leave_after = rng.randrange(0, 20) if rng.random() < 0.2 else None
+    slow = rng.random() < 0.1
+    body = {"prompt": prompt, "seed": number, "max_tokens": count, "stream": True}
+    text, lines, done = "", 0, False
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if not line:
+                continue
+            if line == "data: [DONE]":
+                done = True
+                continue
+            text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            lines += 1
+            if lines == leave_after:
+                break
+            if slow:
+                await asyncio.sleep(rng.random() * 0.02)
+    whole = expected(prompt, number, count)
+    if leave_after is None or done:
+        assert (text, done) == (whole, True)
+        return "whole"
+    assert whole.startswith(text)
+    return "left"
+
+
+async def many_streams(url: str, streams: int, seconds: float) -> dict[str, int]:
+    outcomes = {"whole": 0, "left": 0}
+    end = time.monotonic() + seconds
+
+    async def client_of(number: int) -> None:
+        rng = random.Random(number)
+        limits = httpx.Limits(max_connections=1)
+        async with httpx.AsyncClient(base_url=url, timeout=30, limits=limits) as client:
+            while time.monotonic() < end:
+                outcomes[await one_stream(client, number, rng)] += 1
+
+    await asyncio.gather(*(client_of(number) for number in range(streams)))
+    return outcomes
+
+
+def test_64_streams_with_cancels_and_slow_readers_lose_double_and_cross_nothing(served: Served) -> None:
+    outcomes = asyncio.run(many_streams(served.url, 64, 4.0))
+    assert outcomes["whole"] > 64 and outcomes["left"] > 10, outcomes
+    assert served.wait_until(lambda: idle(served), 2), served.server.worker.stats
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/completion", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_slot(served: Served, path: str, stream: bool) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x", "stream": stream}
+    keep = {"/v1/chat/completions": "messages", "/v1/responses": "input"}.get(path, "prompt")
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    request = {keep: body[keep], limit: 4000, "stream": stream}
+    with served.http(headers={"connection": "close"}) as client:
+        raw = client.build_request("POST", path, json=request)
+        with raw_connection(served) as connection:
+            connection.sendall(raw_bytes(raw))
+            assert served.wait_until(lambda: served.server.worker.running == 1)
+    assert served.wait_until(lambda: idle(served), 2)
+
+
+def test_a_client_that_leaves_while_it_waits_or_is_prefilled_leaves_nothing(served: Served) -> None:
+    requests = [raw_completion(f"{i} " + "x" * 3000, 900) for i in range(40)]
+    connections = [raw_connection(served) for _ in requests]
+    for connection, request in zip(connections, requests, strict=True):
+        connection.sendall(request)
+    worker = served.server.worker
+    assert served.wait_until(lambda: (worker.running, worker.waiting) == (32, 8))
+    for connection in connections:
+        connection.close()
+    assert served.wait_until(lambda: idle(served), 2)
+
+
+def test_a_reader_that_sleeps_is_cut_off_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """With log-probabilities, 4000 tokens are some megabytes: more than all buffers on the way hold."""
+    with serving(lambda: FakeEngine(step_s=0.0005), limits=Limits(write_s=0.5)) as served:
+        with raw_connection(served, receive_buffer=4096) as sleeper:
+            sleeper.sendall(raw_completion("sleepy", 4000, logprobs=20))
+            assert served.wait_until(lambda: served.server.worker.running == 1)
+            with served.http() as client:
+                answer = client.post("/v1/completions", json={"prompt": "awake", "seed": 1, "max_tokens": 5})
+            assert answer.json()["choices"][0]["text"] == expected("awake", 1, 5)
+            assert served.wait_until(lambda: not served.server.server_state.connections, 10)
+        assert "a write was not taken within 0.5 s" in caplog.text
+        assert served.wait_until(lambda: idle(served), 2)
+
+
+def test_a_lost_engine_fails_what_runs_is_made_anew_and_serves_again() -> None:
+    made: list[FakeEngine] = []
+
+    def make_engine() -> FakeEngine:
+        made.append(FakeEngine(step_s=0.002))
+        return made[-1]
+
+    with serving(make_engine) as served, served.http() as client:
+        with raw_connection(served) as running:
+            running.sendall(raw_completion("innocent", 4000))
+            assert served.wait_until(lambda: served.server.worker.stats.slots != ())
+            crash = client.post("/v1/completions", json={"prompt": "please crash"})
+            assert crash.status_code == 500 and "the device is gone" in crash.json()["error"]["message"]
+            received = b"".join(iter(lambda: running.recv(65536), b""))
+        assert b'data: {"error":{"message":"the engine failed' in received
+        assert served.wait_until(lambda: client.get("/health").status_code == 200)
+        assert client.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
+        assert len(made) == 2
+
+
+def test_an_engine_that_is_lost_again_and_again_ends_the_server() -> None:
+    with serving(FakeEngine) as served, served.http() as client:
+        for _ in range(3):
+            served.wait_until(lambda: served.server.worker.state == "ready")
+            client.post("/v1/completions", json={"prompt": "please crash"})
+        assert served.wait_until(lambda: served.server.problem is not None)
+        assert "3 times in a row" in str(served.server.problem)
+
+
+def raw_connection(served: Served, receive_buffer: int | None = None) -> socket.socket:
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.settimeout(20)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def raw_completion(prompt: str, max_tokens: int, **more: object) -> bytes:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, **more}
+    return raw_bytes(httpx.Request("POST", "http://localhost/v1/completions", json=body))
+
+
+def raw_bytes(request: httpx.Request) -> bytes:
+    path = request.url.raw_path
+    headers = b"".join(b"%b: %b\r\n" % pair for pair in request.headers.raw)
+    close = b"" if b"connection" in dict(request.headers.raw) else b"Connection: close\r\n"
+    return b"POST %b HTTP/1.1\r\n" % path + headers + close + b"\r\n" + request.content
