@@ -112,7 +112,8 @@ class CpuBackend:
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.linear_add(x, weight, residual)
-        return self._linear(x, weight, residual)
+        # Last, not first: a residual stream may hold values beside which the products' own sums would lose their bits.
+        return self._linear(x, weight).add_(residual)
 
     def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:
         if self._recorder is not None:
