@@ -68,6 +68,31 @@ class ConstraintSpec:
         return cls.json_schema({"type": "object"})
 
     @classmethod
+    def from_response_format(cls, value: Any) -> "ConstraintSpec | None":
+        """OpenAI's `response_format`: {"type": "text"}, "json_object", or "json_schema" with {"schema": ...}.
+
+        None, and "text", ask for nothing. The schema holds whether it is `strict` or not.
+
+        Raises:
+            EngineError: it is none of these.
+        """
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if value is None or kind == "text":
+            return None
+        if kind == "json_object":
+            return cls.json_object()
+        if kind != "json_schema":
+            raise EngineError(
+                f"response_format {str(value)[:80]!r}: its type must be text, json_object or json_schema"
+            )
+        inner = value.get("json_schema", value)  # the Responses API has the schema beside the type
+        if not isinstance(inner, Mapping) or "schema" not in inner:
+            raise EngineError(
+                'response_format json_schema: must have {"json_schema": {"name": ..., "schema": ...}}'
+            )
+        return cls.json_schema(inner["schema"])
+
+    @classmethod
     def regex(cls, pattern: str) -> "ConstraintSpec":
         """Text that a regular expression matches as a whole (Rust's syntax: no look-around, no back-references).
 

@@ -82,3 +82,21 @@ def test_gbnf_is_written_out_character_by_character() -> None:
         r"r0: r1{2,} (/a/ /\x{2F}/) | /[^\x{22}\x{5D}A-C\x{2D}]/ /(?s:.)/?",
         r"r1: (/\x{E9}/ | <[3]>)*",
     ]
+
+
+def test_a_response_format_is_openais() -> None:
+    schema = {"type": "null"}
+    given = {"name": "n", "strict": True, "schema": schema}
+    read = ConstraintSpec.from_response_format
+    assert read(None) is None and read({"type": "text"}) is None
+    assert read({"type": "json_object"}) == ConstraintSpec.json_object()
+    assert read({"type": "json_schema", "json_schema": given}) == ConstraintSpec.json_schema(schema)
+    assert read({"type": "json_schema", **given}) == ConstraintSpec.json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["json", {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": 3}]
+)
+def test_another_response_format_is_one_line(wrong: object) -> None:
+    with pytest.raises(EngineError, match="response_format"):
+        ConstraintSpec.from_response_format(wrong)

@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quengine import LLM, SamplingParams
 from quengine.constraint import ConstraintCompiler
 from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
 from quengine.text_stream import TextStream
 from quengine.tool_calls import CallDelta, Delta, TextDelta, ToolUse, collect
 from quengine.tool_calls_format import FormatName, ToolFormat
-from tests.gguf_builder import GGUFBuilder, bpe_vocabulary
+from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
+from tests.tiny_models import write_tiny
 
 WEATHER = {
     "type": "object",
@@ -338,3 +340,33 @@ def test_messages_get_their_arguments_as_values_and_mistral_its_ids() -> None:
     call["function"] = {"name": "f", "arguments": "[1]"}
     with pytest.raises(EngineError, match=r"messages\[0\]: the arguments of f are no JSON object"):
         ToolFormat("hermes").messages(said)
+
+
+TEMPLATE = (
+    "{% if tools %}[AVAILABLE]{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m['role'] + ':' }}"
+    "{% for c in m.tool_calls %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + c.function.arguments | tojson }}"
+    "{% endfor %}{{ m['content'] }}{% endfor %}"
+)
+
+
+def test_a_whole_request_from_tools_to_deltas(tmp_path: Path) -> None:
+    metadata = bpe_vocabulary(special=CONTROLS) | {"tokenizer.chat_template": TEMPLATE}
+    metadata["tokenizer.ggml.eos_token_id"] = len(metadata["tokenizer.ggml.tokens"]) - 1
+    path = write_tiny(tmp_path / "m.gguf", vocabulary=metadata, sizes=ModelSizes(context=1024))
+    with LLM(path, device="cpu") as llm:
+        assert llm.chat_template is not None
+        tool_format = ToolFormat.of(llm.chat_template.source, llm.tokenizer)
+        assert tool_format is not None and tool_format.name == "mistral-named"
+        use = ToolUse.from_openai(TOOLS, {"type": "function", "function": {"name": "weather"}})
+        said = {"id": "x", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [said]}]
+        ids = llm.encode_chat(tool_format.messages(messages), use.described)
+        prompt = llm.tokenizer.decode(ids, skip_special=False)
+        assert '"name": "weather"' in prompt and prompt.endswith('[TOOL_CALLS]now[ARGS]{"a": 1}')
+        params = SamplingParams(temperature=0, max_tokens=200, constraint=tool_format.constraint(use))
+        stream = llm.stream(ids, params, show_special=tool_format.marker_ids)
+        parser = tool_format.parser(use)
+        deltas = [delta for piece in stream for delta in parser.push(piece)] + parser.finish()
+    text, calls = collect(deltas)
+    assert (text, stream.completion.finish_reason, [call.name for call in calls]) == ("", "stop", ["weather"])
+    jsonschema.validate(json.loads(calls[0].arguments), WEATHER)
