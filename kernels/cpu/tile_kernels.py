@@ -13,6 +13,7 @@ from functools import cache
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.atomics import call_kernel
 from quengine.kernels.cpu.compiled import compile_kernel, host_tile, source_stamp
+from quengine.kernels.cpu.panel_ir import GROUPS, fill_panel, transpose_groups, unpack_row
 from quengine.kernels.cpu.row_ir import dequantize_row, get, put
 from quengine.kernels.cpu.tile_ir import copy_floats, multiply_tile, prefetch, stack_floats, transpose_rows
 from quengine.kernels.cpu.tiles import DEPTH
@@ -44,21 +45,46 @@ def panel_kernel(format_name: str) -> int:
 
     0 weights, from the first of the columns on; 1 row bytes, 2 rows (the last one is repeated), 3 depth, 4 panel.
     """
-    variant, tile = f"{format_name}/{source_stamp()}", host_tile()
-    block, block_bytes = FORMATS[format_name].block, FORMATS[format_name].nbytes
-    lanes, floats = tile.lanes, tile.lanes * DEPTH
+    if FORMATS[format_name].is_quantized:
+        return _quantized_panel_kernel(format_name)
+    variant, lanes = f"{format_name}/{source_stamp()}", host_tile().lanes
+    floats, item = lanes * DEPTH, FORMATS[format_name].nbytes
 
-    def unpack_panel(context: int, task: int) -> None:
+    def float_panel(context: int, task: int) -> None:
         depth, rows = get(context, 3), stack_floats(floats)
         for i in range(lanes):
             w = get(context, 0) + min(task * lanes + i, get(context, 2) - 1) * get(context, 1)
-            row_bytes = depth // block * block_bytes
-            dequantize_row(variant, w, depth // block, rows + 4 * DEPTH * i)
-            for line in range(0, row_bytes, 64):
-                prefetch(w + row_bytes + line)
+            dequantize_row(variant, w, depth, rows + 4 * DEPTH * i)
+            for line in range(0, depth * item, 64):
+                prefetch(w + depth * item + line)
         transpose_rows(variant, rows, 4 * DEPTH, depth, get(context, 4) + 4 * lanes * task)
 
-    return compile_kernel(unpack_panel)
+    return compile_kernel(float_panel)
+
+
+def _quantized_panel_kernel(format_name: str) -> int:
+    variant, tile = f"{format_name}/{source_stamp()}", host_tile()
+    block, block_bytes = FORMATS[format_name].block, FORMATS[format_name].nbytes
+    lanes, code_floats, group_floats = tile.lanes, tile.lanes * DEPTH // 4, tile.lanes * GROUPS
+    has_min = FORMATS[format_name].has_min
+
+    def quantized_panel(context: int, task: int) -> None:
+        depth, codes = get(context, 3), stack_floats(code_floats)
+        scales, scale_lines = stack_floats(group_floats), stack_floats(group_floats)
+        mins, min_lines = stack_floats(group_floats), stack_floats(group_floats)
+        row_bytes = depth // block * block_bytes
+        for i in range(lanes):
+            w = get(context, 0) + min(task * lanes + i, get(context, 2) - 1) * get(context, 1)
+            groups = 4 * GROUPS * i
+            unpack_row(variant, w, depth // block, codes + DEPTH * i, scales + groups, mins + groups)
+            for line in range(0, row_bytes, 64):
+                prefetch(w + row_bytes + line)
+        transpose_groups(variant, scales, scale_lines)
+        if has_min:
+            transpose_groups(variant, mins, min_lines)
+        fill_panel(variant, codes, depth, scale_lines, min_lines, get(context, 4) + 4 * lanes * task)
+
+    return compile_kernel(quantized_panel)
 
 
 @cache
@@ -99,9 +125,12 @@ def tile_matmul_kernel() -> int:
                 source, source_stride = start + b * tile_rows * start_stride, start_stride
                 target, target_stride = y + b * tile_rows * y_stride, y_stride
                 whole = valid == tile_rows and count == columns
-                if not whole:  # through a tile of its own
-                    for i in range(valid):
-                        copy_floats(variant, source + i * start_stride, edge + 4 * columns * i, count)
+                if (
+                    not whole
+                ):  # through a tile of its own, all of it filled: chance values may be slow to add to
+                    for i in range(tile_rows):
+                        row = source + min(i, valid - 1) * start_stride
+                        copy_floats(variant, row, edge + 4 * columns * i, count)
                     source, source_stride, target, target_stride = edge, 4 * columns, edge, 4 * columns
                 multiply_tile(
                     variant, panel, depth, x, 4 * DEPTH, source, source_stride, target, target_stride
