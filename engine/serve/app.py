@@ -57,7 +57,7 @@ def _page() -> tuple[bytes, str]:
 
     policy = (
         f"default-src 'none'; script-src {source(b'script')}; style-src {source(b'style')}; "
-        f"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return html, policy
 

@@ -36,9 +36,11 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 def error_response(error: ApiError) -> Response:
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = 'Bearer, Basic realm="quengine (any name, the key as password)"'
-    return json_response(error.body, error.status, headers)
+    response = json_response(error.body, error.status, headers)
+    if error.status == 401:  # a line each: browsers read no list, and the page's user is asked for a password
+        response.headers.append("WWW-Authenticate", "Bearer")
+        response.headers.append("WWW-Authenticate", 'Basic realm="quengine: any name, the key as password"')
+    return response
 
 
 async def read_fields(request: Request, limits: Limits) -> Fields:
