@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quengine.serve.chat_messages import read_messages
 from quengine.serve.engine_port import Finished, Piece
 from quengine.serve.errors import bad_request
-from quengine.serve.extensions import refuse_constraints, refuse_tools
+from quengine.serve.extensions import callable_format, read_constraint, read_tools, tool_constraint
 from quengine.serve.fields import Fields
 from quengine.serve.http import json_response, off_loop, read_fields
 from quengine.serve.logprob_forms import chat_logprobs
@@ -19,6 +19,7 @@ from quengine.serve.request_form import (
     MAX_LOGPROBS,
     Delivery,
     asks_of,
+    prepare,
     read_delivery,
     read_max_tokens,
     read_n,
@@ -28,30 +29,34 @@ from quengine.serve.sampling_fields import read_sampling
 from quengine.serve.service import Service, Text, Usage, new_id
 from quengine.serve.streaming import DONE, data, stream_texts, whole_texts
 from quengine.serve.worker import Ask
+from quengine.tool_calls import Delta, TextDelta, ToolUse, collect
+from quengine.tool_calls_parser import ToolCallParser
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     fields = await read_fields(request, service.limits)
-    delivery, asks = await _read(fields, service)
+    delivery, asks, answers = await _read(fields, service)
     if delivery.stream:
-        return await stream_texts(service, request, asks, _Chunks(service, asks, delivery.include_usage))
-    return json_response(_body(service, asks, await whole_texts(service, request, asks)))
+        chunks = _Chunks(service, asks, answers, delivery.include_usage)
+        return await stream_texts(service, request, asks, chunks)
+    return json_response(_body(service, asks, answers, await whole_texts(service, request, asks)))
 
 
-async def chat_prompt(fields: Fields, service: Service, values: Any, param: str = "messages") -> list[int]:
-    """The prompt's ids of messages in a request, checked against the limits."""
+async def chat_prompt(
+    fields: Fields, service: Service, values: Any, param: str = "messages", use: ToolUse | None = None
+) -> list[int]:
+    """The prompt's ids of messages and tools in a request, checked against the limits."""
     messages = read_messages(values, param)
     variables = fields.object("chat_template_kwargs") or {}
-    model = service.model
-    prompt = await off_loop(lambda: model.encode_chat(messages, None, variables))
+    model, tools = service.model, None if use is None else use.described
+    prompt = await off_loop(lambda: model.encode_chat(messages, tools, variables))
     service.check_prompt(prompt, param)
     return prompt
 
 
-async def _read(fields: Fields, service: Service) -> tuple[Delivery, list[Ask]]:
+async def _read(fields: Fields, service: Service) -> tuple[Delivery, list[Ask], "list[ChatAnswer]"]:
     service.check_model_name(fields)
-    refuse_constraints(fields)
-    refuse_tools(fields)
+    use, constraint = read_tools(fields, service.model), read_constraint(fields)
     delivery, n = read_delivery(fields), read_n(fields, service)
     params = read_sampling(
         fields,
@@ -60,7 +65,9 @@ async def _read(fields: Fields, service: Service) -> tuple[Delivery, list[Ask]]:
         service.model,
         max_tokens=read_max_tokens(fields, service, "max_completion_tokens", "max_tokens", "n_predict"),
         logprobs=_read_logprobs(fields),
+        constraint=tool_constraint(use, service.model, constraint),
     )
+    await prepare(service, params)
     skip_special = fields.flag("skip_special_tokens")
     fields.neutral("modalities", ["text"])
     fields.neutral("verbosity", "medium")
@@ -74,8 +81,11 @@ async def _read(fields: Fields, service: Service) -> tuple[Delivery, list[Ask]]:
     values = fields.any("messages")
     fields.object("chat_template_kwargs")
     fields.finish()
-    prompt = await chat_prompt(fields, service, values)
-    return delivery, asks_of([prompt], n, params, skip_special is False)
+    prompt = await chat_prompt(fields, service, values, use=use)
+    tool_format = callable_format(use, service.model)
+    shown = skip_special is False or (tool_format is not None and tool_format.marker_ids)
+    answers = [ChatAnswer(None if tool_format is None else tool_format.parser(use)) for _ in range(n)]
+    return delivery, asks_of([prompt], n, params, shown), answers
 
 
 def _read_logprobs(fields: Fields) -> int | None:
@@ -85,7 +95,44 @@ def _read_logprobs(fields: Fields) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _body(service: Service, asks: Sequence[Ask], texts: Sequence[Text]) -> dict[str, Any]:
+class ChatAnswer:
+    """One answer: its text as deltas, in which tool calls are found if they are looked for."""
+
+    def __init__(self, parser: ToolCallParser | None) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """What `delta` of a chunk says of this piece, a chunk each."""
+        if self._parser is None:
+            return [{"content": text}] if text else []
+        return [_delta(part) for part in self._parser.push(text)]
+
+    def finish(self) -> list[dict[str, Any]]:
+        """What was held back."""
+        return [] if self._parser is None else [_delta(part) for part in self._parser.finish()]
+
+    def reason(self, end: Finished) -> str:
+        called = self._parser is not None and self._parser.calls > 0
+        return "tool_calls" if called and end.reason == "stop" else end.reason
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The whole answer."""
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._parser is not None:
+            spoken, calls = collect(self._parser.push(text) + self._parser.finish())
+            message["content"] = spoken
+            if calls:
+                message |= {"content": spoken or None, "tool_calls": [call.as_openai() for call in calls]}
+        return message
+
+
+def _delta(part: Delta) -> dict[str, Any]:
+    return {"content": part.text} if isinstance(part, TextDelta) else {"tool_calls": [part.as_openai()]}
+
+
+def _body(
+    service: Service, asks: Sequence[Ask], answers: Sequence[ChatAnswer], texts: Sequence[Text]
+) -> dict[str, Any]:
     ends = [text.end for text in texts]
     return {
         "id": new_id("chatcmpl-"),
@@ -95,11 +142,11 @@ def _body(service: Service, asks: Sequence[Ask], texts: Sequence[Text]) -> dict[
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": text.text, "refusal": None},
+                "message": answers[index].message(text.text),
                 "logprobs": chat_logprobs(text.logprobs, service.model)
                 if asks[index].params.logprobs is not None
                 else None,
-                "finish_reason": text.end.reason,
+                "finish_reason": answers[index].reason(text.end),
             }
             for index, text in enumerate(texts)
         ],
@@ -115,6 +162,7 @@ class _Chunks:
 
     service: Service
     asks: Sequence[Ask]
+    answers: Sequence[ChatAnswer]
     include_usage: bool
 
     def __post_init__(self) -> None:
@@ -132,12 +180,15 @@ class _Chunks:
         return b"".join(self._chunk(index, first, None) for index in range(len(self.asks)))
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        if not piece.text and not self._with_logprobs:
-            return b""
-        return self._chunk(choice, {"content": piece.text}, None, piece)
+        deltas = self.answers[choice].push(piece.text)
+        if self._with_logprobs and not deltas:
+            deltas = [{}]
+        return b"".join(self._chunk(choice, d, None, None if i else piece) for i, d in enumerate(deltas))
 
     def finished(self, choice: int, end: Finished) -> bytes:
-        return self._chunk(choice, {}, end.reason)
+        answer = self.answers[choice]
+        held = b"".join(self._chunk(choice, delta, None) for delta in answer.finish())
+        return held + self._chunk(choice, {}, answer.reason(end))
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         tail = {**self._head, "choices": [], "usage": Usage.of([self.asks[0].prompt], ends).body}
@@ -145,7 +196,7 @@ class _Chunks:
         return (data(tail) if self.include_usage else b"") + DONE
 
     def _chunk(
-        self, choice: int, delta: dict[str, str], reason: str | None, piece: Piece | None = None
+        self, choice: int, delta: dict[str, Any], reason: str | None, piece: Piece | None = None
     ) -> bytes:
         entry: dict[str, Any] = {"index": choice, "delta": delta, "finish_reason": reason, "logprobs": None}
         if piece is not None and self._with_logprobs:

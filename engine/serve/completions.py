@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quengine.serve.engine_port import Finished, Piece
 from quengine.serve.errors import bad_request
-from quengine.serve.extensions import refuse_constraints
+from quengine.serve.extensions import read_constraint
 from quengine.serve.fields import Fields
 from quengine.serve.http import json_response, read_fields
 from quengine.serve.logprob_forms import completion_logprobs
@@ -19,6 +19,7 @@ from quengine.serve.request_form import (
     MAX_LOGPROBS,
     Delivery,
     asks_of,
+    prepare,
     read_delivery,
     read_max_tokens,
     read_n,
@@ -55,7 +56,7 @@ async def completions(service: Service, request: Request) -> Response:
 
 async def _read(fields: Fields, service: Service) -> _Wanted:
     service.check_model_name(fields)
-    refuse_constraints(fields)
+    constraint = read_constraint(fields)
     delivery, n = read_delivery(fields), read_n(fields, service)
     logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.flag("echo") or False
     if echo and logprobs is not None:
@@ -68,7 +69,9 @@ async def _read(fields: Fields, service: Service) -> _Wanted:
         service.model,
         max_tokens=max_tokens or service.settings.defaults.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=logprobs,
+        constraint=constraint,
     )
+    await prepare(service, params)
     skip_special = fields.flag("skip_special_tokens")
     fields.neutral("suffix", "")
     fields.ignore("prompt", "parse_special")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from quengine.output import Timings
 from quengine.sampler import TokenLogprobs
 from quengine.sampling_params import SamplingParams
+from quengine.tool_calls_format import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class GenerationRequest:
         prompt: token ids; they fit the context and are in the vocabulary.
         params: with a seed.
         index: which completion of the prompt under its seed.
-        show_special: keep the names of control tokens in the text.
+        show_special: keep the names of control tokens in the text; of these ones, or of all.
         arrived: `time.perf_counter()` when the request came.
     """
 
@@ -30,7 +31,7 @@ class GenerationRequest:
     prompt: Sequence[int]
     params: SamplingParams
     index: int
-    show_special: bool
+    show_special: bool | frozenset[int]
     arrived: float
 
 
@@ -126,6 +127,18 @@ class ServedModel(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def token_bytes(self, token: int) -> bytes: ...
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls; None where that is not known."""
+        ...
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what `params` hold a text to, so that a step need not wait for it.
+
+        Raises EngineError where that cannot be done.
+        """
+        ...
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]

@@ -1,49 +1,109 @@
-"""The seam for what constrains or parses texts: response formats, grammars, tools.
+"""What constrains or parses texts, as requests ask for it: response formats, grammars, tools.
 
-Until they are there, a request that needs one is refused and says so; nothing is answered without the constraint
-that was asked for.
+A request that asks for what the model cannot do is refused; nothing is answered without the constraint that was
+asked for.
 """
 
+import re
 from typing import Any
 
-from quengine.serve.errors import ApiError
+from quengine.constraint_spec import ConstraintSpec
+from quengine.errors import EngineError
+from quengine.serve.engine_port import ServedModel
+from quengine.serve.errors import ApiError, bad_request
 from quengine.serve.fields import Fields
+from quengine.tool_calls import ToolUse
+from quengine.tool_calls_format import ToolFormat
 
-_CONSTRAINTS = (
-    "grammar",
-    "json_schema",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "regex",
-    "ebnf",
-)
+# llama-server's and vLLM's other names.
+_CONSTRAINTS = {
+    "json_schema": ConstraintSpec.json_schema,
+    "grammar": ConstraintSpec.grammar,
+    "guided_json": ConstraintSpec.json_schema,
+    "guided_regex": ConstraintSpec.regex,
+    "guided_grammar": ConstraintSpec.grammar,
+}
 
 
-def refuse_constraints(fields: Fields) -> None:
-    """Raises ApiError for a request that wants its text to follow a schema or grammar."""
-    wanted = fields.object("response_format")
-    if wanted is not None and wanted.get("type") != "text":
-        raise _missing("response_format", f"response_format {str(wanted.get('type'))[:40]!r}")
-    for key in _CONSTRAINTS:
-        if fields.any(key) not in (None, "", {}):
-            raise _missing(key, key)
-    fields.ignore("grammar_lazy", "grammar_triggers")
+def read_constraint(fields: Fields) -> ConstraintSpec | None:
+    """What the text has to be: response_format, json_schema, grammar, or vLLM's guided_*; one of them at most.
+
+    Raises ApiError.
+    """
+    found: dict[str, ConstraintSpec] = {}
+    for key in ("guided_decoding_backend", "structured_outputs", "grammar_triggers"):
+        fields.neutral(key)
+    fields.neutral("grammar_lazy", False)
+    try:
+        spec = ConstraintSpec.from_response_format(fields.any("response_format"))
+        if spec is not None:
+            found["response_format"] = spec
+        for key, make in _CONSTRAINTS.items():
+            value = fields.any(key)
+            if value not in (None, ""):
+                found[key] = make(value)
+        choices = fields.array("guided_choice")
+        if choices is not None:
+            found["guided_choice"] = ConstraintSpec.regex("|".join(re.escape(str(c)) for c in choices))
+    except EngineError as error:
+        raise bad_request(str(error)) from None
+    if len(found) > 1:
+        raise bad_request(f"{' and '.join(found)}: only one of them can hold", next(iter(found)))
+    return next(iter(found.values()), None)
+
+
+def read_tools(fields: Fields, model: ServedModel) -> ToolUse:
+    """The tools of a chat request and how they are to be used. Raises ApiError where the model knows no calls."""
+    for key in ("functions", "function_call"):
+        fields.neutral(key, [], "none")
+    fields.ignore("parse_tool_calls")
+    try:
+        use = ToolUse.from_openai(
+            fields.any("tools"), fields.any("tool_choice"), fields.any("parallel_tool_calls")
+        )
+    except EngineError as error:
+        raise bad_request(str(error), "tools") from None
+    if use.callable and model.tool_format is None:
+        raise ApiError(
+            400,
+            "tools: the chat template of this model has no known form of calls",
+            param="tools",
+            code="unsupported",
+        )
+    return use
+
+
+def callable_format(use: ToolUse, model: ServedModel) -> ToolFormat | None:
+    """How calls are written in answers of a request; None where none are looked for."""
+    return model.tool_format if use.callable else None
+
+
+def tool_constraint(use: ToolUse, model: ServedModel, other: ConstraintSpec | None) -> ConstraintSpec | None:
+    """What holds the text to calls where one is required, else `other`. Raises ApiError where both are asked for."""
+    tool_format = callable_format(use, model)
+    try:
+        spec = None if tool_format is None else tool_format.constraint(use)
+    except EngineError as error:
+        raise bad_request(str(error), "tools") from None
+    if spec is not None and other is not None:
+        raise bad_request("tool_choice requires a call, and response_format something else", "tool_choice")
+    return spec or other
 
 
 def refuse_tools(fields: Fields) -> None:
-    """Raises ApiError for a request whose answer may be tool calls."""
+    """For a route that gives text only. Raises ApiError for a request whose answer may be tool calls."""
     tools: Any = fields.array("tools")
     if tools and fields.any("tool_choice") != "none":
-        raise _missing("tools", "tools")
+        raise _no_tools("tools")
     if fields.any("tool_choice") not in (None, "none", "auto"):
-        raise _missing("tool_choice", "tool_choice without tools")
-    fields.neutral("functions", [])
-    fields.neutral("function_call", "none")
-    fields.ignore("parallel_tool_calls", "parse_tool_calls")
+        raise _no_tools("tool_choice")
+    fields.ignore("parallel_tool_calls")
 
 
-def _missing(key: str, what: str) -> ApiError:
-    return ApiError(400, f"{what}: this server cannot do that yet", param=key, code="unsupported")
+def _no_tools(key: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{key}: this route gives text only; /v1/chat/completions calls tools",
+        param=key,
+        code="unsupported",
+    )

@@ -70,6 +70,12 @@ class FakeModel:
             raise EngineError(f"token {token} is not from 0 to {self.vocab_size - 1}")
         return b"w%d " % token if token < WORDS else bytes([token - FIRST_BYTE])
 
+    tool_format = None
+
+    def prepare(self, params: SamplingParams) -> None:
+        if params.constraint is not None:
+            raise EngineError(f"{params.constraint.kind}: the fake engine holds to none")
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> str:

@@ -12,6 +12,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.models.chat_template import ChatTemplate, encode_chat
+from quengine.sampling_params import SamplingParams
 from quengine.sequence import Sequence as LLMSequence
 from quengine.serve.engine_port import (
     EngineStats,
@@ -22,6 +23,7 @@ from quengine.serve.engine_port import (
     Piece,
     SlotStats,
 )
+from quengine.tool_calls_format import ToolFormat
 
 logger = logging.getLogger("quengine.serve")
 
@@ -37,6 +39,7 @@ class LLMModel:
         self.template = None if llm.chat_template is None else llm.chat_template.source
         self.notes: Sequence[str] = loaded.notes
         self.bos_id = tokenizer.bos_id
+        self.tool_format = None if self.template is None else ToolFormat.of(self.template, tokenizer)
         self.eos_ids = tokenizer.eos_ids
         self.facts: Mapping[str, Any] = {
             "architecture": config.architecture,
@@ -59,16 +62,25 @@ class LLMModel:
     def token_bytes(self, token: int) -> bytes:
         return self._llm.tokenizer.token_bytes(token)
 
+    def prepare(self, params: SamplingParams) -> None:
+        if params.constraint is not None:
+            self._llm.constraints.compile(params.constraint, params.stop_token_ids)
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> str:
-        return self._chat_template().render(messages, tools=tools, variables=variables)
+        template = self._chat_template()
+        return template.render(self._as_read(messages), tools=tools, variables=variables)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> list[int]:
         template = self._chat_template()
-        return encode_chat(self._llm.tokenizer, template, messages, tools=tools, variables=variables)
+        given = self._as_read(messages)
+        return encode_chat(self._llm.tokenizer, template, given, tools=tools, variables=variables)
+
+    def _as_read(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        return messages if self.tool_format is None else self.tool_format.messages(messages)
 
     def _chat_template(self) -> ChatTemplate:
         template = self._llm.chat_template

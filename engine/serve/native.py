@@ -9,12 +9,12 @@ from starlette.responses import Response
 
 from quengine.sampling_params import SamplingParams
 from quengine.serve.engine_port import Finished, Piece
-from quengine.serve.extensions import refuse_constraints
+from quengine.serve.extensions import read_constraint
 from quengine.serve.fields import Fields
 from quengine.serve.http import json_response, read_fields
 from quengine.serve.logprob_forms import native_probabilities
 from quengine.serve.prompts import read_prompts
-from quengine.serve.request_form import MAX_LOGPROBS, asks_of, read_max_tokens, read_n, timings_body
+from quengine.serve.request_form import MAX_LOGPROBS, asks_of, prepare, read_max_tokens, read_n, timings_body
 from quengine.serve.sampling_fields import read_sampling
 from quengine.serve.service import Service
 from quengine.serve.streaming import data, stream_texts, whole_texts
@@ -47,7 +47,7 @@ async def completion(service: Service, request: Request) -> Response:
 
 async def _read(fields: Fields, service: Service) -> _Wanted:
     service.check_model_name(fields)
-    refuse_constraints(fields)
+    constraint = read_constraint(fields)
     n_probs = fields.integer("n_probs", 0, MAX_LOGPROBS)
     params = read_sampling(
         fields,
@@ -56,7 +56,9 @@ async def _read(fields: Fields, service: Service) -> _Wanted:
         service.model,
         max_tokens=read_max_tokens(fields, service, "n_predict", "max_tokens"),
         logprobs=n_probs or None,
+        constraint=constraint,
     )
+    await prepare(service, params)
     n, stream = read_n(fields, service), fields.flag("stream") or False
     return_tokens = fields.flag("return_tokens") or False
     fields.neutral("post_sampling_probs", False)

@@ -8,6 +8,7 @@ from quengine.output import Timings
 from quengine.sampling_params import SamplingParams
 from quengine.serve.errors import bad_request
 from quengine.serve.fields import Fields
+from quengine.serve.http import off_loop
 from quengine.serve.sampling_fields import too_many
 from quengine.serve.service import Service
 from quengine.serve.worker import Ask
@@ -53,8 +54,18 @@ def read_max_tokens(fields: Fields, service: Service, *keys: str) -> int | None:
     return service.model.ctx_size if value == -1 else value
 
 
+async def prepare(service: Service, params: SamplingParams) -> None:
+    """Compile what holds the text, off the loop. Raises ApiError for a schema or grammar that is wrong."""
+    if params.constraint is not None:
+        model = service.model
+        await off_loop(lambda: model.prepare(params))
+
+
 def asks_of(
-    prompts: Sequence[Sequence[int]], n: int, params: SamplingParams, show_special: bool = False
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    params: SamplingParams,
+    show_special: bool | frozenset[int] = False,
 ) -> list[Ask]:
     """`n` texts of each prompt, in order; all under one seed."""
     seeded = params.with_seed()

@@ -8,13 +8,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.constraint_spec import ConstraintSpec
+from quengine.errors import EngineError
 from quengine.serve.chat import chat_prompt
 from quengine.serve.engine_port import Finished, Piece
 from quengine.serve.errors import bad_request
-from quengine.serve.extensions import refuse_constraints, refuse_tools
+from quengine.serve.extensions import read_constraint, refuse_tools
 from quengine.serve.fields import Fields
 from quengine.serve.http import json_response, read_fields, to_json
-from quengine.serve.request_form import asks_of, read_max_tokens
+from quengine.serve.request_form import asks_of, prepare, read_max_tokens
 from quengine.serve.sampling_fields import read_sampling
 from quengine.serve.service import Service, Text, Usage, new_id
 from quengine.serve.streaming import stream_texts, whole_texts
@@ -24,7 +26,7 @@ from quengine.serve.worker import Ask
 async def responses(service: Service, request: Request) -> Response:
     fields = await read_fields(request, service.limits)
     stream, instructions, ask = await _read(fields, service)
-    form = _Form(service, ask, instructions)
+    form = _Form(service, ask, instructions, (fields.object("text") or {}).get("format") or {"type": "text"})
     if stream:
         return await stream_texts(service, request, [ask], form)
     (text,) = await whole_texts(service, request, [ask])
@@ -33,7 +35,7 @@ async def responses(service: Service, request: Request) -> Response:
 
 async def _read(fields: Fields, service: Service) -> tuple[bool, str | None, Ask]:
     service.check_model_name(fields)
-    refuse_constraints(fields)
+    constraint = read_constraint(fields)
     refuse_tools(fields)
     stream, instructions = fields.flag("stream") or False, fields.text("instructions")
     fields.ignore("stream_options", "include", "truncation_strategy")
@@ -44,8 +46,9 @@ async def _read(fields: Fields, service: Service) -> tuple[bool, str | None, Ask
         service.model,
         max_tokens=read_max_tokens(fields, service, "max_output_tokens"),
         logprobs=None,
+        constraint=_text_format(fields) or constraint,
     )
-    _check_text(fields)
+    await prepare(service, params)
     fields.neutral("truncation", "disabled")
     fields.neutral("background", False)
     fields.neutral("top_logprobs", 0)
@@ -61,13 +64,18 @@ async def _read(fields: Fields, service: Service) -> tuple[bool, str | None, Ask
     return stream, instructions, ask
 
 
-def _check_text(fields: Fields) -> None:
+def _text_format(fields: Fields) -> ConstraintSpec | None:
     text = fields.object("text")
-    if text is not None:
-        inner = Fields(text, "text")
-        inner.neutral("format", {"type": "text"})
-        inner.neutral("verbosity", "medium")
-        inner.finish()
+    if text is None:
+        return None
+    inner = Fields(text, "text")
+    wanted = inner.any("format")
+    inner.neutral("verbosity", "medium")
+    inner.finish()
+    try:
+        return ConstraintSpec.from_response_format(wanted)
+    except EngineError as error:
+        raise bad_request(str(error), "text.format") from None
 
 
 def _messages(values: Any) -> list[Any]:
@@ -91,6 +99,7 @@ class _Form:
     service: Service
     ask: Ask
     instructions: str | None
+    text_format: dict[str, Any]
     _text: Text = field(default_factory=Text)
     _number: int = 0
 
@@ -118,7 +127,7 @@ class _Form:
             "previous_response_id": None,
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self.text_format},
             "tool_choice": "none",
             "tools": [],
             "top_p": params.top_p,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quengine.constraint_spec import ConstraintSpec
 from quengine.errors import EngineError
 from quengine.sampling_params import SamplingParams
 from quengine.serve.engine_port import ServedModel
@@ -69,6 +70,7 @@ def read_sampling(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    constraint: ConstraintSpec | None,
 ) -> SamplingParams:
     """The parameters that every route shares; the routes name `max_tokens` and `logprobs` each their own way.
 
@@ -96,6 +98,7 @@ def read_sampling(
         "ignore_eos": fields.flag("ignore_eos"),
         "max_tokens": max_tokens,
         "logprobs": logprobs,
+        "constraint": constraint,
     }
     settings = {key: value for key, value in given.items() if value is not None}
     base = {key: getattr(defaults, key) for key in given}

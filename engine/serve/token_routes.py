@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.chat_messages import read_messages
-from quengine.serve.extensions import refuse_tools
+from quengine.serve.extensions import read_tools
 from quengine.serve.fields import token_ids
 from quengine.serve.http import json_response, off_loop, read_fields
 from quengine.serve.service import Service
@@ -55,9 +55,11 @@ async def apply_template(service: Service, request: Request) -> Response:
     fields = await read_fields(request, service.limits)
     messages = read_messages(fields.any("messages"))
     variables: dict[str, Any] = fields.object("chat_template_kwargs") or {}
-    refuse_tools(fields)
+    use = read_tools(fields, service.model)
     service.check_model_name(fields)
     fields.neutral("add_generation_prompt", True)
     fields.finish()
     model = service.model
-    return json_response({"prompt": await off_loop(lambda: model.render_chat(messages, None, variables))})
+    return json_response(
+        {"prompt": await off_loop(lambda: model.render_chat(messages, use.described, variables))}
+    )

@@ -43,7 +43,7 @@ class Ask:
     prompt: Sequence[int]
     params: SamplingParams
     index: int = 0
-    show_special: bool = False
+    show_special: bool | frozenset[int] = False
 
 
 class Handle:
