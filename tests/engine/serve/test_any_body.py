@@ -1,0 +1,83 @@
+"""Any JSON on any route: an answer or a 4xx, never a 5xx, never a hang."""
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quengine.serve.app import ROUTES
+from tests.engine.serve.serving import serving
+
+PATHS = sorted(path for method, path, _ in ROUTES if method == "POST" and path != "/v1/embeddings")
+NAMES = """
+    model messages prompt input content tokens n stream stream_options max_tokens max_completion_tokens
+    n_predict max_output_tokens temperature top_k top_p min_p typical_p repeat_penalty repeat_last_n
+    presence_penalty frequency_penalty seed stop stop_token_ids logit_bias ignore_eos logprobs
+    top_logprobs n_probs echo suffix response_format text json_schema guided_regex guided_choice tools
+    tool_choice instructions chat_template_kwargs skip_special_tokens parse_special add_special
+    with_pieces return_tokens mirostat samplers user metadata nothing
+""".split()  # noqa: SIM905 (a list of 50 quoted names is no easier to read)
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(-2, 30),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=20),
+    st.sampled_from(["fake", "user", "json_object", "none", "required", "text", "\ud800", "\x00", "1e999"]),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(
+            st.sampled_from(
+                ["role", "content", "type", "text", "function", "name", "schema", "1", "-1", "x"]
+            ),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=8,
+)
+message = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "tool", "assistant"]), "content": st.text(max_size=30)}
+)
+likely = {
+    "messages": st.lists(message, min_size=1, max_size=3),
+    "prompt": st.one_of(st.text(min_size=1, max_size=30), st.lists(st.integers(0, 10_300), min_size=1)),
+    "input": st.text(min_size=1, max_size=30),
+    "content": st.text(max_size=30),
+    "tokens": st.lists(st.integers(0, 10_300)),
+}
+bodies = st.tuples(
+    st.fixed_dictionaries({}, optional=likely),
+    st.dictionaries(st.sampled_from(NAMES), values, max_size=4),
+).map(lambda parts: {"max_tokens": 3, **parts[0], **parts[1]})
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with serving() as served, served.http() as made:
+        yield made
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(path=st.sampled_from(PATHS), body=bodies)
+def test_any_body_gets_an_answer_or_a_4xx(client: httpx.Client, path: str, body: dict[str, object]) -> None:
+    if path in ("/tokenize", "/detokenize", "/apply-template", "/v1/responses"):
+        body = {key: value for key, value in body.items() if key != "max_tokens"}
+    answer = client.post(path, content=json.dumps(body))
+    assert answer.status_code < 500, (path, body, answer.text)
+    assert b'"error"' not in answer.content or answer.status_code >= 400, (path, body, answer.text)
+    if answer.status_code >= 400:
+        assert isinstance(answer.json()["error"]["message"], str)
