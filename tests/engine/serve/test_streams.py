@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import socket
-import time
 from collections.abc import Iterator
 
 import httpx
@@ -34,7 +33,7 @@ def idle(served: Served) -> bool:
 
 async def one_stream(client: httpx.AsyncClient, number: int, rng: random.Random) -> str:
     """One request to its end, or left in the middle; returns which, having checked what came."""
-    prompt, count = f"stream {number} {rng.random()}", rng.randrange(1, 200)
+    prompt, count = f"stream {number} {rng.random()}", rng.randrange(1, 120)
     leave_after = rng.randrange(0, 20) if rng.random() < 0.2 else None
     slow = rng.random() < 0.1
     body = {"prompt": prompt, "seed": number, "max_tokens": count, "stream": True}
@@ -61,25 +60,24 @@ async def one_stream(client: httpx.AsyncClient, number: int, rng: random.Random)
     return "left"
 
 
-async def many_streams(url: str, streams: int, seconds: float) -> dict[str, int]:
-    outcomes = {"whole": 0, "left": 0}
-    end = time.monotonic() + seconds
+async def many_streams(url: str, streams: int, requests: int) -> Counter[str]:
+    outcomes: Counter[str] = Counter()
+    limits = httpx.Limits(max_connections=None)
 
-    async def client_of(number: int) -> None:
+    async def client_of(client: httpx.AsyncClient, number: int) -> None:
         rng = random.Random(number)
-        limits = httpx.Limits(max_connections=1)
-        async with httpx.AsyncClient(base_url=url, timeout=30, limits=limits) as client:
-            while time.monotonic() < end:
-                outcomes[await one_stream(client, number, rng)] += 1
+        for _ in range(requests):
+            outcomes[await one_stream(client, number, rng)] += 1
 
-    await asyncio.gather(*(client_of(number) for number in range(streams)))
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+        await asyncio.gather(*(client_of(client, number) for number in range(streams)))
     return outcomes
 
 
 def test_64_streams_with_cancels_and_slow_readers_lose_double_and_cross_nothing(served: Served) -> None:
-    outcomes = asyncio.run(many_streams(served.url, 64, 4.0))
-    assert outcomes["whole"] > 64 and outcomes["left"] > 10, outcomes
-    assert served.wait_until(lambda: idle(served), 2), served.server.worker.stats
+    outcomes = asyncio.run(many_streams(served.url, 64, 3))
+    assert outcomes["whole"] > 100 and outcomes["left"] > 15, outcomes
+    assert served.wait_until(lambda: idle(served), 10), served.server.worker.stats
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/completion", "/v1/responses"])
@@ -94,7 +92,7 @@ def test_a_client_that_leaves_frees_its_slot(served: Served, path: str, stream: 
         with raw_connection(served) as connection:
             connection.sendall(raw_bytes(raw))
             assert served.wait_until(lambda: served.server.worker.running == 1)
-    assert served.wait_until(lambda: idle(served), 2)
+    assert served.wait_until(lambda: idle(served), 10)
 
 
 def test_a_client_that_leaves_while_it_waits_or_is_prefilled_leaves_nothing(served: Served) -> None:
@@ -106,7 +104,7 @@ def test_a_client_that_leaves_while_it_waits_or_is_prefilled_leaves_nothing(serv
     assert served.wait_until(lambda: (worker.running, worker.waiting) == (32, 8))
     for connection in connections:
         connection.close()
-    assert served.wait_until(lambda: idle(served), 2)
+    assert served.wait_until(lambda: idle(served), 10)
 
 
 def test_a_reader_that_sleeps_is_cut_off_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +118,7 @@ def test_a_reader_that_sleeps_is_cut_off_and_the_others_go_on(caplog: pytest.Log
             assert answer.json()["choices"][0]["text"] == expected("awake", 1, 5)
             assert served.wait_until(lambda: not served.server.server_state.connections, 10)
         assert "a write was not taken within 0.5 s" in caplog.text
-        assert served.wait_until(lambda: idle(served), 2)
+        assert served.wait_until(lambda: idle(served), 10)
 
 
 def test_a_lost_engine_fails_what_runs_is_made_anew_and_serves_again() -> None:
