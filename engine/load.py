@@ -65,7 +65,13 @@ def load_model(
     shape = checkpoint.config
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     ctx_size = choose_context(
-        shape, config.ctx_size, checkpoint.nbytes, free, str(device), config.cache_type, WORKSPACE[device.type]
+        shape,
+        config.ctx_size,
+        checkpoint.nbytes,
+        free,
+        str(device),
+        config.cache_type,
+        WORKSPACE[device.type],
     )
     backend = _make_backend(config, checkpoint, device, threads, free)
     cache = KVCache.allocate(shape, ctx_size, device, config.cache_type)
