@@ -20,6 +20,8 @@ from quengine.serve.settings import ServerSettings
 from quengine.serve.worker import Worker
 
 BACKLOG = 1024
+JOIN_SECONDS = 10.0
+"""How long the end waits for the engine's thread."""
 SEND_BUFFER = 128 << 10
 """Bytes of text that the kernel holds for a reader: what it would choose by itself hides a sleeping one for minutes."""
 
@@ -90,7 +92,7 @@ class Server(uvicorn.Server):
             await self.serve([listener])
         finally:
             self.worker.stop()
-            await self.worker.join()
+            await self.worker.join(JOIN_SECONDS)
             listener.close()
 
     def drain(self) -> None:

@@ -179,9 +179,10 @@ class Worker:
             self._stopping = True
             self._wake.notify()
 
-    async def join(self) -> None:
-        """Wait until the thread has ended."""
-        while self._thread.is_alive():
+    async def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, but no longer than so: it may be loading, or in a long step."""
+        end = time.monotonic() + seconds
+        while self._thread.is_alive() and time.monotonic() < end:
             await asyncio.sleep(0.01)
 
     # --- the thread's side ---------------------------------------------------------------------------------
@@ -294,4 +295,7 @@ def _add(engine: Engine, request: GenerationRequest) -> Failed | None:
         engine.add(request)
     except EngineError as error:
         return Failed(request.id, str(error), "request")
+    except Exception as error:
+        logger.exception("a request could not be taken in")
+        return Failed(request.id, f"{type(error).__name__}: {error}")
     return None

@@ -28,12 +28,12 @@ class Served:
     said: list[str] = field(default_factory=list)
 
     def http(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20, **options)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.url, timeout=60, **options)  # type: ignore[arg-type]
 
     def openai(self, key: str = KEY) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
-    def wait_until(self, holds: Callable[[], bool], seconds: float = 5.0) -> bool:
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 10.0) -> bool:
         """Whether something comes to hold in time."""
         end = time.monotonic() + seconds
         while not holds():

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import socket
+from collections import Counter
 from collections.abc import Iterator
 
 import httpx
