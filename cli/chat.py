@@ -57,6 +57,7 @@ def chat(
     grammar: options.Grammar = None,
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
+    deterministic: options.Deterministic = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
     backend: options.BackendName = "auto",
@@ -86,7 +87,15 @@ def chat(
     held = options.cache_type(cache_type)
     progress = ProgressLine()
     with LLM(
-        model, device, ctx_size, threads, backend, reuse_prefix=True, cache_type=held, progress=progress
+        model,
+        device,
+        ctx_size,
+        threads,
+        backend,
+        reuse_prefix=True,
+        cache_type=held,
+        deterministic=deterministic,
+        progress=progress,
     ) as llm:
         progress.clear()
         if llm.chat_template is None:

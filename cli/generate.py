@@ -66,6 +66,7 @@ def generate(
     grammar: options.Grammar = None,
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
+    deterministic: options.Deterministic = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
     backend: options.BackendName = "auto",
@@ -95,7 +96,16 @@ def generate(
 
     held = options.cache_type(cache_type)
     progress = ProgressLine()
-    with LLM(model, device, ctx_size, threads, backend, cache_type=held, progress=progress) as llm:
+    with LLM(
+        model,
+        device,
+        ctx_size,
+        threads,
+        backend,
+        cache_type=held,
+        deterministic=deterministic,
+        progress=progress,
+    ) as llm:
         progress.clear()
         ids = _prompt_ids(llm, source, system, chat, special)
         if show_prompt:

@@ -34,6 +34,12 @@ CacheTypeName = Annotated[
         "--cache-type", help="Keys and values as f16 or q8_0 (half the memory).", rich_help_panel=_RUN
     ),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic", help="The same bits for every chunk size and history (CPU).", rich_help_panel=_RUN
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_RUN)]
 Threads = Annotated[
     int | None,

@@ -21,6 +21,8 @@ class EngineConfig:
         chunk_size: the most prompt tokens computed at once; None: what suits the device.
         reuse_prefix: keep the cache between requests and compute only what differs from the last one.
         cache_type: how keys and values are stored, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
+        deterministic: a sequence's logits are the same to the last bit however its prompt was chunked and whatever was
+            computed before. The CPU computes so anyway; what it costs is `reuse_prefix`, which then does nothing.
 
     Raises:
         EngineError: a value is outside its range.
@@ -33,6 +35,7 @@ class EngineConfig:
     chunk_size: int | None = None
     reuse_prefix: bool = False
     cache_type: CacheType = "f16"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")

@@ -43,6 +43,7 @@ class LLM:
         chunk_size: the most prompt tokens computed at once; None: what suits the device.
         reuse_prefix: compute only what differs from the previous request (conversations).
         cache_type: how keys and values are stored, "f16" or "q8_0".
+        deterministic: the same logits to the last bit for every chunk size (CPU only), without `reuse_prefix`.
         progress: called with a line of text as weights are loaded onto a GPU.
 
     Raises:
@@ -61,9 +62,12 @@ class LLM:
         chunk_size: int | None = None,
         reuse_prefix: bool = False,
         cache_type: CacheType = "f16",
+        deterministic: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        self.config = EngineConfig(device, ctx_size, threads, backend, chunk_size, reuse_prefix, cache_type)
+        self.config = EngineConfig(
+            device, ctx_size, threads, backend, chunk_size, reuse_prefix, cache_type, deterministic
+        )
         self.loaded = load_model(model, self.config, progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
@@ -71,7 +75,9 @@ class LLM:
         self.model_config = self.loaded.checkpoint.config
         self.ctx_size = self.loaded.cache.ctx_size
         self.runner = self.loaded.runner
-        self.scheduler = Scheduler(self.loaded.cache, self.loaded.decoder.chunk_size, reuse_prefix)
+        # A kept answer was computed token by token, and a prompt that holds it would not be.
+        reuse = reuse_prefix and not deterministic
+        self.scheduler = Scheduler(self.loaded.cache, self.loaded.decoder.chunk_size, reuse)
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None

@@ -63,3 +63,21 @@ def test_a_single_token_in_a_prompt_is_computed_as_among_others(model: Path) -> 
     assert not torch.equal(
         stepped, whole
     )  # decode rounds activations: were it equal, this would test nothing
+
+
+def test_a_conversation_computes_its_own_answers_anew(model: Path) -> None:
+    """The cache holds an answer as decode computed it; asked to be deterministic, the next request does not use it."""
+    greedy = SamplingParams(max_tokens=6, temperature=0.0)
+    found = {}
+    for deterministic in (False, True):
+        with LLM(model, "cpu", 64, 1, reuse_prefix=True, deterministic=deterministic) as llm:
+            first = llm.generate(PROMPT, greedy)[0]
+            longer = [*PROMPT, *first.tokens, 3]
+            again = llm.generate(longer, greedy)[0]
+            found[deterministic] = again.timings.cached_tokens
+            rows = [layer.k[: len(longer)].clone() for layer in llm.runner.cache.layers]
+    assert found[False] > 0 and found[True] == 0
+    with LLM(model, "cpu", 64, 1, deterministic=True) as llm:
+        assert llm.generate(longer, greedy)[0].tokens == again.tokens
+        layers = llm.runner.cache.layers
+        assert all(torch.equal(a, b.k[: len(longer)]) for a, b in zip(rows, layers, strict=True))

@@ -29,6 +29,14 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu() -> None:
     assert choose_device(EngineConfig()) == (torch.device("cpu"), [])
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+@pytest.mark.usefixtures("gpu")
+def test_deterministic_is_refused_where_a_chunk_changes_the_bits(device: str) -> None:
+    with pytest.raises(CannotRunError, match="--device cpu"):
+        choose_device(EngineConfig(device=device, deterministic=True))
+    assert choose_device(EngineConfig(device="cpu", deterministic=True))[0].type == "cpu"
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_cuda_without_a_gpu_is_an_error_and_no_fallback() -> None:
     with pytest.raises(CannotRunError, match="finds no CUDA device"):
