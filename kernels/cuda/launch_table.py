@@ -76,5 +76,7 @@ def default_geometry(part: PackedPart, kind: str) -> Geometry:
     while k_warps < 32 and part.chunks > (rounds if k_warps < 8 else _MOST_ROUNDS) * k_warps:
         k_warps *= 2
     if kind == "norm":
+        while k_warps < 4 and k_warps < part.chunks:
+            k_warps *= 2
         return Geometry(2, min(k_warps, 16), 1)
     return Geometry(4 // k_warps if kind == "rows" and k_warps < 4 else 1, k_warps, 2)
