@@ -1,10 +1,12 @@
 """What holds for all tests: Triton's interpreter without a CUDA device, no test that needs a GPU where there is
-none, no notice of kernels being compiled.
+none, no notice of kernels being compiled, no logging set up by a test before.
 
 The interpreter's variable must be set before anything imports triton, and pytest imports this file first.
 """
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,3 +28,13 @@ def _kernels_compile_quietly() -> None:
     from quengine.kernels.cpu import compiled
 
     compiled._say_once()
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_found() -> Iterator[None]:
+    """A command run in a test sets up its logger for the streams of that test; the next one has others."""
+    logger = logging.getLogger("quengine")
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
