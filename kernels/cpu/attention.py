@@ -116,17 +116,15 @@ def attention_launches(
     parts = torch.empty(heads, visible.most_stretches, part_bytes, dtype=torch.uint8)
     # Scores of one query head at a time; a task has its own.
     scores = torch.empty(kv_heads * visible.most_stretches, STRETCH)
-    parameters: tuple[int, ...] = (
+    parameters = (
         *(q.data_ptr(), width, heads // kv_heads, visible.address),
         *strides(layer.k),
         *strides(layer.v),
         *(parts.data_ptr(), part_bytes, scores.data_ptr(), fp32_bits(scale)),
+        *scale_strides(layer.k_scale),
+        *scale_strides(layer.v_scale),
     )
-    if layer.k_scale is not None and layer.v_scale is not None:
-        parameters = (*parameters, *strides(layer.k_scale), *strides(layer.v_scale))
-        kernel = _stretch_kernel_q8_0()
-    else:
-        kernel = _stretch_kernel()
+    kernel = _stretch_kernel(layer.k_scale is not None)
     joined = (parts.data_ptr(), visible.address, part_bytes, width, out.data_ptr())
     keep = (q, layer, visible, parts, scores, out)
     return [
@@ -141,45 +139,23 @@ def strides(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.data_ptr(), size * tensor.stride(0), size * tensor.stride(1)
 
 
+def scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
+    """As `strides`, of the scales of a q8_0 cache; zeros where there are none."""
+    return (0, 0, 0) if scales is None else strides(scales)
+
+
 @cache
-def _stretch_kernel() -> int:
+def _stretch_kernel(q8_0: bool) -> int:
     """Task h * stretches + s: the query heads of key/value head h over stretch s.
 
     0 q, 1 head_dim, 2 query heads per key/value head, 3 address of a `Visible`; keys: 4 address, 5 bytes from
     position to position, 6 from head to head; values: 7, 8, 9; 10 parts, 11 bytes per part, 12 scores, 13 scale
-    (the bits of an fp32).
+    (the bits of an fp32); scales of keys in a q8_0 cache: 14 address, 15 bytes from position to position, 16 from head
+    to head; of values: 17, 18, 19.
     """
     halves, stamp = f"F16/row/{source_stamp()}", f"attention/{source_stamp()}"
 
     def stretch_attention(context: int, task: int) -> None:
-        width, group, visible = get(context, 1), get(context, 2), get(context, 3)
-        stretches = get(visible, 2)
-        head, stretch = task // stretches, task % stretches
-        start = get(visible, 0) + stretch * STRETCH
-        count = min(STRETCH, get(visible, 1) - stretch * STRETCH)
-        k = get(context, 4) + start * get(context, 5) + head * get(context, 6)
-        v = get(context, 7) + start * get(context, 8) + head * get(context, 9)
-        scores = get(context, 12) + task * 4 * STRETCH
-        for i in range(head * group, (head + 1) * group):
-            q = get(context, 0) + i * 4 * width
-            for position in range(count):
-                dot = dot_float_row(halves, k + position * get(context, 5), width, q)
-                store_f32(scale_f32(dot, context + 8 * 13), scores + 4 * position)
-            part = get(context, 10) + (i * stretches + stretch) * get(context, 11)
-            softmax_weights(stamp, scores, count, part)
-            weighted_halves(stamp, scores, count, v, get(context, 8), width, part + _HEAD_BYTES)
-
-    return compile_kernel(stretch_attention)
-
-
-@cache
-def _stretch_kernel_q8_0() -> int:
-    """As `_stretch_kernel` over int8 codes; scales of keys: 14 address, 15 bytes from position to position, 16 from
-    head to head; of values: 17, 18, 19.
-    """
-    stamp = f"attention/{source_stamp()}"
-
-    def stretch_attention_q8_0(context: int, task: int) -> None:
         width, group, visible = get(context, 1), get(context, 2), get(context, 3)
         stretches = get(visible, 2)
         head, stretch = task // stretches, task % stretches
@@ -193,15 +169,23 @@ def _stretch_kernel_q8_0() -> int:
         for i in range(head * group, (head + 1) * group):
             q = get(context, 0) + i * 4 * width
             for position in range(count):
-                codes, scale = k + position * get(context, 5), k_scale + position * get(context, 15)
-                dot = dot_codes(stamp, codes, scale, width, q)
+                key = k + position * get(context, 5)
+                if q8_0:
+                    dot = dot_codes(stamp, key, k_scale + position * get(context, 15), width, q)
+                else:
+                    dot = dot_float_row(halves, key, width, q)
                 store_f32(scale_f32(dot, context + 8 * 13), scores + 4 * position)
             part = get(context, 10) + (i * stretches + stretch) * get(context, 11)
             softmax_weights(stamp, scores, count, part)
             out = part + _HEAD_BYTES
-            weighted_codes(stamp, scores, count, v, get(context, 8), v_scale, get(context, 18), width, out)
+            if q8_0:
+                weighted_codes(
+                    stamp, scores, count, v, get(context, 8), v_scale, get(context, 18), width, out
+                )
+            else:
+                weighted_halves(stamp, scores, count, v, get(context, 8), width, out)
 
-    return compile_kernel(stretch_attention_q8_0)
+    return compile_kernel(stretch_attention)
 
 
 @cache

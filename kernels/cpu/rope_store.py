@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cpu.attention import check_types, strides
+from quengine.kernels.cpu.attention import check_types, scale_strides, strides
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.rms_norm import norm_row
 from quengine.kernels.cpu.row_ir import emitter, get
@@ -36,18 +36,16 @@ def rope_store_launch(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, position
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
     optional = (spec.q_norm, spec.k_norm, spec.query_scale)
     q_norm, k_norm, query_scale = (0 if t is None else t.data_ptr() for t in optional)
-    parameters: tuple[int, ...] = (
+    parameters = (
         *(qkv.data_ptr(), spec.heads, spec.kv_heads, spec.head_dim, position.data_ptr()),
         *(spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[1]),
         *strides(layer.k),
         *strides(layer.v),
         *(q_norm, k_norm, fp32_bits(spec.eps), query_scale),
+        *scale_strides(layer.k_scale),
+        *scale_strides(layer.v_scale),
     )
-    if layer.k_scale is not None and layer.v_scale is not None:
-        parameters = (*parameters, *strides(layer.k_scale), *strides(layer.v_scale))
-        kernel = _rope_store_kernel_q8_0(spec.rope_layout)
-    else:
-        kernel = _rope_store_kernel(spec.rope_layout)
+    kernel = _rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
     tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
     return Launch(kernel, parameters, tasks, keep=(qkv, spec, layer, position))
 
@@ -67,12 +65,14 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> 
 
 
 @cache
-def _rope_store_kernel(layout: RopeLayout) -> int:
+def _rope_store_kernel(layout: RopeLayout, q8_0: bool) -> int:
     """Task t * H + h: head h of the H = heads + 2 * kv_heads of queries, keys, values, of row t.
 
     0 qkv, 1 query heads, 2 key/value heads, 3 head_dim, 4 address of row 0's position; 5 cosines, 6 sines (fp32),
     7 their width; keys: 8 address, 9 bytes from position to position, 10 from head to head; values: 11, 12, 13;
-    14 query norm, 15 key norm (0: none), 16 eps (the bits of an fp32), 17 query scale (fp32 by position; 0: none).
+    14 query norm, 15 key norm (0: none), 16 eps (the bits of an fp32), 17 query scale (fp32 by position; 0: none);
+    scales of keys in a q8_0 cache: 18 address, 19 bytes from position to position, 20 from head to head; of values:
+    21, 22, 23.
     """
     variant = f"{layout}/{source_stamp()}"
 
@@ -81,56 +81,28 @@ def _rope_store_kernel(layout: RopeLayout) -> int:
         token, h = task // (heads + 2 * kv_heads), task % (heads + 2 * kv_heads)
         position, pairs = get(get(context, 4), 0) + token, get(context, 7)
         head = get(context, 0) + task * 4 * width
-        if h >= heads + kv_heads:
-            row = get(context, 11) + position * get(context, 12)
-            _store_halves(variant, head, width, row + (h - heads - kv_heads) * get(context, 13))
+        if h < heads + kv_heads:
+            norm = get(context, 14) if h < heads else get(context, 15)
+            if norm:
+                norm_row(variant, head, norm, width, context + 8 * 16, head)
+            angles = position * 4 * pairs
+            _rotate(variant, head, pairs, get(context, 5) + angles, get(context, 6) + angles)
+        if h < heads:
+            if get(context, 17):
+                _scale(variant, head, width, get(context, 17) + 4 * position)
             return
-        norm = get(context, 14) if h < heads else get(context, 15)
-        if norm:
-            norm_row(variant, head, norm, width, context + 8 * 16, head)
-        angles = position * 4 * pairs
-        _rotate(variant, head, pairs, get(context, 5) + angles, get(context, 6) + angles)
-        if h >= heads:
-            row = get(context, 8) + position * get(context, 9)
-            _store_halves(variant, head, width, row + (h - heads) * get(context, 10))
-        elif get(context, 17):
-            _scale(variant, head, width, get(context, 17) + 4 * position)
+        # Where keys are described in the parameters, and values behind them.
+        value = h >= heads + kv_heads
+        at, scales_at = (11, 21) if value else (8, 18)
+        h -= heads + kv_heads if value else heads
+        row = get(context, at) + position * get(context, at + 1) + h * get(context, at + 2)
+        if q8_0:
+            scales = get(context, scales_at) + position * get(context, scales_at + 1)
+            _store_codes(variant, head, width, row, scales + h * get(context, scales_at + 2))
+        else:
+            _store_halves(variant, head, width, row)
 
     return compile_kernel(rope_store_head)
-
-
-@cache
-def _rope_store_kernel_q8_0(layout: RopeLayout) -> int:
-    """As `_rope_store_kernel` with int8 codes; scales of keys: 18 address, 19 bytes from position to position, 20 from
-    head to head; of values: 21, 22, 23.
-    """
-    variant = f"{layout}/{source_stamp()}"
-
-    def rope_store_head_q8_0(context: int, task: int) -> None:
-        heads, kv_heads, width = get(context, 1), get(context, 2), get(context, 3)
-        token, h = task // (heads + 2 * kv_heads), task % (heads + 2 * kv_heads)
-        position, pairs = get(get(context, 4), 0) + token, get(context, 7)
-        head = get(context, 0) + task * 4 * width
-        if h >= heads + kv_heads:
-            h -= heads + kv_heads
-            row = get(context, 11) + position * get(context, 12) + h * get(context, 13)
-            scales = get(context, 21) + position * get(context, 22) + h * get(context, 23)
-            _store_codes(variant, head, width, row, scales)
-            return
-        norm = get(context, 14) if h < heads else get(context, 15)
-        if norm:
-            norm_row(variant, head, norm, width, context + 8 * 16, head)
-        angles = position * 4 * pairs
-        _rotate(variant, head, pairs, get(context, 5) + angles, get(context, 6) + angles)
-        if h >= heads:
-            h -= heads
-            row = get(context, 8) + position * get(context, 9) + h * get(context, 10)
-            scales = get(context, 18) + position * get(context, 19) + h * get(context, 20)
-            _store_codes(variant, head, width, row, scales)
-        elif get(context, 17):
-            _scale(variant, head, width, get(context, 17) + 4 * position)
-
-    return compile_kernel(rope_store_head_q8_0)
 
 
 @intrinsic(prefer_literal=True)
