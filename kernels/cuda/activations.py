@@ -140,7 +140,6 @@ def round_activations(
     if rounded.high.shape != x.shape:
         raise ValueError(f"out holds {list(rounded.high.shape)}, not {list(x.shape)}")
     groups = x.numel() // GROUP
-    options = {"launch_pdl": True} if pdl else {}
     _round_kernel[(triton.cdiv(groups, _GROUPS_PER_BLOCK),)](
         x,
         rounded.high,
@@ -151,6 +150,6 @@ def round_activations(
         BLOCK=_GROUPS_PER_BLOCK,
         PDL=pdl,
         num_warps=4,
-        **options,
+        launch_pdl=pdl,
     )
     return rounded

@@ -278,10 +278,8 @@ def matmul(
 
     x is fp32, or already scaled fp16, which may lie in the workspace. Raises ValueError on other shapes.
     """
-    half = x if isinstance(x, HalfRows) else _halved(x, workspace)
-    rows, cols = half.values.shape
-    if cols != weight.cols:
-        raise ValueError(f"rows of {cols} for weights of {weight.cols}")
+    half = _halved(x, weight, workspace)
+    rows = half.rows
     if rows > fused_limit() and _expands_at_once(weight, workspace):
         products, gain = _multiply_all(half, weight, workspace)
         return finish(products, half.unscale, gain, residual, products)
@@ -309,7 +307,7 @@ def matmul_norm(
 
     The norm's rows lie in the workspace, until the next rows that are made there. `norm`: fp32 [N].
     """
-    half = x if isinstance(x, HalfRows) else _halved(x, workspace)
+    half = _halved(x, weight, workspace)
     rows = half.rows
     if rows > fused_limit() and _expands_at_once(weight, workspace):
         products, gain = _multiply_all(half, weight, workspace)
@@ -320,10 +318,15 @@ def matmul_norm(
     return y, rms_norm_half(y, norm, eps, workspace.half_rows(rows, weight.rows), pdl)
 
 
-def _halved(x: Tensor, workspace: MatmulWorkspace) -> HalfRows:
-    if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous():
-        raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")
-    return half_rows(x, workspace.half_rows(x.shape[0], x.shape[1]))
+def _halved(x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspace) -> HalfRows:
+    """The rows as scaled fp16, checked against the weight."""
+    if isinstance(x, Tensor):
+        if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous():
+            raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")
+        x = half_rows(x, workspace.half_rows(x.shape[0], x.shape[1]))
+    if x.values.shape[1] != weight.cols:
+        raise ValueError(f"rows of {x.values.shape[1]} for weights of {weight.cols}")
+    return x
 
 
 def matmul_swiglu(
@@ -333,7 +336,7 @@ def matmul_swiglu(
 
     The latter lies in the workspace, until the next call.
     """
-    half = x if isinstance(x, HalfRows) else _halved(x, workspace)
+    half = _halved(x, gate_up, workspace)
     rows, part = half.rows, gate_up.parts[0]
     if rows <= fused_limit() or not gate_up.paired or not isinstance(part, PackedPart):
         return swiglu_rows(matmul(half, gate_up, workspace))

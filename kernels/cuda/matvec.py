@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.activations import RoundedActivations
-from quengine.kernels.cuda.launch import pdl_option
 from quengine.kernels.cuda.launch_table import matvec_geometry
 from quengine.kernels.cuda.matvec_program import (
     begin_rows,
@@ -22,7 +21,7 @@ from quengine.kernels.cuda.matvec_program import (
     is_even,
     kernel_rows,
     load_squares,
-    partial_count,
+    pending_norm,
     register_limit,
 )
 from quengine.kernels.cuda.mma import uses_assembly
@@ -191,18 +190,18 @@ def _launch_packed(
     a, b = packed[0], packed[-1]
     two = len(packed) == 2
     blocks = sum(triton.cdiv(part.tiles, geometry.tiles) for part in packed)
+    squares, eps, partials = pending_norm(x)
     _matvec_kernel[(blocks,)](
-        out, out if residual is None else residual, x.high, x.low, x.scale, x.sums,
-        x.scale if x.rms is None else x.rms.squares, x.rms.eps if x.rms else 0.0,
+        out, out if residual is None else residual, x.high, x.low, x.scale, x.sums, squares, eps,
         a.low, a.high, a.scales, a.supers, a.tiles, a.rows,
         b.low, b.high, b.scales, b.supers, b.tiles, b.rows,
         first, out.shape[1], x.rows,
         FMT_A=a.layout, FMT_B=b.layout if two else None, ROWS=kernel_rows(x.rows), K=x.cols,
         TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EARLY=geometry.early,
-        EVEN_A=is_even(a, geometry), EVEN_B=is_even(b, geometry), PARTIALS=partial_count(x),
+        EVEN_A=is_even(a, geometry), EVEN_B=is_even(b, geometry), PARTIALS=partials,
         PAIRED=paired, RESIDUAL=residual is not None, PDL=pdl, ASM=uses_assembly(),
         num_warps=geometry.warps, maxnreg=register_limit(geometry, x.rows),
-        **pdl_option(pdl),
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -210,10 +209,10 @@ def _launch_float(
     x: RoundedActivations, part: FloatPart, residual: Tensor | None, out: Tensor, first: int, pdl: bool
 ) -> None:
     block = 8
+    squares, eps, partials = pending_norm(x)
     _float_kernel[(triton.cdiv(part.rows, block), x.rows)](
-        out, out if residual is None else residual, x.high, x.low, x.scale,
-        x.scale if x.rms is None else x.rms.squares, part.weight, first, part.rows,
-        out.shape[1], x.rms.eps if x.rms else 0.0, K=x.cols, PARTIALS=partial_count(x),
+        out, out if residual is None else residual, x.high, x.low, x.scale, squares, part.weight, first,
+        part.rows, out.shape[1], eps, K=x.cols, PARTIALS=partials,
         BLOCK_N=block, BLOCK_K=min(512, kernel_rows(x.cols)),
-        RESIDUAL=residual is not None, PDL=pdl, num_warps=4, **pdl_option(pdl),
+        RESIDUAL=residual is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

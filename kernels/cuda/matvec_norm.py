@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.activations import RmsPartials, RoundedActivations, round_group, store_rounded
-from quengine.kernels.cuda.launch import pdl_option
 from quengine.kernels.cuda.launch_table import matvec_geometry
 from quengine.kernels.cuda.matvec_program import (
     RoundingScratch,
@@ -122,7 +121,7 @@ def matvec_norm(
         FMT=part.layout, ROWS=kernel_rows(x.rows), K=x.cols,
         TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EARLY=geometry.early,
         EVEN=is_even(part, geometry), PDL=pdl, ASM=uses_assembly(),
-        num_warps=geometry.warps, maxnreg=register_limit(geometry, x.rows), **pdl_option(pdl),
+        num_warps=geometry.warps, maxnreg=register_limit(geometry, x.rows), launch_pdl=pdl,
     )  # fmt: skip
     started = RoundedActivations(
         rounded.high, rounded.low, rounded.scale, rounded.sums, RmsPartials(squares, eps)

@@ -128,6 +128,7 @@ def is_even(part: PackedPart, geometry: Geometry) -> bool:
     return part.tiles % geometry.tiles == 0 and part.chunks % geometry.k_warps == 0
 
 
-def partial_count(x: RoundedActivations) -> int:
-    """How many partial sums of squares a row has; 0 where its norm is done."""
-    return x.rms.squares.shape[1] if x.rms else 0
+def pending_norm(x: RoundedActivations) -> tuple[Tensor, float, int]:
+    """What is left to do of the rows' norm, as kernels take it: partial sums of squares, eps, and how many sums a row
+    has, 0 where its norm is done (the tensor is then any)."""
+    return (x.scale, 0.0, 0) if x.rms is None else (x.rms.squares, x.rms.eps, x.rms.squares.shape[1])

@@ -13,7 +13,6 @@ from quengine.kernels.cuda.activations import (
     round_group,
     store_rounded,
 )
-from quengine.kernels.cuda.launch import pdl_option
 from quengine.kernels.cuda.launch_table import matvec_geometry
 from quengine.kernels.cuda.matvec import matvec
 from quengine.kernels.cuda.matvec_program import (
@@ -24,7 +23,7 @@ from quengine.kernels.cuda.matvec_program import (
     is_even,
     kernel_rows,
     load_squares,
-    partial_count,
+    pending_norm,
     register_limit,
     round_together,
 )
@@ -111,14 +110,15 @@ def _launch_swiglu(
     x: RoundedActivations, part: PackedPart, scratch: RoundingScratch, out: RoundedActivations, pdl: bool
 ) -> None:
     geometry = matvec_geometry([part], "swiglu")
+    squares, eps, partials = pending_norm(x)
     _swiglu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](
         scratch.values, scratch.tickets, out.high, out.low, out.scale, out.sums,
-        x.high, x.low, x.scale, x.sums, x.scale if x.rms is None else x.rms.squares,
+        x.high, x.low, x.scale, x.sums, squares,
         part.low, part.high, part.scales, part.supers,
-        part.tiles, part.rows // 2, x.rows, x.rms.eps if x.rms else 0.0,
+        part.tiles, part.rows // 2, x.rows, eps,
         FMT=part.layout, ROWS=kernel_rows(x.rows), K=x.cols,
         TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EARLY=geometry.early,
-        EVEN=is_even(part, geometry), PARTIALS=partial_count(x),
+        EVEN=is_even(part, geometry), PARTIALS=partials,
         PDL=pdl, ASM=uses_assembly(), num_warps=geometry.warps, maxnreg=register_limit(geometry, x.rows),
-        **pdl_option(pdl),
+        launch_pdl=pdl,
     )  # fmt: skip

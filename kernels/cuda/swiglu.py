@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.launch import pdl_option
-
 
 @triton.jit
 def _swiglu_rows_kernel(x_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
@@ -26,7 +24,7 @@ def swiglu_rows(gate_up: Tensor, out: Tensor | None = None, pdl: bool = False) -
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, width, dtype=torch.float32, device=gate_up.device) if out is None else out
     _swiglu_rows_kernel[(rows, triton.cdiv(width, 1024))](
-        gate_up, y, width, BLOCK=1024, PDL=pdl, num_warps=4, **pdl_option(pdl)
+        gate_up, y, width, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return y
 
