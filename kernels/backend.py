@@ -22,17 +22,48 @@ reference and CPU backends; a device backend may carry rounded planes or partial
 passes it on."""
 
 
-Position: TypeAlias = "int | Tensor"
-"""Where a chunk begins in its sequence. A captured decode step takes an int32 tensor [1] on the device instead of
-an int, so that one graph serves every position."""
+BLOCK_SIZE = 32
+"""Positions in a block of a paged cache."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start .. start + T - 1 of one sequence whose cache lies in blocks.
+
+    `block_table`: int32 on the device, one entry a block of the sequence, in order: position p is row
+    `block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE` of the cache.
+    """
+
+    start: int
+    block_table: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The newest token of each of B sequences whose caches lie in blocks.
+
+    `positions`: int32 [B]; `block_tables`: int32 [B, most blocks of a sequence], each row as in `Chunk`, any block
+    behind its end; both on the device. Rows that only fill a batch up share a spare block. A result row depends on its own
+    sequence only.
+    """
+
+    positions: Tensor
+    block_tables: Tensor
+
+
+Position: TypeAlias = "int | Tensor | Chunk | DecodeBatch"
+"""Which tokens an operation's rows are. An int: a chunk that begins there, of the one sequence that has the whole
+cache, position p in row p. A captured decode step of such a sequence takes an int32 tensor [1] on the device instead,
+so that one graph serves every position."""
 
 
 @dataclass(frozen=True)
 class KVLayer:
     """One layer's cache, written in place.
 
-    `k`, `v`: [ctx, kv_heads, head_dim], fp16, or int8 codes with `k_scale`, `v_scale` [ctx, kv_heads, head_dim / 32]
-    fp16 (q8_0, see kernels/kv_q8_0.py). Strides are any; in memory each head's positions lie together.
+    `k`, `v`: [rows, kv_heads, head_dim], one row a position (of one sequence, or of blocks of many), fp16, or int8 codes
+    with `k_scale`, `v_scale` [rows, kv_heads, head_dim / 32] fp16 (q8_0, see kernels/kv_q8_0.py). Strides are any; in
+    memory each head's positions lie together.
     """
 
     k: Tensor
@@ -88,7 +119,10 @@ WeightT = TypeVar("WeightT", bound=Weight)
 
 
 class Backend(Protocol[WeightT]):
-    """The operations of a decoder over T tokens of one sequence, on weights of the backend's own kind."""
+    """The operations of a decoder over T tokens, on weights of the backend's own kind.
+
+    The tokens are a chunk of one sequence, or the newest ones of several: `attention` alone tells them apart.
+    """
 
     name: str
     device: torch.device
@@ -131,7 +165,7 @@ class Backend(Protocol[WeightT]):
         ...
 
     def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:
-        """Rotary embedding, cache write and causal attention of tokens start .. start + T - 1.
+        """Rotary embedding, cache write and causal attention of the tokens that `start` names.
 
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first. The keys and values are written to `layer`
         before they are read. T == 1 reads no mask. Returns [T, heads * head_dim].
