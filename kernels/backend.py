@@ -43,8 +43,8 @@ class DecodeBatch:
     """The newest token of each of B sequences whose caches lie in blocks.
 
     `positions`: int32 [B]; `block_tables`: int32 [B, most blocks of a sequence], each row as in `Chunk`, any block
-    behind its end; both on the device. Rows that only fill a batch up share a spare block. A result row depends on its own
-    sequence only.
+    behind its end; both on the device. Rows that only fill a batch up share a spare block. A result row depends on
+    its own sequence only.
     """
 
     positions: Tensor
@@ -61,9 +61,9 @@ so that one graph serves every position."""
 class KVLayer:
     """One layer's cache, written in place.
 
-    `k`, `v`: [rows, kv_heads, head_dim], one row a position (of one sequence, or of blocks of many), fp16, or int8 codes
-    with `k_scale`, `v_scale` [rows, kv_heads, head_dim / 32] fp16 (q8_0, see kernels/kv_q8_0.py). Strides are any; in
-    memory each head's positions lie together.
+    `k`, `v`: [rows, kv_heads, head_dim], one row a position (of one sequence, or of blocks of many), fp16, or int8
+    codes with `k_scale`, `v_scale` [rows, kv_heads, head_dim / 32] fp16 (q8_0, see kernels/kv_q8_0.py). Strides are
+    any; in memory each head's positions lie together.
     """
 
     k: Tensor
