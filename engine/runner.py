@@ -1,15 +1,21 @@
 """Turns a batch into the next token: the only place where the decoder and its cache meet."""
 
 from collections.abc import Sequence as Seq
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from quengine.kernels.backend import Chunk, DecodeBatch
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.ranges import Range
 from quengine.sampler import Sample
 from quengine.scheduler import Batch
+from quengine.sequence import Sequence
+
+Result: TypeAlias = "Sample | Exception | None"
+"""What a step came to for one sequence: its next token, why it cannot go on, or None where no token was due."""
 
 
 class Runner:
@@ -41,6 +47,59 @@ class Runner:
         ids = batch.sequence.token_ids
         with Range("sample"):
             return batch.sequence.sampler.sample(logits, ids, len(ids))
+
+    @torch.no_grad()
+    def prefill(self, batch: Batch) -> Sample | None:
+        """`step` for a sequence whose cache lies in the blocks of its `block_table` (paged cache).
+
+        Also computes again what was generated before the sequence lost its blocks.
+
+        Raises:
+            EngineError: the logits are not finite (with the token's position).
+        """
+        sequence = batch.sequence
+        device = self.decoder.backend.device
+        ids = torch.tensor(batch.ids, device=device)
+        start = Chunk(batch.start, torch.tensor(sequence.block_table, dtype=torch.int32, device=device))
+        with Range("prefill chunk"):
+            logits = self.decoder.forward(ids, self.cache.layers, start)[0].float()
+        if not batch.samples:
+            return None
+        with Range("sample"):
+            return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
+
+    @torch.no_grad()
+    def decode_batch(self, sequences: Seq[Sequence]) -> list[Result]:
+        """One more token in the cache of each of B sequences, in one step (paged cache); a result each, in order.
+
+        Row i's input is `token_ids[num_cached_tokens]` of its sequence, at position `num_cached_tokens`: its newest
+        token, of which a Sample follows; or, when what was generated is computed again, an earlier one
+        (`next_is_newest` is false), and the result is None. A row fails alone: its result is then the exception, an
+        EngineError where its logits are not finite. What is raised concerns all rows; none has then advanced, and the
+        call may be repeated with fewer of them.
+
+        `block_table` covers that position and the one after it, if the sequence can come to it, so that a runner may
+        be a step ahead. From call to call sequences come and go; one that stayed has its Sample's token appended.
+        """
+        device = self.decoder.backend.device
+        ids = torch.tensor([s.token_ids[s.num_cached_tokens] for s in sequences], device=device)
+        positions = torch.tensor([s.num_cached_tokens for s in sequences], dtype=torch.int32, device=device)
+        most = max(len(s.block_table) for s in sequences)
+        tables = [s.block_table + [0] * (most - len(s.block_table)) for s in sequences]
+        start = DecodeBatch(positions, torch.tensor(tables, dtype=torch.int32, device=device))
+        with Range("decode step"):
+            logits = self.decoder.forward(ids, self.cache.layers, start, last_only=False).float().cpu()
+        with Range("sample"):
+            return [self.sample_row(s, row) for s, row in zip(sequences, logits, strict=True)]
+
+    def sample_row(self, sequence: Sequence, logits: Tensor) -> Result:
+        """The token after a sequence's newest one, given the host's logits [vocab] there; what fails is returned."""
+        if not sequence.next_is_newest:
+            return None
+        try:
+            return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
+        except Exception as error:
+            return error
 
     @property
     def kernels_per_step(self) -> int | None:

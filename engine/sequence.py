@@ -14,8 +14,9 @@ class Sequence:
     """A prompt and what has been generated after it. The sequence decides itself when it is finished.
 
     `token_ids` are prompt and generated ids; the first `num_cached_tokens` of them are in the cache.
-    `end_ids` end the text and are no part of it; so does a constraint that nothing can follow. The constraint's state
-    is the sampler's, and is advanced here.
+    `block_table` names the blocks of a paged cache that hold it, in order: while the sequence runs the list only grows,
+    and a sequence that lost its blocks gets a new list. `end_ids` end the text and are no part of it; so does a
+    constraint that nothing can follow. The constraint's state is the sampler's, and is advanced here.
     """
 
     token_ids: list[int]
@@ -26,6 +27,7 @@ class Sequence:
     ctx_size: int
     num_cached_tokens: int = 0
     reused_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -37,6 +39,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def next_is_newest(self) -> bool:
+        """Whether the first token that is not in the cache is the newest one, so that its logits give another."""
+        return self.num_cached_tokens + 1 == len(self.token_ids)
 
     @property
     def finished(self) -> bool:
