@@ -1,12 +1,13 @@
-"""How rows are written to one layer's key-value cache and read back, in torch, whatever type they are stored in.
+"""Which row of one layer's key-value cache a position has, and how rows are written and read, in torch.
 
-The definition that the CPU and CUDA kernels follow. Knows nothing of attention.
+The definition that the CPU and CUDA kernels follow, for every type that a cache is stored in. Knows nothing of
+attention.
 """
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import KVLayer
+from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch, KVLayer, Position
 from quengine.kernels.cache_types import CacheType, check_head_dim
 from quengine.kernels.kv_q8_0 import GROUP, dequantize_rows, quantize_rows
 
@@ -30,18 +31,41 @@ def allocate_layer(
     return KVLayer(*codes, *scales)
 
 
-def write_rows(layer: KVLayer, start: int, k: Tensor, v: Tensor) -> None:
-    """k, v [T, kv_heads, head_dim] of any float type to positions start .. start + T - 1, rounded as stored."""
-    rows = slice(start, start + k.shape[0])
+def token_positions(start: Position, tokens: int) -> Tensor:
+    """The position of each of the tokens that `start` names: int64 [tokens], on the device of `start`."""
+    if isinstance(start, DecodeBatch):
+        return start.positions.long()
+    if isinstance(start, Tensor):
+        return start.long()
+    if isinstance(start, Chunk):
+        return torch.arange(start.start, start.start + tokens, device=start.block_table.device)
+    return torch.arange(start, start + tokens)
+
+
+def slot_mapping(positions: Tensor, block_table: Tensor | None) -> Tensor:
+    """The cache row of each position [n]: int64 [n].
+
+    `block_table`: of one sequence, or [n, most] one for each position; None where position p is row p.
+    """
+    if block_table is None:
+        return positions
+    index = positions // BLOCK_SIZE
+    blocks = block_table[index] if block_table.ndim == 1 else block_table.gather(1, index[:, None])[:, 0]
+    return blocks.long() * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+def write_rows(layer: KVLayer, rows: int | Tensor, k: Tensor, v: Tensor) -> None:
+    """k, v [T, kv_heads, head_dim] of any float type to `rows` int64 [T], or from that row on; rounded as stored."""
+    where = slice(rows, rows + k.shape[0]) if isinstance(rows, int) else rows
     for values, held, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
         if scales is None:
-            held[rows] = values.to(held.dtype)
+            held[where] = values.to(held.dtype)
         else:
-            held[rows], scales[rows] = quantize_rows(values)
+            held[where], scales[where] = quantize_rows(values)
 
 
-def read_rows(layer: KVLayer, rows: slice, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
-    """The values that keys and values of positions `rows` stand for, fp32: each [n, kv_heads, head_dim]."""
+def read_rows(layer: KVLayer, rows: slice | Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """The values that keys and values of `rows` stand for, fp32: each [n, kv_heads, head_dim]."""
     k, v = (
         held[rows, heads].float()
         if scales is None

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.attention import attention, mask_slice
-from quengine.kernels.backend import AttentionSpec, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
-from quengine.kernels.kv_rows import read_rows
+from quengine.kernels.kv_rows import read_rows, slot_mapping
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
-from quengine.kernels.rope_store import first_visible, rope_store
+from quengine.kernels.rope_store import block_table, first_visible, rope_store
 from quengine.kernels.swiglu import swiglu
 
 _ROWS_AT_A_TIME = 4096
@@ -88,13 +88,23 @@ class ReferenceBackend:
         return self._matmul(x, weight) + residual
 
     def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
-        assert isinstance(start, int)
-        tokens = qkv.shape[0]
-        end = start + tokens
         q = rope_store(qkv, spec, layer, start)
+        if not isinstance(start, DecodeBatch):
+            first = start.start if isinstance(start, Chunk) else int(start)
+            return self._attend(q, spec, layer, first, block_table(start))
+        rows = zip(q[:, None], start.positions.tolist(), start.block_tables, strict=True)
+        return torch.cat([self._attend(row, spec, layer, first, table) for row, first, table in rows])
+
+    def _attend(
+        self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: int, table: Tensor | None
+    ) -> Tensor:
+        """Attention of T tokens from `start` on, of one sequence: [T, heads * head_dim]."""
+        tokens = len(q)
+        end = start + tokens
         mask = mask_slice(spec.mask_band, start, tokens) if tokens > 1 else None
         first = first_visible(spec, end) if tokens == 1 else 0
-        keys, values = (t.to(self.dtype) for t in read_rows(layer, slice(first, end)))
+        rows = slot_mapping(torch.arange(first, end), table)
+        keys, values = (t.to(self.dtype) for t in read_rows(layer, rows))
         return attention(q, keys, values, mask, spec.scale).reshape(tokens, -1)
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight, last_only: bool) -> Tensor:

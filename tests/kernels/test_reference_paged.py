@@ -1,0 +1,75 @@
+"""The reference backend over a paged cache: the same numbers as over a contiguous one, wherever the blocks lie."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quengine.config import EngineConfig
+from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch
+from quengine.kernels.cache_types import CACHE_TYPES, CacheType
+from quengine.kernels.kv_rows import slot_mapping, token_positions
+from quengine.kv_cache import KVCache
+from quengine.load import LoadedModel, load_model
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+LENGTHS = (70, 1, 33, 32)
+CTX = 96
+
+
+@pytest.fixture(scope="module", params=[None, 20], ids=["whole", "window"])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    sizes = ModelSizes(embedding=128, feed_forward=128, head_dim=32, context=CTX)
+    changes = {} if request.param is None else {"llama.attention.sliding_window": request.param}
+    path = write_tiny(tmp_path_factory.mktemp("paged") / "tiny.gguf", sizes=sizes, changes=changes)
+    loaded = load_model(path, EngineConfig("cpu", backend="reference", chunk_size=40))
+    yield loaded
+    loaded.checkpoint.close()
+
+
+def test_a_position_lies_where_its_table_says() -> None:
+    table = torch.tensor([5, 2], dtype=torch.int32)
+    assert slot_mapping(torch.tensor([0, 31, 32]), table).tolist() == [160, 191, 64]
+    both = torch.tensor([[5, 2], [7, 1]], dtype=torch.int32)
+    assert slot_mapping(torch.tensor([33, 33]), both).tolist() == [65, 33]
+    assert slot_mapping(torch.tensor([33, 33]), None).tolist() == [33, 33]
+    assert token_positions(Chunk(7, table), 3).tolist() == token_positions(7, 3).tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+@torch.no_grad()
+def test_chunks_and_batches_over_scattered_blocks_are_the_contiguous_run(
+    model: LoadedModel, cache_type: CacheType
+) -> None:
+    numbers = random.Random(3)
+    decoder, config = model.decoder, model.decoder.config
+    texts = [[numbers.randrange(config.vocab_size) for _ in range(n + 1)] for n in LENGTHS]
+    expected = []
+    for ids in texts:
+        alone = KVCache.allocate(config, CTX, torch.device("cpu"), cache_type).layers
+        for at in range(0, len(ids) - 1, 40):
+            decoder.forward(torch.tensor(ids[at : min(at + 40, len(ids) - 1)]), alone, at)
+        expected.append(decoder.forward(torch.tensor(ids[-1:]), alone, len(ids) - 1)[0])
+
+    pool = KVCache.allocate(config, CTX, torch.device("cpu"), cache_type, num_blocks=12)
+    for layer in pool.layers:
+        for tensor in layer.tensors:
+            tensor.fill_(
+                float("nan") if tensor.is_floating_point() else 77
+            )  # rows never written are never read
+    free = numbers.sample(range(12), 12)
+    tables = [[free.pop() for _ in range(len(ids) // BLOCK_SIZE + 1)] for ids in texts]
+    for ids, table in zip(texts, tables, strict=True):
+        for at in range(0, len(ids) - 1, 40):
+            chunk = Chunk(at, torch.tensor(table, dtype=torch.int32))
+            decoder.forward(torch.tensor(ids[at : min(at + 40, len(ids) - 1)]), pool.layers, chunk)
+    spare = pool.spare_block
+    padded = [table + [spare] * (3 - len(table)) for table in [*tables, [], []]]
+    batch = DecodeBatch(
+        torch.tensor([*LENGTHS, 0, 0], dtype=torch.int32), torch.tensor(padded, dtype=torch.int32)
+    )
+    newest = torch.tensor([*(ids[-1] for ids in texts), 0, 0])
+    logits = decoder.forward(newest, pool.layers, batch, last_only=False)
+    torch.testing.assert_close(logits[: len(texts)], torch.stack(expected), rtol=1e-9, atol=1e-9)
