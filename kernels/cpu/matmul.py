@@ -1,8 +1,8 @@
 """Matmul and embedding on the CPU, on weights as stored.
 
-Up to 8 rows of activations ("decode"): q-dot. The activations are rounded to int16 per 32, and the weights are
+The newest tokens of some sequences ("decode"): q-dot. The activations are rounded to int16 per 32, and the weights are
 read block by block where they lie, usually in the mapped file. A result depends on its activation row and weight row
-alone: not on the number of threads or on what else is in the batch.
+alone: not on the number of threads or on what else is in the batch. Several rows share the unpacking of a weight.
 
 The tokens of a prompt ("prefill") are multiplied in fp32, see tile_matmul.py.
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from quengine.kernels.cpu.row_ir import record_bytes
 from quengine.kernels.cpu.row_kernels import (
-    MATVEC_WIDTHS,
     dequantize_kernel,
     float_matvec_kernel,
     matvec_kernel,
@@ -28,7 +27,7 @@ from quengine.kernels.cpu.threads import Launch, run
 from quengine.kernels.cpu.tile_matmul import tile_matmul_launches
 from quengine.kernels.quant_tensor import QuantTensor
 
-DECODE_ROWS = MATVEC_WIDTHS[-1]
+DECODE_ROWS = 8
 _TASK_BYTES = 32 << 10  # of weights in one task of a matvec
 
 
@@ -58,7 +57,7 @@ def prompt_linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None
 
 
 def linear_launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor) -> list[Launch]:
-    """The kernels of `linear` for up to DECODE_ROWS rows, for a list that does more than one thing.
+    """The kernels of `linear` in decode, for any number of rows and a list that does more than one thing.
 
     x fp32 [T, K] and y fp32 [T, sum of N_i] are contiguous; x may be written by an earlier kernel of the list.
     """
@@ -101,8 +100,7 @@ def matvec_launch(
     row_bytes = w.data.shape[1]
     step = step or task_rows(w)
     if w.format.is_quantized:
-        width = next(width for width in MATVEC_WIDTHS if width >= count)
-        kernel, length = matvec_kernel(w.format.name, width), w.cols // w.format.block
+        kernel, length = matvec_kernel(w.format.name, count > 1), w.cols // w.format.block
     else:
         kernel, length = float_matvec_kernel(w.format.name), w.cols
     parameters = (

@@ -1,4 +1,4 @@
-"""Loops over one row, as numba intrinsics: dot products, dequantization, rounding of activations.
+"""Loops over one row, as numba intrinsics: dequantization, dots of float weights, rounding of activations.
 
 Rounded activations lie in memory as one record per row of K values:
 
@@ -9,9 +9,6 @@ Rounded activations lie in memory as one record per row of K values:
     byte 4K + K/4       per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
 
 A last group without a partner has its own halves side by side.
-
-Order of the sums: slices of 32 weights add into 8 lanes of two accumulators in turn; the two are added, then the lanes
-pairwise; the sum of the minimums is subtracted last. It depends on nothing but K and the format.
 
 Does not know: how rows are shared among threads.
 """
@@ -27,12 +24,12 @@ from numba.extending import intrinsic
 
 from quengine.kernels.activations import ACTIVATION_MAX
 from quengine.kernels.block_formats import FORMATS, BlockFormat
-from quengine.kernels.cpu.block_ir import Slices, emit_blocks
+from quengine.kernels.cpu.block_ir import emit_blocks
 from quengine.kernels.cpu.vector_ir import F32, I16, I32, I64, Emitter, vec
 
 # Bytes that weights are asked for ahead of their use; processors' own prefetching stops at the end of a page. Measured
 # on a Cascade Lake Xeon: without it rows take 1.5 to 1.8 times as long; 1 to 8 KiB do equally well.
-_PREFETCH = 2048
+PREFETCH = 2048
 
 
 def record_bytes(cols: int) -> int:
@@ -43,178 +40,6 @@ def record_bytes(cols: int) -> int:
 def emitter(context: Any, builder: ir.IRBuilder) -> Emitter:
     triple, _, features = context.codegen().magic_tuple()
     return Emitter(builder, has_half="+f16c" in features or triple.startswith(("aarch64", "arm64")))
-
-
-@intrinsic(prefer_literal=True)
-def dot_row(
-    typingctx: Any,
-    variant: Any,
-    w: Any,
-    blocks: Any,
-    record: Any,
-    stride: Any,
-    last: Any,
-    y: Any,
-    y_stride: Any,
-) -> Any:
-    """One weight row times `width` activation records: y[min(b, last)] for b < width. `variant`: "Q4_K/width/...".
-
-    w, record, y: addresses; stride, y_stride: bytes. Activations beyond `last` repeat it, so their y do too.
-    """
-    format_name, width = variant.literal_value.split("/")[:2]
-    fmt = FORMATS[format_name]
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, w, blocks, record, stride, last, y, y_stride = args
-        e = emitter(context, builder)
-        picks = [
-            builder.select(builder.icmp_signed("<", e.i64(b), last), e.i64(b), last)
-            for b in range(int(width))
-        ]
-        records = [builder.add(record, builder.mul(pick, stride)) for pick in picks]
-        totals = _RowDot(e, fmt, w, blocks, records).emit()
-        for pick, total in zip(picks, totals, strict=True):
-            e.store(total, builder.add(y, builder.mul(pick, y_stride)))
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 7), codegen
-
-
-class _RowDot:
-    """Writes the code of one row's dot products with several records.
-
-    A turn of the loop takes 8 slices of 32 weights: a block of 256, or 8 blocks of 32; what is left of the latter is
-    taken by two, a last one alone. The state that the loops carry, per record: both accumulators as one of 16 lanes,
-    the minimums' sum of whole turns (8 lanes) and of the rest (one lane).
-    """
-
-    def __init__(
-        self, e: Emitter, fmt: BlockFormat, w: ir.Value, blocks: ir.Value, records: list[ir.Value]
-    ) -> None:
-        self.e, self.fmt, self.w, self.blocks, self.records = e, fmt, w, blocks, records
-        self.cols = e.b.mul(blocks, e.i64(fmt.block))
-
-    def emit(self) -> list[ir.Value]:
-        """One fp32 per record."""
-        e = self.e
-        wide, zero, lane = (e.const(vec(F32, lanes), 0.0) for lanes in (16, 8, 1))
-        state: list[ir.Value] = [wide, zero, lane] * len(self.records)
-        run = 256 // self.fmt.block
-        whole = e.b.and_(self.blocks, e.i64(-run))
-        state = e.loop(e.i64(0), whole, run, state, lambda i, s: self._turn(i, run, s))
-        if run > 1:
-            even = e.b.and_(self.blocks, e.i64(-2))
-            state = e.loop(whole, even, 2, state, lambda i, s: self._turn(i, 2, s))
-            state = e.loop(even, self.blocks, 1, state, lambda i, s: self._single(i, s))
-        totals = []
-        for b in range(len(self.records)):
-            both, mins, rest = state[3 * b : 3 * b + 3]
-            total = e.total(e.b.fadd(*e.halves(both)))
-            if self.fmt.has_min:
-                total = e.b.fsub(total, e.b.fadd(e.total(mins), e.total(rest)))
-            totals.append(total)
-        return totals
-
-    def _turn(self, i: ir.Value, blocks: int, state: list[ir.Value]) -> list[ir.Value]:
-        """Blocks i .. i + blocks - 1, two slices of 32 at a time."""
-        e, state = self.e, list(state)
-        address = e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes)))
-        for ahead in range(0, blocks * self.fmt.nbytes, 64):
-            e.prefetch(e.at(address, _PREFETCH + ahead))
-        content = emit_blocks(e, self.fmt, address, blocks)
-        first_slice = e.b.mul(i, e.i64(self.fmt.block // 32))
-        factors = self._factors(content, first_slice, state)
-        step = min(2, blocks * self.fmt.block // 32)
-        for j in range(0, blocks * self.fmt.block // 32, step):
-            low, high = self._ints(content, j, step)
-            for b, record in enumerate(self.records):
-                a = e.at(record, e.b.mul(first_slice, e.i64(64)))
-                if content.paired:
-                    a = e.at(a, e.b.mul(self.cols, e.i64(2)))
-                x_low, x_high = (e.load(vec(I16, 16 * step), a, 64 * j + 32 * step * h) for h in (0, 1))
-                dots = e.b.add(e.pair_products(low, x_low), e.pair_products(high, x_high))
-                factor = self._side_by_side([self._factor(factors[b], j + k) for k in range(step)])
-                state[3 * b] = e.fma(e.to_float(dots), factor, state[3 * b])
-        return state
-
-    def _single(self, i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-        """Block i of 32: it adds to the first half of the accumulator."""
-        e = self.e
-        split = [e.halves(both) for both in state[::3]]
-        narrow = [v for b, (first, _) in enumerate(split) for v in (first, *state[3 * b + 1 : 3 * b + 3])]
-        narrow = self._turn(i, 1, narrow)
-        return [
-            v
-            for b, (_, second) in enumerate(split)
-            for v in (e.join(narrow[3 * b], second), *narrow[3 * b + 1 : 3 * b + 3])
-        ]
-
-    def _ints(self, content: Slices, j: int, count: int) -> tuple[ir.Value, ir.Value]:
-        """Slices j .. j + count - 1, side by side, as `Slices.ints` gives one."""
-        if count == 2 and content.joint is not None:
-            return content.joint(j)
-        parts = [content.ints(j + k) for k in range(count)]
-        return self._side_by_side([part[0] for part in parts]), self._side_by_side(
-            [part[1] for part in parts]
-        )
-
-    def _side_by_side(self, vectors: list[ir.Value]) -> ir.Value:
-        return vectors[0] if len(vectors) == 1 else self.e.join(*vectors)
-
-    def _factors(self, content: Slices, first_slice: ir.Value, state: list[ir.Value]) -> list[list[ir.Value]]:
-        """Scale times t of the slices, for each record; the minimums are added to the state."""
-        e, slices = self.e, content.scales[0].type.count
-        factors = []
-        for b, record in enumerate(self.records):
-            t = self._field(record, 32, first_slice, slices)
-            factors.append(
-                [e.b.fmul(s, u) for s, u in zip(content.scales, self._per_group(t, content), strict=True)]
-            )
-            if content.mins is not None:
-                slot = 3 * b + (1 if slices == 8 or len(content.mins) == 2 else 2)
-                state[slot] = self._add_mins(content.mins, record, first_slice, state[slot])
-        return factors
-
-    def _per_group(self, t: ir.Value, content: Slices) -> tuple[ir.Value, ...]:
-        """t of the slices as vectors that match the scales."""
-        if len(content.scales) == 1:
-            return (t,)
-        twice = [[slice_ for slice_ in slices for _ in range(2)] for slices in (range(4), range(4, 8))]
-        return tuple(self.e.pick(t, lanes) for lanes in twice)
-
-    def _factor(self, factors: list[ir.Value], j: int) -> ir.Value:
-        """The scale of each of the 8 integer sums of slice j."""
-        if len(factors) == 1:
-            return self.e.splat_lane(factors[0], j, 8)
-        first = 2 * (j % 4)  # the first 4 sums are of the slice's first group
-        return self.e.pick(factors[j // 4], [first] * 4 + [first + 1] * 4)
-
-    def _field(
-        self, record: ir.Value, eighths: int, first_slice: ir.Value, lanes: int, per_slice: int = 1
-    ) -> ir.Value:
-        """fp32 lanes of the field of the record that starts at byte K * eighths / 8, from a slice on."""
-        e = self.e
-        start = e.b.lshr(e.b.mul(self.cols, e.i64(eighths)), e.i64(3))
-        address = e.b.add(e.b.add(record, start), e.b.mul(first_slice, e.i64(4 * per_slice)))
-        return e.load(vec(F32, lanes * per_slice), address)
-
-    def _add_mins(
-        self, mins: tuple[ir.Value, ...], record: ir.Value, first_slice: ir.Value, total: ir.Value
-    ) -> ir.Value:
-        """total plus the minimums times t * sum(a), in the lanes of total or one after the other in its only one."""
-        e, lanes = self.e, mins[0].type.count
-        if len(mins) == 1:
-            sums = self._field(record, 33, first_slice, lanes)
-            if total.type.count == lanes:
-                return e.fma(mins[0], sums, total)
-            for lane in range(lanes):
-                total = e.fma(e.splat_lane(mins[0], lane, 1), e.splat_lane(sums, lane, 1), total)
-            return total
-        for part, sums in zip(
-            mins, e.halves(self._field(record, 34, first_slice, lanes, per_slice=2)), strict=True
-        ):
-            total = e.fma(part, sums, total)
-        return total
 
 
 @intrinsic(prefer_literal=True)
@@ -235,7 +60,7 @@ def dot_float_row(typingctx: Any, variant: Any, w: Any, cols: Any, x: Any) -> An
             if access == "stream":
                 ahead = e.at(w, builder.mul(i, e.i64(FORMATS[name].nbytes)))
                 for line in range(0, 32 * FORMATS[name].nbytes, 64):
-                    e.prefetch(e.at(ahead, _PREFETCH + line))
+                    e.prefetch(e.at(ahead, PREFETCH + line))
             values = [_float_weights(e, name, w, e.at(i, 8 * k), 8) for k in range(4)]
             address = builder.add(x, builder.mul(i, e.i64(4)))
             inputs = [e.load(vec(F32, 8), address, 32 * k) for k in range(4)]

@@ -11,28 +11,41 @@ from __future__ import annotations
 from functools import cache
 
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
-from quengine.kernels.cpu.row_ir import dequantize_row, dot_float_row, dot_row, get, round_row, store_f32
+from quengine.kernels.cpu.row_dot_ir import INTS_BYTES, SUMS_BYTES, dot_row, dot_row_with_many
+from quengine.kernels.cpu.row_ir import dequantize_row, dot_float_row, get, round_row, store_f32
+from quengine.kernels.cpu.tile_ir import stack_floats
 
-MATVEC_WIDTHS = (1, 2, 4, 8)
+_RECORDS = 16  # multiplied with one row at a time: their sums, and of short rows they themselves, stay in the L1 cache
 
 
 @cache
-def matvec_kernel(format_name: str, width: int) -> int:
-    """Rows of a quantized weight times up to `width` activation records. A task is a run of rows.
+def matvec_kernel(format_name: str, many: bool) -> int:
+    """Rows of a quantized weight times one activation record, or `many`. A task is a run of rows.
 
     0 weights, 1 row bytes, 2 rows, 3 rows per task, 4 blocks per row, 5 records, 6 record stride, 7 number of the
     last record, 8 y (fp32), 9 y stride from record to record.
     """
-    variant = f"{format_name}/{width}/{source_stamp()}"
+    variant = f"{format_name}/{source_stamp()}"
+    memory_floats = (INTS_BYTES + _RECORDS * SUMS_BYTES) // 4
 
     def matvec(context: int, task: int) -> None:
         w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
-        blocks, records, stride, last = get(context, 4), get(context, 5), get(context, 6), get(context, 7)
-        y, y_stride = get(context, 8), get(context, 9)
+        blocks, records, y = get(context, 4), get(context, 5), get(context, 8)
         for row in range(task * step, min(rows, (task + 1) * step)):
-            dot_row(variant, w + row * row_bytes, blocks, records, stride, last, y + 4 * row, y_stride)
+            dot_row(variant, w + row * row_bytes, blocks, records, y + 4 * row)
 
-    return compile_kernel(matvec)
+    def matvec_with_many(context: int, task: int) -> None:
+        w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
+        blocks, stride, last, y_stride = get(context, 4), get(context, 6), get(context, 7), get(context, 9)
+        memory = stack_floats(memory_floats)
+        for first in range(0, last + 1, _RECORDS):
+            count = min(_RECORDS, last + 1 - first)
+            records, y = get(context, 5) + first * stride, get(context, 8) + first * y_stride
+            for row in range(task * step, min(rows, (task + 1) * step)):
+                at = w + row * row_bytes
+                dot_row_with_many(variant, at, blocks, records, stride, count, memory, y + 4 * row, y_stride)
+
+    return compile_kernel(matvec_with_many if many else matvec)
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quengine.kernels.activations import round_activations
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
-from quengine.kernels.cpu import embed, linear, matmul, prompt_linear, set_threads
+from quengine.kernels.cpu import embed, linear, linear_launches, matmul, prompt_linear, set_threads
 from quengine.kernels.cpu.row_ir import record_bytes
 from quengine.kernels.cpu.threads import max_threads, run
 from quengine.kernels.q_dot import q_dot
@@ -70,11 +70,15 @@ def test_decode_is_the_same_for_any_threads_and_batch(name: str) -> None:
     assert torch.equal(with_threads(MANY, x, w), alone)
 
 
-@pytest.mark.parametrize("batch", [5, 8])
-def test_decode_of_wider_batches(batch: int) -> None:
-    w = random_weight("Q4_1", 40, 18)
-    x = activations(batch, w.cols)
-    assert torch.equal(linear(x, [w]), torch.cat([linear(row.unsqueeze(0), [w]) for row in x]))
+@pytest.mark.parametrize("name", [*FORMATS])
+def test_decode_of_more_rows_than_one_pass_takes(name: str) -> None:
+    # 16 rows share a pass; the widths leave whole turns of 256 weights, pairs of groups of 32 and a lone one.
+    fmt = FORMATS[name]
+    w = random_weight(name, 40, max(1, 352 // fmt.block))
+    x = activations(19, w.cols)
+    y = torch.empty(19, 40)
+    run(linear_launches(x, [w], y))
+    assert torch.equal(y, torch.cat([linear(row.unsqueeze(0), [w]) for row in x]))
 
 
 @pytest.mark.parametrize("batch", [2, 70])

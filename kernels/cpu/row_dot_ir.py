@@ -1,0 +1,281 @@
+"""The dot products of one quantized weight row with activation records (row_ir.py), as numba intrinsics.
+
+With one record all sums stay in registers. With several, each run of blocks is unpacked once and multiplied with every
+record in turn; a record's sums lie in memory meanwhile. The arithmetic of a record is the same, and so are its bits.
+
+Order of the sums: slices of 32 weights add into 8 lanes of two accumulators in turn; the two are added, then the lanes
+pairwise; the sum of the minimums is subtracted last. It depends on nothing but K and the format.
+
+Does not know: how rows are shared among threads.
+"""
+
+# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.cpu.block_ir import Slices, emit_blocks
+from quengine.kernels.cpu.row_ir import PREFETCH, emitter
+from quengine.kernels.cpu.vector_ir import F32, I16, Emitter, vec
+
+# What `dot_row_with_many` keeps in memory: a run of unpacked weights, int16, as they are in a record, and then of each
+# record its sums: the accumulators at 0, the minimums' at 64 and 96.
+INTS_BYTES, SUMS_BYTES = 512, 128
+
+Ints = Callable[[int], tuple[ir.Value, ir.Value]]
+
+
+@intrinsic(prefer_literal=True)
+def dot_row(typingctx: Any, variant: Any, w: Any, blocks: Any, record: Any, y: Any) -> Any:
+    """One weight row times one activation record, all at addresses: fp32 to y. `variant`: "Q4_K/..."."""
+    fmt = FORMATS[variant.literal_value.split("/")[0]]
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, w, blocks, record, y = args
+        e = emitter(context, builder)
+        e.store(_RowDot(e, fmt, w, blocks).with_one(record), y)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 4), codegen
+
+
+@intrinsic(prefer_literal=True)
+def dot_row_with_many(
+    typingctx: Any,
+    variant: Any,
+    w: Any,
+    blocks: Any,
+    records: Any,
+    stride: Any,
+    count: Any,
+    memory: Any,
+    y: Any,
+    y_stride: Any,
+) -> Any:
+    """One weight row times `count` activation records: y[b] for b < count. `variant`: "Q4_K/...".
+
+    w, records, y: addresses; stride, y_stride: bytes from record to record. memory: the address of INTS_BYTES and
+    SUMS_BYTES for each record, written before they are read.
+    """
+    fmt = FORMATS[variant.literal_value.split("/")[0]]
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, w, blocks, records, stride, count, memory, y, y_stride = args
+        e = emitter(context, builder)
+        dot = _RowDot(e, fmt, w, blocks)
+
+        def put(i: ir.Value, total: ir.Value) -> None:
+            e.store(total, builder.add(y, builder.mul(i, y_stride)))
+
+        dot.with_many(records, stride, count, memory, put)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 8), codegen
+
+
+class _RowDot:
+    """Writes the code of one row's dot products.
+
+    A turn of the loop takes 8 slices of 32 weights: a block of 256, or 8 blocks of 32; what is left of the latter is
+    taken by two, a last one alone. The sums of a record are three: both accumulators as one of 16 lanes, the
+    minimums of whole turns (8 lanes), and those of the rest (one lane).
+    """
+
+    def __init__(self, e: Emitter, fmt: BlockFormat, w: ir.Value, blocks: ir.Value) -> None:
+        self.e, self.fmt, self.w, self.blocks = e, fmt, w, blocks
+        self.cols = e.b.mul(blocks, e.i64(fmt.block))
+
+    def with_one(self, record: ir.Value) -> ir.Value:
+        """The fp32 dot product with one record."""
+
+        def turn(i: ir.Value, blocks: int, sums: list[ir.Value]) -> list[ir.Value]:
+            content, first_slice, slices = self._read(i, blocks)
+            return self._add(content, self._ints_of(content, slices), slices, record, first_slice, sums)
+
+        def single(i: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            first, second = self.e.halves(sums[0])
+            narrow = turn(i, 1, [first, *sums[1:]])
+            return [self.e.join(narrow[0], second), *narrow[1:]]
+
+        return self._total(self._loops(self._zeros(), turn, single))
+
+    def with_many(
+        self,
+        records: ir.Value,
+        stride: ir.Value,
+        count: ir.Value,
+        memory: ir.Value,
+        put: Callable[[ir.Value, ir.Value], None],
+    ) -> None:
+        """put(i, the dot product with record i), i < count.
+
+        The unpacked weights go through memory: held in registers LLVM would widen them for all records together, and
+        narrow them again to multiply.
+        """
+        e, places, sums = self.e, (0, 64, 96), self.e.at(memory, INTS_BYTES)
+
+        def each(body: Callable[[ir.Value, ir.Value], None]) -> None:
+            def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                body(i, e.at(sums, e.b.mul(i, e.i64(SUMS_BYTES))))
+                return []
+
+            e.loop(e.i64(0), count, 1, [], turn)
+
+        def clear(_: ir.Value, at: ir.Value) -> None:
+            for zero, place in zip(self._zeros(), places, strict=True):
+                e.store(zero, at, place)
+
+        def turn(i: ir.Value, blocks: int, _: list[ir.Value]) -> list[ir.Value]:
+            content, first_slice, slices = self._read(i, blocks)
+            step = min(2, slices)
+            emit = self._ints_of(content, slices)
+            for j in range(0, slices, step):
+                for h, part in enumerate(emit(j)):
+                    e.store(part, memory, 64 * j + 32 * step * h)
+            lanes = (8 * step, 8, 1)
+
+            def ints(j: int) -> tuple[ir.Value, ir.Value]:
+                low, high = (e.load(vec(I16, 16 * step), memory, 64 * j + 32 * step * h) for h in (0, 1))
+                return low, high
+
+            def add(b: ir.Value, at: ir.Value) -> None:
+                before = [e.load(vec(F32, n), at, place) for n, place in zip(lanes, places, strict=True)]
+                record = e.at(records, e.b.mul(b, stride))
+                after = self._add(content, ints, slices, record, first_slice, before)
+                for old, new, place in zip(before, after, places, strict=True):
+                    if new is not old:
+                        e.store(new, at, place)
+
+            each(add)
+            return []
+
+        def total(i: ir.Value, at: ir.Value) -> None:
+            lanes = zip((16, 8, 1), places, strict=True)
+            put(i, self._total([e.load(vec(F32, n), at, place) for n, place in lanes]))
+
+        each(clear)
+        self._loops([], turn, lambda i, state: turn(i, 1, state))
+        each(total)
+
+    def _loops(self, state: list[ir.Value], turn: Any, single: Any) -> list[ir.Value]:
+        """turn(i, blocks, state) over all blocks, single(i, state) for a last one; what they make of the state."""
+        e, run = self.e, 256 // self.fmt.block
+        whole = e.b.and_(self.blocks, e.i64(-run))
+        state = e.loop(e.i64(0), whole, run, state, lambda i, s: turn(i, run, s))
+        if run > 1:
+            even = e.b.and_(self.blocks, e.i64(-2))
+            state = e.loop(whole, even, 2, state, lambda i, s: turn(i, 2, s))
+            state = e.loop(even, self.blocks, 1, state, single)
+        return state
+
+    def _zeros(self) -> list[ir.Value]:
+        return [self.e.const(vec(F32, lanes), 0.0) for lanes in (16, 8, 1)]
+
+    def _total(self, sums: list[ir.Value]) -> ir.Value:
+        e, (both, mins, rest) = self.e, sums
+        total = e.total(e.b.fadd(*e.halves(both)))
+        if self.fmt.has_min:
+            total = e.b.fsub(total, e.b.fadd(e.total(mins), e.total(rest)))
+        return total
+
+    def _read(self, i: ir.Value, blocks: int) -> tuple[Slices, ir.Value, int]:
+        """Blocks i .. i + blocks - 1, the number of their first slice, and how many slices they have."""
+        e = self.e
+        address = e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes)))
+        for ahead in range(0, blocks * self.fmt.nbytes, 64):
+            e.prefetch(e.at(address, PREFETCH + ahead))
+        first_slice = e.b.mul(i, e.i64(self.fmt.block // 32))
+        return emit_blocks(e, self.fmt, address, blocks), first_slice, blocks * self.fmt.block // 32
+
+    def _add(
+        self,
+        content: Slices,
+        ints: Ints,
+        slices: int,
+        record: ir.Value,
+        first_slice: ir.Value,
+        sums: list[ir.Value],
+    ) -> list[ir.Value]:
+        """A record's sums with these slices added, two at a time; ints(j) are those of slice j and the next."""
+        e, (total, *mins) = self.e, sums
+        lanes = content.scales[0].type.count
+        t = self._per_group(self._field(record, 32, first_slice, lanes), content)
+        factors = [e.b.fmul(s, u) for s, u in zip(content.scales, t, strict=True)]
+        if content.mins is not None:
+            slot = 0 if lanes == 8 or len(content.mins) == 2 else 1
+            mins[slot] = self._add_mins(content.mins, record, first_slice, mins[slot])
+        step = min(2, slices)
+        a = e.at(record, e.b.mul(first_slice, e.i64(64)))
+        if content.paired:
+            a = e.at(a, e.b.mul(self.cols, e.i64(2)))
+        for j in range(0, slices, step):
+            low, high = ints(j)
+            x_low, x_high = (e.load(vec(I16, 16 * step), a, 64 * j + 32 * step * h) for h in (0, 1))
+            dots = e.b.add(e.pair_products(low, x_low), e.pair_products(high, x_high))
+            factor = self._side_by_side([self._factor(factors, j + k) for k in range(step)])
+            total = e.fma(e.to_float(dots), factor, total)
+        return [total, *mins]
+
+    def _ints_of(self, content: Slices, slices: int) -> Ints:
+        """Of slices j and j + 1 (of a lone one j), side by side, as `Slices.ints` gives one."""
+
+        def ints(j: int) -> tuple[ir.Value, ir.Value]:
+            if slices == 1:
+                return content.ints(j)
+            if content.joint is not None:
+                return content.joint(j)
+            parts = [content.ints(j + k) for k in range(2)]
+            low, high = ([part[half] for part in parts] for half in range(2))
+            return self._side_by_side(low), self._side_by_side(high)
+
+        return ints
+
+    def _side_by_side(self, vectors: list[ir.Value]) -> ir.Value:
+        return vectors[0] if len(vectors) == 1 else self.e.join(*vectors)
+
+    def _per_group(self, t: ir.Value, content: Slices) -> tuple[ir.Value, ...]:
+        """t of the slices as vectors that match the scales."""
+        if len(content.scales) == 1:
+            return (t,)
+        twice = [[slice_ for slice_ in slices for _ in range(2)] for slices in (range(4), range(4, 8))]
+        return tuple(self.e.pick(t, lanes) for lanes in twice)
+
+    def _factor(self, factors: list[ir.Value], j: int) -> ir.Value:
+        """The scale of each of the 8 integer sums of slice j."""
+        if len(factors) == 1:
+            return self.e.splat_lane(factors[0], j, 8)
+        first = 2 * (j % 4)  # the first 4 sums are of the slice's first group
+        return self.e.pick(factors[j // 4], [first] * 4 + [first + 1] * 4)
+
+    def _field(
+        self, record: ir.Value, eighths: int, first_slice: ir.Value, lanes: int, per_slice: int = 1
+    ) -> ir.Value:
+        """fp32 lanes of the field of the record that starts at byte K * eighths / 8, from a slice on."""
+        e = self.e
+        start = e.b.lshr(e.b.mul(self.cols, e.i64(eighths)), e.i64(3))
+        address = e.b.add(e.b.add(record, start), e.b.mul(first_slice, e.i64(4 * per_slice)))
+        return e.load(vec(F32, lanes * per_slice), address)
+
+    def _add_mins(
+        self, mins: tuple[ir.Value, ...], record: ir.Value, first_slice: ir.Value, total: ir.Value
+    ) -> ir.Value:
+        """total plus the minimums times t * sum(a), in the lanes of total or one after the other in its only one."""
+        e, lanes = self.e, mins[0].type.count
+        if len(mins) == 1:
+            sums = self._field(record, 33, first_slice, lanes)
+            if total.type.count == lanes:
+                return e.fma(mins[0], sums, total)
+            for lane in range(lanes):
+                total = e.fma(e.splat_lane(mins[0], lane, 1), e.splat_lane(sums, lane, 1), total)
+            return total
+        for part, sums in zip(
+            mins, e.halves(self._field(record, 34, first_slice, lanes, per_slice=2)), strict=True
+        ):
+            total = e.fma(part, sums, total)
+        return total
