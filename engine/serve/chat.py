@@ -1,6 +1,5 @@
 """POST /v1/chat/completions."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +17,18 @@ from quengine.serve.logprob_forms import chat_logprobs
 from quengine.serve.request_form import (
     MAX_LOGPROBS,
     Delivery,
+    answer_head,
+    answer_tail,
     asks_of,
     prepare,
     read_delivery,
     read_max_tokens,
     read_n,
-    timings_body,
+    stream_end,
 )
 from quengine.serve.sampling_fields import read_sampling
-from quengine.serve.service import Service, Text, Usage, new_id
-from quengine.serve.streaming import DONE, data, stream_texts, whole_texts
+from quengine.serve.service import Service, Text
+from quengine.serve.streaming import data, stream_texts, whole_texts
 from quengine.serve.worker import Ask
 from quengine.tool_calls import Delta, TextDelta, ToolUse, collect
 from quengine.tool_calls_parser import ToolCallParser
@@ -133,12 +134,8 @@ def _delta(part: Delta) -> dict[str, Any]:
 def _body(
     service: Service, asks: Sequence[Ask], answers: Sequence[ChatAnswer], texts: Sequence[Text]
 ) -> dict[str, Any]:
-    ends = [text.end for text in texts]
     return {
-        "id": new_id("chatcmpl-"),
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": service.model_name,
+        **answer_head(service, "chatcmpl-", "chat.completion"),
         "choices": [
             {
                 "index": index,
@@ -150,9 +147,7 @@ def _body(
             }
             for index, text in enumerate(texts)
         ],
-        "usage": Usage.of([asks[0].prompt], ends).body,
-        "seed": ends[0].seed,
-        "timings": timings_body(ends[0].timings),
+        **answer_tail([asks[0].prompt], [text.end for text in texts]),
     }
 
 
@@ -166,12 +161,7 @@ class _Chunks:
     include_usage: bool
 
     def __post_init__(self) -> None:
-        self._head = {
-            "id": new_id("chatcmpl-"),
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": self.service.model_name,
-        }
+        self._head = answer_head(self.service, "chatcmpl-", "chat.completion.chunk")
         self._with_logprobs = self.asks[0].params.logprobs is not None
         self._model = self.service.model
 
@@ -191,9 +181,7 @@ class _Chunks:
         return held + self._chunk(choice, {}, answer.reason(end))
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        tail = {**self._head, "choices": [], "usage": Usage.of([self.asks[0].prompt], ends).body}
-        tail |= {"seed": ends[0].seed, "timings": timings_body(ends[0].timings)}
-        return (data(tail) if self.include_usage else b"") + DONE
+        return stream_end(self._head, [self.asks[0].prompt], ends, self.include_usage)
 
     def _chunk(
         self, choice: int, delta: dict[str, Any], reason: str | None, piece: Piece | None = None

@@ -1,6 +1,5 @@
 """POST /v1/completions."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,16 +17,18 @@ from quengine.serve.prompts import read_prompts
 from quengine.serve.request_form import (
     MAX_LOGPROBS,
     Delivery,
+    answer_head,
+    answer_tail,
     asks_of,
     prepare,
     read_delivery,
     read_max_tokens,
     read_n,
-    timings_body,
+    stream_end,
 )
 from quengine.serve.sampling_fields import read_sampling
-from quengine.serve.service import Service, Text, Usage, new_id
-from quengine.serve.streaming import DONE, data, stream_texts, whole_texts
+from quengine.serve.service import Service, Text
+from quengine.serve.streaming import data, stream_texts, whole_texts
 from quengine.serve.worker import Ask
 
 DEFAULT_MAX_TOKENS = 16
@@ -42,9 +43,6 @@ class _Wanted:
     asks: list[Ask]
     echo: list[str]
     """What each text begins with: its prompt, or nothing."""
-
-    def usage(self, ends: Sequence[Finished]) -> dict[str, object]:
-        return Usage.of(self.prompts, ends).body
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -84,13 +82,9 @@ async def _read(fields: Fields, service: Service) -> _Wanted:
 
 
 def _body(service: Service, wanted: _Wanted, texts: Sequence[Text]) -> dict[str, Any]:
-    ends = [text.end for text in texts]
     with_logprobs = wanted.asks[0].params.logprobs is not None
     return {
-        "id": new_id("cmpl-"),
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": service.model_name,
+        **answer_head(service, "cmpl-", "text_completion"),
         "choices": [
             {
                 "index": index,
@@ -102,9 +96,7 @@ def _body(service: Service, wanted: _Wanted, texts: Sequence[Text]) -> dict[str,
             }
             for index, text in enumerate(texts)
         ],
-        "usage": wanted.usage(ends),
-        "seed": ends[0].seed,
-        "timings": timings_body(ends[0].timings),
+        **answer_tail(wanted.prompts, [text.end for text in texts]),
     }
 
 
@@ -117,12 +109,7 @@ class _Chunks:
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._head = {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self.service.model_name,
-        }
+        self._head = answer_head(self.service, "cmpl-", "text_completion")
         self._with_logprobs = self.wanted.asks[0].params.logprobs is not None
         self._model = self.service.model
 
@@ -141,9 +128,7 @@ class _Chunks:
         return self._chunk(choice, "", None, end.reason)
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        tail = {**self._head, "choices": [], "usage": self.wanted.usage(ends)}
-        tail |= {"seed": ends[0].seed, "timings": timings_body(ends[0].timings)}
-        return (data(tail) if self.wanted.delivery.include_usage else b"") + DONE
+        return stream_end(self._head, self.wanted.prompts, ends, self.wanted.delivery.include_usage)
 
     def _chunk(self, choice: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
         entry = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -1,16 +1,20 @@
-"""What OpenAI's two text routes have in common: n, stream and its options, max_tokens, the asks."""
+"""What OpenAI's two text routes have in common: n, stream and its options, max_tokens, the asks, and what every
+object of an answer begins and ends with."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quengine.output import Timings
 from quengine.sampling_params import SamplingParams
+from quengine.serve.engine_port import Finished
 from quengine.serve.errors import bad_request
 from quengine.serve.fields import Fields
 from quengine.serve.http import off_loop
 from quengine.serve.sampling_fields import too_many
-from quengine.serve.service import Service
+from quengine.serve.service import Service, Usage, new_id
+from quengine.serve.streaming import DONE, data
 from quengine.serve.worker import Ask
 
 MAX_LOGPROBS = 20
@@ -70,6 +74,30 @@ def asks_of(
     """`n` texts of each prompt, in order; all under one seed."""
     seeded = params.with_seed()
     return [Ask(prompt, seeded, index, show_special) for prompt in prompts for index in range(n)]
+
+
+def answer_head(service: Service, id_prefix: str, kind: str) -> dict[str, Any]:
+    """What an answer begins with, or each chunk of one; `kind` is OpenAI's `object`."""
+    return {
+        "id": new_id(id_prefix),
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.model_name,
+    }
+
+
+def answer_tail(prompts: Sequence[Sequence[int]], ends: Sequence[Finished]) -> dict[str, Any]:
+    """What is told once all texts have ended. `prompts` are counted once each."""
+    usage = Usage.of(prompts, ends).body
+    return {"usage": usage, "seed": ends[0].seed, "timings": timings_body(ends[0].timings)}
+
+
+def stream_end(
+    head: dict[str, Any], prompts: Sequence[Sequence[int]], ends: Sequence[Finished], include_usage: bool
+) -> bytes:
+    """The last events of a stream: one without choices where usage was asked for, and [DONE]."""
+    tail = {**head, "choices": [], **answer_tail(prompts, ends)}
+    return (data(tail) if include_usage else b"") + DONE
 
 
 def timings_body(timings: Timings) -> dict[str, Any]:
