@@ -9,6 +9,7 @@ and one JSON line.
 
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -38,20 +39,28 @@ def layer(q6: bool) -> dict[str, PackedWeight]:
     }
 
 
-def measure(rows: int, pdl: bool) -> None:
-    """Time every kernel and both chains with `rows` rows, and print them."""
-    layers = [layer(i % 2 == 0) for i in range(LAYERS)]
-    output = PackedWeight((random_part("Q6_K", 32000, 4096),))
+def layer_calls(
+    rows: int, first: dict[str, PackedWeight], pdl: bool
+) -> dict[str, Callable[[dict[str, PackedWeight]], object]]:
+    """The launches of a layer on given weights, in order; their inputs are any numbers."""
     hidden, norm = torch.randn(rows, 4096, device="cuda"), torch.ones(4096, device="cuda")
     attended, middle = (round_activations(torch.randn(rows, n, device="cuda")) for n in (4096, 14336))
     scratch = RoundingScratch.empty(rows, 2 * 14336, "cuda")
-    normed = matvec_norm(attended, layers[0]["o"], hidden, norm, 1e-5, scratch).normed
-    calls = {
+    normed = matvec_norm(attended, first["o"], hidden, norm, 1e-5, scratch).normed
+    return {
         "qkv": lambda w: matvec(normed, w["qkv"], pdl=pdl),
         "o": lambda w: matvec_norm(attended, w["o"], hidden, norm, 1e-5, scratch, pdl),
         "gate_up": lambda w: matvec_swiglu(normed, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
         "down": lambda w: matvec_norm(middle, w["down"], hidden, norm, 1e-5, scratch, pdl),
     }
+
+
+def measure(rows: int, pdl: bool) -> None:
+    """Time every kernel and both chains with `rows` rows, and print them."""
+    layers = [layer(i % 2 == 0) for i in range(LAYERS)]
+    output = PackedWeight((random_part("Q6_K", 32000, 4096),))
+    calls = layer_calls(rows, layers[0], pdl)
+    normed = round_activations(torch.randn(rows, 4096, device="cuda"))
     table = []
     for name, call in calls.items():
         for kind, chosen in (("Q6", layers[0::2]), ("Q4", layers[1::2])):
