@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
-from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode_round
+from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode, attention_decode_round
 from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.half import HalfRows
@@ -39,7 +39,7 @@ MAX_EXPANDED = 1 << 26
 """Weights expanded to fp16 at a time in prefill, at most: 128 MiB."""
 
 Rows = Tensor | RoundedActivations | HalfRows
-"""What feeds a matmul: rounded rows in decode; in prefill scaled fp16 rows after a norm, else fp32 rows."""
+"""What feeds a matmul: rounded rows where the q-dot reads them; elsewhere scaled fp16 rows after a norm, else fp32."""
 
 Residual = Tensor | NormedRows
 """The residual stream: fp32 rows, behind a layer with the norm that reads them."""
@@ -48,6 +48,11 @@ Residual = Tensor | NormedRows
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start, and read its weights, before the one before it has ended (sm_90 and later)."""
     return torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def takes_q_dot(rows: int) -> bool:
+    """Whether so many rows are rounded to int16 for the q-dot; more of them go through fp16 matrix units."""
+    return rows <= DECODE_ROWS
 
 
 def _last_row(x: Residual) -> Residual:
@@ -64,7 +69,7 @@ class CudaBackend:
         self.device = device
         self.dtype = torch.float32
         self.pdl = has_dependent_launch(device)
-        self._slices: DecodeWorkspace | None = None
+        self._slices: list[DecodeWorkspace] = []
         self._scratch: RoundingScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
         self._made_positions: tuple[int, int, Tensor] | None = None
@@ -111,32 +116,52 @@ class CudaBackend:
 
     def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Rows:
         cache = KVStore.of_layer(layer)
+        if isinstance(start, DecodeBatch):
+            return self._decode(qkv, spec, cache, start.positions, start.block_tables, self.pdl)
+        if isinstance(start, Tensor):
+            return self._decode(qkv, spec, cache, start, None, self.pdl)
+        first, table = (start.start, start.block_table) if isinstance(start, Chunk) else (start, None)
         tokens = qkv.shape[0]
+        positions = self._positions(first, tokens)
         if tokens == 1:
-            captured = isinstance(start, Tensor)
-            position = start if isinstance(start, Tensor) else self._positions(start, 1)
-            out = RoundedActivations.empty(1, spec.heads * spec.head_dim, self.device)
-            # A position made just now must be complete before the launch that reads it begins.
-            pdl = self.pdl and captured
-            return attention_decode_round(qkv, spec, cache, position, self._decode_workspace(spec), out, pdl)
-        assert isinstance(start, int)
-        q = rope_store(qkv, spec, cache, 0, self._positions(start, tokens), self.pdl)
-        return attention_prefill(q, spec, cache, 0, start, out_dtype=torch.float32, pdl=self.pdl)
+            tables = None if table is None else table[None]
+            # Positions made just now must be complete before the launch that reads them begins.
+            return self._decode(qkv, spec, cache, positions, tables, False)
+        q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table)
+        return attention_prefill(q, spec, cache, 0, first, torch.float32, self.pdl, table)
 
     def logits(self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, last_only: bool) -> Tensor:
         if last_only:
             x = _last_row(x)
         return self._matmul(self._normed(x, norm, eps), weight, None)
 
+    def _decode(
+        self,
+        qkv: Tensor,
+        spec: AttentionSpec,
+        cache: KVStore,
+        positions: Tensor,
+        tables: Tensor | None,
+        pdl: bool,
+    ) -> Rows:
+        """Attention of one token of each of B sequences, as the matmul behind it reads it."""
+        rows, width = qkv.shape[0], spec.heads * spec.head_dim
+        workspace = self._decode_workspace(spec, rows)
+        if takes_q_dot(rows):
+            rounded = RoundedActivations.empty(rows, width, self.device)
+            return attention_decode_round(qkv, spec, cache, positions, workspace, rounded, pdl, tables)
+        out = torch.empty(rows, width, dtype=torch.float32, device=self.device)
+        return attention_decode(qkv, spec, cache, positions, workspace, out, pdl, tables)
+
     def _normed(self, x: Residual, norm: Tensor, eps: float) -> Rows:
         if isinstance(x, NormedRows):
             return x.normed
-        if x.shape[0] <= DECODE_ROWS:
+        if takes_q_dot(x.shape[0]):
             return rms_norm_round(x, norm, eps, pdl=self.pdl)
         return rms_norm_half(x, norm, eps, self._workspace().half_rows(*x.shape), pdl=self.pdl)
 
     def _rounded(self, x: Rows) -> Rows:
-        return round_activations(x) if isinstance(x, Tensor) and x.shape[0] <= DECODE_ROWS else x
+        return round_activations(x) if isinstance(x, Tensor) and takes_q_dot(x.shape[0]) else x
 
     def _matmul(self, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
         x = self._rounded(x)
@@ -169,7 +194,9 @@ class CudaBackend:
             self._scratch = RoundingScratch.empty(DECODE_ROWS, 2 * self._widest, self.device)
         return self._scratch
 
-    def _decode_workspace(self, spec: AttentionSpec) -> DecodeWorkspace:
-        if self._slices is None:
-            self._slices = DecodeWorkspace.allocate(1, spec.heads, spec.kv_heads, spec.head_dim, self.device)
-        return self._slices
+    def _decode_workspace(self, spec: AttentionSpec, rows: int) -> DecodeWorkspace:
+        """Room for the largest batch met. A smaller one is kept: a captured graph may write to it."""
+        if not self._slices or self._slices[-1].mixed.shape[0] < rows:
+            room = DecodeWorkspace.allocate(rows, spec.heads, spec.kv_heads, spec.head_dim, self.device)
+            self._slices.append(room)
+        return self._slices[-1]

@@ -31,7 +31,7 @@ UNWRITTEN = frozenset(
     f"{plane}{part}" for plane in ("low", "high", "scales", "supers") for part in ("", "_a", "_b", "_ptr")
 ) | {
     *("norm_ptr", "weight_ptr", "w_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr", "query_scale_ptr"),
-    *("position_ptr", "k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr"),
+    *("position_ptr", "table_ptr", "k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr"),
 }
 """Pointers that no kernel shortly before writes through: weights and tables, and what an earlier step has left (its
 position, its rows of the cache). A kernel may read these before it waits."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import AttentionSpec, KVLayer, Position
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType, can_store
 from quengine.kernels.cuda import attention_prefill, launch_table
@@ -28,6 +28,8 @@ META = torch.device("meta")
 ARCHS = (80, 89, 90)
 CONTEXT = 4096
 PREFILL_ROWS, LONG_CHUNK = 512, 2048
+BATCH = 8
+"""Sequences of a batched decode step: more than the q-dot takes, whose attention gives rounded rows."""
 EPS = 1e-5
 
 TABLE_GPU = {90: "NVIDIA H200"}
@@ -175,6 +177,12 @@ def _attention_cases() -> Iterator[Case]:
             for rows in (1, 32, LONG_CHUNK):
                 call = partial(_attention, heads, cache_type, rows)
                 yield Case(f"attention {name} {cache_type}, {_rows(rows)}", rows == 1, archs, call)
+            for start in (_batch(1), _batch(BATCH), Chunk(0, _block_tables(1)[0])):
+                decode = isinstance(start, DecodeBatch)
+                rows = start.positions.shape[0] if isinstance(start, DecodeBatch) else LONG_CHUNK
+                call = partial(_paged_attention, heads, cache_type, rows, start)
+                step = f"decode of {rows}" if decode else _rows(rows)
+                yield Case(f"attention {name} {cache_type}, paged, {step}", decode, archs, call)
 
 
 def _width_cases() -> Iterator[Case]:
@@ -225,6 +233,12 @@ def _attention(heads: Heads, cache_type: CacheType, rows: int, backend: MetaBack
     backend.attention(_empty(rows, heads.width), heads.spec(), heads.layer(cache_type), _start(rows))
 
 
+def _paged_attention(
+    heads: Heads, cache_type: CacheType, rows: int, start: Position, backend: MetaBackend
+) -> None:
+    backend.attention(_empty(rows, heads.width), heads.spec(), heads.layer(cache_type), start)
+
+
 def _matmul(name: str, size: int, rows: int, backend: MetaBackend) -> None:
     weight = backend.weight([_tensor(name, size, size)])
     backend.linear_add(_empty(rows, size), weight, _empty(rows, size))
@@ -243,6 +257,14 @@ def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
 def _start(rows: int) -> Position:
     """A captured decode step reads its position on the device."""
     return _empty(1, dtype=torch.int32) if rows == 1 else 0
+
+
+def _batch(rows: int) -> DecodeBatch:
+    return DecodeBatch(_empty(rows, dtype=torch.int32), _block_tables(rows))
+
+
+def _block_tables(rows: int) -> Tensor:
+    return _empty(rows, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
 
 
 def _rows(count: int) -> str:

@@ -4,7 +4,8 @@ A block serves one key-value head and one slice of the cache, so the query heads
 of K and V. Slice count and size follow the sequence's length and the model alone, never the batch, and the
 slices are combined in a fixed order by whichever block finishes last, so a result does not depend on what
 runs beside it. Positions are read from device memory: one captured launch serves every length. There is no
-mask: a query sees all keys that the window leaves.
+mask: a query sees all keys that the window leaves. Where sequences lie in blocks of a pool, a block table says which;
+the slices, and the arithmetic, are the same.
 
 Accuracy without fp32 matrix units: an fp32 operand is split into two fp16 terms (value and remainder, 22
 bits), which share one 16-row matrix instruction, the terms of up to 8 heads above each other.
@@ -24,9 +25,9 @@ from quengine.kernels.cuda.activations import (
     round_group,
     store_rounded,
 )
-from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, store_rows
+from quengine.kernels.cuda.kv_store import BLOCK, KVStore, expand_codes, load_tile, store_rows, table_rows
 from quengine.kernels.cuda.mma import uses_assembly
-from quengine.kernels.cuda.rope import load_angles, load_heads, load_rotated
+from quengine.kernels.cuda.rope import load_angles, load_heads, load_rotated, table_arguments
 
 _TARGET_BLOCKS = 128
 """Blocks wanted for one sequence: a constant, not this GPU's count of multiprocessors, so that the slices,
@@ -186,7 +187,7 @@ def _combine(
         )
 
 
-@triton.jit(do_not_specialize=["context"])
+@triton.jit(do_not_specialize=["context", "blocks"])
 def _attention_decode_kernel(
     qkv_ptr,
     cos_ptr,
@@ -195,6 +196,7 @@ def _attention_decode_kernel(
     k_norm_ptr,
     query_scale_ptr,
     position_ptr,
+    table_ptr,
     k_ptr,
     v_ptr,
     k_scale_ptr,
@@ -209,6 +211,7 @@ def _attention_decode_kernel(
     eps,
     scale,
     context,
+    blocks,
     qkv_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -222,6 +225,7 @@ def _attention_decode_kernel(
     QUERY_SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     Q8: tl.constexpr,
+    PAGED: tl.constexpr,
     SLICES: tl.constexpr,
     GRAIN: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -246,7 +250,13 @@ def _attention_decode_kernel(
     if part >= slices:
         return
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    head_rows = (sequence * KV_HEADS + kv_head) * context
+    if PAGED:
+        head_rows = kv_head.to(tl.int64) * context
+        table_ptr += sequence * blocks
+        room = blocks * BLOCK
+    else:
+        head_rows = (sequence * KV_HEADS + kv_head) * context
+        room = context
     k_ptr += head_rows * HEAD_DIM
     v_ptr += head_rows * HEAD_DIM
     if Q8:
@@ -259,8 +269,15 @@ def _attention_decode_kernel(
     end = tl.minimum(begin + per_slice, position)
     first_key = begin + tl.arange(0, GRAIN)
     first_live = first_key < end
-    first_k, first_k_scale = load_tile(k_ptr, k_scale_ptr, first_key, first_live, HEAD_DIM, PADDED, Q8)
-    first_v, first_v_scale = load_tile(v_ptr, v_scale_ptr, first_key, first_live, HEAD_DIM, PADDED, Q8)
+    one = tl.arange(0, 1)
+    if PAGED:
+        first_row = table_rows(table_ptr, blocks, first_key, ASM)
+        new_row = table_rows(table_ptr, blocks, position + one, ASM).to(tl.int64)
+    else:
+        first_row = first_key
+        new_row = position.to(tl.int64) + one
+    first_k, first_k_scale = load_tile(k_ptr, k_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
+    first_v, first_v_scale = load_tile(v_ptr, v_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -272,7 +289,6 @@ def _attention_decode_kernel(
     q = load_rotated(q_rows, g < GROUP, cos, sin, partner, q_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
     if QUERY_SCALE:
         q *= tl.load(query_scale_ptr + position)
-    one = tl.arange(0, 1)
     k_row = qkv + (HEADS + kv_head + one) * HEAD_DIM
     v_row = qkv + (HEADS + KV_HEADS + kv_head + one) * HEAD_DIM
     k_new = load_rotated(k_row, one == 0, cos, sin, partner, k_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
@@ -280,8 +296,7 @@ def _attention_decode_kernel(
     # Slice 0 writes the new key and value and starts its state with them; nobody reads them back in this
     # launch.
     owner = part == 0
-    new_row = position.to(tl.int64) + one
-    write = (one == 0) & owner & (position < context)
+    write = (one == 0) & owner & (position < room)
     k_new = store_rows(k_new, new_row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
     v_new = store_rows(v_new, new_row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
     new_score = tl.sum(q * k_new, 1) * scale
@@ -296,8 +311,12 @@ def _attention_decode_kernel(
     for start in tl.range(begin + GRAIN, end, BLOCK_KEYS, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_KEYS)
         live = key < end
-        k, k_scale = load_tile(k_ptr, k_scale_ptr, key, live, HEAD_DIM, PADDED, Q8)
-        v, v_scale = load_tile(v_ptr, v_scale_ptr, key, live, HEAD_DIM, PADDED, Q8)
+        if PAGED:
+            row = table_rows(table_ptr, blocks, key, ASM)
+        else:
+            row = key
+        k, k_scale = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
+        v, v_scale = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
         largest, total, mixed = _attend_tile(
             q, upper, largest, total, mixed, k, k_scale, v, v_scale, live, scale, Q8, ASM
         )
@@ -359,19 +378,22 @@ def attention_decode(
     workspace: DecodeWorkspace,
     out: torch.Tensor,
     pdl: bool = False,
+    block_tables: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One new token of each of B sequences: rotate, write its key and value, attend to all keys up to itself.
 
     qkv: [B, (heads + 2 * kv_heads) * head_dim] fp32 or fp16, unit inner stride; row b belongs to sequence b
     of `cache`. positions: int32 [B] on the device. out: fp32 [B, heads * head_dim], written and returned.
+    block_tables: int32 [B, blocks] on the device, contiguous; `cache` is then one pool, and position p of sequence b
+    its row `block_tables[b, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`.
 
     With `pdl` (sm_90 and later) the launch overlaps the one before it: then only `qkv` may come from that
-    launch; `positions` and the rows already in the cache must be complete before the step began.
+    launch; `positions`, `block_tables` and the rows already in the cache must be complete before the step began.
     Sources: Dao et al. 2023 (Flash-Decoding), Ainslie et al. 2023 (grouped queries).
     """
     assert out.shape == (qkv.shape[0], spec.heads * spec.head_dim)
     assert out.dtype == torch.float32 and out.is_contiguous()
-    _launch(qkv, spec, cache, positions, workspace, (out, out, out, out), False, pdl)
+    _launch(qkv, spec, cache, positions, workspace, (out, out, out, out), False, pdl, block_tables)
     return out
 
 
@@ -383,6 +405,7 @@ def attention_decode_round(
     workspace: DecodeWorkspace,
     out: RoundedActivations,
     pdl: bool = False,
+    block_tables: torch.Tensor | None = None,
 ) -> RoundedActivations:
     """As `attention_decode`, with the result rounded to int16 per group of 32 as the q-dot takes it.
 
@@ -391,10 +414,10 @@ def attention_decode_round(
     batch = qkv.shape[0]
     assert out.high.shape == (batch, spec.heads * spec.head_dim)
     if spec.head_dim % ROUND_GROUP:
-        attention_decode(qkv, spec, cache, positions, workspace, workspace.out[:batch], pdl)
+        attention_decode(qkv, spec, cache, positions, workspace, workspace.out[:batch], pdl, block_tables)
         return round_activations(workspace.out[:batch], out, pdl)
     planes = (out.high, out.low, out.scale, out.sums)
-    _launch(qkv, spec, cache, positions, workspace, planes, True, pdl)
+    _launch(qkv, spec, cache, positions, workspace, planes, True, pdl, block_tables)
     return out
 
 
@@ -407,6 +430,7 @@ def _launch(
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     rounds: bool,
     pdl: bool,
+    block_tables: torch.Tensor | None,
 ) -> None:
     batch = qkv.shape[0]
     kv_heads, context, head_dim = cache.k.shape[1:]
@@ -414,9 +438,11 @@ def _launch(
     slices = slice_count(kv_heads)
     padded = triton.next_power_of_2(head_dim)
     assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
-    assert positions.shape == (batch,) and positions.dtype == torch.int32 and batch <= cache.k.shape[0]
+    assert positions.shape == (batch,) and positions.dtype == torch.int32
+    assert batch <= (cache.k if block_tables is None else block_tables).shape[0]
     assert spec.heads == group * kv_heads and spec.cos.is_contiguous() and spec.sin.is_contiguous()
     assert workspace.mixed.shape[1:] == (spec.heads, slices, head_dim) and batch <= workspace.mixed.shape[0]
+    table, blocks = table_arguments(cache, block_tables, positions)
     launch = decode_launch(head_dim, group, cache.q8_0)
     _attention_decode_kernel[(kv_heads, slices, batch)](
         qkv,
@@ -426,6 +452,7 @@ def _launch(
         spec.k_norm if spec.k_norm is not None else spec.cos,
         spec.query_scale if spec.query_scale is not None else spec.cos,
         positions,
+        table,
         cache.k,
         cache.v,
         cache.k_scale if cache.k_scale is not None else cache.k,
@@ -437,6 +464,7 @@ def _launch(
         spec.eps,
         spec.scale * 1.4426950408889634,  # scores in base 2: exp2 is one instruction
         context,
+        blocks,
         qkv.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -450,6 +478,7 @@ def _launch(
         QUERY_SCALE=spec.query_scale is not None,
         WINDOW=spec.window or 0,
         Q8=cache.q8_0,
+        PAGED=block_tables is not None,
         SLICES=slices,
         GRAIN=GRAIN,
         BLOCK_KEYS=launch.block_keys,

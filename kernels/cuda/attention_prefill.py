@@ -2,8 +2,8 @@
 
 Online softmax over key tiles on the matrix units, fp16 operands and fp32 sums. The causal mask (and the
 window's) is the band built once at load; it is read only in the tiles that the diagonal or the window's edge
-crosses, and tiles wholly outside are not visited. Knows a chunk of one sequence; rotation and the cache write
-come before.
+crosses, and tiles wholly outside are not visited. Knows a chunk of one sequence, whose cache may lie in blocks;
+rotation and the cache write come before.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
+from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, table_rows
 from quengine.kernels.cuda.mma import uses_assembly
-from quengine.kernels.cuda.rope import sequence_pointers
+from quengine.kernels.cuda.rope import sequence_pointers, table_arguments
 
 
 @triton.jit
@@ -30,6 +30,8 @@ def _attend_tiles(
     k_scale_ptr,
     v_scale_ptr,
     mask_ptr,
+    table_ptr,
+    blocks,
     row_live,
     begin,
     end,
@@ -38,6 +40,7 @@ def _attend_tiles(
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
     Q8: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
@@ -51,7 +54,11 @@ def _attend_tiles(
     for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_KEYS)
         live = key < keys
-        k, k_scale = load_tile(k_ptr, k_scale_ptr, key, live, HEAD_DIM, PADDED, Q8)
+        if PAGED:
+            at = table_rows(table_ptr, blocks, key, ASM)
+        else:
+            at = key
+        k, k_scale = load_tile(k_ptr, k_scale_ptr, at, live, HEAD_DIM, PADDED, Q8)
         if Q8:
             k, _ = expand_codes(k, k_scale, ASM)
         scores = tl.dot(q, tl.trans(k))
@@ -66,7 +73,7 @@ def _attend_tiles(
         shrink = tl.exp2(largest - base)
         weights = tl.exp2(scores * scale - base[:, None])
         total = total * shrink + tl.sum(weights, 1)
-        v, v_scale = load_tile(v_ptr, v_scale_ptr, key, live, HEAD_DIM, PADDED, Q8)
+        v, v_scale = load_tile(v_ptr, v_scale_ptr, at, live, HEAD_DIM, PADDED, Q8)
         if Q8:
             v, _ = expand_codes(v, v_scale, ASM)
         mixed = tl.dot(weights.to(tl.float16), v, mixed * shrink[:, None])
@@ -74,7 +81,7 @@ def _attend_tiles(
     return largest, total, mixed
 
 
-@triton.jit(do_not_specialize=["start", "rows", "context", "mask_stride", "mask_origin"])
+@triton.jit(do_not_specialize=["start", "rows", "context", "blocks", "mask_stride", "mask_origin"])
 def _attention_prefill_kernel(
     q_ptr,
     k_ptr,
@@ -82,11 +89,13 @@ def _attention_prefill_kernel(
     k_scale_ptr,
     v_scale_ptr,
     mask_ptr,
+    table_ptr,
     out_ptr,
     scale,
     start,
     rows,
     context,
+    blocks,
     mask_stride,
     mask_origin,
     HEADS: tl.constexpr,
@@ -95,6 +104,7 @@ def _attention_prefill_kernel(
     PADDED: tl.constexpr,
     WINDOW: tl.constexpr,
     Q8: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -138,21 +148,21 @@ def _attention_prefill_kernel(
         full_low = tl.minimum(full_low, tl.cdiv(end, BLOCK_KEYS) * BLOCK_KEYS)
         full_high = tl.maximum(full_low, full_high)
         largest, total, mixed = _attend_tiles(
-            q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, mask_rows, row_live,
-            low, full_low, keys, scale,
-        HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, True, ASM,
+            q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+            mask_rows, table_ptr, blocks, row_live, low, full_low, keys, scale,
+            HEAD_DIM, PADDED, Q8, PAGED, BLOCK_KEYS, STAGES, True, ASM,
         )  # fmt: skip
     else:
         full_low = 0
     largest, total, mixed = _attend_tiles(
         q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        mask_rows, row_live, full_low, full_high, keys, scale,
-        HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, False, ASM,
+        mask_rows, table_ptr, blocks, row_live, full_low, full_high, keys, scale,
+        HEAD_DIM, PADDED, Q8, PAGED, BLOCK_KEYS, STAGES, False, ASM,
     )  # fmt: skip
     largest, total, mixed = _attend_tiles(
         q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        mask_rows, row_live, full_high, end, keys, scale,
-        HEAD_DIM, PADDED, Q8, BLOCK_KEYS, STAGES, True, ASM,
+        mask_rows, table_ptr, blocks, row_live, full_high, end, keys, scale,
+        HEAD_DIM, PADDED, Q8, PAGED, BLOCK_KEYS, STAGES, True, ASM,
     )  # fmt: skip
     tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -165,21 +175,25 @@ def attention_prefill(
     start: int,
     out_dtype: torch.dtype = torch.float16,
     pdl: bool = False,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of T query rows at positions start..start+T of one sequence over cache rows 0..start+T.
 
     q: [T, heads, head_dim] fp16, rotated (`rope_store` makes it and has written the chunk's keys and values);
-    `spec.mask_band` must have at least T rows and reach `start`. Returns [T, heads * head_dim] of `out_dtype`.
+    `spec.mask_band` must have at least T rows and reach `start`. `block_table`: as in `rope_store`. Returns
+    [T, heads * head_dim] of `out_dtype`.
     Source: Dao 2023 (FlashAttention-2).
     """
     rows, heads, head_dim = q.shape
     kv_heads = cache.k.shape[1]
     chunk, width = spec.mask_band.shape
     assert q.is_contiguous() and q.dtype == torch.float16 and heads == spec.heads and heads % kv_heads == 0
-    assert 0 < rows <= chunk and 0 <= start <= width - chunk and start + rows <= cache.k.shape[2]
+    room = cache.k.shape[2] if block_table is None else block_table.shape[0] * BLOCK_SIZE
+    assert 0 < rows <= chunk and 0 <= start <= width - chunk and start + rows <= room
     assert spec.mask_band.dtype == torch.bool and spec.mask_band.stride(1) == 1
     out = torch.empty(rows, heads * head_dim, dtype=out_dtype, device=q.device)
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
+    table, blocks = table_arguments(cache, block_table, spec.mask_band)
     launch = prefill_launch(head_dim, rows, is_hopper(q.device))
     _attention_prefill_kernel[(heads, triton.cdiv(rows, launch.block_rows))](
         q,
@@ -188,11 +202,13 @@ def attention_prefill(
         k_scale,
         v_scale,
         spec.mask_band,
+        table,
         out,
         spec.scale * 1.4426950408889634,  # scores in base 2: exp2 is one instruction
         start,
         rows,
         cache.k.shape[2],
+        blocks,
         spec.mask_band.stride(0),
         width - chunk - start,
         HEADS=heads,
@@ -201,6 +217,7 @@ def attention_prefill(
         PADDED=triton.next_power_of_2(head_dim),
         WINDOW=spec.window or 0,
         Q8=cache.q8_0,
+        PAGED=block_table is not None,
         BLOCK_ROWS=launch.block_rows,
         BLOCK_KEYS=launch.block_keys,
         STAGES=launch.stages,

@@ -1,7 +1,8 @@
 """The key-value cache of one layer on the device, and how a kernel writes and reads its rows.
 
 fp16, or q8_0 as `quengine.kernels.kv_q8_0` defines it. A head's positions lie together, so that a block that reads a
-slice of one head reads one contiguous run. Knows positions, heads and bytes; not attention.
+slice of one head reads one contiguous run, or runs of BLOCK_SIZE positions where a block table says where each lies.
+Knows positions, heads and bytes; not attention.
 """
 
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.backend import KVLayer
+from quengine.kernels.backend import BLOCK_SIZE, KVLayer
 from quengine.kernels.cache_types import check_head_dim
 from quengine.kernels.kv_q8_0 import GROUP
 
 Q8_GROUP = tl.constexpr(GROUP)
+BLOCK = tl.constexpr(BLOCK_SIZE)
+BLOCK_BITS = tl.constexpr(BLOCK_SIZE.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class KVStore:
     """Keys and values of all sequences of a batch, one layer.
 
     k, v: [sequences, kv_heads, context, head_dim], fp16, or int8 codes with k_scale, v_scale
-    [sequences, kv_heads, context, head_dim / 32] fp16. All contiguous.
+    [sequences, kv_heads, context, head_dim / 32] fp16. All contiguous. With block tables it is one pool,
+    [1, kv_heads, rows, head_dim], of which a sequence has blocks of BLOCK_SIZE rows (quengine.kernels.backend.Chunk).
     """
 
     k: torch.Tensor
@@ -40,7 +44,7 @@ class KVStore:
 
     @classmethod
     def of_layer(cls, layer: KVLayer) -> "KVStore":
-        """A backend's layer, without a copy, as a batch of one sequence."""
+        """A backend's layer, without a copy, as a batch of one sequence, or as one pool."""
         k, v, *scales = (tensor.transpose(0, 1)[None] for tensor in layer.tensors)
         return cls(k, v, *scales)
 
@@ -74,6 +78,23 @@ class KVStore:
 def round_half_even(x):
     """Nearest integer of fp32 below 2^22, halves to even: adding 1.5 * 2^23 leaves no room for a fraction."""
     return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def table_rows(table_ptr, blocks, key, ASM: tl.constexpr):
+    """Rows of a pool where positions `key` [N] of a sequence lie.
+
+    `table_ptr` points to the `blocks` entries of its table; positions behind them get some row. ASM: as in mma.py.
+    """
+    place = table_ptr + tl.minimum(key >> BLOCK_BITS, blocks - 1)
+    if ASM:
+        # Seeing a load, the compiler would give it a turn of a loop of its own, and read tiles one turn less ahead.
+        entry = tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        entry = tl.load(place)
+    return (entry << BLOCK_BITS) + (key & (BLOCK - 1))
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.kv_store import KVStore, store_rows
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
+from quengine.kernels.cuda.kv_store import BLOCK, KVStore, store_rows, table_rows
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def load_heads(head_ptr, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
     return tl.load(head_ptr[:, None] + d, mask=live[:, None] & (d < HEAD_DIM), other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["context"])
+@triton.jit(do_not_specialize=["context", "blocks"])
 def _rope_store_kernel(
     qkv_ptr,
     cos_ptr,
@@ -82,6 +82,7 @@ def _rope_store_kernel(
     k_norm_ptr,
     query_scale_ptr,
     position_ptr,
+    table_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -89,6 +90,7 @@ def _rope_store_kernel(
     v_scale_ptr,
     eps,
     context,
+    blocks,
     qkv_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -99,6 +101,7 @@ def _rope_store_kernel(
     NORM: tl.constexpr,
     QUERY_SCALE: tl.constexpr,
     Q8: tl.constexpr,
+    PAGED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -122,14 +125,20 @@ def _rope_store_kernel(
         tl.store(out, q.to(q_ptr.dtype.element_ty), mask=live[:, None] & (d < HEAD_DIM))
     else:
         # A block holds heads of one section only: BLOCK_HEADS divides both HEADS and KV_HEADS.
-        row = (head - HEADS).to(tl.int64) * context + position
+        if PAGED:
+            at = table_rows(table_ptr, blocks, position, False)
+            inside = position < blocks * BLOCK
+        else:
+            at = position
+            inside = position < context
+        row = (head - HEADS).to(tl.int64) * context + at
         if first_head < HEADS + KV_HEADS:
             k = load_rotated(head_ptr, live, cos, sin, partner, k_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
-            store_rows(k, row, live & (position < context), k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
+            store_rows(k, row, live & inside, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
         else:
             v = load_heads(head_ptr, live, HEAD_DIM, PADDED)
             row -= context * KV_HEADS
-            store_rows(v, row, live & (position < context), v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
+            store_rows(v, row, live & inside, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
 
 
 def rope_warps(elements: int) -> int:
@@ -144,18 +153,22 @@ def rope_store(
     sequence: int,
     positions: torch.Tensor,
     pdl: bool = False,
+    block_table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys of T tokens of one sequence and write its keys and values to the cache.
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride; positions: int32 [T] on
-    the device (a position past the context is not written). Returns the rotated queries [T, heads,
-    head_dim] fp16. With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
+    the device (a position past the context is not written). With `block_table`, int32 on the device, `cache` is a
+    pool and `sequence` 0: position p is row `block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. Returns the
+    rotated queries [T, heads, head_dim] fp16. With `pdl` the launch may overlap the end of the one before it (sm_90
+    and later only).
     """
     tokens = qkv.shape[0]
     kv_heads, context, head_dim = cache.k.shape[1:]
     assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
     assert positions.shape == (tokens,) and positions.dtype == torch.int32
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
+    table, blocks = table_arguments(cache, block_table, positions)
     q = torch.empty(tokens, spec.heads, head_dim, dtype=torch.float16, device=qkv.device)
     block_heads = heads_per_block(spec.heads, kv_heads)
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
@@ -168,6 +181,7 @@ def rope_store(
         spec.k_norm if spec.k_norm is not None else spec.cos,
         spec.query_scale if spec.query_scale is not None else spec.cos,
         positions,
+        table,
         q,
         k,
         v,
@@ -175,6 +189,7 @@ def rope_store(
         v_scale,
         spec.eps,
         context,
+        blocks,
         qkv.stride(0),
         HEADS=spec.heads,
         KV_HEADS=kv_heads,
@@ -185,6 +200,7 @@ def rope_store(
         NORM=spec.q_norm is not None,
         QUERY_SCALE=spec.query_scale is not None,
         Q8=cache.q8_0,
+        PAGED=block_table is not None,
         BLOCK_HEADS=block_heads,
         PDL=pdl,
         num_warps=rope_warps(block_heads * head_dim),
@@ -199,6 +215,21 @@ def heads_per_block(heads: int, kv_heads: int) -> int:
     while heads % block or kv_heads % block:
         block //= 2
     return block
+
+
+def table_arguments(
+    cache: KVStore, block_tables: torch.Tensor | None, unused: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """What a kernel takes for block tables: int32 [blocks] or [sequences, blocks], and `blocks`.
+
+    Without them `unused` stands in, never read.
+    """
+    if block_tables is None:
+        return unused, 0
+    assert cache.k.shape[0] == 1 and cache.k.shape[2] % BLOCK_SIZE == 0
+    assert cache.k.shape[2] * cache.k.shape[3] < 2**31, "a kernel counts a head's elements in 32 bits"
+    assert block_tables.dtype == torch.int32 and block_tables.is_contiguous()
+    return block_tables, block_tables.shape[-1]
 
 
 def sequence_pointers(

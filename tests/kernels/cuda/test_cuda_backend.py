@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import Backend
+from quengine.kernels.backend import Backend, Chunk, DecodeBatch
 from quengine.kernels.cuda_backend import CudaBackend
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
@@ -30,6 +30,31 @@ def logits(path: Path, backend: Backend, chunks: list[int]) -> torch.Tensor:
     return torch.cat(parts).cpu()
 
 
+def paged_logits(
+    path: Path, backend: Backend, prompts: list[list[int]], steps: list[list[int]]
+) -> list[torch.Tensor]:
+    """Logits [B, vocab] of each of `steps`, one token a sequence, behind their prompts.
+
+    The blocks lie in a pool the other way round; a last row fills the batch up.
+    """
+    checkpoint = GGUFCheckpoint(path)
+    decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
+    cache = KVCache.allocate(checkpoint.config, 64, backend.device, num_blocks=2 * len(prompts))
+    tables = torch.arange(cache.num_blocks - 1, -1, -1, dtype=torch.int32).view(-1, 2).to(backend.device)
+    for prompt, table in zip(prompts, tables, strict=True):
+        ids = torch.tensor(prompt, device=backend.device)
+        decoder.forward(ids, cache.layers, Chunk(0, table))
+    spare = torch.full((1, 2), cache.spare_block, dtype=torch.int32, device=backend.device)
+    results = []
+    for number, ids in enumerate(steps):
+        positions = [len(prompt) + number for prompt in prompts] + [0]
+        at = torch.tensor(positions, dtype=torch.int32, device=backend.device)
+        start = DecodeBatch(at, torch.cat((tables, spare)))
+        tokens = torch.tensor([*ids, 0], device=backend.device)
+        results.append(decoder.forward(tokens, cache.layers, start, last_only=False)[:-1].cpu())
+    return results
+
+
 @pytest.fixture
 def backend(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     if device.type == "cpu":
@@ -51,3 +76,31 @@ def test_a_prompt_and_the_tokens_behind_it_are_the_reference(backend: CudaBacken
     path = write_tiny(tmp_path / "m.gguf", architecture="llama")
     ours, exact = logits(path, backend, [3, 1, 1]), logits(path, ReferenceBackend(keep=True), [3, 1, 1])
     assert nmse(ours, exact) < 5e-5
+
+
+def test_a_batch_of_sequences_is_the_reference_of_each(backend: CudaBackend, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", architecture="llama")
+    prompts, steps = [IDS[:2], [7], list(range(40, 73))], [[9, 8, 7], [250, 1, 2]]
+    ours = paged_logits(path, backend, prompts, steps)
+    exact = paged_logits(path, ReferenceBackend(keep=True), prompts, steps)
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert nmse(mine, theirs) < 5e-5
+
+
+def test_one_sequence_in_blocks_has_the_bits_of_one_in_rows(backend: CudaBackend, tmp_path: Path) -> None:
+    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", architecture="llama"))
+    decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
+    contiguous = KVCache.allocate(checkpoint.config, 64, backend.device)
+    paged = KVCache.allocate(checkpoint.config, 64, backend.device, num_blocks=3)
+    table = torch.tensor([2, 0], dtype=torch.int32, device=backend.device)
+    ids = torch.tensor(IDS, device=backend.device)
+    for part, start in ((ids[:3], 0), (ids[3:4], 3), (ids[4:], 4)):
+        expected = decoder.forward(part, contiguous.layers, start)
+        assert torch.equal(decoder.forward(part, paged.layers, Chunk(start, table)), expected)
+    step = torch.tensor([250], device=backend.device)
+    position = torch.tensor([5], dtype=torch.int32, device=backend.device)
+    batch = DecodeBatch(position, table[None])
+    assert torch.equal(
+        decoder.forward(step, paged.layers, batch, last_only=False),
+        decoder.forward(step, contiguous.layers, position),
+    )

@@ -1,0 +1,222 @@
+"""Attention over blocks of a pool: the same bits as over a sequence's own cache, alone and in any batch."""
+
+import pytest
+import torch
+
+from quengine.kernels.attention import causal_mask_band
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
+from quengine.kernels.cuda import attention_decode as attention_decode_module
+from quengine.kernels.cuda.activations import RoundedActivations
+from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode, attention_decode_round
+from quengine.kernels.cuda.attention_prefill import attention_prefill
+from quengine.kernels.cuda.kv_store import KVStore
+from quengine.kernels.cuda.rope import rope_store
+from quengine.kernels.kv_q8_0 import quantize_rows
+from quengine.kernels.rope import RopeSpec, rope_table
+
+BLOCKS = 9
+"""Of a sequence, at most."""
+CONTEXT = BLOCKS * BLOCK_SIZE
+
+
+@pytest.fixture(autouse=True)
+def _few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs block after block; 8 a sequence say what 128 would."""
+    monkeypatch.setattr(attention_decode_module, "_TARGET_BLOCKS", 8)
+
+
+def make_spec(
+    device: torch.device, heads: int, kv_heads: int, head_dim: int, window: int | None = None
+) -> AttentionSpec:
+    cos, sin = rope_table(RopeSpec(dim=head_dim), CONTEXT, device)
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        window=window,
+        rope_layout="pairs",
+        cos=cos,
+        sin=sin,
+        mask_band=causal_mask_band(140, CONTEXT, window, device),
+    )
+
+
+def planes(cache: KVStore) -> list[torch.Tensor]:
+    return [t for t in (cache.k, cache.v, cache.k_scale, cache.v_scale) if t is not None]
+
+
+def filled_cache(device: torch.device, sequences: int, spec: AttentionSpec, q8_0: bool) -> KVStore:
+    generator = torch.Generator().manual_seed(3)
+    cache = KVStore.allocate(sequences, CONTEXT, spec.kv_heads, spec.head_dim, device, q8_0)
+    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
+        rows = torch.randn(codes.shape, generator=generator)
+        if scales is None:
+            codes.copy_(rows)
+        else:
+            quantized = quantize_rows(rows)
+            codes.copy_(quantized[0])
+            scales.copy_(quantized[1])
+    return cache
+
+
+def as_pool(cache: KVStore, spare: int) -> tuple[KVStore, torch.Tensor]:
+    """The sequences' rows in blocks of one pool, in no order and with `spare` blocks besides; their block tables."""
+    sequences = cache.k.shape[0]
+    order = torch.randperm(sequences * BLOCKS + spare, generator=torch.Generator().manual_seed(4))
+    tables = order[: sequences * BLOCKS].view(sequences, BLOCKS).to(cache.k.device)
+    pooled = []
+    for plane in planes(cache):
+        heads, width = plane.shape[1], plane.shape[3]
+        pool = torch.full((heads, len(order), BLOCK_SIZE, width), 77, dtype=plane.dtype, device=plane.device)
+        pool[:, tables] = plane.view(sequences, heads, BLOCKS, BLOCK_SIZE, width).transpose(0, 1)
+        pooled.append(pool.view(1, heads, -1, width))
+    return KVStore(*pooled), tables.to(torch.int32)
+
+
+def as_sequences(pool: KVStore, tables: torch.Tensor) -> list[torch.Tensor]:
+    """The planes of a pool as [sequences, kv_heads, context, ...]."""
+    blocks = tables.long()
+    return [
+        plane[0].unflatten(1, (-1, BLOCK_SIZE))[:, blocks].transpose(0, 1).flatten(2, 3)
+        for plane in planes(pool)
+    ]
+
+
+def decode(
+    spec: AttentionSpec, cache: KVStore, qkv: torch.Tensor, positions: list[int], tables: torch.Tensor | None
+) -> torch.Tensor:
+    batch = len(positions)
+    at = torch.tensor(positions, dtype=torch.int32, device=qkv.device)
+    workspace = DecodeWorkspace.allocate(batch, spec.heads, spec.kv_heads, spec.head_dim, qkv.device)
+    out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=qkv.device)
+    attention_decode(qkv, spec, cache, at, workspace, out, block_tables=tables)
+    assert not workspace.arrived.any()
+    return out
+
+
+def random_qkv(device: torch.device, spec: AttentionSpec, rows: int) -> torch.Tensor:
+    width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(5)).to(device)
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,head_dim,window,q8_0",
+    [
+        (4, 2, 64, None, False),
+        (3, 1, 80, None, False),
+        (2, 1, 64, None, True),
+        (2, 2, 64, 70, False),
+        (2, 2, 64, 33, True),
+        (2, 1, 256, 200, False),
+    ],
+)
+def test_decode_over_blocks_is_decode_over_rows(
+    heads: int, kv_heads: int, head_dim: int, window: int | None, q8_0: bool, device: torch.device
+) -> None:
+    spec = make_spec(device, heads, kv_heads, head_dim, window)
+    positions = [CONTEXT - 1, 0, 103]
+    cache = filled_cache(device, len(positions), spec, q8_0)
+    pool, tables = as_pool(cache, 2)
+    qkv = random_qkv(device, spec, len(positions))
+    assert torch.equal(decode(spec, pool, qkv, positions, tables), decode(spec, cache, qkv, positions, None))
+    for held, expected in zip(as_sequences(pool, tables), planes(cache), strict=True):
+        assert torch.equal(held, expected), "keys and values went to other rows"
+
+
+def test_a_row_is_the_same_alone_and_in_any_batch(device: torch.device) -> None:
+    spec = make_spec(device, 4, 2, 64)
+    positions = [200, 31, 287, 64, 5]
+    cache = filled_cache(device, len(positions), spec, False)
+    qkv = random_qkv(device, spec, len(positions))
+    alone = []
+    for row, position in enumerate(positions):
+        pool, tables = as_pool(cache, 1)
+        alone.append(decode(spec, pool, qkv[row : row + 1], [position], tables[row : row + 1]))
+    for batch in ([4, 2], [2, 0, 1, 3, 4], [1, 3, 2]):
+        pool, tables = as_pool(cache, 1)
+        out = decode(spec, pool, qkv[batch], [positions[row] for row in batch], tables[batch].contiguous())
+        for place, row in enumerate(batch):
+            assert torch.equal(out[place], alone[row][0])
+
+
+def test_rows_that_fill_a_batch_up_touch_the_spare_block_only(device: torch.device) -> None:
+    spec = make_spec(device, 2, 1, 64)
+    cache = filled_cache(device, 2, spec, False)
+    pool, tables = as_pool(cache, 1)
+    (spare,) = set(range(2 * BLOCKS + 1)) - set(tables.flatten().tolist())
+    padding = torch.full((3, BLOCKS), spare, dtype=torch.int32, device=device)
+    qkv = random_qkv(device, spec, 5)
+    qkv[2:] = float("nan")
+    out = decode(spec, pool, qkv, [50, 90, 0, 0, 0], torch.cat((tables, padding)))
+    assert torch.equal(out[:2], decode(spec, cache, qkv[:2], [50, 90], None))
+    for held, expected in zip(as_sequences(pool, tables), planes(cache), strict=True):
+        assert torch.equal(held, expected)
+
+
+def test_a_position_past_the_table_is_not_written(device: torch.device) -> None:
+    spec = make_spec(device, 2, 1, 64)
+    pool, tables = as_pool(filled_cache(device, 1, spec, False), 3)
+    before = pool.k.clone(), pool.v.clone()
+    qkv = random_qkv(device, spec, 1)
+    decode(spec, pool, qkv, [64], tables[:, :2].contiguous())
+    past = torch.tensor([64], dtype=torch.int32, device=device)
+    rope_store(qkv, spec, pool, 0, past, block_table=tables[0, :2].contiguous())
+    assert torch.equal(pool.k, before[0]) and torch.equal(pool.v, before[1])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_rounded_output_is_the_same_too(head_dim: int, device: torch.device) -> None:
+    """A head of 80 takes a launch of its own for the rounding."""
+    spec = make_spec(device, 2, 2, head_dim)
+    cache = filled_cache(device, 2, spec, False)
+    pool, tables = as_pool(cache, 0)
+    qkv = random_qkv(device, spec, 2)
+    positions = torch.tensor([70, 3], dtype=torch.int32, device=device)
+    workspace = DecodeWorkspace.allocate(2, 2, 2, head_dim, device)
+    results = []
+    for held, block_tables in ((cache, None), (pool, tables)):
+        out = RoundedActivations.empty(2, 2 * head_dim, device)
+        attention_decode_round(qkv, spec, held, positions, workspace, out, False, block_tables)
+        results.append(out)
+    assert torch.equal(results[0].dequantize(), results[1].dequantize())
+    assert torch.equal(results[0].sums, results[1].sums)
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,head_dim,chunks,window,q8_0",
+    [
+        (2, 1, 64, [70, 35], None, False),
+        (2, 1, 96, [33, 40], 20, False),
+        (1, 1, 256, [40, 30], None, False),
+        (2, 1, 64, [66, 70], 67, True),
+    ],
+)
+def test_prefill_over_blocks_is_prefill_over_rows(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    chunks: list[int],
+    window: int | None,
+    q8_0: bool,
+    device: torch.device,
+) -> None:
+    spec = make_spec(device, heads, kv_heads, head_dim, window)
+    cache = filled_cache(device, 1, spec, q8_0)
+    pool, tables = as_pool(cache, 2)
+    table = tables[0, : -(-sum(chunks) // BLOCK_SIZE)].contiguous()  # no longer than the sequence
+    qkv = random_qkv(device, spec, sum(chunks))
+    start = 0
+    for size in chunks:
+        positions = torch.arange(start, start + size, dtype=torch.int32, device=device)
+        part = qkv[start : start + size]
+        q = rope_store(part, spec, cache, 0, positions)
+        paged_q = rope_store(part, spec, pool, 0, positions, block_table=table)
+        assert torch.equal(q, paged_q)
+        expected = attention_prefill(q, spec, cache, 0, start, torch.float32)
+        assert torch.equal(
+            attention_prefill(q, spec, pool, 0, start, torch.float32, block_table=table), expected
+        )
+        start += size
+    for held, contiguous in zip(as_sequences(pool, tables), planes(cache), strict=True):
+        assert torch.equal(held, contiguous)
