@@ -19,10 +19,11 @@ def read_messages(values: Any, param: str = "messages") -> list[dict[str, Any]]:
     """The messages, parts of a content joined by line breaks. Raises ApiError for what no template is given."""
     if not isinstance(values, list) or not values:
         raise bad_request(f"{param} must be an array of at least one message", param)
-    return [_message(value, f"{param}[{i}]") for i, value in enumerate(values)]
+    return [read_message(value, f"{param}[{i}]") for i, value in enumerate(values)]
 
 
-def _message(value: Any, param: str) -> dict[str, Any]:
+def read_message(value: Any, param: str) -> dict[str, Any]:
+    """One message; `param` is how errors call it. Raises ApiError."""
     if not isinstance(value, dict):
         raise bad_request(f"{param} must be an object with role and content", param)
     role = value.get("role")

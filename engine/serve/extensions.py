@@ -5,7 +5,6 @@ asked for.
 """
 
 import re
-from typing import Any
 
 from quengine.constraint_spec import ConstraintSpec
 from quengine.errors import EngineError
@@ -88,22 +87,3 @@ def tool_constraint(use: ToolUse, model: ServedModel, other: ConstraintSpec | No
     if spec is not None and other is not None:
         raise bad_request("tool_choice requires a call, and response_format something else", "tool_choice")
     return spec or other
-
-
-def refuse_tools(fields: Fields) -> None:
-    """For a route that gives text only. Raises ApiError for a request whose answer may be tool calls."""
-    tools: Any = fields.array("tools")
-    if tools and fields.any("tool_choice") != "none":
-        raise _no_tools("tools")
-    if fields.any("tool_choice") not in (None, "none", "auto"):
-        raise _no_tools("tool_choice")
-    fields.ignore("parallel_tool_calls")
-
-
-def _no_tools(key: str) -> ApiError:
-    return ApiError(
-        400,
-        f"{key}: this route gives text only; /v1/chat/completions calls tools",
-        param=key,
-        code="unsupported",
-    )

@@ -1,0 +1,155 @@
+"""/v1/responses with tools: items in, items out, whole and as events; the order in which an answer's items grow."""
+
+import json
+from collections.abc import Iterator
+
+import jsonschema
+import openai
+import pytest
+
+from quengine import LLM
+from quengine.serve.errors import ApiError
+from quengine.serve.llm_engine import LLMEngine
+from quengine.serve.response_items import OutputItems, messages_of
+from quengine.tool_calls_parser import ToolCallParser
+from tests.engine.serve.serving import Served, serving
+from tests.engine.serve.test_constrained import HERMES, SCHEMA
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+TOOL = {"type": "function", "name": "look", "parameters": SCHEMA}
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"ok": true}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "seen"}
+ANSWER = (
+    'Let me see. <tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "look", "arguments": {"a": 2}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=1024)
+    file = tmp_path_factory.mktemp("responses") / "tiny.gguf"
+    path = write_tiny(file, kind="Q8_0", sizes=sizes, changes={"tokenizer.chat_template": HERMES})
+    with serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("tiny",)}) as running:
+        yield running
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with served.openai() as made:
+        yield made
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI, stream: bool) -> None:
+    given = {"model": "tiny", "input": "hi", "tools": [TOOL], "tool_choice": "required", "stream": stream}
+    given |= {"max_output_tokens": 300, "extra_body": {"seed": 3}, "parallel_tool_calls": False}
+    answer = client.responses.create(**given)  # type: ignore[call-overload]
+    if stream:
+        events = list(answer)
+        kinds = [event.type for event in events]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+        assert kinds[-3:] == [
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+        deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+        assert len(deltas) > 1 and "".join(deltas) == events[-3].arguments
+        answer = events[-1].response
+        assert events[-2].item == answer.output[0]
+    (call,) = answer.output
+    assert (call.type, call.name, call.status) == ("function_call", "look", "completed")
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    assert answer.status == "completed" and answer.tool_choice == "required"
+    assert answer.tools[0].name == "look" and answer.tools[0].parameters == SCHEMA
+
+
+def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
+    first = client.responses.create(
+        model="tiny", input="hi", tools=[TOOL], tool_choice="required", max_output_tokens=300
+    )  # type: ignore[call-overload]
+    call = first.output[0]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "seen"}
+    items = [{"role": "user", "content": "hi"}, call.model_dump(), output]
+    answer = client.responses.create(model="tiny", input=items, tools=[TOOL], max_output_tokens=3)  # type: ignore[call-overload]
+    assert answer.usage is not None and answer.usage.input_tokens > first.usage.input_tokens  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": [{"type": "web_search"}]},
+        {"tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
+        {"text": {"format": {"type": "json_object"}}, "grammar": 'root ::= "a"'},
+        {"input": [{"type": "reasoning", "summary": []}]},
+        {"input": [OUTPUT]},
+        {"input": [{**CALL, "arguments": {"ok": True}}]},
+        {"input": [CALL, {"type": "function_call_output", "call_id": "c1"}]},
+        {"input": [{**CALL, "arguments": "not JSON"}, OUTPUT]},
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_tools_or_items_is_a_400(client: openai.OpenAI, extra: dict[str, object]) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post("/responses", body={"input": "hi", **extra}, cast_to=object)
+    assert "\n" not in caught.value.body["message"]  # type: ignore[index]
+
+
+def test_items_of_an_input_become_messages() -> None:
+    said = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": "wait"}
+    second = {**CALL, "call_id": "c2", "id": "fc_1", "status": "completed"}
+    parts = {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "b"}]}
+    messages = messages_of([{"role": "user", "content": "hi"}, said, CALL, second, OUTPUT, parts, CALL])
+    function = {"name": "look", "arguments": '{"ok": true}'}
+    calls = [{"id": key, "type": "function", "function": function} for key in ("c1", "c2")]
+    assert messages == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "wait", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "name": "look", "content": "seen"},
+        {"role": "tool", "tool_call_id": "c2", "name": "look", "content": "b"},
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+    ]
+
+
+def test_a_wrong_item_is_named_by_its_place() -> None:
+    with pytest.raises(ApiError, match=r"input\[1\]\.content is missing"):
+        messages_of([{"role": "user", "content": "a"}, {"role": "user"}])
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_text_and_calls_are_items_in_their_order_however_the_text_is_cut(size: int) -> None:
+    output = OutputItems(ToolCallParser("hermes", frozenset({"look"}), iter(["c1", "c2"]).__next__))
+    events = [e for i in range(0, len(ANSWER), size) for e in output.push(ANSWER[i : i + size])]
+    events += output.finish(cut=False)
+    assert [item["type"] for item in output.items] == ["message", "function_call", "function_call"]
+    assert [item.get("arguments") for item in output.items] == [None, '{"a": 1}', '{"a": 2}']
+    assert output.items[0]["content"][0]["text"] == "Let me see."
+    assert {item["status"] for item in output.items} == {"completed"}
+    kinds = [kind for kind, _ in events]
+    assert kinds.count("output_item.added") == kinds.count("output_item.done") == 3
+    done = [event["item"] for kind, event in events if kind == "output_item.done"]
+    assert done == output.items
+    for index, item in enumerate(output.items):
+        joined = "".join(e["delta"] for _, e in events if "delta" in e and e["output_index"] == index)
+        assert joined == (item.get("arguments") or item["content"][0]["text"])
+
+
+def test_an_answer_cut_in_a_call_is_incomplete_and_an_empty_one_is_a_message() -> None:
+    output = OutputItems(ToolCallParser("hermes", frozenset({"look"}), lambda: "c1"))
+    output.push(ANSWER[:60])
+    output.finish(cut=True)
+    assert [item["status"] for item in output.items] == ["completed", "incomplete"]
+    assert output.items[1]["arguments"] == '{"a": '
+    empty = OutputItems(None)
+    kinds = [kind for kind, _ in empty.push("") + empty.finish(cut=False)]
+    assert kinds == [
+        "output_item.added",
+        "content_part.added",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+    ]
