@@ -108,6 +108,14 @@ class BlockManager:
             else:
                 self._kept[number] = None
 
+    def discard(self, table: Iterable[int]) -> None:
+        """Share what these blocks hold with nobody else: it may be wrong."""
+        for number in table:
+            block = self._blocks[number]
+            if block.key is not None:
+                del self._by_key[block.key]
+                block.key = None
+
     def forget(self) -> None:
         """What free blocks hold is not valid any more."""
         while self._kept:

@@ -8,6 +8,9 @@ from quengine.kernels.cache_types import CACHE_TYPES, CacheType
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 """Prompt tokens computed at once by kind of device. A GPU expands its weights anew for every chunk."""
 
+MIXED_CHUNK = {"cpu": 64, "cuda": 512}
+"""Prompt tokens computed at once while other sequences wait for their next token, by kind of device."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -15,7 +18,7 @@ class EngineConfig:
 
     Attributes:
         device: "auto", "cpu", "cuda" or "cuda:N".
-        ctx_size: positions of the key/value cache; None: the model's own, cut to what fits in memory.
+        ctx_size: positions of a sequence in the key/value cache; None: the model's own, cut to what fits in memory.
         threads: CPU threads; None: the physical cores.
         backend: "auto" (the packed kernels of the device) or "reference" (the float64 definition).
         chunk_size: the most prompt tokens computed at once; None: what suits the device.
@@ -23,6 +26,8 @@ class EngineConfig:
         cache_type: how keys and values are stored, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
         deterministic: a sequence's logits are the same to the last bit however its prompt was chunked and whatever was
             computed before. The CPU computes so anyway; what it costs is `reuse_prefix`, which then does nothing.
+        parallel: most sequences computed at once. More than one share a paged cache of `parallel * ctx_size`
+            positions, or of what fits in memory.
 
     Raises:
         EngineError: a value is outside its range.
@@ -36,6 +41,7 @@ class EngineConfig:
     reuse_prefix: bool = False
     cache_type: CacheType = "f16"
     deterministic: bool = False
+    parallel: int = 1
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")
@@ -45,7 +51,7 @@ class EngineConfig:
             raise EngineError(f"backend {self.backend!r}: must be auto or reference")
         if self.cache_type not in CACHE_TYPES:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
-        for name in ("ctx_size", "threads", "chunk_size"):
+        for name in ("ctx_size", "threads", "chunk_size", "parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineError(f"{name} {value}: must be at least 1")

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from quengine.config import EngineConfig
+from quengine.config import MIXED_CHUNK, EngineConfig
 from quengine.constraint import ConstraintCompiler
 from quengine.errors import EngineError
 from quengine.kernels.cache_types import CacheType
@@ -21,7 +21,8 @@ from quengine.load import load_model
 from quengine.machine import peak_memory
 from quengine.models.chat_template import encode_chat
 from quengine.output import Completion
-from quengine.sampler import Sampler
+from quengine.paged_scheduler import PagedScheduler
+from quengine.sampler import Sample, Sampler
 from quengine.sampling_params import SamplingParams
 from quengine.scheduler import Scheduler
 from quengine.sequence import Sequence
@@ -44,6 +45,8 @@ class LLM:
         reuse_prefix: compute only what differs from the previous request (conversations).
         cache_type: how keys and values are stored, "f16" or "q8_0".
         deterministic: the same logits to the last bit for every chunk size (CPU only), without `reuse_prefix`.
+        parallel: most sequences computed at once. Each may take `ctx_size` positions, from blocks that all share; equal
+            beginnings are computed once, whatever `reuse_prefix` says.
         progress: called with a line of text as weights are loaded onto a GPU.
 
     Raises:
@@ -63,10 +66,11 @@ class LLM:
         reuse_prefix: bool = False,
         cache_type: CacheType = "f16",
         deterministic: bool = False,
+        parallel: int = 1,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.config = EngineConfig(
-            device, ctx_size, threads, backend, chunk_size, reuse_prefix, cache_type, deterministic
+            device, ctx_size, threads, backend, chunk_size, reuse_prefix, cache_type, deterministic, parallel
         )
         self.loaded = load_model(model, self.config, progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()
@@ -75,14 +79,12 @@ class LLM:
         self.model_config = self.loaded.checkpoint.config
         self.ctx_size = self.loaded.cache.ctx_size
         self.runner = self.loaded.runner
-        # A kept answer was computed token by token, and a prompt that holds it would not be.
-        reuse = reuse_prefix and not deterministic
-        self.scheduler = Scheduler(self.loaded.cache, self.loaded.decoder.chunk_size, reuse)
+        self.scheduler = self._make_scheduler()
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """Complete each prompt (text, or token ids), `params.n` times each, in order.
+        """Complete each prompt (text, or token ids), `params.n` times each, in order, `parallel` at a time.
 
         Text is taken as it is: no chat template, and nothing in it becomes a control token.
 
@@ -90,11 +92,18 @@ class LLM:
             EngineError: a prompt does not fit the context (with both numbers), or logits were not finite.
         """
         params = (params or SamplingParams()).with_seed()
-        return [
-            stream.finish()
+        streams = [
+            self.stream(prompt, params, index=index)
             for prompt in _as_prompts(prompts)
-            for stream in [self.stream(prompt, params, index=index) for index in range(params.n)]
+            for index in range(params.n)
         ]
+        try:
+            for stream in streams:
+                stream.start()
+            return [stream.finish() for stream in streams]
+        finally:
+            for stream in streams:
+                stream.close()
 
     def stream(
         self,
@@ -124,8 +133,15 @@ class LLM:
         return self.stream(self.encode_chat(messages), params)
 
     def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
-        """Teacher-forced logits [T, vocab] fp32 after each token; `decode` computes them one token at a time."""
+        """Teacher-forced logits [T, vocab] fp32 after each token; `decode` computes them one token at a time.
+
+        What the cache holds is forgotten.
+
+        Raises:
+            EngineError: a stream is under way.
+        """
         ids = self._checked(list(token_ids))
+        self.scheduler.forget()
         return self.runner.teacher_forced(ids, 1 if decode else self.loaded.decoder.chunk_size).float()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -144,16 +160,25 @@ class LLM:
             raise EngineError(f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)")
         return encode_chat(self.tokenizer, self.chat_template, messages, tools=tools)
 
-    def step(self) -> tuple[Sequence, str] | None:
-        """Compute one batch; returns its sequence and the text it made visible, None when nothing is waiting."""
+    def step(self) -> list[tuple[Sequence, str]]:
+        """Compute one batch; returns its sequences and the text it made visible of each, nothing when none waits.
+
+        A sequence that cannot go on fails alone (`Sequence.error`); what is raised concerns the whole batch.
+        """
         batch = self.scheduler.next_batch()
         if batch is None:
-            return None
-        sample = self.runner.step(batch)
-        self.scheduler.computed(batch)
-        text = batch.sequence.advance(sample) if sample is not None else ""
+            return []
+        results = self.runner.run(batch)
+        for sequence, result in zip(batch.sequences, results, strict=True):
+            if isinstance(result, Exception):
+                sequence.fail(result)
+        self.scheduler.computed()
+        texts = [
+            (sequence, sequence.advance(result) if isinstance(result, Sample) else "")
+            for sequence, result in zip(batch.sequences, results, strict=True)
+        ]
         self.scheduler.release()
-        return batch.sequence, text
+        return texts
 
     def completion(self, sequence: Sequence) -> Completion:
         """What a finished or interrupted sequence has come to."""
@@ -179,6 +204,14 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _make_scheduler(self) -> Scheduler | PagedScheduler:
+        config, cache, chunk_size = self.config, self.loaded.cache, self.loaded.decoder.chunk_size
+        if cache.num_blocks:
+            mixed = MIXED_CHUNK[self.loaded.device.type]
+            return PagedScheduler(cache, config.parallel, chunk_size, mixed, config.deterministic)
+        # A kept answer was computed token by token, and a prompt that holds it would not be.
+        return Scheduler(cache, chunk_size, config.reuse_prefix and not config.deterministic)
 
     def _sequence(
         self, ids: list[int], params: SamplingParams, index: int, show_special: bool | Collection[int]
@@ -231,6 +264,7 @@ class CompletionStream:
     def __init__(self, llm: LLM, sequence: Sequence) -> None:
         self._llm = llm
         self.sequence = sequence
+        self._started = False
         self._pieces = self._run()
 
     def __iter__(self) -> Self:
@@ -243,6 +277,16 @@ class CompletionStream:
     def completion(self) -> Completion:
         return self._llm.completion(self.sequence)
 
+    def start(self) -> None:
+        """Queue the request now; else the first piece that is asked for does. Then it must be finished or closed.
+
+        Raises:
+            EngineError: the request does not fit into the cache.
+        """
+        if not self._started:
+            self._started = True
+            self._llm.scheduler.add(self.sequence)
+
     def finish(self) -> Completion:
         """Compute to the end."""
         for _ in self:
@@ -251,14 +295,20 @@ class CompletionStream:
 
     def close(self) -> None:
         self._pieces.close()
+        self._llm.scheduler.cancel(self.sequence)
 
     def _run(self) -> Generator[str, None, None]:
-        self._llm.scheduler.add(self.sequence)
+        self.start()
         try:
             while not self.sequence.finished:
-                step = self._llm.step()
-                if step is not None and step[0] is self.sequence and step[1]:
-                    yield step[1]
+                # Other streams' sequences may advance as well, and this one may have in their steps.
+                self._llm.step()
+                if text := self.sequence.stream.read():
+                    yield text
+            if text := self.sequence.stream.read():
+                yield text
+            if self.sequence.error is not None:
+                raise self.sequence.error
         finally:
             self._llm.scheduler.cancel(self.sequence)
 

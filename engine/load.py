@@ -11,11 +11,11 @@ import torch
 
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.backend import Backend
+from quengine.kernels.backend import BLOCK_SIZE, Backend
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.machine import available_memory, physical_cores
-from quengine.memory import WORKSPACE, choose_context, gib
+from quengine.memory import WORKSPACE, choose_blocks, choose_context, gib
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub import resolve_model
@@ -64,30 +64,43 @@ def load_model(
     torch.set_num_threads(threads)
     shape = checkpoint.config
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    ctx_size = choose_context(
-        shape,
-        config.ctx_size,
-        checkpoint.nbytes,
-        free,
-        str(device),
-        config.cache_type,
-        WORKSPACE[device.type],
-    )
+    ctx_size, num_blocks = _choose_cache(config, checkpoint, device, free)
     backend = _make_backend(config, checkpoint, device, threads, free)
-    cache = KVCache.allocate(shape, ctx_size, device, config.cache_type)
+    cache = KVCache.allocate(shape, ctx_size, device, config.cache_type, num_blocks)
     chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
     with _weights(checkpoint, device, progress) as tensors:
         decoder = Decoder(shape, tensors, backend, ctx_size, chunk_size)
     runner = _make_runner(config, decoder, cache, device)
-    cut = (
-        ""
-        if config.ctx_size or ctx_size == shape.context_length
-        else f", cut from {shape.context_length} to fit"
-    )
-    held = f"cache {gib(cache.nbytes)} ({config.cache_type})"
-    sizes = f"context {ctx_size} tokens{cut}, {held}, weights {gib(checkpoint.nbytes)}"
+    sizes = _sizes_note(config, checkpoint, cache)
     load_s = time.perf_counter() - began
     return LoadedModel(path, checkpoint, runner, device, threads, load_s, [*checkpoint.notes, *why, sizes])
+
+
+def _choose_cache(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, free: int
+) -> tuple[int, int]:
+    """Positions of a sequence, and blocks of the cache (0: it is one sequence's, contiguous)."""
+    shape, cache_type = checkpoint.config, config.cache_type
+    workspace = WORKSPACE[device.type]
+    if config.parallel > 1:  # the last block of a sequence that does not fill it, and the spare one
+        workspace += shape.kv_cache_bytes(2 * BLOCK_SIZE, cache_type)
+    ctx_size = choose_context(
+        shape, config.ctx_size, checkpoint.nbytes, free, str(device), cache_type, workspace
+    )
+    if config.parallel == 1:
+        return ctx_size, 0
+    room = free - checkpoint.nbytes - WORKSPACE[device.type]
+    return ctx_size, choose_blocks(shape, ctx_size, config.parallel, room, cache_type)
+
+
+def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) -> str:
+    """What context, cache and weights take, for the user."""
+    trained = checkpoint.config.context_length
+    cut = "" if config.ctx_size or cache.ctx_size == trained else f", cut from {trained} to fit"
+    held = f"cache {gib(cache.nbytes)} ({config.cache_type})"
+    if cache.num_blocks:
+        held += f" for {cache.num_blocks * BLOCK_SIZE} tokens of up to {config.parallel} texts at once"
+    return f"context {cache.ctx_size} tokens{cut}, {held}, weights {gib(checkpoint.nbytes)}"
 
 
 def choose_device(config: EngineConfig) -> tuple[torch.device, list[str]]:

@@ -1,6 +1,7 @@
-"""How much memory a run needs, and how long a context fits. Refuses before anything is allocated."""
+"""How much memory a run needs, and how long a context fits, and how many. Refuses before anything is allocated."""
 
 from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kernels.cache_types import CacheType, can_store
 from quengine.models.config import ModelConfig
 
@@ -58,6 +59,15 @@ def choose_context(
         f"{gib(weight_bytes)}, cache {gib(cache)} for {least} tokens in {cache_type}), free {gib(free)}; "
         + _advice(config, room, least, fitting, cache_type)
     )
+
+
+def choose_blocks(config: ModelConfig, ctx_size: int, parallel: int, room: int, cache_type: CacheType) -> int:
+    """Blocks of a paged cache: for `parallel` sequences of `ctx_size` positions, or what `room` bytes hold.
+
+    `room` is also for the spare block. At least those of one sequence: `choose_context` has seen to it that they fit.
+    """
+    one = -(-ctx_size // BLOCK_SIZE)
+    return max(one, min(parallel * one, room // config.kv_cache_bytes(BLOCK_SIZE, cache_type) - 1))
 
 
 def _fitting(config: ModelConfig, room: int, cache_type: CacheType) -> int:

@@ -68,6 +68,8 @@ def _request(llm: LLM, ids: list[int], cached: int, count: int) -> Iterator[Call
 
     def step() -> bool:
         llm.step()
+        if stream.sequence.error is not None:
+            raise stream.sequence.error
         return stream.sequence.finished
 
     try:

@@ -6,12 +6,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from quengine.errors import EngineError
 from quengine.kernels.backend import Chunk, DecodeBatch
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.ranges import Range
 from quengine.sampler import Sample
-from quengine.scheduler import Batch
+from quengine.scheduler import Batch, DecodeStep
 from quengine.sequence import Sequence
 
 Result: TypeAlias = "Sample | Exception | None"
@@ -34,8 +35,19 @@ class Runner:
         part = torch.tensor(ids, device=self.decoder.backend.device)
         return self.decoder.forward(part, self.cache.layers, start, last_only)
 
+    def run(self, batch: Batch | DecodeStep) -> list[Result]:
+        """Compute a batch: a result for each of its sequences, in order. What concerns them all is raised."""
+        if isinstance(batch, DecodeStep):
+            return self.decode_batch(batch.sequences)
+        try:
+            return [self.prefill(batch) if self.cache.num_blocks else self.step(batch)]
+        except EngineError as error:
+            return [error]
+
     def step(self, batch: Batch) -> Sample | None:
-        """Compute a batch; where it ends with the sequence's newest token, choose the one after it.
+        """Compute a batch of the one sequence that has the cache (contiguous).
+
+        Where it ends with the newest token, the one after it is chosen.
 
         Raises:
             EngineError: the logits are not finite (with the token's position).

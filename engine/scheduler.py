@@ -1,9 +1,13 @@
-"""Which tokens are computed next: first come, first served, one sequence at a time, prompts in chunks."""
+"""Which tokens are computed next, of one sequence at a time: first come, first served, prompts in chunks.
+
+For many at once see paged_scheduler.py.
+"""
 
 import time
 from collections import deque
 from dataclasses import dataclass
 
+from quengine.errors import EngineError
 from quengine.kv_cache import KVCache
 from quengine.sequence import Sequence
 
@@ -21,6 +25,17 @@ class Batch:
         """Whether the last of these tokens is the sequence's newest, so that a token follows from its logits."""
         return self.start + len(self.ids) == len(self.sequence.token_ids)
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [self.sequence]
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One token of each of several sequences, the first that is not in the cache, which is paged."""
+
+    sequences: list[Sequence]
+
 
 class Scheduler:
     """Owns the queue and the bookkeeping of the cache; computes nothing."""
@@ -31,6 +46,22 @@ class Scheduler:
         self.reuse_prefix = reuse_prefix
         self.waiting: deque[Sequence] = deque()
         self.running: Sequence | None = None
+        self._batch: Batch | None = None
+
+    @property
+    def current(self) -> Batch | None:
+        """The batch that was handed out last, while its sequence is still running."""
+        return self._batch if self.running is not None else None
+
+    @property
+    def cache_used(self) -> int:
+        """Positions of the cache whose rows are valid."""
+        return len(self.cache.tokens)
+
+    @property
+    def cache_size(self) -> int:
+        """Positions of the cache."""
+        return self.cache.ctx_size
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -50,10 +81,17 @@ class Scheduler:
             self.running = self._admit(self.waiting.popleft())
         sequence = self.running
         start = sequence.num_cached_tokens
-        return Batch(sequence, sequence.token_ids[start : start + self.chunk_size], start)
+        self._batch = Batch(sequence, sequence.token_ids[start : start + self.chunk_size], start)
+        return self._batch
 
-    def computed(self, batch: Batch) -> None:
-        """Note that a batch's keys and values are in the cache; must be called before the token is appended."""
+    def computed(self) -> None:
+        """Note that the current batch's keys and values are in the cache; call it before the token is appended.
+
+        Of a sequence that has failed nothing is noted.
+        """
+        batch = self.current
+        if batch is None or batch.sequence.finished:
+            return
         sequence = batch.sequence
         sequence.num_cached_tokens = batch.start + len(batch.ids)
         self.cache.tokens[batch.start :] = batch.ids
@@ -62,6 +100,15 @@ class Scheduler:
         """Let a finished sequence go."""
         if self.running is not None and self.running.finished:
             self.running = None
+
+    def forget(self) -> None:
+        """Nothing in the cache is valid any more.
+
+        Raises EngineError where a sequence is being computed.
+        """
+        if self.running is not None or self.waiting:
+            raise EngineError("the cache is in use: finish or close the streams that are under way first")
+        self.cache.tokens.clear()
 
     def _admit(self, sequence: Sequence) -> Sequence:
         sequence.started = time.perf_counter()

@@ -9,7 +9,7 @@ from quengine.sampling_params import SamplingParams
 from quengine.text_stream import TextStream
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """A prompt and what has been generated after it. The sequence decides itself when it is finished.
 
@@ -17,6 +17,7 @@ class Sequence:
     `block_table` names the blocks of a paged cache that hold it, in order: while the sequence runs the list only grows,
     and a sequence that lost its blocks gets a new list. `end_ids` end the text and are no part of it; so does a
     constraint that nothing can follow. The constraint's state is the sampler's, and is advanced here.
+    `error` is why the sequence could not go on.
     """
 
     token_ids: list[int]
@@ -29,6 +30,7 @@ class Sequence:
     reused_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    error: Exception | None = None
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
@@ -39,6 +41,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of the cache that it may come to need, with its newest token."""
+        most = self.params.max_tokens
+        return self.ctx_size if most is None else min(self.ctx_size, self.num_prompt_tokens + most)
 
     @property
     def next_is_newest(self) -> bool:
@@ -74,6 +82,11 @@ class Sequence:
         elif len(self.generated) == self.params.max_tokens or len(self.token_ids) >= self.ctx_size:
             text += self._finish("length")
         return text
+
+    def fail(self, error: Exception) -> None:
+        """End here, without a further token."""
+        self.error = error
+        self.finish_reason = "error"
 
     def _finish(self, reason: str) -> str:
         self.finish_reason = reason

@@ -32,11 +32,17 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self._shown: list[str] = []
+        self._read = 0  # pieces of _shown
 
     @property
     def text(self) -> str:
         """All that `push` and `finish` have returned."""
         return "".join(self._shown)
+
+    def read(self) -> str:
+        """What has been shown since the last call."""
+        new, self._read = self._shown[self._read :], len(self._shown)
+        return "".join(new)
 
     def push(self, token_id: int) -> str:
         """The text that this token makes certain; nothing more after a stop string."""

@@ -1,4 +1,4 @@
-"""Today's LLM behind the server's boundary: it computes one sequence at a time.
+"""An LLM behind the server's boundary: it computes as many sequences at once as it was loaded for.
 
 The one module of the server that knows LLM, its scheduler and its sequences.
 """
@@ -12,6 +12,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.models.chat_template import ChatTemplate, encode_chat
+from quengine.paged_scheduler import PagedScheduler
 from quengine.sampling_params import SamplingParams
 from quengine.sequence import Sequence as LLMSequence
 from quengine.serve.engine_port import (
@@ -92,11 +93,10 @@ class LLMModel:
 class LLMEngine:
     """An LLM as an `Engine`."""
 
-    capacity = 1
-
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.model = LLMModel(llm)
+        self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}
 
     def add(self, request: GenerationRequest) -> None:
@@ -104,23 +104,30 @@ class LLMEngine:
             request.prompt, request.params, index=request.index, show_special=request.show_special
         )
         stream.sequence.arrived = request.arrived
-        self._requests[request.id] = stream.sequence
         self._llm.scheduler.add(stream.sequence)
+        self._requests[request.id] = stream.sequence
 
     def cancel(self, request_id: int) -> None:
         self._llm.scheduler.cancel(self._requests.pop(request_id))
 
     def step(self) -> list[Event]:
+        ids = {sequence: request_id for request_id, sequence in self._requests.items()}
         before = {request_id: len(sequence.generated) for request_id, sequence in self._requests.items()}
         try:
-            step = self._llm.step()
+            texts = self._llm.step()
         except Exception as error:
-            return [self._fail(error)]
-        if step is None:
-            return []
-        sequence, text = step
-        request_id = self._id(sequence)
-        start = before[request_id]
+            return self._step_failed(error, ids)
+        events: list[Event] = []
+        for sequence, text in texts:
+            events += self._events(ids[sequence], sequence, before[ids[sequence]], text)
+        return events
+
+    def _events(self, request_id: int, sequence: LLMSequence, start: int, text: str) -> list[Event]:
+        """What a step did to one sequence, whose generated tokens from `start` on are new."""
+        if sequence.error is not None:
+            self._check_device()
+            del self._requests[request_id]
+            return [_failed(request_id, sequence.error)]
         events: list[Event] = []
         tokens = tuple(sequence.generated[start:])
         if tokens or text:
@@ -137,28 +144,39 @@ class LLMEngine:
             SlotStats(i, s.num_prompt_tokens, s.num_cached_tokens, len(s.generated))
             for i, s in self._requests.items()
         )
-        cache = self._llm.loaded.cache
-        return EngineStats(slots, len(cache.tokens), cache.ctx_size)
+        scheduler = self._llm.scheduler
+        return EngineStats(slots, scheduler.cache_used, scheduler.cache_size)
 
     def close(self) -> None:
         self._llm.close()
 
-    def _id(self, sequence: LLMSequence) -> int:
-        return next(i for i, held in self._requests.items() if held is sequence)
-
-    def _fail(self, error: Exception) -> Failed:
-        """Let go of the sequence whose step failed; what it had in the cache up to there stays valid.
+    def _step_failed(self, error: Exception, ids: Mapping[LLMSequence, int]) -> list[Event]:
+        """Let go of the sequence whose step failed; of several, find out which it is, each by itself.
 
         Raises `error` again where no step can work any more.
         """
-        running = self._llm.scheduler.running
-        if running is None:
+        scheduler = self._llm.scheduler
+        batch = scheduler.current
+        if batch is None:
             raise error
+        self._check_device()
+        if isinstance(scheduler, PagedScheduler) and len(batch.sequences) > 1:
+            logger.warning("a step of %d texts failed; each is tried alone", len(batch.sequences))
+            scheduler.retry_alone()
+            return []
+        (sequence,) = batch.sequences
+        sequence.fail(error)
+        scheduler.release()
+        return self._events(ids[sequence], sequence, 0, "")
+
+    def _check_device(self) -> None:
+        """Raises where the device is lost."""
         if self._llm.loaded.device.type == "cuda":
-            torch.cuda.synchronize(self._llm.loaded.device)  # raises where the device is lost
-        request_id = self._id(running)
-        self.cancel(request_id)
-        if isinstance(error, EngineError):
-            return Failed(request_id, str(error))
-        logger.error("a step failed", exc_info=error)
-        return Failed(request_id, f"{type(error).__name__}: {error}")
+            torch.cuda.synchronize(self._llm.loaded.device)
+
+
+def _failed(request_id: int, error: Exception) -> Failed:
+    if isinstance(error, EngineError):
+        return Failed(request_id, str(error))
+    logger.error("a step failed", exc_info=error)
+    return Failed(request_id, f"{type(error).__name__}: {error}")

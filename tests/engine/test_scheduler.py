@@ -29,7 +29,7 @@ def run_to_sample(scheduler: Scheduler) -> list[tuple[int, list[int]]]:
         assert batch is not None
         seen.append((batch.start, batch.ids))
         samples = batch.samples
-        scheduler.computed(batch)
+        scheduler.computed()
         if samples:
             return seen
 

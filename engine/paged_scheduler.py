@@ -1,0 +1,212 @@
+"""Which tokens are computed next, of many sequences at once (continuous batching).
+
+A step is a chunk of one sequence's prompt, or one token of every sequence whose prompt is done. While there is both,
+they take turns, and the chunk is a short one: a running text never waits longer for its next token than one short
+chunk takes. Sequences come in in order of arrival, one prompt at a time, when there are blocks for it; when blocks run
+out, the newest one gives up its own and is computed again later, with what it had generated as part of its prompt.
+Knows blocks and lengths; computes nothing.
+"""
+
+import time
+from collections import deque
+
+from quengine.block_manager import BlockManager
+from quengine.errors import EngineError
+from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kv_cache import KVCache
+from quengine.scheduler import Batch, DecodeStep
+from quengine.sequence import Sequence
+
+LOOKAHEAD = 1
+"""Positions behind a sequence's newest token that it already has blocks for, so that a runner can be a step ahead."""
+
+
+class PagedScheduler:
+    """Owns the queue and the blocks.
+
+    Args:
+        cache: a paged one.
+        parallel: most sequences that run at once.
+        chunk_size: most tokens of a prompt in a step while nothing else runs.
+        mixed_chunk: most tokens of a prompt in a step while other sequences wait for their next token.
+        deterministic: what was computed token by token is never taken for, nor computed again as, part of a prompt.
+    """
+
+    def __init__(
+        self, cache: KVCache, parallel: int, chunk_size: int, mixed_chunk: int, deterministic: bool = False
+    ) -> None:
+        self.cache = cache
+        self.parallel = parallel
+        self.chunk_size = chunk_size
+        self.mixed_chunk = min(mixed_chunk, chunk_size)
+        self.deterministic = deterministic
+        self.blocks = BlockManager(cache.num_blocks, BLOCK_SIZE)
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: Sequence | None = None
+        self.decoding: list[Sequence] = []  # in order of arrival
+        self.current: Batch | DecodeStep | None = None
+        self._decode_is_due = False
+        self._alone: deque[Sequence] = deque()
+
+    @property
+    def cache_used(self) -> int:
+        """Positions of the cache that sequences own."""
+        return self.blocks.num_used * BLOCK_SIZE
+
+    @property
+    def cache_size(self) -> int:
+        """Positions of the cache."""
+        return self.blocks.num_blocks * BLOCK_SIZE
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises EngineError where it would not fit into the whole cache.
+        """
+        if self.blocks.blocks_for(sequence.max_positions) > self.blocks.num_blocks:
+            raise EngineError(
+                f"the prompt and its answer may take {sequence.max_positions} tokens and the cache holds "
+                f"{self.cache_size}; shorten the prompt, or ask for fewer tokens"
+            )
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget a sequence wherever it is, with all that it holds."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self._running:
+            self._remove(sequence)
+
+    def next_batch(self) -> Batch | DecodeStep | None:
+        """What to compute now; None when there is nothing to do."""
+        self.current = None
+        self.current = self._next_alone() or self._next()
+        return self.current
+
+    def computed(self) -> None:
+        """Note that the current batch's keys and values are in the cache; call it before tokens are appended.
+
+        Of a sequence that has failed nothing is noted.
+        """
+        batch = self.current
+        assert batch is not None
+        self._decode_is_due = isinstance(batch, Batch)
+        for sequence in batch.sequences:
+            if sequence.finished:
+                continue
+            before = sequence.num_cached_tokens
+            sequence.num_cached_tokens += len(batch.ids) if isinstance(batch, Batch) else 1
+            if sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
+                shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
+                self.blocks.computed(sequence.block_table, sequence.token_ids[:shareable])
+            if sequence is self.prefilling and sequence.num_cached_tokens >= self._prompt_end(sequence):
+                self.prefilling = None
+                self.decoding.append(sequence)
+
+    def release(self) -> None:
+        """Let finished sequences go."""
+        for sequence in self._running:
+            if sequence.finished:
+                self._remove(sequence)
+
+    def retry_alone(self) -> None:
+        """Compute the sequences of the current batch one at a time: the step of all of them failed."""
+        if self.current is not None:
+            self._alone.extend(self.current.sequences)
+
+    def forget(self) -> None:
+        """Nothing in the cache is valid any more.
+
+        Raises EngineError where a sequence is being computed.
+        """
+        if self._running or self.waiting:
+            raise EngineError("the cache is in use: finish or close the streams that are under way first")
+        self.blocks.forget()
+
+    @property
+    def _running(self) -> list[Sequence]:
+        """All that own blocks, in order of arrival."""
+        return self.decoding + ([] if self.prefilling is None else [self.prefilling])
+
+    def _prompt_end(self, sequence: Sequence) -> int:
+        """Up to where tokens are computed in chunks, and blocks may be shared."""
+        return sequence.num_prompt_tokens if self.deterministic else len(sequence.token_ids)
+
+    def _next_alone(self) -> DecodeStep | None:
+        while self._alone:
+            sequence = self._alone.popleft()
+            if sequence in self.decoding:
+                return DecodeStep([sequence])
+        return None
+
+    def _next(self) -> Batch | DecodeStep | None:
+        if self.prefilling is None:
+            self._admit()
+        if self.decoding and (self._decode_is_due or self.prefilling is None):
+            return self._decode_step()
+        return None if self.prefilling is None else self._chunk(self.prefilling)
+
+    def _admit(self) -> None:
+        """Take in the first one that waits, if there is room; nobody overtakes it."""
+        if not self.waiting or len(self.decoding) >= self.parallel:
+            return
+        sequence = self.waiting[0]
+        # At least one prompt token is always computed: its logits give the first token.
+        prefix = sequence.token_ids[: min(len(sequence.token_ids) - 1, self._prompt_end(sequence))]
+        # A block in hand for each running sequence: else the newcomer would soon be put out again.
+        allocation = self.blocks.allocate(
+            prefix, self._reach(sequence, len(sequence.token_ids)), len(self.decoding)
+        )
+        if allocation is None:
+            return
+        self.waiting.popleft()
+        sequence.block_table = allocation.block_table
+        sequence.num_cached_tokens = allocation.num_cached_tokens
+        if not sequence.started:
+            sequence.started = time.perf_counter()
+            sequence.reused_tokens = allocation.num_cached_tokens
+        if sequence.num_cached_tokens < self._prompt_end(sequence):
+            self.prefilling = sequence
+        else:
+            self.decoding.append(sequence)
+
+    def _chunk(self, sequence: Sequence) -> Batch:
+        start = sequence.num_cached_tokens
+        size = self.mixed_chunk if self.decoding else self.chunk_size
+        end = min(start + size, self._prompt_end(sequence))
+        return Batch(sequence, sequence.token_ids[start:end], start)
+
+    def _decode_step(self) -> DecodeStep:
+        """A token of every sequence that has blocks for it; the oldest one always gets them."""
+        ready = []
+        for sequence in list(self.decoding):
+            if sequence in self.decoding and self._has_room(sequence):
+                ready.append(sequence)
+        return DecodeStep(ready)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Give a sequence the blocks for its next token, from the newest ones if need be; False if it is the newest."""
+        while not self.blocks.grow(
+            sequence.block_table, self._reach(sequence, sequence.num_cached_tokens + 1)
+        ):
+            newest = self._running[-1]
+            self._remove(newest)
+            newest.num_cached_tokens = 0
+            self.waiting.appendleft(newest)
+            if newest is sequence:
+                return False
+        return True
+
+    def _reach(self, sequence: Sequence, positions: int) -> int:
+        return min(positions + LOOKAHEAD, sequence.max_positions)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a running sequence out and free its blocks; what a failed one has computed is not to be shared."""
+        if sequence is self.prefilling:
+            self.prefilling = None
+        else:
+            self.decoding.remove(sequence)
+        if sequence.error is not None:
+            self.blocks.discard(sequence.block_table)
+        self.blocks.free(sequence.block_table)
+        sequence.block_table = []
