@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda import launch_table
-from quengine.kernels.cuda.matmul import MatmulWorkspace, dequantize_part, matmul
+from quengine.kernels.cuda.expand import dequantize_part
+from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul
 from quengine.kernels.cuda.packed import PackedPart
 
 SHAPES = (("qkv", 6144, 4096), ("o", 4096, 4096), ("gate_up", 28672, 4096), ("down", 4096, 14336))

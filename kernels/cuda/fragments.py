@@ -180,6 +180,26 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
         )
 
 
+@triton.jit
+def chunk_scales(words, s: tl.constexpr, gain, FMT: tl.constexpr):
+    """Scales and minimums of set s, super-scales and gain included, for codes as `step_codes` gives them."""
+    d0, dm0, d1, dm1 = super_scales(words, FMT)
+    s0, m0, s1, m1 = set_scales(words, s, FMT)
+    # Powers of two round nothing; with the super-scales, which all sets share, they cost little.
+    near = s0 * (d0 * (gain * (1.0 / (1 << FMT.near_shift))))
+    far = s1 * (d1 * (gain * (1.0 / (1 << FMT.far_shift))))
+    if not FMT.has_min:
+        near_min = (words[0] & 0).to(tl.float32)
+        far_min = (words[0] & 0).to(tl.float32)
+    elif FMT.super_bytes == 0:
+        near_min = m0 * gain
+        far_min = m1 * gain
+    else:
+        near_min = m0 * (dm0 * gain)
+        far_min = m1 * (dm1 * gain)
+    return near, near_min, far, far_min
+
+
 @triton.constexpr_function
 def _repeat(byte: int) -> int:
     """A byte in all four bytes of an int32."""

@@ -2,6 +2,12 @@
 
 A row of activations is multiplied by 2^e so that its largest value lies in [2^13, 2^14), a weight by its part's
 `gain`; both are undone in fp32 after the sum. So only the 11 bits of fp16's mantissa round anything.
+Rows lie one after the other, for cuBLAS, or tiled: 8 rows by 128 columns at a time, in the order in which the
+kernel on packed weights multiplies them. 8 consecutive columns of a row, 16 bytes, are what a lane takes in one step;
+of column k, q = k // 32 % 4 is the lane's place in its quad and j = k // 8 % 4 the step, in a format of groups of 32.
+
+    tiled [rows / 8, columns / 128, j, row, q, 8 columns]
+
 Does not know: packed layouts, or which matmul reads the rows.
 """
 
@@ -12,11 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROWS_A_TILE = 8
+COLUMNS_A_TILE = 128
+
 
 @dataclass(frozen=True)
 class HalfRows:
-    """T rows of K activations: x is about values * unscale. values fp16 [T, K], unit inner stride; unscale fp32 [T],
-    powers of two."""
+    """T rows of K activations: x is about values * unscale. values fp16 [T, K], unit inner stride, or tiled (see the
+    module) with columns padded to 128 and rows to what `padded_rows` says, the padding being anything; unscale fp32
+    [T], powers of two."""
 
     values: Tensor
     unscale: Tensor
@@ -28,13 +38,67 @@ class HalfRows:
             torch.empty(rows, dtype=torch.float32, device=device),
         )
 
+    @classmethod
+    def empty_tiled(cls, rows: int, cols: int, device: torch.device | str) -> "HalfRows":
+        return cls(
+            torch.empty(tiled_shape(rows, cols), dtype=torch.float16, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+        )
+
     @property
     def rows(self) -> int:
-        return self.values.shape[0]
+        return self.unscale.shape[0]
 
-    def dequantize(self) -> Tensor:
-        """fp32 [T, K]."""
-        return self.values.float() * self.unscale[:, None]
+    @property
+    def tiled(self) -> bool:
+        return self.values.ndim == 6
+
+    def fits(self, cols: int) -> bool:
+        """Whether these are rows of `cols` columns (tiled: as far as can be told)."""
+        if self.tiled:
+            return self.values.shape[1] == -(-cols // COLUMNS_A_TILE)
+        return self.values.shape[1] == cols
+
+    def as_tiled(self) -> "HalfRows":
+        """The same rows, copied into tiles."""
+        tiles, blocks = tiled_shape(*self.values.shape)[:2]
+        padding = (0, blocks * COLUMNS_A_TILE - self.values.shape[1], 0, tiles * ROWS_A_TILE - self.rows)
+        padded = torch.nn.functional.pad(self.values, padding).view(tiles, 8, blocks, 4, 4, 8)
+        return HalfRows(padded.permute(0, 2, 4, 1, 3, 5).contiguous(), self.unscale)
+
+    def row_major(self, cols: int) -> Tensor:
+        """The values, fp16 [T, cols], one row after the other."""
+        if not self.tiled:
+            return self.values
+        tiles, blocks = self.values.shape[:2]
+        rows = self.values.permute(0, 3, 1, 4, 2, 5).reshape(tiles * ROWS_A_TILE, blocks * COLUMNS_A_TILE)
+        return rows[: self.rows, :cols].contiguous()
+
+    def dequantize(self, cols: int | None = None) -> Tensor:
+        """fp32 [T, K]; K must be given where the rows are tiled and it is no multiple of 128."""
+        width = self.values.shape[1] * (COLUMNS_A_TILE if self.tiled else 1) if cols is None else cols
+        return self.row_major(width).float() * self.unscale[:, None]
+
+
+def padded_rows(rows: int) -> int:
+    """Rows for which there is memory in tiles: kernels take 1, 2, 4 or 8 tiles at a time."""
+    tiles = triton.cdiv(rows, ROWS_A_TILE)
+    return ROWS_A_TILE * (int(triton.next_power_of_2(tiles)) if tiles <= 8 else triton.cdiv(tiles, 8) * 8)
+
+
+def tiled_shape(rows: int, cols: int) -> tuple[int, int, int, int, int, int]:
+    return padded_rows(rows) // ROWS_A_TILE, triton.cdiv(cols, COLUMNS_A_TILE), 4, 8, 4, 8
+
+
+@triton.jit
+def half_place(row, column, stride, TILED: tl.constexpr):
+    """Where row `row`, column `column` of half rows stands. `stride`: fp16 from a row to the next, or, tiled, from
+    a tile of rows to the next."""
+    if TILED:
+        place = (row >> 3) * stride + ((column >> 7) * 1024 + ((column >> 3) & 3) * 256)
+        return place + (row & 7) * 32 + (((column >> 5) & 3) * 8 + (column & 7))
+    else:
+        return row * stride + column
 
 
 @triton.jit
@@ -49,7 +113,12 @@ def half_scale(peak):
 
 
 @triton.jit
-def _half_rows_kernel(x_ptr, half_ptr, unscale_ptr, K, half_stride, BLOCK: tl.constexpr):
+def _half_rows_kernel(
+    x_ptr, half_ptr, unscale_ptr, K, half_stride, BLOCK: tl.constexpr, TILED: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     peak = tl.zeros([BLOCK], tl.int32)
     for start in range(0, K, BLOCK):
@@ -63,16 +132,18 @@ def _half_rows_kernel(x_ptr, half_ptr, unscale_ptr, K, half_stride, BLOCK: tl.co
         x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
         # The result may lie over the row itself: block n of it covers bytes of block n / 2, which has been read.
         tl.debug_barrier()
-        tl.store(half_ptr + row * half_stride + k, (x * scale).to(tl.float16), mask=k < K)
+        place = half_place(row, k, half_stride, TILED)
+        tl.store(half_ptr + place, (x * scale).to(tl.float16), mask=k < K)
 
 
-def half_rows(x: Tensor, out: HalfRows | None = None) -> HalfRows:
-    """Round contiguous fp32 rows [T, K] to scaled fp16."""
+def half_rows(x: Tensor, out: HalfRows | None = None, pdl: bool = False) -> HalfRows:
+    """Round contiguous fp32 rows [T, K] to scaled fp16, tiled if `out` is."""
     rows = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     block = min(4096, int(triton.next_power_of_2(x.shape[1])))
     _half_rows_kernel[(x.shape[0],)](
-        x, rows.values, rows.unscale, x.shape[1], rows.values.stride(0), BLOCK=block, num_warps=8
-    )
+        x, rows.values, rows.unscale, x.shape[1], rows.values.stride(0), BLOCK=block, TILED=rows.tiled, PDL=pdl,
+        num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
     return rows
 
 

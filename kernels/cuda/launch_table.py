@@ -41,6 +41,24 @@ class Geometry:
         return self.tiles * self.k_warps
 
 
+@dataclass(frozen=True)
+class FusedGeometry:
+    """A program of the fused matmul: 8 * `token_tiles` rows by `n_warps` * `tiles` tiles of 16 weight rows, `tiles` a
+    warp, each shared by `k_warps` warps; `splits` programs share the columns. All are powers of two but `splits`.
+    `ahead`: a chunk of weights is read ahead of the one that is multiplied.
+
+    `k_warps` and `splits` fix the order in which a row is summed.
+    """
+
+    token_tiles: int
+    tiles: int
+    n_warps: int
+    k_warps: int
+    splits: int = 1
+    ahead: bool = True
+    registers: int = 0
+
+
 @cache
 def _table() -> dict[str, Any]:
     return dict(json.loads(_TABLE.read_text()))
@@ -67,6 +85,25 @@ def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
 def fused_limit() -> int:
     """Up to how many rows the fused matmul is faster than dequantizing for cuBLAS, on the current device."""
     return int(_table().get(device_name(), {}).get("fused_limit", 64))
+
+
+def fused_geometry(part: PackedPart, kind: str, rows: int) -> FusedGeometry:
+    """Geometry of the fused matmul for `rows` rows; kind "rows" or "swiglu"."""
+    token_tiles = 1
+    while token_tiles < 8 and 8 * token_tiles < rows:
+        token_tiles *= 2
+    key = f"{kind} {part.layout.format} {part.rows} x {part.cols} by {8 * token_tiles}"
+    entry = _table().get(device_name(), {}).get("fused", {}).get(key)
+    return FusedGeometry(*entry) if entry else default_fused(part, token_tiles)
+
+
+def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
+    """Programs of up to 8 warps whose warps share the columns of a few tiles."""
+    tiles = 2 if part.tiles >= 512 else 1
+    k_warps = 1
+    while k_warps < 8 and part.chunks > 2 * k_warps:
+        k_warps *= 2
+    return FusedGeometry(token_tiles, tiles, 1, k_warps)
 
 
 def default_geometry(part: PackedPart, kind: str) -> Geometry:

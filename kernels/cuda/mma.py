@@ -158,6 +158,46 @@ def mma_half(a, b0, b1, d, ASM: tl.constexpr):
 
 
 @triton.jit
+def mma_half_step(first, last, x_first, x_last, d, ASM: tl.constexpr):
+    """d + both m16n8k16 products of a step: A words `first` and `last` as in `mma_half`, each with the four fp16 of B
+    in an int64."""
+    b0, b1 = x_first.to(tl.int32), (x_first >> 32).to(tl.int32)
+    c0, c1 = x_last.to(tl.int32), (x_last >> 32).to(tl.int32)
+    if ASM:
+        # One piece of assembly for two instructions: half as much for the compiler to pass through.
+        return tl.inline_asm_elementwise(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$16,$17,$18,$19};"
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$10,$11,$12,$13}, {$14,$15}, {$0,$1,$2,$3};",
+            "=&f,=&f,=&f,=&f,r,r,r,r,r,r,r,r,r,r,r,r,f,f,f,f",
+            [
+                first[0],
+                first[1],
+                first[2],
+                first[3],
+                b0,
+                b1,
+                last[0],
+                last[1],
+                last[2],
+                last[3],
+                c0,
+                c1,
+                d[0],
+                d[1],
+                d[2],
+                d[3],
+            ],  # fmt: skip
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return mma_half(last, c0, c1, mma_half(first, b0, b1, d, ASM), ASM)
+
+
+@triton.jit
 def pack_halves(low, high):
     """Two fp32 tensors rounded to fp16, in one int32 tensor."""
     bits = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF

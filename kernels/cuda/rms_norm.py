@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.cuda.activations import RoundedActivations, round_group, store_rounded
-from quengine.kernels.cuda.half import HalfRows, half_scale
+from quengine.kernels.cuda.half import HalfRows, half_place, half_scale
 
 _PLAIN = tl.constexpr(0)
 _ROUND = tl.constexpr(1)
@@ -115,6 +115,7 @@ def _rms_norm_kernel(
     TAIL: tl.constexpr,
     ADD: tl.constexpr,
     FORM: tl.constexpr,
+    TILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -162,9 +163,10 @@ def _rms_norm_kernel(
             y *= scale[:, None]
             if TAIL > 0:
                 y_tail *= scale[:, None]
-        tl.store(out_ptr + row * out_stride + column, y.to(out_ptr.dtype.element_ty), mask=live)
+        at = out_ptr + half_place(row, column, out_stride, TILED)
+        tl.store(at, y.to(out_ptr.dtype.element_ty), mask=live)
         if TAIL > 0:
-            at = out_ptr + row * out_stride + tail_column
+            at = out_ptr + half_place(row, tail_column, out_stride, TILED)
             tl.store(at, y_tail.to(out_ptr.dtype.element_ty), mask=tail_live)
 
 
@@ -208,11 +210,11 @@ def rms_norm_round(
 def rms_norm_half(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: HalfRows | None = None, pdl: bool = False
 ) -> HalfRows:
-    """As `rms_norm`, the result rounded to scaled fp16 rows for the prefill matmul (half.py)."""
+    """As `rms_norm`, the result rounded to scaled fp16 rows for the matmuls (half.py), tiled if `out` is."""
     half = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
-    assert half.values.shape == x.shape and half.values.is_contiguous()
+    assert half.rows == x.shape[0] and half.fits(x.shape[1]) and half.values.is_contiguous()
     outputs = (half.values, half.values, half.unscale, half.values)
-    _launch(x, weight, eps, None, outputs, x.shape[1], _HALF.value, pdl)
+    _launch(x, weight, eps, None, outputs, half.values.stride(0), _HALF.value, pdl, tiled=half.tiled)
     return half
 
 
@@ -229,7 +231,10 @@ def finish_norm_half(
     """`finish` (half.py) and `rms_norm_half` in one pass: products [T, D] fp32 become the residual stream, products *
     unscale / gain + residual, and `out` its RMSNorm. `unscale` may be that of `out`."""
     outputs = (out.values, out.values, out.unscale, out.values)
-    _launch(products, weight, eps, residual, outputs, products.shape[1], _HALF.value, pdl, (unscale, gain))
+    unscaled = (unscale, gain)
+    _launch(
+        products, weight, eps, residual, outputs, out.values.stride(0), _HALF.value, pdl, unscaled, out.tiled
+    )
     return out
 
 
@@ -243,6 +248,7 @@ def _launch(
     form: int,
     pdl: bool,
     unscaled: tuple[torch.Tensor, float] | None = None,
+    tiled: bool = False,
 ) -> None:
     rows, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,) and weight.is_contiguous()
@@ -266,6 +272,7 @@ def _launch(
         TAIL=shape.tail,
         ADD=_FINISH.value if unscaled else _ALONE.value if residual is None else _ADD.value,
         FORM=form,
+        TILED=tiled,
         PDL=pdl,
         num_warps=shape.warps,
         launch_pdl=pdl,

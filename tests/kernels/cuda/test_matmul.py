@@ -5,11 +5,13 @@ import torch
 
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import matmul as module
+from quengine.kernels.cuda import matmul_fused
+from quengine.kernels.cuda.expand import dequantize_part
 from quengine.kernels.cuda.half import HalfRows, half_rows, half_rows_in_place
+from quengine.kernels.cuda.launch_table import FusedGeometry
 from quengine.kernels.cuda.layout import PACKED_FORMATS
 from quengine.kernels.cuda.matmul import (
     MatmulWorkspace,
-    dequantize_part,
     matmul,
     matmul_norm,
     matmul_swiglu,
@@ -119,7 +121,7 @@ def test_swiglu_of_a_paired_weight(room: int, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
     x = ordinary_activations(9, 256) * 0.1
     y = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), workspace(device, room))
-    rows = y.dequantize() if isinstance(y, HalfRows) else y
+    rows = y.dequantize(24) if isinstance(y, HalfRows) else y
     assert nmse(rows, swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
 
 
@@ -133,7 +135,51 @@ def test_the_norm_behind_a_matmul(rows: int, device: torch.device) -> None:
     )
     exact = expected(x, [weight]) + residual
     assert nmse(hidden, exact) < FP16_ROUNDING
-    assert nmse(normed.dequantize(), rms_norm(exact, norm.double(), 1e-5)) < 4 * FP16_ROUNDING
+    assert nmse(normed.dequantize(64), rms_norm(exact, norm.double(), 1e-5)) < 4 * FP16_ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("name", "geometry"),
+    [
+        ("Q4_K", FusedGeometry(1, 2, 2, 1)),
+        ("Q6_K", FusedGeometry(1, 1, 1, 1, splits=2)),
+        ("Q8_0", FusedGeometry(2, 2, 1, 2, splits=2, ahead=False)),
+    ],
+)
+def test_every_way_to_share_a_product_gives_it(
+    geometry: FusedGeometry, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul_fused, "fused_geometry", lambda *_: geometry)
+    weight, x = ordinary_weight(name, 24, 512), ordinary_activations(9, 512)
+    residual = ordinary_activations(9, 24, 3)
+    room = workspace(device)
+    for _ in range(2):  # the second launch finds the tickets as the first one found them
+        y = matmul(x.to(device), pack(weight, device), room, residual.to(device))
+        assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
+
+
+def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
+    weight, x = pack(ordinary_weight("Q4_K", 32, 512), device), ordinary_activations(6, 512)
+    other = x.clone()
+    other[:4] *= 1e6
+    room = workspace(device)
+    ours, again = matmul(x.to(device), weight, room), matmul(other.to(device), weight, room)
+    assert torch.equal(ours[4:], again[4:])
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 64), (9, 576), (17, 256)])
+def test_tiled_rows_are_the_rows(rows: int, cols: int, device: torch.device) -> None:
+    x = ordinary_activations(rows, cols).to(device)
+    plain, tiled = half_rows(x), half_rows(x, HalfRows.empty_tiled(rows, cols, device))
+    assert torch.equal(tiled.row_major(cols), plain.values) and torch.equal(tiled.unscale, plain.unscale)
+    assert torch.equal(plain.as_tiled().row_major(cols), plain.values)
+
+
+def test_short_batches_keep_their_room_when_a_long_prompt_comes(device: torch.device) -> None:
+    room = workspace(device)
+    few = room.half_rows(3, 256)
+    room.half_rows(2048, 256)
+    assert room.half_rows(100, 256).values.data_ptr() == few.values.data_ptr()
 
 
 @pytest.mark.parametrize("cols", [96, 576, 4160])
