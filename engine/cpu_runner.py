@@ -1,8 +1,9 @@
 """The runner of the CPU backend: prompts eagerly, each further token as one recorded list of compiled kernels.
 
-The decode step is recorded once, when the runner is made. Sampling is on the host, as in Runner. The tokens of a prompt
-are computed by the same kernels however it is cut into chunks, so the text depends neither on the chunk size nor, as
-everywhere on the CPU, on the number of threads.
+Over a contiguous cache the decode step is recorded once, when the runner is made; over a paged one a step is recorded
+for each number of sequences as it comes. Sampling is on the host, as in Runner. The tokens of a prompt are computed by
+the same kernels however it is cut into chunks, and a row of a batch as it is alone, so the text depends neither on the
+chunk size, nor on other sequences, nor, as everywhere on the CPU, on the number of threads.
 """
 
 from collections.abc import Sequence as Seq
@@ -10,12 +11,18 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cpu.step import Buffers, Step
 from quengine.kernels.cpu_backend import CpuBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.runner import Runner
+from quengine.ranges import Range
+from quengine.runner import Result, Runner
 from quengine.sampler import Sample
 from quengine.scheduler import Batch
+from quengine.sequence import Sequence
+
+_EXACT = 16  # up to so many rows each number has a step of its own, beyond it the multiples of 4
 
 
 class CpuRunner(Runner):
@@ -26,13 +33,17 @@ class CpuRunner(Runner):
         backend = decoder.backend
         assert isinstance(backend, CpuBackend)
         self._backend = backend
-        with torch.no_grad():
-            self._decode = backend.record(lambda ids, start: decoder.forward(ids, cache.layers, start))
+        self._steps: dict[int, Step] = {}
+        self._buffers: Buffers = {}
+        if cache.num_blocks:
+            self._batch_step(2)  # loads or compiles the kernels that several rows need
+        else:
+            self._single_step()
 
     def forward(self, ids: Seq[int], start: int, last_only: bool = True) -> Tensor:
         if len(ids) != 1 or self._backend.in_prompt:
             return super().forward(ids, start, last_only)
-        return self._decode.run(ids[0], start)
+        return self._single_step().run(ids[0], start)
 
     def step(self, batch: Batch) -> Sample | None:
         sequence = batch.sequence
@@ -42,3 +53,43 @@ class CpuRunner(Runner):
             self._backend.prompt()
         ):  # a chunk of one token; a prompt of one token has no other chunks to match
             return super().step(batch)
+
+    def prefill(self, batch: Batch) -> Sample | None:
+        with self._backend.prompt():
+            return super().prefill(batch)
+
+    def decode_batch(self, sequences: Seq[Sequence]) -> list[Result]:
+        with Range("decode step"):
+            logits = self._logits(sequences)
+        with Range("sample"):
+            return [self.sample_row(s, row) for s, row in zip(sequences, logits, strict=False)]
+
+    def _logits(self, sequences: Seq[Sequence]) -> Tensor:
+        """Of a step's rows: those of the sequences, and behind them what fills the step up."""
+        count = len(sequences)
+        step = self._batch_step(count if count <= _EXACT else -(-count // 4) * 4)
+        more = step.rows - count
+        positions = [s.num_cached_tokens for s in sequences] + [0] * more
+        tokens = [s.token_ids[s.num_cached_tokens] for s in sequences] + [0] * more
+        tables = [s.block_table for s in sequences] + [[self.cache.spare_block]] * more
+        return step.run_batch(tokens, positions, tables)
+
+    def _single_step(self) -> Step:
+        """The step of one sequence that has the whole cache."""
+        if 0 not in self._steps:
+            self._steps[0] = self._record(1, 0)
+        return self._steps[0]
+
+    def _batch_step(self, rows: int) -> Step:
+        """The step of so many sequences whose caches lie in blocks."""
+        if rows not in self._steps:
+            self._steps[rows] = self._record(rows, -(-self.cache.ctx_size // BLOCK_SIZE))
+        return self._steps[rows]
+
+    @torch.no_grad()
+    def _record(self, rows: int, blocks: int) -> Step:
+        layers = self.cache.layers
+        return self._backend.record(
+            lambda ids, start: self.decoder.forward(ids, layers, start, last_only=False),
+            *(rows, blocks, self._buffers),
+        )

@@ -1,8 +1,9 @@
 """The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32 in prefill.
 
 Every operation is a kernel of kernels/cpu/. Several tokens are part of a prompt: what each of them comes to does not
-depend on the chunk it is in. One token is a step of decode, but inside `CpuBackend.prompt`. A step can be recorded, and
-is then run as one list of kernels, with the same results to the last bit. Implements kernels.backend.Backend.
+depend on the chunk it is in. One token is a step of decode, but inside `CpuBackend.prompt`, and so are the newest
+tokens of several sequences inside `CpuBackend.decode`. A step can be recorded, and is then run as one list of kernels,
+with the same results to the last bit. Implements kernels.backend.Backend.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
-from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, Hidden, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
-from quengine.kernels.cpu.step import Step, StepRecorder
+from quengine.kernels.cpu.step import Buffers, Step, StepRecorder
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope_store import first_visible
 
@@ -52,19 +53,38 @@ class CpuBackend:
         self.dtype = torch.float32
         self._recorder: StepRecorder | None = None
         self.in_prompt = False
+        self._in_decode = False
         cpu.set_threads(threads)
 
-    def record(self, forward: Callable[[Tensor, Tensor], Tensor]) -> Step:
+    def record(
+        self,
+        forward: Callable[[Tensor, Tensor | DecodeBatch], Tensor],
+        rows: int = 1,
+        blocks: int = 0,
+        buffers: Buffers | None = None,
+    ) -> Step:
         """The operations of one token as a list of kernels, run with any token and position.
 
         forward(ids, start) calls this backend's operations, `logits` last, and returns its result. It gets the
         tensors, int64 [1], that a step reads its token and position from; nothing is computed meanwhile.
+
+        With `blocks` the step is that of `rows` tokens, each the newest of a sequence of at most so many blocks of a
+        paged cache; forward gets int64 [rows] and a DecodeBatch. Steps that never run at once may share `buffers`.
         """
-        self._recorder = recorder = StepRecorder()
+        self._recorder = recorder = StepRecorder(rows, blocks, {} if buffers is None else buffers)
         try:
-            return recorder.finish(forward(recorder.token, recorder.position))
+            return recorder.finish(forward(recorder.tokens, recorder.start))
         finally:
             self._recorder = None
+
+    @contextmanager
+    def decode(self) -> Iterator[None]:
+        """Inside, any number of tokens are the newest ones of as many sequences, each computed as it would be alone."""
+        self._in_decode = True
+        try:
+            yield
+        finally:
+            self._in_decode = False
 
     @contextmanager
     def prompt(self) -> Iterator[None]:
@@ -118,25 +138,39 @@ class CpuBackend:
     def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:
         if self._recorder is not None:
             return self._recorder.attention(qkv, spec, layer, start)
-        assert isinstance(start, int)
-        tokens = qkv.shape[0]
+        if isinstance(start, DecodeBatch) and not self._decodes(qkv):
+            raise ValueError("a batch of newest tokens is computed inside CpuBackend.decode, or recorded")
         q = cpu.rope_store(qkv, spec, layer, start)
-        if self._decodes(qkv):
+        return self._attend(q, spec, layer, start).reshape(len(q), -1)
+
+    def _attend(self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
+        if isinstance(start, Chunk):
+            if self._decodes(q):
+                position = torch.tensor([start.start])
+                start = DecodeBatch(position, start.block_table.unsqueeze(0))
+            else:
+                first, table = start.start, start.block_table
+                return cpu.prefill_attention(q, layer, first, spec.scale, spec.window, table)
+        if isinstance(start, DecodeBatch):
+            return cpu.batch_attention(q, layer, start, spec.scale, spec.window)
+        assert isinstance(start, int)
+        if self._decodes(q):
             first, end = first_visible(spec, start + 1), start + 1
-            return cpu.decode_attention(q[0], layer, end, spec.scale, first).reshape(1, -1)
-        return cpu.prefill_attention(q, layer, start, spec.scale, spec.window).reshape(tokens, -1)
+            return cpu.decode_attention(q[0], layer, end, spec.scale, first)
+        return cpu.prefill_attention(q, layer, start, spec.scale, spec.window)
 
     def logits(self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, last_only: bool) -> Tensor:
         if self._recorder is not None:
             return self._recorder.logits(x, norm, eps, weight)
         x = cpu.rms_norm(x[-1:] if last_only else x, norm, eps)
-        return cpu.linear(x, weight.parts) if len(x) == 1 else cpu.prompt_linear(x, weight.parts)
+        decodes = len(x) == 1 or self._in_decode
+        return cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
 
     def _decodes(self, x: Tensor) -> bool:
-        return x.shape[0] == 1 and not self.in_prompt
+        return (x.shape[0] == 1 or self._in_decode) and not self.in_prompt
 
     def _linear(self, x: Tensor, weight: CpuWeight, addend: Tensor | None = None) -> Tensor:
         if not self._decodes(x):
             return cpu.prompt_linear(x, weight.parts, addend)
-        y = cpu.linear(x, weight.parts)
+        y = cpu.decode_linear(x, weight.parts)
         return y if addend is None else y.add_(addend)

@@ -21,23 +21,28 @@ from quengine.kernels.cpu.vector_ir import F32, vec
 
 
 def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) -> Launch:
-    """y[0, column : column + count] += the same part of addend; a task takes `step` of them.
+    """y[:, column : column + count] += the same part of addend; a task takes `step` columns of all rows.
 
-    y is fp32 [1, N], addend fp32 of N elements, both contiguous.
+    y is fp32 [T, N], addend fp32 [T, N] or of N elements, which all rows get; both contiguous.
     """
-    parameters = (y.data_ptr() + 4 * column, addend.data_ptr() + 4 * column, count, step)
+    rows, width = y.shape
+    assert addend.numel() in (width, rows * width)
+    stride = 4 * width if addend.numel() == rows * width else 0
+    addresses = (y.data_ptr() + 4 * column, addend.data_ptr() + 4 * column)
+    parameters = (*addresses, count, step, rows, 4 * width, stride)
     return Launch(_add_kernel(), parameters, -(-count // step), keep=(y, addend))
 
 
 @cache
 def _add_kernel() -> int:
-    """0 y (fp32), 1 addend (fp32), 2 elements, 3 elements per task."""
+    """0 y (fp32), 1 addend (fp32), 2 columns, 3 columns per task, 4 rows, 5 y stride, 6 addend stride."""
     variant = f"add/{source_stamp()}"
 
     def add_span(context: int, task: int) -> None:
-        count, step = get(context, 2), get(context, 3)
-        last = min(count, (task + 1) * step)
-        _add(variant, get(context, 0), get(context, 1), task * step, last)
+        first, last = task * get(context, 3), min(get(context, 2), (task + 1) * get(context, 3))
+        for row in range(get(context, 4)):
+            y, addend = get(context, 0) + row * get(context, 5), get(context, 1) + row * get(context, 6)
+            _add(variant, y, addend, first, last)
 
     return compile_kernel(add_span)
 

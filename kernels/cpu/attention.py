@@ -1,8 +1,9 @@
-"""Grouped-query attention of one token over an fp16 or q8_0 key/value cache, on the CPU.
+"""Grouped-query attention of single tokens over an fp16 or q8_0 key/value cache, on the CPU.
 
-It reads the cache as it is stored and takes no mask. The visible positions are cut into stretches of
-`STRETCH`, counted from the first visible one; a task is one stretch of one key/value head. The parts are joined in
-order, so the result does not depend on the number of threads.
+It reads the cache as it is stored and takes no mask. The positions that a token sees are cut into stretches of
+`STRETCH`, counted from the first visible one; a task is one stretch of one key/value head of one token. The parts are
+joined in order, so the result does not depend on the number of threads, on the other tokens, or on where in the cache
+the positions lie: in a row each, or in blocks that a table names.
 
 Caches have any strides whose last is 1: in memory a head's positions lie together.
 
@@ -12,23 +13,27 @@ Does not know: a prompt's attention (prefill_attention.py), RoPE, how the cache 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import KVLayer
+from quengine.kernels.backend import DecodeBatch, KVLayer
 from quengine.kernels.cpu.attention_ir import (
+    add_weighted_codes,
+    add_weighted_halves,
+    block_run,
     combine_parts,
     dot_codes,
+    fill_floats,
     scale_f32,
     softmax_weights,
-    weighted_codes,
-    weighted_halves,
 )
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.row_ir import dot_float_row, get, store_f32
 from quengine.kernels.cpu.threads import Launch, run
+from quengine.kernels.cpu.tile_ir import stack_floats
 from quengine.kernels.cpu.vector_ir import fp32_bits
 
 STRETCH = 256  # positions; a multiple of 8
@@ -49,23 +54,39 @@ def decode_attention_launches(
     q: Tensor, layer: KVLayer, length: int, scale: float, first: int, out: Tensor
 ) -> list[Launch]:
     """The kernels of `decode_attention`, for a list that does more than one thing. q and out are contiguous."""
-    check_caches(q, layer)
+    check_caches(q.unsqueeze(0), layer)
     ctx = layer.k.shape[0]
     if not 0 <= first < length <= ctx:
         raise ValueError(f"positions {first} to {length - 1} are not in a cache of {ctx}")
     visible = Visible(length - first)
-    visible.set(first, length)
-    return attention_launches(q, layer, visible, scale, out)
+    visible.set([length], length - first)
+    return attention_launches(q.unsqueeze(0), layer, visible, scale, out)
+
+
+def batch_attention(
+    q: Tensor, layer: KVLayer, start: DecodeBatch, scale: float, window: int | None
+) -> Tensor:
+    """`decode_attention` of the newest token of each of B sequences, over what it sees: fp32 [B, H, hd].
+
+    q: fp32 [B, H, hd]. The positions and tables are in the cache. Raises ValueError for other shapes or types.
+    """
+    check_caches(q, layer)
+    lengths, tables = (start.positions + 1).tolist(), start.block_tables.long().contiguous()
+    visible = Visible(min(max(lengths), window or max(lengths)), tables)
+    visible.set(lengths, window)
+    out = torch.empty(q.shape)
+    run(attention_launches(q, layer, visible, scale, out))
+    return out
 
 
 def check_caches(q: Tensor, layer: KVLayer) -> None:
-    """Raises ValueError for queries [H, hd] and a cache that `decode_attention` does not take."""
-    heads, width = q.shape
+    """Raises ValueError for queries [B, H, hd] and a cache that `attention_launches` does not take."""
+    heads, width = q.shape[1:]
     k, v = layer.k, layer.v
     check_types(layer)
-    if q.dtype != torch.float32 or not q.is_contiguous():
+    if q.dtype != torch.float32 or q.stride()[1:] != (width, 1):
         raise ValueError(
-            f"decode attention takes contiguous fp32 queries, not {q.dtype} of stride {q.stride()}"
+            f"decode attention takes fp32 queries of adjacent heads, not {q.dtype} of stride {q.stride()}"
         )
     fits = k.shape == v.shape and k.shape[2] == width and heads % k.shape[1] == 0
     if not fits or any(tensor.stride(2) != 1 for tensor in layer.tensors):
@@ -82,55 +103,80 @@ def check_types(layer: KVLayer) -> None:
 
 
 class Visible:
-    """Which positions of the cache a token sees, in memory that kernels read; at most `most` of them."""
+    """Which positions each of some tokens sees, at most `most`, in memory that kernels read.
 
-    def __init__(self, most: int) -> None:
+    block_tables: int64 [tokens, blocks], contiguous, where each token's positions lie; without them there is one
+    token, and position p is row p of the cache.
+    """
+
+    def __init__(self, most: int, block_tables: Tensor | None = None) -> None:
+        self.tokens = 1 if block_tables is None else block_tables.shape[0]
         self.most_stretches = -(-most // STRETCH)
-        self._memory = array("q", (0, 0, 0))
+        self.stretches = 0
+        self._tables = block_tables  # read at the addresses below
+        # Per token: first position, how many, the number of its first stretch, the address of its table (0: none).
+        self._tokens = array("q", bytes(32 * self.tokens))
+        # Of each stretch of all tokens, the token.
+        self._owners = array("q", bytes(8 * self.tokens * self.most_stretches))
+        if block_tables is not None:
+            for i, table in enumerate(block_tables):
+                self._tokens[4 * i + 3] = table.data_ptr()
 
     @property
-    def address(self) -> int:
-        """Of three int64: the first position, how many there are, how many stretches they are cut into."""
-        return self._memory.buffer_info()[0]
+    def addresses(self) -> tuple[int, int]:
+        return self._tokens.buffer_info()[0], self._owners.buffer_info()[0]
 
-    @property
-    def stretches(self) -> int:
-        return self._memory[2]
-
-    def set(self, first: int, length: int) -> None:
-        """Positions first .. length - 1."""
-        self._memory[0], self._memory[1] = first, length - first
-        self._memory[2] = -(-(length - first) // STRETCH)
+    def set(self, lengths: Sequence[int], window: int | None) -> None:
+        """Token i sees the last `window` of positions 0 .. lengths[i] - 1."""
+        stretches = 0
+        for i, length in enumerate(lengths):
+            count = length if window is None else min(length, window)
+            self._tokens[4 * i], self._tokens[4 * i + 1], self._tokens[4 * i + 2] = (
+                length - count,
+                count,
+                stretches,
+            )
+            for _ in range(0, count, STRETCH):
+                self._owners[stretches] = i
+                stretches += 1
+        self.stretches = stretches
 
 
 def attention_launches(
-    q: Tensor, layer: KVLayer, visible: Visible, scale: float, out: Tensor
+    q: Tensor, layer: KVLayer, visible: Visible, scale: float, out: Tensor, parts: Tensor | None = None
 ) -> list[Launch]:
     """The kernels of `decode_attention` over the positions that `visible` names when they run.
 
-    The first launch has a task for each of the present stretches of each key/value head.
+    q: fp32 [B, H, hd] of adjacent heads. out: fp32 [B, H, hd] in memory. The first launch has a task for each of the
+    present stretches of each key/value head, the second one for each head of each token. parts: what lies between,
+    uint8 of `part_bytes`.
     """
-    heads, width = q.shape
+    tokens, heads, width = q.shape
     kv_heads = layer.k.shape[1]
-    part_bytes = _HEAD_BYTES + 4 * width
-    parts = torch.empty(heads, visible.most_stretches, part_bytes, dtype=torch.uint8)
-    # Scores of one query head at a time; a task has its own.
-    scores = torch.empty(kv_heads * visible.most_stretches, STRETCH)
+    if parts is None:
+        parts = torch.empty(part_bytes(visible, heads, width), dtype=torch.uint8)
+    size = _HEAD_BYTES + 4 * width
     parameters = (
-        *(q.data_ptr(), width, heads // kv_heads, visible.address),
+        *(q.data_ptr(), width, heads // kv_heads, visible.addresses[0]),
         *strides(layer.k),
         *strides(layer.v),
-        *(parts.data_ptr(), part_bytes, scores.data_ptr(), fp32_bits(scale)),
+        *(parts.data_ptr(), size, visible.addresses[1], fp32_bits(scale)),
         *scale_strides(layer.k_scale),
         *scale_strides(layer.v_scale),
+        *(4 * q.stride(0), kv_heads),
     )
     kernel = _stretch_kernel(layer.k_scale is not None)
-    joined = (parts.data_ptr(), visible.address, part_bytes, width, out.data_ptr())
-    keep = (q, layer, visible, parts, scores, out)
+    joined = (parts.data_ptr(), visible.addresses[0], size, width, out.data_ptr(), heads)
+    keep = (q, layer, visible, parts, out)
     return [
         Launch(kernel, parameters, kv_heads * visible.stretches, keep=keep),
-        Launch(_join_kernel(), joined, heads, keep=keep),
+        Launch(_join_kernel(), joined, tokens * heads, keep=keep),
     ]
+
+
+def part_bytes(visible: Visible, heads: int, width: int) -> int:
+    """Memory between the two kernels of `attention_launches`, of which only the present stretches are used."""
+    return visible.tokens * visible.most_stretches * heads * (_HEAD_BYTES + 4 * width)
 
 
 def strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -146,59 +192,80 @@ def scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
 
 @cache
 def _stretch_kernel(q8_0: bool) -> int:
-    """Task h * stretches + s: the query heads of key/value head h over stretch s.
+    """Task s * key/value heads + h: the query heads of key/value head h over stretch s of all tokens.
 
-    0 q, 1 head_dim, 2 query heads per key/value head, 3 address of a `Visible`; keys: 4 address, 5 bytes from
-    position to position, 6 from head to head; values: 7, 8, 9; 10 parts, 11 bytes per part, 12 scores, 13 scale
-    (the bits of an fp32); scales of keys in a q8_0 cache: 14 address, 15 bytes from position to position, 16 from head
-    to head; of values: 17, 18, 19.
+    0 q, 1 head_dim, 2 query heads per key/value head, 3 address of a `Visible`'s tokens; keys: 4 address, 5 bytes from
+    row to row, 6 from head to head; values: 7, 8, 9; 10 parts, 11 bytes per part, 12 address of a `Visible`'s
+    stretches, 13 scale (the bits of an fp32); scales of keys in a q8_0 cache: 14 address, 15 bytes from row to row, 16
+    from head to head; of values: 17, 18, 19; 20 bytes from token to token of q, 21 key/value heads.
     """
     halves, stamp = f"F16/row/{source_stamp()}", f"attention/{source_stamp()}"
 
     def stretch_attention(context: int, task: int) -> None:
-        width, group, visible = get(context, 1), get(context, 2), get(context, 3)
-        stretches = get(visible, 2)
-        head, stretch = task // stretches, task % stretches
-        start = get(visible, 0) + stretch * STRETCH
-        count = min(STRETCH, get(visible, 1) - stretch * STRETCH)
-        k = get(context, 4) + start * get(context, 5) + head * get(context, 6)
-        v = get(context, 7) + start * get(context, 8) + head * get(context, 9)
-        k_scale = get(context, 14) + start * get(context, 15) + head * get(context, 16)
-        v_scale = get(context, 17) + start * get(context, 18) + head * get(context, 19)
-        scores = get(context, 12) + task * 4 * STRETCH
+        width, group, kv_heads = get(context, 1), get(context, 2), get(context, 21)
+        stretch, head = task // kv_heads, task % kv_heads
+        token = get(get(context, 12), stretch)
+        visible = get(context, 3) + 32 * token
+        skipped = (stretch - get(visible, 2)) * STRETCH
+        start, count, table = (
+            get(visible, 0) + skipped,
+            min(STRETCH, get(visible, 1) - skipped),
+            get(visible, 3),
+        )
+        k = get(context, 4) + head * get(context, 6)
+        v = get(context, 7) + head * get(context, 9)
+        k_scale = get(context, 14) + head * get(context, 16)
+        v_scale = get(context, 17) + head * get(context, 19)
+        scores = stack_floats(STRETCH)
         for i in range(head * group, (head + 1) * group):
-            q = get(context, 0) + i * 4 * width
-            for position in range(count):
-                key = k + position * get(context, 5)
-                if q8_0:
-                    dot = dot_codes(stamp, key, k_scale + position * get(context, 15), width, q)
-                else:
-                    dot = dot_float_row(halves, key, width, q)
-                store_f32(scale_f32(dot, context + 8 * 13), scores + 4 * position)
-            part = get(context, 10) + (i * stretches + stretch) * get(context, 11)
+            q = get(context, 0) + token * get(context, 20) + i * 4 * width
+            part = get(context, 10) + (stretch * kv_heads * group + i) * get(context, 11)
+            # Positions in adjacent rows: all of them, or those of one block after the other.
+            done, row, run = 0, start, count
+            while done < count:
+                if table:
+                    row, run = block_run(table, start + done, count - done)
+                for position in range(run):
+                    key = k + (row + position) * get(context, 5)
+                    if q8_0:
+                        dot = dot_codes(stamp, key, k_scale + (row + position) * get(context, 15), width, q)
+                    else:
+                        dot = dot_float_row(halves, key, width, q)
+                    store_f32(scale_f32(dot, context + 8 * 13), scores + 4 * (done + position))
+                done += run
             softmax_weights(stamp, scores, count, part)
             out = part + _HEAD_BYTES
-            if q8_0:
-                weighted_codes(
-                    stamp, scores, count, v, get(context, 8), v_scale, get(context, 18), width, out
-                )
-            else:
-                weighted_halves(stamp, scores, count, v, get(context, 8), width, out)
+            fill_floats(stamp, out, width)
+            done, row, run = 0, start, count
+            while done < count:
+                if table:
+                    row, run = block_run(table, start + done, count - done)
+                weights, rows = scores + 4 * done, v + row * get(context, 8)
+                if q8_0:
+                    scales = v_scale + row * get(context, 18)
+                    add_weighted_codes(
+                        stamp, weights, run, rows, get(context, 8), scales, get(context, 18), width, out
+                    )
+                else:
+                    add_weighted_halves(stamp, weights, run, rows, get(context, 8), width, out)
+                done += run
 
     return compile_kernel(stretch_attention)
 
 
 @cache
 def _join_kernel() -> int:
-    """Task h: joins the parts of query head h.
+    """Task i * query heads + h: joins the parts of query head h of token i.
 
-    0 parts, 1 address of a `Visible`, 2 bytes per part, 3 head_dim, 4 output (fp32).
+    0 parts, 1 address of a `Visible`'s tokens, 2 bytes per part, 3 head_dim, 4 output (fp32), 5 query heads.
     """
     stamp = f"attention/{source_stamp()}"
 
     def join_stretches(context: int, task: int) -> None:
-        stretches, part_bytes, width = get(get(context, 1), 2), get(context, 2), get(context, 3)
-        parts = get(context, 0) + task * stretches * part_bytes
-        combine_parts(stamp, parts, stretches, part_bytes, width, get(context, 4) + task * 4 * width)
+        part_bytes, width, heads = get(context, 2), get(context, 3), get(context, 5)
+        visible = get(context, 1) + 32 * (task // heads)
+        stretches = (get(visible, 1) + STRETCH - 1) // STRETCH
+        parts = get(context, 0) + (get(visible, 2) * heads + task % heads) * part_bytes
+        combine_parts(stamp, parts, stretches, heads * part_bytes, width, get(context, 4) + task * 4 * width)
 
     return compile_kernel(join_stretches)

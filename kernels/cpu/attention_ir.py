@@ -1,4 +1,4 @@
-"""Vector code of single-token attention, as numba intrinsics: exponentials, weighted sums, rows of q8_0 codes.
+"""Vector code of single-token attention, as numba intrinsics: exponentials, weighted sums, rows of q8_0 codes, blocks.
 
 Does not know: heads, caches, threads.
 """
@@ -12,8 +12,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kernels.cpu.row_ir import emitter
-from quengine.kernels.cpu.vector_ir import F32, I8, I32, Emitter, vec
+from quengine.kernels.cpu.vector_ir import F32, I8, I32, I64, Emitter, vec
 
 # exp(r) = 1 + r + r^2 * P(r) for |r| <= ln(2)/2: the minimax polynomial of Cephes' expf (S. Moshier), 1 unit in the
 # last place. ln(2) in two parts, so that n*ln(2) is subtracted exactly.
@@ -95,10 +96,10 @@ def _store_at(e: Emitter, value: ir.Value, base: ir.Value, index: ir.Value) -> l
 
 
 @intrinsic(prefer_literal=True)
-def weighted_halves(
+def add_weighted_halves(
     typingctx: Any, variant: Any, weights: Any, count: Any, values: Any, stride: Any, width: Any, out: Any
 ) -> Any:
-    """out[d] = sum over i < count of weights[i] * values[i, d], d < width, in order of i.
+    """out[d] += sum over i < count of weights[i] * values[i, d], d < width, in order of i.
 
     weights, out: fp32 addresses; values: address of fp16 rows, `stride` bytes apart.
     """
@@ -119,9 +120,10 @@ def weighted_halves(
                         for k in range(parts)
                     ]
 
-                zeros = [e.const(vec(F32, lanes), 0.0)] * parts
-                for k, total in enumerate(e.loop(e.i64(0), count, 1, zeros, row)):
-                    e.store(total, _lane_address(e, out, d), 4 * lanes * k)
+                target = _lane_address(e, out, d)
+                before = [e.load(vec(F32, lanes), target, 4 * lanes * k) for k in range(parts)]
+                for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
+                    e.store(total, target, 4 * lanes * k)
                 return []
 
             return body
@@ -161,7 +163,7 @@ def dot_codes(typingctx: Any, variant: Any, codes: Any, scales: Any, width: Any,
 
 
 @intrinsic(prefer_literal=True)
-def weighted_codes(
+def add_weighted_codes(
     typingctx: Any,
     variant: Any,
     weights: Any,
@@ -173,7 +175,7 @@ def weighted_codes(
     width: Any,
     out: Any,
 ) -> Any:
-    """out[d] = sum over i < count of weights[i] * values[i, d], d < width, in order of i, over q8_0 rows.
+    """out[d] += sum over i < count of weights[i] * values[i, d], d < width, in order of i, over q8_0 rows.
 
     weights, out: fp32 addresses; codes, scales: addresses of int8 and fp16 rows, so many bytes apart.
     """
@@ -191,15 +193,33 @@ def weighted_codes(
                 here, wide = builder.add(first, builder.mul(i, stride)), e.splat(weight, 8)
                 return [e.fma(wide, _codes(e, here, 8 * k), state[k]) for k in range(4)]
 
-            zeros = [e.const(vec(F32, 8), 0.0)] * 4
-            for k, total in enumerate(e.loop(e.i64(0), count, 1, zeros, row)):
-                e.store(total, _lane_address(e, out, d), 32 * k)
+            target = _lane_address(e, out, d)
+            before = [e.load(vec(F32, 8), target, 32 * k) for k in range(4)]
+            for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
+                e.store(total, target, 32 * k)
             return []
 
         e.loop(e.i64(0), width, 32, [], group)
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 8), codegen
+
+
+@intrinsic(prefer_literal=True)
+def fill_floats(typingctx: Any, variant: Any, out: Any, count: Any) -> Any:
+    """`count` fp32 zeros at address out."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, out, count = args
+        e = emitter(context, builder)
+
+        def clear(i: ir.Value, lanes: int) -> None:
+            e.store(e.const(vec(F32, lanes), 0.0), _lane_address(e, out, i))
+
+        e.spans(e.i64(0), count, clear)
+        return context.get_dummy_value()
+
+    return types.void(variant, types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -260,3 +280,20 @@ def scale_f32(typingctx: Any, value: Any, factor_address: Any) -> Any:
         return builder.fmul(args[0], e.load(F32, args[1]))
 
     return types.float32(types.float32, types.int64), codegen
+
+
+@intrinsic
+def block_run(typingctx: Any, table: Any, position: Any, most: Any) -> Any:
+    """The cache row of a position by the block table (int64) at an address, and how many, at most `most`, follow it."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
+        table, position, most = args
+        e = Emitter(builder, has_half=False)
+        index, inside = builder.udiv(position, e.i64(BLOCK_SIZE)), builder.urem(position, e.i64(BLOCK_SIZE))
+        block = e.load(I64, e.at(table, builder.mul(index, e.i64(8))))
+        row = builder.add(builder.mul(block, e.i64(BLOCK_SIZE)), inside)
+        rest = builder.sub(e.i64(BLOCK_SIZE), inside)
+        run = builder.select(builder.icmp_signed("<", rest, most), rest, most)
+        return context.make_tuple(builder, sig.return_type, [row, run])
+
+    return types.UniTuple(types.int64, 2)(types.int64, types.int64, types.int64), codegen

@@ -39,6 +39,11 @@ def linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
     """
     if x.shape[0] > DECODE_ROWS:
         return prompt_linear(x, parts)
+    return decode_linear(x, parts)
+
+
+def decode_linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
+    """As `linear`, with q-dot however many rows there are: each has the bits that it has alone."""
     _check_width(x, parts)
     y = torch.empty(x.shape[0], sum(w.rows for w in parts))
     run(linear_launches(x.contiguous(), parts, y))

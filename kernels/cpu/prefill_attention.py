@@ -4,7 +4,8 @@ A task is some query rows of one key/value head: a row is one query head of one 
 next to each other. It goes over the visible positions in blocks of `DEPTH`, which begin at multiples of `DEPTH`
 whatever the first query is; keys and values become panels that are multiplied as weights are (tiles.py), and a
 running softmax joins the blocks (Milakov and Gimelshein 2018; Dao et al. 2022). A row's result depends on its position
-and the cache alone: not on what else is computed with it or on the number of threads.
+and the cache alone: not on what else is computed with it, on the number of threads, or on where in the cache the
+positions lie: in a row each, or in blocks that a table names.
 
 Does not know: RoPE, how the cache is written, layers.
 """
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quengine.errors import CannotRunError
-from quengine.kernels.backend import KVLayer
+from quengine.kernels.backend import BLOCK_SIZE, KVLayer
 from quengine.kernels.cache_types import CacheType
 from quengine.kernels.cpu.attention import check_types, strides
 from quengine.kernels.cpu.compiled import host_tile
@@ -34,24 +35,38 @@ from quengine.kernels.cpu.vector_ir import fp32_bits
 
 
 def prefill_attention(
-    q: Tensor, layer: KVLayer, start: int, scale: float, window: int | None = None
+    q: Tensor,
+    layer: KVLayer,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    block_table: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v of the tokens at positions start .. start + T - 1, each over those up to its own.
 
-    q: fp32 [T, H, hd], strides any but the last; with a window each token sees that many positions at most. fp32
-    [T, H, hd]. Raises ValueError for shapes or types that do not fit, CannotRunError for heads of more than DEPTH.
+    q: fp32 [T, H, hd], strides any but the last; with a window each token sees that many positions at most; the blocks
+    of a table (int [blocks]) are in the cache. fp32 [T, H, hd]. Raises ValueError for shapes or types that do not fit,
+    CannotRunError for heads of more than DEPTH.
     """
     out = torch.empty(q.shape)
-    run([prefill_attention_launch(q, layer, start, scale, window, out)])
+    run([prefill_attention_launch(q, layer, start, scale, window, out, block_table)])
     return out
 
 
 def prefill_attention_launch(
-    q: Tensor, layer: KVLayer, start: int, scale: float, window: int | None, out: Tensor
+    q: Tensor,
+    layer: KVLayer,
+    start: int,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    block_table: Tensor | None = None,
 ) -> Launch:
     """The kernel of `prefill_attention`; out is contiguous fp32 [T, H, hd]."""
     tokens, heads, width = q.shape
     ctx, kv_heads = layer.k.shape[:2]
+    table = None if block_table is None else block_table.long()
+    ctx = ctx if table is None else table.shape[0] * BLOCK_SIZE
     check_types(layer)
     if width > DEPTH:
         raise CannotRunError(f"attention heads of {width} are not supported on the CPU, only up to {DEPTH}")
@@ -70,5 +85,6 @@ def prefill_attention_launch(
         *(number for held in (layer.k, layer.v, *scales) for number in strides(held)),
         *(scores_kernel(), softmax_kernel(), sums_kernel()),
         *(key_panel_kernel(cache_type), value_panel_kernel(cache_type)),
+        0 if table is None else table.data_ptr(),
     )
-    return Launch(block_kernel(), parameters, kv_heads * tasks_a_head, keep=(q, layer, out))
+    return Launch(block_kernel(), parameters, kv_heads * tasks_a_head, keep=(q, layer, out, table))

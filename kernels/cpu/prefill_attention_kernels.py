@@ -14,6 +14,7 @@ import numpy as np
 
 from quengine.kernels.cache_types import CacheType
 from quengine.kernels.cpu.atomics import call_kernel
+from quengine.kernels.cpu.attention_ir import block_run
 from quengine.kernels.cpu.compiled import compile_kernel, host_tile, source_stamp
 from quengine.kernels.cpu.prefill_attention_ir import (
     cache_row,
@@ -77,7 +78,7 @@ def block_kernel() -> int:
     6 tasks n per head, 7 position of the first token, 8 positions a token sees at most, 9 scale (the bits of an fp32);
     output: 10 address, 11, 12 as 1, 2; keys: 13 address, 14 bytes from position to position, 15 from head to head;
     16-18 values, 19-21 scales of keys, 22-24 of values; kernels: 25 scores, 26 softmax, 27 sums, 28 panels of keys,
-    29 of values.
+    29 of values; 30 address of a block table (int64; 0: position p is row p).
 
     The other kernels get a workspace of int64: 0 this context, 1 h, 2 first row, 3 rows; positions: 4 first, 5 how
     many; 6 queries, 7 scores, 8 sums (each [rows, DEPTH] fp32), 9 running softmax [rows, 2], 10 panel, 11 its
@@ -153,9 +154,12 @@ def scores_kernel() -> int:
         put(request, 6, get(context, 20))
         for strip in range(0, get(work, 5), columns):
             position = base + strip
-            put(request, 0, get(context, 13) + position * get(context, 14) + head * get(context, 15))
-            put(request, 2, min(columns, get(work, 5) - strip))
-            put(request, 5, get(context, 19) + position * get(context, 20) + head * get(context, 21))
+            slot, run = position, columns
+            if get(context, 30):  # a strip begins at a multiple of its length and lies in one block
+                slot, run = block_run(get(context, 30), position, columns)
+            put(request, 0, get(context, 13) + slot * get(context, 14) + head * get(context, 15))
+            put(request, 2, min(run, get(work, 5) - strip))
+            put(request, 5, get(context, 19) + slot * get(context, 20) + head * get(context, 21))
             for vector in range(vectors):
                 call_kernel(get(context, 28), request, vector)
             for t in range(0, rows, tile_rows):
@@ -206,15 +210,25 @@ def sums_kernel() -> int:
             get(work, 10),
         )
         width, request = get(context, 5), get(work, 11)
-        put(request, 0, get(context, 16) + base * get(context, 17) + head * get(context, 18))
+        values, scales = (
+            get(context, 16) + head * get(context, 18),
+            get(context, 22) + head * get(context, 24),
+        )
         put(request, 1, get(context, 17))
-        put(request, 2, get(work, 5))
         put(request, 3, width)
-        put(request, 4, panel)
-        put(request, 5, get(context, 22) + base * get(context, 23) + head * get(context, 24))
         put(request, 6, get(context, 23))
         for strip in range(0, width, columns):
-            call_kernel(get(context, 29), request, strip // columns)
+            # Positions in adjacent rows: all of them, or those of one block after the other.
+            done, slot, run = 0, base, get(work, 5)
+            while done < get(work, 5):
+                if get(context, 30):
+                    slot, run = block_run(get(context, 30), base + done, get(work, 5) - done)
+                put(request, 0, values + slot * get(context, 17))
+                put(request, 2, run)
+                put(request, 4, panel + done * 4 * columns)
+                put(request, 5, scales + slot * get(context, 23))
+                call_kernel(get(context, 29), request, strip // columns)
+                done += run
             for t in range(0, rows, tile_rows):
                 row = get(work, 2) + min(t + tile_rows, rows) - 1
                 seen = min(get(work, 5), get(context, 7) + row // get(context, 4) + 1 - base)

@@ -1,6 +1,7 @@
 """Between the QKV matmul and attention, in compiled code: the twin of kernels/rope_store.py.
 
-The position is read from memory, so that a list of kernels made once serves every token.
+Positions, and the rows of the cache where they lie, are read from memory, so that a list of kernels made once serves
+every token.
 
 Does not know: the attention that follows.
 """
@@ -11,56 +12,67 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, KVLayer, Position
 from quengine.kernels.cpu.attention import check_types, scale_strides, strides
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
 from quengine.kernels.cpu.rms_norm import norm_row
 from quengine.kernels.cpu.row_ir import emitter, get
 from quengine.kernels.cpu.threads import Launch, run
 from quengine.kernels.cpu.vector_ir import F32, I8, I32, Emitter, fp32_bits, vec
+from quengine.kernels.kv_rows import slot_mapping, token_positions
 from quengine.kernels.rope import RopeLayout
+from quengine.kernels.rope_store import block_table
 
 
-def rope_store_launch(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, position: Tensor) -> Launch:
+def rope_store_launch(
+    qkv: Tensor, spec: AttentionSpec, layer: KVLayer, positions: Tensor, slots: Tensor
+) -> Launch:
     """Head norms, rotation and query scale in place in qkv; keys and values go to the cache.
 
     qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; the first heads * head_dim elements of a row are its
-    queries afterwards. layer: fp16 or q8_0. position: int64 [1], of the first row, read when the kernel runs.
+    queries afterwards. layer: fp16 or q8_0. positions, slots: int64 [T], where each token is in its sequence and
+    which row of the cache it has, read when the kernel runs.
     """
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
     optional = (spec.q_norm, spec.k_norm, spec.query_scale)
     q_norm, k_norm, query_scale = (0 if t is None else t.data_ptr() for t in optional)
     parameters = (
-        *(qkv.data_ptr(), spec.heads, spec.kv_heads, spec.head_dim, position.data_ptr()),
+        *(qkv.data_ptr(), spec.heads, spec.kv_heads, spec.head_dim, positions.data_ptr()),
         *(spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[1]),
         *strides(layer.k),
         *strides(layer.v),
         *(q_norm, k_norm, fp32_bits(spec.eps), query_scale),
         *scale_strides(layer.k_scale),
         *scale_strides(layer.v_scale),
+        slots.data_ptr(),
     )
     kernel = _rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
     tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
-    return Launch(kernel, parameters, tasks, keep=(qkv, spec, layer, position))
+    return Launch(kernel, parameters, tasks, keep=(qkv, spec, layer, positions, slots))
 
 
-def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> Tensor:
+def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
     """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launch`.
 
     Raises ValueError when a position is not in the cache, or the cache is neither fp16 nor q8_0.
     """
-    rows, ctx = qkv.shape[0], layer.k.shape[0]
+    rows, ctx, table = qkv.shape[0], layer.k.shape[0], block_table(start)
     check_types(layer)
-    if not 0 <= start <= start + rows <= min(ctx, spec.cos.shape[0]):
-        raise ValueError(f"positions {start} to {start + rows - 1} are not in a cache of {ctx}")
+    positions = token_positions(start, rows)
+    first, last = int(positions.min()), int(positions.max())
+    held = min(spec.cos.shape[0], ctx if table is None else table.shape[-1] * BLOCK_SIZE)
+    if not 0 <= first <= last < held:
+        raise ValueError(f"positions {first} to {last} are not in a cache of {held}")
+    slots = slot_mapping(positions, table)
+    if not 0 <= int(slots.min()) <= int(slots.max()) < ctx:
+        raise ValueError(f"rows {int(slots.min())} to {int(slots.max())} are not in a cache of {ctx}")
     qkv = qkv.contiguous()
-    run([rope_store_launch(qkv, spec, layer, torch.tensor([start]))])
+    run([rope_store_launch(qkv, spec, layer, positions.contiguous(), slots.contiguous())])
     return qkv[:, : spec.heads * spec.head_dim].view(rows, spec.heads, spec.head_dim)
 
 
@@ -68,18 +80,18 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: int) -> 
 def _rope_store_kernel(layout: RopeLayout, q8_0: bool) -> int:
     """Task t * H + h: head h of the H = heads + 2 * kv_heads of queries, keys, values, of row t.
 
-    0 qkv, 1 query heads, 2 key/value heads, 3 head_dim, 4 address of row 0's position; 5 cosines, 6 sines (fp32),
+    0 qkv, 1 query heads, 2 key/value heads, 3 head_dim, 4 address of the rows' positions; 5 cosines, 6 sines (fp32),
     7 their width; keys: 8 address, 9 bytes from position to position, 10 from head to head; values: 11, 12, 13;
     14 query norm, 15 key norm (0: none), 16 eps (the bits of an fp32), 17 query scale (fp32 by position; 0: none);
     scales of keys in a q8_0 cache: 18 address, 19 bytes from position to position, 20 from head to head; of values:
-    21, 22, 23.
+    21, 22, 23; 24 address of the rows' places in the cache.
     """
     variant = f"{layout}/{source_stamp()}"
 
     def rope_store_head(context: int, task: int) -> None:
         heads, kv_heads, width = get(context, 1), get(context, 2), get(context, 3)
         token, h = task // (heads + 2 * kv_heads), task % (heads + 2 * kv_heads)
-        position, pairs = get(get(context, 4), 0) + token, get(context, 7)
+        position, slot, pairs = get(get(context, 4), token), get(get(context, 24), token), get(context, 7)
         head = get(context, 0) + task * 4 * width
         if h < heads + kv_heads:
             norm = get(context, 14) if h < heads else get(context, 15)
@@ -95,9 +107,9 @@ def _rope_store_kernel(layout: RopeLayout, q8_0: bool) -> int:
         value = h >= heads + kv_heads
         at, scales_at = (11, 21) if value else (8, 18)
         h -= heads + kv_heads if value else heads
-        row = get(context, at) + position * get(context, at + 1) + h * get(context, at + 2)
+        row = get(context, at) + slot * get(context, at + 1) + h * get(context, at + 2)
         if q8_0:
-            scales = get(context, scales_at) + position * get(context, scales_at + 1)
+            scales = get(context, scales_at) + slot * get(context, scales_at + 1)
             _store_codes(variant, head, width, row, scales + h * get(context, scales_at + 2))
         else:
             _store_halves(variant, head, width, row)

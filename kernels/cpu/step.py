@@ -1,25 +1,26 @@
-"""The decode step of one token as a single list of kernels, written down once and run for every token.
+"""The decode step as a single list of kernels, written down once and run for every token.
 
 `StepRecorder` does the operations of kernels.backend.Backend by noting kernels over buffers that stay where they are;
-`Step` runs what was noted, with a token and a position. A layer is five stages (stage.py), between which the threads
-meet: QKV | attention | output projection | gate and up | down. Norms, rotation, rounding and residuals are parts of
-them.
+`Step` runs what was noted, with tokens and their positions: one of the one sequence that has the whole cache, or the
+newest ones of several whose caches lie in blocks. A layer is five stages (stage.py), between which the threads meet:
+QKV | attention | output projection | gate and up | down. Norms, rotation, rounding and residuals are parts of them;
+what is too much for one thread when rows are several has stages of its own.
 
 Does not know: what a model is, or who asks for the operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, DecodeBatch, KVLayer
 from quengine.kernels.cpu.add import add_launch
-from quengine.kernels.cpu.attention import Visible, attention_launches, check_caches
+from quengine.kernels.cpu.attention import Visible, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.matmul import embed_launch, matvec_launch, round_launch, task_rows
 from quengine.kernels.cpu.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.rope_store import rope_store_launch
@@ -33,6 +34,10 @@ from quengine.kernels.quant_tensor import QuantTensor
 _SHARES = 32
 
 
+Buffers: TypeAlias = dict[tuple[str, int], Tensor]
+"""By what they are for and their width."""
+
+
 class Parts(Protocol):
     """Matrices applied to one input, side by side."""
 
@@ -41,10 +46,10 @@ class Parts(Protocol):
 
 
 @dataclass
-class Row:
-    """One row of activations while a step is recorded: where it will lie, and the stage that writes it.
+class Rows:
+    """Activations while a step is recorded: where they will lie, and the stage that writes them.
 
-    values: fp32 [1, K]. records: the same rounded, where the stage rounds it as it goes.
+    values: fp32 [B, K]. records: the same rounded, where the stage rounds them as it goes.
     """
 
     values: Tensor
@@ -64,34 +69,46 @@ class _Attention:
 
 @dataclass
 class StepRecorder:
-    """Notes the operations of one token. `token` and `position`, int64 [1], are what a step is run with.
+    """Notes the operations of one token, or with `blocks` those of `rows` tokens over a paged cache.
 
-    Buffers are shared by operations of the same kind: a hidden state lasts until the second `linear_add` after the
-    one that made it, any other row until the next operation of its kind.
+    `tokens` and `positions`, int64 [rows], are what a step is run with; `tables`, int64 [rows, blocks], are their
+    sequences' blocks. `start` is what the operations are given. Buffers are shared by operations of the same kind: a
+    hidden state lasts until the second `linear_add` after the one that made it, any others until the next operation of
+    their kind. With the same `buffers` they are shared by steps too, of which one at a time may run.
     """
 
-    token: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    position: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    rows: int = 1
+    blocks: int = 0
+    buffers: Buffers = field(default_factory=dict)
     vocabulary: int = 0
     context: int = 0
     stages: list[Stage] = field(default_factory=list)
     attentions: list[_Attention] = field(default_factory=list)
-    _buffers: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     _visible: dict[tuple[int, int | None], Visible] = field(default_factory=dict)
+    _row_stage: Stage | None = None  # the newest one with a task a row
 
-    def embed(self, weight: Parts, ids: Tensor) -> Row:
-        assert ids is self.token
+    def __post_init__(self) -> None:
+        assert self.rows == 1 or self.blocks
+        self.tokens = torch.zeros(self.rows, dtype=torch.int64)
+        self.positions = torch.zeros(self.rows, dtype=torch.int64)
+        # The rows of the cache where the tokens' keys and values go.
+        self.slots = torch.zeros(self.rows, dtype=torch.int64) if self.blocks else self.positions
+        self.tables = torch.zeros(self.rows, self.blocks, dtype=torch.int64)
+        self.start = DecodeBatch(self.positions, self.tables) if self.blocks else self.positions
+
+    def embed(self, weight: Parts, ids: Tensor) -> Rows:
+        assert ids is self.tokens
         (part,) = weight.parts
         self.vocabulary = part.rows
         out = self._fp32("hidden 0", part.cols)
-        return Row(out, self._stage([embed_launch(part, ids, out)]))
+        return Rows(out, self._stage([embed_launch(part, ids, out)]))
 
-    def norm_linear(self, x: Row, norm: Tensor, eps: float, weight: Parts, bias: Tensor | None) -> Row:
+    def norm_linear(self, x: Rows, norm: Tensor, eps: float, weight: Parts, bias: Tensor | None) -> Rows:
         source = self._normed(x, norm, eps)
         y = self._fp32("linear", _rows(weight))
-        return Row(y, self._matvecs(source, weight, y, bias))
+        return Rows(y, self._matvecs(source, weight, y, bias))
 
-    def norm_swiglu(self, x: Row, norm: Tensor, eps: float, gate_up: Parts) -> Row:
+    def norm_swiglu(self, x: Rows, norm: Tensor, eps: float, gate_up: Parts) -> Rows:
         source = self._normed(x, norm, eps)
         gate, up = gate_up.parts
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
@@ -105,33 +122,35 @@ class StepRecorder:
                 swiglu_launch(between, out, records, step),
             ]
         )
-        return Row(out, stage, records)
+        return Rows(out, stage, records)
 
-    def linear_add(self, x: Row, weight: Parts, residual: Row) -> Row:
+    def linear_add(self, x: Rows, weight: Parts, residual: Rows) -> Rows:
         y = self._fp32("hidden 0", _rows(weight))
-        if y is residual.values:
+        if y.data_ptr() == residual.values.data_ptr():
             y = self._fp32("hidden 1", _rows(weight))
-        return Row(y, self._matvecs(x, weight, y, residual.values))
+        return Rows(y, self._matvecs(x, weight, y, residual.values))
 
-    def attention(self, qkv: Row, spec: AttentionSpec, layer: KVLayer, start: object) -> Row:
-        assert start is self.position
-        self.context = layer.k.shape[0]
-        queries = qkv.values[:, : spec.heads * spec.head_dim].view(spec.heads, spec.head_dim)
+    def attention(self, qkv: Rows, spec: AttentionSpec, layer: KVLayer, start: object) -> Rows:
+        assert start is self.start
+        self.context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE if self.blocks else layer.k.shape[0])
+        queries = qkv.values[:, : spec.heads * spec.head_dim].view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
-        qkv.stage.finals.append(rope_store_launch(qkv.values, spec, layer, self.position))
+        self._behind(qkv.stage, rope_store_launch(qkv.values, spec, layer, self.positions, self.slots))
         visible = self._visible.get((self.context, spec.window))
         if visible is None:
-            visible = Visible(min(self.context, spec.window or self.context))
+            most = min(self.context, spec.window or self.context)
+            visible = Visible(most, self.tables if self.blocks else None)
             self._visible[self.context, spec.window] = visible
+        size = part_bytes(visible, spec.heads, spec.head_dim)
+        parts = self._buffer("parts", size // self.rows, torch.uint8)
         out = self._fp32("mixed", spec.heads * spec.head_dim)
-        stretches, join = attention_launches(queries, layer, visible, spec.scale, out)
+        stretches, join = attention_launches(queries, layer, visible, spec.scale, out, parts)
         stage = self._stage([stretches])
-        stage.finals.append(join)
         self.attentions.append(_Attention(stage, spec.kv_heads, spec.window, visible))
-        return Row(out, stage)
+        return Rows(out, self._behind(stage, join))
 
-    def logits(self, x: Row, norm: Tensor, eps: float, weight: Parts) -> Tensor:
-        y = torch.empty(1, _rows(weight))
+    def logits(self, x: Rows, norm: Tensor, eps: float, weight: Parts) -> Tensor:
+        y = self._fp32("logits", _rows(weight))
         self._matvecs(self._normed(x, norm, eps), weight, y, None)
         return y
 
@@ -143,7 +162,7 @@ class StepRecorder:
         self.stages.append(Stage(list(parts)))
         return self.stages[-1]
 
-    def _matvecs(self, x: Row, weight: Parts, y: Tensor, addend: Tensor | None) -> Stage:
+    def _matvecs(self, x: Rows, weight: Parts, y: Tensor, addend: Tensor | None) -> Stage:
         parts, column = [], 0
         fair = -(-_rows(weight) // _SHARES)
         for w in weight.parts:
@@ -155,34 +174,52 @@ class StepRecorder:
             column += w.rows
         return self._stage(*parts)
 
-    def _normed(self, x: Row, norm: Tensor, eps: float) -> Row:
+    def _normed(self, x: Rows, norm: Tensor, eps: float) -> Rows:
         out = self._fp32("normed", x.values.shape[1])
-        x.stage.finals.append(rms_norm_launch(x.values, norm, eps, out))
-        return Row(out, x.stage)
+        return Rows(out, self._behind(x.stage, rms_norm_launch(x.values, norm, eps, out)))
 
-    def _input(self, x: Row, w: QuantTensor) -> Tensor:
-        """What a matvec with w reads: x itself, or x rounded, once, at the end of the stage that makes it."""
+    def _input(self, x: Rows, w: QuantTensor) -> Tensor:
+        """What a matvec with w reads: x itself, or x rounded, once, behind the stage that makes it."""
         if w.cols != x.values.shape[1]:
             raise ValueError(f"{w.name} has width {w.cols}; the activations have {x.values.shape[1]}")
         if not w.format.is_quantized:
             return x.values
         if x.records is None:
             x.records = self._records("input", w.cols)
-            x.stage.finals.append(round_launch(x.values, x.records))
+            x.stage = self._behind(x.stage, round_launch(x.values, x.records))
         return x.records
 
+    def _behind(self, stage: Stage, launch: Launch) -> Stage:
+        """Add a kernel that needs all of a stage, the newest one: the stage that then makes the result.
+
+        For one row it is run by the thread that ends the stage. For several there is a stage of their own, in which
+        kernels with a task a row follow each other.
+        """
+        if self.rows == 1:
+            stage.finals.append(launch)
+            return stage
+        assert stage is self.stages[-1]
+        if launch.tasks == self.rows and stage is self._row_stage:
+            stage.parts[0].append(launch)
+            return stage
+        stage = self._stage([launch])
+        if launch.tasks == self.rows:
+            self._row_stage = stage
+        return stage
+
     def _fp32(self, role: str, width: int) -> Tensor:
-        return self._buffer(role, width, lambda: torch.zeros(1, width))
+        return self._buffer(role, width, torch.float32)
 
     def _records(self, role: str, width: int) -> Tensor:
-        return self._buffer(
-            f"{role} rounded", width, lambda: torch.zeros(1, record_bytes(width), dtype=torch.uint8)
-        )
+        return self._buffer(f"{role} rounded", record_bytes(width), torch.uint8)
 
-    def _buffer(self, role: str, width: int, make: Callable[[], Tensor]) -> Tensor:
-        if (role, width) not in self._buffers:
-            self._buffers[role, width] = make()
-        return self._buffers[role, width]
+    def _buffer(self, role: str, width: int, dtype: torch.dtype) -> Tensor:
+        """[rows, width], in memory that has room for a power of two of rows."""
+        held = self.buffers.get((role, width))
+        if held is None or held.shape[0] < self.rows:
+            room = 1 << (self.rows - 1).bit_length()
+            held = self.buffers[role, width] = torch.empty(room, width, dtype=dtype)
+        return held[: self.rows]
 
 
 def _rows(weight: Parts) -> int:
@@ -190,11 +227,13 @@ def _rows(weight: Parts) -> int:
 
 
 class Step:
-    """A recorded decode step."""
+    """A recorded decode step of `rows` tokens."""
 
     def __init__(self, recorder: StepRecorder, logits: Tensor) -> None:
+        self.rows = recorder.rows
         self._vocabulary, self._context = recorder.vocabulary, recorder.context
-        self._token, self._position = recorder.token.numpy(), recorder.position.numpy()
+        self._tokens, self._positions = recorder.tokens.numpy(), recorder.positions.numpy()
+        self._slots, self._tables = recorder.slots.numpy(), recorder.tables.numpy()
         self._logits = logits
         numbers: dict[int, int] = {}
         launches: list[Launch] = []
@@ -208,26 +247,47 @@ class Step:
             self._alike.setdefault(attention.visible, []).append((attention, numbers[id(attention.stage)]))
 
     def run(self, token: int, position: int) -> Tensor:
-        """Logits [1, V] fp32 after `token` at `position`; its keys and values are written to the caches.
+        """Logits [1, V] fp32 after `token` at `position` of a contiguous cache; its row is written to the cache.
 
         Raises ValueError for a token outside the embedding or a position outside the cache.
         """
-        if not 0 <= token < self._vocabulary:
-            raise ValueError(f"the embedding has rows 0 to {self._vocabulary - 1}; asked for {token}")
-        if not 0 <= position < self._context:
-            raise ValueError(f"position {position} is not in a cache of {self._context}")
-        self._token[0], self._position[0] = token, position
-        self._see(position + 1)
-        self._program.run()
-        return self._logits.clone()
+        self._check([token], [position])
+        self._tokens[0], self._positions[0] = token, position
+        return self._run([position + 1]).clone()
 
-    def _see(self, length: int) -> None:
+    def run_batch(
+        self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Logits [rows, V] fp32 after each of `rows` tokens, whose rows are written to the blocks of their tables.
+
+        They are valid until the next run. A table has at least the blocks up to its token's position, and those are
+        in the cache. Raises ValueError for a token outside the embedding or a position outside the context.
+        """
+        assert len(tokens) == len(positions) == len(tables) == self.rows
+        self._check(tokens, positions)
+        self._tokens[:], self._positions[:] = tokens, positions
+        for i, (position, table) in enumerate(zip(positions, tables, strict=True)):
+            used = position // BLOCK_SIZE + 1
+            self._tables[i, :used] = table[:used]
+            self._slots[i] = table[used - 1] * BLOCK_SIZE + position % BLOCK_SIZE
+        return self._run([position + 1 for position in positions])
+
+    def _check(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        for token, position in zip(tokens, positions, strict=True):
+            if not 0 <= token < self._vocabulary:
+                raise ValueError(f"the embedding has rows 0 to {self._vocabulary - 1}; asked for {token}")
+            if not 0 <= position < self._context:
+                raise ValueError(f"position {position} is not in a cache of {self._context}")
+
+    def _run(self, lengths: list[int]) -> Tensor:
         for visible, attentions in self._alike.items():
             window, stretches = attentions[0][0].window, visible.stretches
-            visible.set(0 if window is None else max(0, length - window), length)
+            visible.set(lengths, window)
             if visible.stretches == stretches:
                 continue
             for attention, number in attentions:
                 tasks = attention.kv_heads * visible.stretches
                 attention.stage.set_tasks(tasks)
                 self._program.set_tasks(number, tasks)
+        self._program.run()
+        return self._logits

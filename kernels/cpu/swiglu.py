@@ -21,48 +21,48 @@ from quengine.kernels.cpu.row_ir import emitter, get, round_row
 from quengine.kernels.cpu.threads import Launch, run
 from quengine.kernels.cpu.vector_ir import F32, vec
 
+_COLUMNS = 64  # of a task where rows are many
 _MOST = 88.0  # exp of more overflows; silu(-88) is -5e-37
 
 
 def swiglu_launch(gate_up: Tensor, out: Tensor, records: Tensor | None, step: int) -> Launch:
-    """silu(gate) * up: gate_up fp32 [T, 2F], out fp32 [T, F], contiguous. A task is `step` columns of one row.
+    """silu(gate) * up: gate_up fp32 [T, 2F], out fp32 [T, F], contiguous. A task is `step` columns of all rows.
 
-    With `records`, uint8 [1, record_bytes(F)], a single row is rounded into it as well; `step` and F are then
+    With `records`, uint8 [T, record_bytes(F)], contiguous, the rows are rounded into it as well; `step` and F are then
     multiples of 32.
     """
     rows, width = out.shape
-    assert records is None or (rows == 1 and step % 32 == 0 and width % 32 == 0)
-    address = 0 if records is None else records.data_ptr()
-    spans = -(-width // step)
-    parameters = (gate_up.data_ptr(), width, step, spans, out.data_ptr(), address)
-    return Launch(_swiglu_kernel(), parameters, rows * spans, keep=(gate_up, out, records))
+    assert records is None or (step % 32 == 0 and width % 32 == 0)
+    record, stride = (0, 0) if records is None else (records.data_ptr(), records.stride(0))
+    parameters = (gate_up.data_ptr(), width, step, rows, out.data_ptr(), record, stride)
+    return Launch(_swiglu_kernel(), parameters, -(-width // step), keep=(gate_up, out, records))
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of each row of gate_up fp32 [T, 2F]: fp32 [T, F]."""
     gate_up = gate_up.contiguous()
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    run([swiglu_launch(gate_up, out, None, max(1, out.shape[1]))])
+    run([swiglu_launch(gate_up, out, None, _COLUMNS)])
     return out
 
 
 @cache
 def _swiglu_kernel() -> int:
-    """Task i is span i % spans of row i // spans.
+    """Task i is the i-th span of columns of every row.
 
-    0 gate (fp32) with up behind it, 1 columns of each, 2 columns per span, 3 spans, 4 output (fp32), 5 record (0:
-    none).
+    0 gate (fp32) with up behind it, 1 columns of each, 2 columns per span, 3 rows, 4 output (fp32), 5 records (0:
+    none), 6 their stride.
     """
     variant = f"swiglu/{source_stamp()}"
 
     def swiglu_span(context: int, task: int) -> None:
-        width, step, spans = get(context, 1), get(context, 2), get(context, 3)
-        row, span = task // spans, task % spans
-        gate, out = get(context, 0) + 8 * width * row, get(context, 4) + 4 * width * row
-        first, last, record = span * step, min(width, (span + 1) * step), get(context, 5)
-        _gated(variant, gate, gate + 4 * width, first, last, out)
-        if record:
-            round_row(variant, out, width, first, last, record)
+        width, record = get(context, 1), get(context, 5)
+        first, last = task * get(context, 2), min(width, (task + 1) * get(context, 2))
+        for row in range(get(context, 3)):
+            gate, out = get(context, 0) + 8 * width * row, get(context, 4) + 4 * width * row
+            _gated(variant, gate, gate + 4 * width, first, last, out)
+            if record:
+                round_row(variant, out, width, first, last, record + row * get(context, 6))
 
     return compile_kernel(swiglu_span)
 
