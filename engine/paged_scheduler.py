@@ -190,12 +190,16 @@ class PagedScheduler:
             sequence.block_table, self._reach(sequence, sequence.num_cached_tokens + 1)
         ):
             newest = self._running[-1]
-            self._remove(newest)
-            newest.num_cached_tokens = 0
-            self.waiting.appendleft(newest)
+            self._preempt(newest)
             if newest is sequence:
                 return False
         return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks; it comes first among those that wait, and keeps what it has generated."""
+        self._remove(sequence)
+        sequence.num_cached_tokens = 0
+        self.waiting.appendleft(sequence)
 
     def _reach(self, sequence: Sequence, positions: int) -> int:
         return min(positions + LOOKAHEAD, sequence.max_positions)

@@ -35,7 +35,9 @@ class Blocks(RuleBasedStateMachine):
         self.live: list[Text] = []
         self.holds: dict[int, tuple[int, ...]] = {}  # full blocks that can be found, by number
         self.unused: list[int] = []  # those of them that are free, the longest unused first
-        self.twice = False  # two blocks held the same: from then on not everything held is found
+        self.twice = (
+            False  # contents were held twice, or forgotten: from then on not everything held is found
+        )
 
     held = Bundle("held")
 
@@ -119,6 +121,17 @@ class Blocks(RuleBasedStateMachine):
         self.manager.free(text.table)
         still = self.owned()
         self.unused += [b for b in reversed(text.table) if b in self.holds and b not in still]
+
+    @rule(text=consumes(held))
+    def discard(self, text: Text | None) -> None:
+        """As `free`, but what it held is not found any more, nor what lies behind it."""
+        if text not in self.live or text is None:
+            return
+        self.live = [other for other in self.live if other is not text]
+        self.manager.discard(text.table)
+        self.manager.free(text.table)
+        forgotten = [block for block in text.table if self.holds.pop(block, None) is not None]
+        self.twice |= bool(forgotten)
 
     @rule()
     def forget(self) -> None:

@@ -1,0 +1,235 @@
+"""Many texts at once on a tiny model, over the paged cache: each is the text that it is alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quengine import LLM, EngineError, SamplingParams
+from quengine.kernels.backend import BLOCK_SIZE
+from quengine.output import Completion
+from quengine.paged_scheduler import PagedScheduler
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SEEDED = SamplingParams(
+    temperature=1.5, top_k=0, top_p=1, min_p=0, seed=11, max_tokens=40, ignore_eos=True, repeat_penalty=1.2
+)
+SHARED = list(range(5, 75))
+PROMPTS = [
+    SHARED,
+    [*SHARED, 9, 9, 9],
+    [7],
+    list(range(100, 163)),
+    SHARED[:64],
+    [3, 1, 4, 1, 5, 9, 2, 6] * 11,
+    [*SHARED[:33], 200],
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=192)
+    return write_tiny(tmp_path_factory.mktemp("batching") / "tiny.gguf", kind="Q8_0", sizes=sizes)
+
+
+def load(model: Path, parallel: int, backend: str = "reference", **options: object) -> LLM:
+    return LLM(model, device="cpu", backend=backend, parallel=parallel, threads=1, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Iterator[LLM]:
+    with load(model, 1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    given: SamplingParams = request.param
+    return given
+
+
+@pytest.fixture(scope="module")
+def expected(alone: LLM, params: SamplingParams) -> list[Completion]:
+    return alone.generate(PROMPTS, params)
+
+
+def paged(llm: LLM) -> PagedScheduler:
+    assert isinstance(llm.scheduler, PagedScheduler)
+    return llm.scheduler
+
+
+def shrink(llm: LLM, blocks: int) -> None:
+    """As if there were memory for so few blocks."""
+    llm.loaded.cache.num_blocks = blocks
+    llm.scheduler = llm._make_scheduler()
+
+
+def same(got: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    assert [c.tokens for c in got] == [c.tokens for c in expected]
+    assert [c.text for c in got] == [c.text for c in expected]
+
+
+@pytest.mark.parametrize("parallel", [2, 3, 7, 16])
+def test_a_text_is_the_same_alone_and_in_batches_of_any_size(
+    model: Path, params: SamplingParams, expected: list[Completion], parallel: int
+) -> None:
+    with load(model, parallel, chunk_size=24) as llm:
+        same(llm.generate(PROMPTS, params), expected)
+        assert paged(llm).blocks.num_used == 0 and not paged(llm).waiting
+        assert llm.scheduler.cache_size == 192 * parallel
+
+
+def test_texts_come_in_the_order_of_the_prompts_and_n(model: Path, alone: LLM) -> None:
+    params = replace(SEEDED, n=3)
+    with load(model, 4) as llm:
+        same(llm.generate(["the", "a cat"], params), alone.generate(["the", "a cat"], params))
+
+
+def test_preempted_texts_are_the_same_with_penalties_and_logprobs(
+    model: Path, params: SamplingParams, alone: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = replace(params, logprobs=2, max_tokens=70)
+    prompts = [list(range(10 * i, 10 * i + 12 + 3 * i)) for i in range(6)]
+    expected = alone.generate(prompts, params)
+    with load(model, 6, chunk_size=24) as llm:
+        shrink(llm, 6)
+        preempted: list[int] = []
+        preempt = paged(llm)._preempt
+
+        def watched(sequence: object) -> None:
+            preempted.append(len(sequence.generated))  # type: ignore[attr-defined]
+            preempt(sequence)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(paged(llm), "_preempt", watched)
+        got = llm.generate(prompts, params)
+        assert len(preempted) > 1 and max(preempted) > 20
+        same(got, expected)
+        for mine, other in zip(got, expected, strict=True):
+            assert mine.logprobs is not None and other.logprobs is not None
+            assert [e.token for e in mine.logprobs] == mine.tokens
+            assert [e.logprob for e in mine.logprobs] == pytest.approx([e.logprob for e in other.logprobs])
+        assert paged(llm).blocks.num_used == 0
+
+
+@pytest.mark.parametrize("blocks", [24, 6])
+def test_cancels_in_queue_prefill_and_decode_free_everything_and_change_no_other_text(
+    model: Path, params: SamplingParams, expected: list[Completion], blocks: int
+) -> None:
+    with load(model, 4, chunk_size=24) as llm:
+        shrink(llm, blocks)
+        streams = [llm.stream(prompt, params) for prompt in PROMPTS]
+        for stream in streams:
+            stream.start()
+        cancelled = set()
+        for step in range(10**6):
+            if not any(llm.step()) and not paged(llm).waiting:
+                break
+            if step == 1 and paged(llm).prefilling is not None:
+                cancelled.add(paged(llm).prefilling)
+            if step == 3:
+                cancelled.add(paged(llm).waiting[-1])
+            if step == 30:
+                cancelled.add(paged(llm).decoding[0])
+            for sequence in cancelled:
+                llm.scheduler.cancel(sequence)
+                assert sequence.block_table == []
+        assert len(cancelled) == 3
+        kept = [i for i, stream in enumerate(streams) if stream.sequence not in cancelled]
+        same([streams[i].completion for i in kept], [expected[i] for i in kept])
+        assert paged(llm).blocks.num_used == 0
+
+
+def test_an_equal_beginning_is_computed_once(model: Path, alone: LLM) -> None:
+    with load(model, 4) as llm:
+        got = llm.generate([SHARED] * 3, GREEDY)
+        same(got, alone.generate([SHARED] * 3, GREEDY))
+        assert [c.timings.cached_tokens for c in got] == [0, 64, 64]
+        again = llm.generate(SHARED + got[0].tokens, GREEDY)[0]
+        assert again.timings.cached_tokens == (70 + 39) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_a_deterministic_run_shares_prompts_only_and_computes_answers_again_token_by_token(
+    model: Path, expected: list[Completion], params: SamplingParams
+) -> None:
+    with load(model, 7, chunk_size=24, deterministic=True) as llm:
+        shrink(llm, 6)
+        decoded = []
+        decode_batch = llm.runner.decode_batch
+        prefill = llm.runner.prefill
+
+        def watched_decode(sequences: list[object]) -> object:
+            decoded.extend((id(s), s.num_cached_tokens) for s in sequences)  # type: ignore[attr-defined]
+            return decode_batch(sequences)  # type: ignore[arg-type]
+
+        def watched_prefill(batch: object) -> object:
+            assert batch.start + len(batch.ids) <= batch.sequence.num_prompt_tokens  # type: ignore[attr-defined]
+            return prefill(batch)  # type: ignore[arg-type]
+
+        llm.runner.decode_batch = watched_decode  # type: ignore[method-assign,assignment]
+        llm.runner.prefill = watched_prefill  # type: ignore[method-assign,assignment]
+        same(llm.generate(PROMPTS, params), expected)
+        assert len(decoded) > len(set(decoded)), "nothing was computed again"
+        assert paged(llm).blocks.num_used == 0
+
+
+def test_two_streams_read_in_turns_lose_nothing(model: Path, alone: LLM) -> None:
+    with load(model, 2) as llm:
+        first, second = llm.stream("the cat", GREEDY), llm.stream("a dog", GREEDY)
+        first.start()
+        second.start()
+        pieces: tuple[list[str], list[str]] = ([], [])
+        running = [True, True]
+        while any(running):
+            for i, stream in enumerate((first, second)):
+                piece = next(stream, None)
+                running[i] = piece is not None
+                pieces[i].append(piece or "")
+        texts = ["".join(p) for p in pieces]
+        assert texts == [c.text for c in alone.generate(["the cat", "a dog"], GREEDY)]
+
+
+def test_logits_that_are_not_finite_fail_their_text_alone_and_are_not_shared(
+    model: Path, expected: list[Completion], params: SamplingParams
+) -> None:
+    with load(model, 4) as llm:
+        streams = [llm.stream(prompt, params) for prompt in PROMPTS[:4]]
+        for stream in streams:
+            stream.start()
+        bad = streams[1].sequence
+        forward = llm.loaded.decoder.forward
+
+        def poisoned(ids: object, cache: object, start: object, last_only: bool = True) -> object:
+            logits = forward(ids, cache, start, last_only)  # type: ignore[arg-type]
+            batch = llm.scheduler.current
+            if len(bad.generated) == 5 and batch is not None and bad in batch.sequences:
+                logits[batch.sequences.index(bad)] = float("nan")
+            return logits
+
+        llm.loaded.decoder.forward = poisoned  # type: ignore[method-assign,assignment]
+        with pytest.raises(EngineError, match=r"token 78: .* logits are not finite"):
+            streams[1].finish()
+        same([streams[i].finish() for i in (0, 2, 3)], [expected[i] for i in (0, 2, 3)])
+        assert len(bad.generated) == 5 and paged(llm).blocks.num_used == 0
+        assert paged(llm).blocks.allocate(bad.token_ids[:96], 96) is not None
+
+
+def test_logits_are_not_computed_over_running_texts(model: Path, alone: LLM) -> None:
+    with load(model, 2) as llm:
+        stream = llm.stream(SHARED, GREEDY)
+        next(stream)
+        with pytest.raises(EngineError, match="finish or close the streams"):
+            llm.logits(SHARED)
+        stream.close()
+        assert llm.logits(SHARED).allclose(alone.logits(SHARED))
+        assert llm.generate(SHARED, GREEDY)[0].timings.cached_tokens == 0
+
+
+def test_what_the_cache_holds_is_told(model: Path) -> None:
+    with load(model, 3, ctx_size=100) as llm:
+        assert llm.loaded.cache.num_blocks == 3 * 4
+        assert "for 384 tokens of up to 3 texts at once" in llm.loaded.notes[-1]
+    with pytest.raises(EngineError, match="parallel 0: must be at least 1"):
+        load(model, 0)

@@ -1,0 +1,248 @@
+"""The scheduler of many sequences: turns, order, room, and that nothing stays held. No model is computed."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from quengine.errors import EngineError
+from quengine.kv_cache import KVCache
+from quengine.paged_scheduler import LOOKAHEAD, PagedScheduler
+from quengine.scheduler import Batch, DecodeStep
+
+BLOCK = 32
+
+
+@dataclass(eq=False)
+class FakeSequence:
+    """What the scheduler needs of a sequence; it generates `wanted` tokens."""
+
+    token_ids: list[int]
+    wanted: int = 5
+    num_cached_tokens: int = 0
+    reused_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    started: float = 0.0
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_positions = len(self.token_ids) + self.wanted
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or len(self.token_ids) >= self.max_positions
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    numbers = random.Random(seed)
+    return [numbers.randrange(10**6) for _ in range(length)]
+
+
+def make(blocks: int = 40, parallel: int = 4, deterministic: bool = False) -> PagedScheduler:
+    return PagedScheduler(KVCache([], 1000, num_blocks=blocks), parallel, 64, 16, deterministic)
+
+
+def step(scheduler: PagedScheduler) -> Batch | DecodeStep | None:
+    """One step as the engine does it; checks that every token has its block, and only its own."""
+    batch = scheduler.next_batch()
+    if batch is None:
+        return None
+    writes: dict[int, object] = {}
+    for sequence in batch.sequences:
+        count = len(batch.ids) if isinstance(batch, Batch) else 1
+        for position in range(sequence.num_cached_tokens, sequence.num_cached_tokens + count):
+            block = sequence.block_table[position // BLOCK]
+            assert writes.setdefault(block, sequence) is sequence
+            others = [s for s in scheduler._running if s is not sequence and block in s.block_table]
+            assert not others, "a block that is written has one owner"
+        reach = min(sequence.num_cached_tokens + count + LOOKAHEAD, sequence.max_positions)
+        assert len(sequence.block_table) * BLOCK >= reach
+    scheduler.computed()
+    for sequence in batch.sequences:
+        if sequence.num_cached_tokens == len(sequence.token_ids):
+            sequence.token_ids.append(len(sequence.token_ids))
+    scheduler.release()
+    return batch
+
+
+def run(scheduler: PagedScheduler, most: int = 10**5) -> list[Batch | DecodeStep]:
+    steps = []
+    while (batch := step(scheduler)) is not None:
+        steps.append(batch)
+        assert len(steps) < most
+    return steps
+
+
+def test_prompts_are_long_chunks_alone_and_short_ones_in_turn_with_decode_steps() -> None:
+    scheduler = make()
+    first, second = FakeSequence(prompt(100, 1), 50), FakeSequence(prompt(40, 2), 3)
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    kinds = []
+    for batch in run(scheduler):
+        if isinstance(batch, Batch):
+            kinds.append(("first" if batch.sequence is first else "second", len(batch.ids)))
+        else:
+            kinds.append(("decode", len(batch.sequences)))
+    assert kinds[:8] == [
+        ("first", 64),
+        ("first", 36),
+        ("decode", 1),
+        ("second", 16),
+        ("decode", 1),
+        ("second", 16),
+        ("decode", 1),
+        ("second", 8),
+    ]
+    assert kinds[8:10] == [("decode", 2)] * 2 and kinds[10:] == [("decode", 1)] * (49 - 5)
+
+
+@pytest.mark.parametrize("blocks", [400, 14])
+def test_a_running_text_waits_for_one_short_chunk_at_most(blocks: int) -> None:
+    scheduler = make(blocks, parallel=5)
+    numbers = random.Random(4)
+    added = [FakeSequence(prompt(numbers.randrange(1, 200), i), numbers.randrange(1, 60)) for i in range(30)]
+    for sequence in added:
+        scheduler.add(sequence)
+    between = 0
+    while True:
+        waiting_for_a_token = list(scheduler.decoding)
+        batch = step(scheduler)
+        if batch is None:
+            break
+        if isinstance(batch, Batch):
+            between = between + len(batch.ids) if waiting_for_a_token else 0
+            assert between <= 16
+        else:
+            between = 0
+            # All that are running advance, but for those whose blocks others needed.
+            assert set(batch.sequences) == set(waiting_for_a_token) - set(scheduler.waiting)
+    assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
+
+
+@pytest.mark.parametrize("blocks", [400, 14])
+def test_sequences_get_their_first_token_in_order_of_arrival(blocks: int) -> None:
+    scheduler = make(blocks)
+    added = [FakeSequence(prompt(100 if i % 3 else 300, i), 40) for i in range(12)]
+    order = []
+    for sequence in added:
+        scheduler.add(sequence)
+    while (batch := step(scheduler)) is not None:
+        assert len(scheduler._running) <= 4
+        order += [s for s in batch.sequences if s not in order and len(s.token_ids) > s.num_prompt_tokens]
+    assert order == added
+
+
+def test_the_newest_gives_up_its_blocks_and_comes_back_first_with_what_it_had() -> None:
+    scheduler = make(blocks=4)
+    old, new, later = (FakeSequence(prompt(30, i), 50) for i in range(3))
+    for sequence in (old, new, later):
+        scheduler.add(sequence)
+    while not (scheduler.waiting and scheduler.waiting[0] is new and new.started):
+        assert step(scheduler) is not None
+    assert new.block_table == [] and new.num_cached_tokens == 0
+    generated = len(new.token_ids) - 30
+    assert generated > 0 and later.started == 0.0 and scheduler.decoding == [old]
+    steps = run(scheduler)
+    again = next(batch for batch in steps if isinstance(batch, Batch))
+    # Its first block was free, but still held what it had computed.
+    assert again.sequence is new and again.start == 32
+    assert again.ids == new.token_ids[32 : 30 + generated]
+    assert new.finished and later.finished and scheduler.blocks.num_used == 0
+
+
+def test_a_deterministic_run_computes_generated_tokens_again_one_by_one() -> None:
+    scheduler = make(blocks=4, deterministic=True)
+    added = [FakeSequence(prompt(30, i), 50) for i in range(3)]
+    for sequence in added:
+        scheduler.add(sequence)
+    steps = run(scheduler)
+    chunks = [batch for batch in steps if isinstance(batch, Batch)]
+    assert len(chunks) > 3 and all(b.start + len(b.ids) <= 30 for b in chunks)
+    assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
+
+
+def test_a_deterministic_run_shares_no_answer() -> None:
+    for deterministic, shared in ((False, 64), (True, 32)):
+        scheduler = make(deterministic=deterministic)
+        first = FakeSequence(prompt(40), 40)
+        scheduler.add(first)
+        run(scheduler)
+        second = FakeSequence([*first.token_ids, 1], 2)
+        scheduler.add(second)
+        run(scheduler)
+        assert second.reused_tokens == shared
+
+
+def test_a_prompt_that_waits_shares_what_the_one_before_it_computes() -> None:
+    scheduler = make()
+    added = [FakeSequence(prompt(70), 20) for _ in range(3)]
+    for sequence in added:
+        scheduler.add(sequence)
+    computed = sum(len(b.ids) for b in run(scheduler) if isinstance(b, Batch))
+    assert [s.reused_tokens for s in added] == [0, 64, 64] and computed == 70 + 6 + 6
+
+
+def test_nobody_overtakes_a_prompt_that_waits_for_room() -> None:
+    scheduler = make(blocks=6)
+    first, big, small = FakeSequence(prompt(60, 1), 30), FakeSequence(prompt(120, 2), 5), FakeSequence([1], 5)
+    for sequence in (first, big, small):
+        scheduler.add(sequence)
+    while not first.finished:
+        step(scheduler)
+        assert not small.started
+    run(scheduler)
+    assert big.finished and small.finished and big.started < small.started
+
+
+def test_what_does_not_fit_into_the_whole_cache_is_refused_with_both_numbers() -> None:
+    scheduler = make(blocks=2)
+    with pytest.raises(EngineError, match="may take 65 tokens and the cache holds 64"):
+        scheduler.add(FakeSequence(prompt(60), 5))
+    scheduler.add(FakeSequence(prompt(59), 5))
+    run(scheduler)
+
+
+def test_a_cancel_frees_everything_in_queue_prefill_and_decode() -> None:
+    scheduler = make()
+    added = [FakeSequence(prompt(100, i), 50) for i in range(3)]
+    for sequence in added:
+        scheduler.add(sequence)
+    while scheduler.prefilling is not added[1] or added[1].num_cached_tokens < 40:
+        step(scheduler)
+    for held, sequence in zip((4, 0, 0), (added[1], added[0], added[2]), strict=True):
+        scheduler.cancel(sequence)
+        assert scheduler.blocks.num_used == held
+    assert scheduler.next_batch() is None
+
+
+def test_a_failed_sequence_leaves_nothing_to_share() -> None:
+    scheduler = make()
+    bad = FakeSequence(prompt(70), 20)
+    scheduler.add(bad)
+    for _ in range(3):
+        step(scheduler)
+    bad.error = EngineError("not finite")
+    scheduler.release()
+    assert scheduler.blocks.num_used == 0
+    again = FakeSequence(prompt(70), 2)
+    scheduler.add(again)
+    run(scheduler)
+    assert again.reused_tokens == 0
+
+
+def test_a_step_that_failed_is_tried_for_each_of_its_sequences() -> None:
+    scheduler = make()
+    added = [FakeSequence(prompt(10, i), 20) for i in range(3)]
+    for sequence in added:
+        scheduler.add(sequence)
+    while len(scheduler.decoding) < 3:
+        step(scheduler)
+    assert isinstance(scheduler.next_batch(), DecodeStep)
+    scheduler.retry_alone()
+    scheduler.cancel(added[1])
+    alone = [step(scheduler) for _ in range(3)]
+    assert [b.sequences for b in alone if b is not None] == [[added[0]], [added[2]], [added[0], added[2]]]
+    run(scheduler)
+    assert scheduler.blocks.num_used == 0
