@@ -1,16 +1,20 @@
 """From the logits of one position to a token id: the definition of every sampler, and the random numbers.
 
-Knows logits, token ids and one uniform number; nothing of requests, histories, seeds' origin or stop rules. A
-later CUDA kernel must give the same token for the same logits, so nothing here depends on the thread count:
+Knows logits, token ids and one uniform number; nothing of requests, histories, seeds' origin or stop rules. The
+CUDA kernels give the same token for the same logits, so nothing here depends on an order of summation or on a
+mathematical library:
 
 * Random numbers are a pure function of (seed, position): Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel
   Random Numbers: As Easy as 1, 2, 3", SC 2011). There is no generator state to keep or to lose.
-* Candidates are ranked by logit, ties by the lower token id, and all that follows is fp64 in that order.
+* Candidates are ranked by logit, ties by the lower token id.
+* A probability is an integer mass: exp(logit - largest) in units of 2^-44, from fp64 products and sums in a written
+  order (`masses`). Integers add up to the same in any order, as in the q-dot of the matmuls.
 * It is numpy, on one thread. torch splits a vocabulary between threads, which costs more than the work when
   the cores are busy (4 ms an operation, against 0.02 to 0.5 here), and its sums follow the thread count.
 """
 
 import math
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +28,19 @@ _MASK32 = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio and sqrt(3) - 1: the key's step from round to round
 _PHILOX_ROUNDS = 10
+
+MASS_BITS = 44
+"""The largest logit's mass is 2^44: 2^18 tokens of it add up to 2^62, an int64."""
+
+HALVINGS = 64.0
+"""From here on a mass is 0, as it is above MASS_BITS + 1; no larger exponent is computed with."""
+
+_LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
+
+EXP2_COEFFICIENTS = tuple(accumulate(range(1, 13), lambda term, k: term * -_LN_2 / k, initial=1.0))
+"""The Taylor series of 2^-f: for |f| <= 1/2 its rest is below 2^-52."""
+
+_PART = 4096  # candidates whose fp64 intermediates stay in a core's first cache
 
 Words4 = tuple[int, int, int, int]
 
@@ -131,11 +148,14 @@ def keep_typical_p(candidates: Candidates, p: float) -> Candidates:
     """
     if p >= 1:
         return candidates
-    probabilities = _probabilities(candidates.logits)
-    surprise = -np.log(np.maximum(probabilities, np.finfo(np.float64).tiny))
-    entropy = np.sum(probabilities * surprise)
-    order = np.argsort(np.abs(surprise - entropy), kind="stable")
-    count = int(np.searchsorted(np.cumsum(probabilities[order]), p, side="right")) + 1
+    gaps = candidates.logits[0] - candidates.logits
+    mass = masses(gaps, sharpness(1.0))
+    total = int(mass.sum())
+    # Surprise less entropy is the gap less the mean gap: log(total) cancels. At most 0.37 * 2^44 for each token.
+    moment = np.floor(mass * gaps + 0.5).astype(np.int64)
+    order = np.argsort(np.abs(gaps - float(moment.sum()) / total), kind="stable")
+    limit = min(math.floor(p * total), total - 1)
+    count = int(np.searchsorted(np.cumsum(mass[order]), limit, side="right")) + 1
     kept = np.sort(order[:count])  # back to the order of the logits
     return Candidates(candidates.ids[kept], candidates.logits[kept])
 
@@ -147,7 +167,9 @@ def keep_top_p(candidates: Candidates, p: float) -> Candidates:
     """
     if p >= 1:
         return candidates
-    count = int(np.searchsorted(np.cumsum(_probabilities(candidates.logits)), p)) + 1
+    reached = np.cumsum(masses(candidates.logits[0] - candidates.logits, sharpness(1.0)))
+    total = int(reached[-1])
+    count = int(np.searchsorted(reached, min(math.ceil(p * total), total))) + 1
     return Candidates(candidates.ids[:count], candidates.logits[:count])
 
 
@@ -162,8 +184,9 @@ def keep_min_p(candidates: Candidates, p: float) -> Candidates:
 
 def draw(candidates: Candidates, temperature: float, uniform: float) -> int:
     """The token where the cumulative probability at `temperature` (> 0) first exceeds `uniform` in (0, 1)."""
-    reached = np.cumsum(_weights(candidates.logits, candidates.logits[0], temperature))
-    return int(candidates.ids[np.searchsorted(reached, uniform * reached[-1], side="right")])
+    reached = np.cumsum(masses(candidates.logits[0] - candidates.logits, sharpness(temperature)))
+    target = math.floor(uniform * int(reached[-1]))
+    return int(candidates.ids[np.searchsorted(reached, target, side="right")])
 
 
 def sample(
@@ -196,21 +219,39 @@ def sample(
     return draw(candidates, temperature, uniform)
 
 
+def sharpness(temperature: float) -> float:
+    """Halvings of a token's mass for each unit that its logit lies below the largest, at `temperature` > 0."""
+    return min(_LOG2_E / temperature, 1e300) if temperature > 1e-300 else 1e300
+
+
+def masses(gaps: Floats, sharpness: float) -> Ids:
+    """2^(44 - gaps * sharpness) to the nearest integer, int64 [C], for `gaps` >= 0 [C]: the largest logit less each.
+
+    Every product and sum is rounded to fp64 by itself, in this order; a kernel that fuses them differs.
+    """
+    result = np.empty(gaps.shape, dtype=np.int64)
+    for start in range(0, len(gaps), _PART):
+        end = start + _PART
+        result[start:end] = _part_of_masses(gaps[start:end], sharpness)
+    return result
+
+
+def _part_of_masses(gaps: Floats, sharpness: float) -> Floats:
+    with np.errstate(over="ignore"):  # a tiny temperature makes infinity of a gap: mass 0
+        halvings = np.minimum(gaps * sharpness, HALVINGS)
+    whole = np.floor(halvings + 0.5)
+    halvings -= whole
+    power = np.full_like(halvings, EXP2_COEFFICIENTS[-1])
+    for coefficient in reversed(EXP2_COEFFICIENTS[:-1]):
+        power *= halvings
+        power += coefficient
+    power *= ((1023 + MASS_BITS - whole.astype(np.int64)) << 52).view(np.float64)  # 2^(44 - whole)
+    power += 0.5
+    return power  # cut to an integer where it is stored
+
+
 def log_normalizer(logits: Logits) -> float:
     """log(sum(exp(logits))) of [V] in fp64: a token's log-probability is its logit minus this."""
     largest = float(logits.max())
-    return largest + math.log(np.sum(_weights(logits.astype(np.float64), largest, 1.0)))
-
-
-def _weights(logits: Floats, largest: float, temperature: float) -> Floats:
-    """exp((logits - largest) / temperature) [C]: at most 1, whatever the logits."""
-    shifted = logits - largest
-    with np.errstate(over="ignore", under="ignore"):  # a tiny temperature makes -inf of a gap: weight 0
-        weights: Floats = np.exp(shifted if temperature == 1 else shifted / temperature)
-    return weights
-
-
-def _probabilities(logits: Floats) -> Floats:
-    weights = _weights(logits, logits[0], 1.0)
-    probabilities: Floats = weights / np.cumsum(weights)[-1]
-    return probabilities
+    with np.errstate(under="ignore"):
+        return largest + math.log(np.sum(np.exp(logits.astype(np.float64) - largest)))

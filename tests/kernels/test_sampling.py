@@ -166,6 +166,31 @@ def test_sampled_frequencies_follow_the_probabilities() -> None:
     assert chi_square < 16.3  # 99.9% with 3 degrees of freedom
 
 
+def test_masses_are_the_exponentials_to_half_a_unit() -> None:
+    gaps = np.linspace(0, 40, 20_001)
+    exact = np.exp(-gaps.astype(np.longdouble)) * 2.0**44
+    assert float(np.abs(sampling.masses(gaps, sampling.sharpness(1.0)) - exact).max()) < 0.51
+    assert sampling.masses(np.zeros(1), 1e300).tolist() == [2**44]
+    assert sampling.masses(np.array([6.8e38]), sampling.sharpness(1e-320)).tolist() == [0]
+
+
+def test_masses_have_the_same_bits_on_every_machine() -> None:
+    got = sampling.masses(np.array([0.1, 1.0, 2.7182818284590452, 13.25]), sampling.sharpness(0.8))
+    assert got.tolist() == [15525049693889, 5040245688982, 588371071078, 1128022]
+
+
+@pytest.mark.parametrize(("p", "kept"), [(0.3, 3), (0.7, 7), (0.8, 8), (0.95, 10)])
+def test_top_p_of_equal_tokens_is_a_count(p: float, kept: int) -> None:
+    candidates = sampling.top_k_candidates(np.full(10, 1.5, dtype=np.float32), 0)
+    assert sampling.keep_top_p(candidates, p).ids.tolist() == list(range(kept))
+
+
+def test_a_large_vocabulary_does_not_overflow() -> None:
+    logits = np.zeros(2**18, dtype=np.float32)
+    assert sampling.sample(logits, **OPEN, uniform=1 - 2.0**-33) == 2**18 - 1
+    assert sampling.sample(logits, **OPEN | {"typical_p": 0.5}, uniform=1 - 2.0**-33) == 2**17
+
+
 def test_samplers_apply_in_the_documented_order() -> None:
     # top-k 2 leaves 0.4 and 0.3, of which 0.57 is enough for top-p 0.5: only id 2 is left. Top-p first would
     # keep both, and so would top-p after a high temperature.

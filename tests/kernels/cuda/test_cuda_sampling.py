@@ -2,72 +2,16 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from quengine.errors import EngineError
 from quengine.kernels import sampling as definition
 from quengine.kernels.cuda.sampling import NO_TOKEN, DecodeState, SamplingBuffers, Settings, sample_step
-
-CONTEXT = 40
-
-
-def expected_token(
-    logits: torch.Tensor, s: Settings, history: list[int], bias: dict[int, float], position: int
-) -> int:
-    """The CPU definition's token at `position`, the history before it given."""
-    x = logits.cpu().numpy()
-    if bias:
-        ids, values = np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float64)
-        x = definition.add_logit_bias(x, ids, values)
-    window = history if s.repeat_last_n < 0 else history[max(0, len(history) - s.repeat_last_n) :]
-    if window:
-        ids, counts = np.unique(np.array(window, dtype=np.int64), return_counts=True)
-        x = definition.penalize(x, ids, counts.astype(np.int64), s.repeat, s.presence, s.frequency)
-    return definition.sample(
-        x,
-        top_k=s.top_k,
-        typical_p=s.typical_p,
-        top_p=s.top_p,
-        min_p=s.min_p,
-        temperature=s.temperature,
-        uniform=definition.uniform(s.seed, position, s.stream),
-    )
-
-
-def run(
-    device: torch.device,
-    rows: list[Settings],
-    steps: int,
-    vocab: int = 1100,
-    bias: dict[int, float] | None = None,
-    ties: bool = False,
-) -> None:
-    """Sample `steps` tokens of all rows together and compare each with the definition."""
-    generator = torch.Generator().manual_seed(vocab + len(rows))
-    prompt = [3, 5, 3, 900]
-    state = DecodeState.allocate(len(rows), CONTEXT, device)
-    penalizes = any(s.repeat != 1 or s.presence or s.frequency for s in rows)
-    top_k = max(1 if s.temperature == 0 else s.top_k for s in rows)
-    buffers = SamplingBuffers.allocate(len(rows), vocab, top_k, device, bool(bias), penalizes)
-    histories = [list(prompt) for _ in rows]
-    for b, s in enumerate(rows):
-        buffers.set(b, s, prompt, bias or {})
-        state.tokens[b], state.positions[b] = prompt[-1], len(prompt) - 1
-        state.history[b, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
-    for _ in range(steps):
-        logits = torch.randn(len(rows), vocab, generator=generator) * 2
-        if ties:
-            logits = logits.round()
-        position = len(histories[0])
-        sample_step(logits.to(device), state, buffers)
-        for b, s in enumerate(rows):
-            wanted = expected_token(logits[b], s, histories[b] if penalizes else [], bias or {}, position)
-            assert int(state.tokens[b]) == wanted, f"row {b} at {position}"
-            histories[b].append(wanted)
-            assert state.history[b, : position + 1].tolist() == histories[b]
-        assert state.positions.tolist() == [position] * len(rows)
+from quengine.kernels.cuda.sampling_parts import mass
+from tests.kernels.cuda.sampling_runs import run
 
 
 def test_greedy_takes_the_first_of_ties(device: torch.device) -> None:
@@ -121,9 +65,28 @@ def test_no_token_where_there_is_none(top_k: int, logit: float, device: torch.de
     assert sample_step(logits.to(device), state, buffers).tolist() == [NO_TOKEN]
 
 
+@triton.jit
+def _mass_kernel(gap_ptr, out_ptr, sharp_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, mass(tl.load(gap_ptr + at), tl.load(sharp_ptr)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1e-300, 1e300])
+def test_masses_are_the_definitions_to_the_last_bit(temperature: float, device: torch.device) -> None:
+    gaps = torch.rand(8192, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 40
+    gaps[:4] = torch.tensor([0.0, 1e-320, 6.8e38, math.log(2) * 20.5])
+    sharp = definition.sharpness(temperature)
+    out = torch.zeros(8192, dtype=torch.int64, device=device)
+    at = torch.tensor([sharp], dtype=torch.float64, device=device)
+    _mass_kernel[(1,)](gaps.to(device), out, at, SIZE=8192, enable_fp_fusion=False)
+    assert out.tolist() == definition.masses(gaps.numpy(), sharp).tolist()
+
+
+def test_greedy_rows_ignore_what_other_rows_sample_with(device: torch.device) -> None:
+    run(device, [Settings(temperature=0.0, typical_p=0.2, top_k=0), Settings(seed=2)], 1, vocab=300)
+
+
 def test_settings_beyond_the_buffers_are_refused(device: torch.device) -> None:
-    with pytest.raises(EngineError, match="1 to 128, not 500"):
-        SamplingBuffers.allocate(1, 70, 500, device, False, False)
     buffers = SamplingBuffers.allocate(1, 70, 40, device, False, False)
     with pytest.raises(EngineError, match="top-k 0"):
         buffers.set(0, Settings(top_k=0), [], {})

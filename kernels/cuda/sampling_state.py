@@ -1,0 +1,173 @@
+"""What sampling on CUDA keeps on the device: the sequences' tokens, their settings, and room to work in.
+
+Knows settings as numbers and the sizes of buffers; not how a token is chosen from them, nor requests or text.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from quengine.errors import EngineError
+from quengine.kernels.sampling import sharpness
+
+MAX_CAPACITY = 128
+"""Largest top-k of the two-launch path; above it, or without top-k, every token is a candidate."""
+
+BINS = 2048
+"""Buckets into which one pass sorts the candidates of a row."""
+
+PLANES = 5
+"""Sums kept for each bucket: tokens, masses at temperature 1, masses at the row's temperature, moments, and scratch."""
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """What a decode step of B sequences reads and the sampling of its result moves on.
+
+    tokens: int64 [B], the token to process; positions: int32 [B], its position; history: int32 [B, context], the
+    tokens by position.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    history: torch.Tensor
+
+    @classmethod
+    def allocate(cls, batch: int, context: int, device: torch.device) -> "DecodeState":
+        return cls(
+            torch.zeros(batch, dtype=torch.int64, device=device),
+            torch.zeros(batch, dtype=torch.int32, device=device),
+            torch.zeros(batch, context, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one sequence samples; the names and ranges of `quengine.kernels.sampling.sample`."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    typical_p: float = 1.0
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    repeat_last_n: int = 64
+    seed: int = 0
+    stream: int = 0
+
+    @property
+    def penalizes(self) -> bool:
+        return self.repeat != 1.0 or self.presence != 0.0 or self.frequency != 0.0
+
+    def floats(self) -> list[float]:
+        """The row of SamplingBuffers.floats."""
+        sharp = 0.0 if self.temperature == 0 else sharpness(self.temperature)
+        least = math.log(self.min_p) if self.min_p > 0 else -math.inf
+        penalties = [self.repeat, self.presence, self.frequency]
+        return [sharp, self.typical_p, self.top_p, least, *penalties]
+
+    def ints(self) -> list[int]:
+        """The row of SamplingBuffers.ints."""
+        seed = self.seed - (1 << 64) if self.seed >= 1 << 63 else self.seed
+        return [max(0, self.top_k), seed, self.stream, self.repeat_last_n]
+
+
+@dataclass(frozen=True)
+class FullRoom:
+    """Where B rows are sampled with every token a candidate.
+
+    edges: int64 [B, 2, blocks], the best and the worst key of each block; planes: int64 [B, PLANES, BINS]; ids: int32
+    [B, V], a bucket's tokens; cursor: int32 [B], how many; adjusted: fp32 [B, V], the logits after bias and
+    penalties, or None without them.
+    """
+
+    edges: torch.Tensor
+    planes: torch.Tensor
+    ids: torch.Tensor
+    cursor: torch.Tensor
+    adjusted: torch.Tensor | None
+
+    @classmethod
+    def allocate(cls, batch: int, vocab: int, device: torch.device, adjusts: bool) -> "FullRoom":
+        blocks = triton.cdiv(vocab, block_size(vocab))
+        return cls(
+            torch.empty(batch, 2, blocks, dtype=torch.int64, device=device),
+            torch.zeros(batch, PLANES, BINS, dtype=torch.int64, device=device),
+            torch.empty(batch, vocab, dtype=torch.int32, device=device),
+            torch.zeros(batch, dtype=torch.int32, device=device),
+            torch.empty(batch, vocab, dtype=torch.float32, device=device) if adjusts else None,
+        )
+
+
+@dataclass(frozen=True)
+class SamplingBuffers:
+    """Settings of B sequences on the device, with the room that sampling needs.
+
+    floats: fp64 [B, 7] (sharpness or 0 for greedy, typical_p, top_p, log of min_p, repeat, presence, frequency); ints:
+    int64 [B, 4] (top_k or 0, seed, stream, repeat_last_n); bias: fp64 [B, V] or None; counts: int32 [B, V], how often
+    each token is in the window of the penalties, or None without penalties. `capacity` is 1 where all are greedy, else
+    the power of two that holds the largest top-k, with keys: int64 [B, blocks, capacity]; or 0, with `full`, where
+    some row has no top-k or one above MAX_CAPACITY.
+    """
+
+    capacity: int
+    vocab: int
+    floats: torch.Tensor
+    ints: torch.Tensor
+    keys: torch.Tensor | None
+    full: FullRoom | None
+    bias: torch.Tensor | None
+    counts: torch.Tensor | None
+
+    @classmethod
+    def allocate(
+        cls, batch: int, vocab: int, top_k: int, device: torch.device, bias: bool, penalties: bool
+    ) -> "SamplingBuffers":
+        """`top_k`: the largest that any sequence uses; 1 means greedy, 0 (or above MAX_CAPACITY) any setting at all."""
+        if not 1 <= top_k <= MAX_CAPACITY:
+            capacity = 0
+        else:
+            capacity = 1 if top_k == 1 else max(64, triton.next_power_of_2(top_k))
+        blocks = triton.cdiv(vocab, block_size(vocab))
+        return cls(
+            capacity,
+            vocab,
+            torch.zeros(batch, 7, dtype=torch.float64, device=device),
+            torch.zeros(batch, 4, dtype=torch.int64, device=device),
+            torch.empty(batch, blocks, capacity, dtype=torch.int64, device=device) if capacity else None,
+            None if capacity else FullRoom.allocate(batch, vocab, device, bias or penalties),
+            torch.zeros(batch, vocab, dtype=torch.float64, device=device) if bias else None,
+            torch.zeros(batch, vocab, dtype=torch.int32, device=device) if penalties else None,
+        )
+
+    def set(self, row: int, settings: Settings, history: list[int], bias: dict[int, float]) -> None:
+        """Give sequence `row` its settings; `history` is its tokens so far, of which the window is counted.
+
+        Raises EngineError where the buffers were allocated without room for what the settings ask.
+        """
+        s = settings
+        if s.temperature > 0 and self.capacity and not 1 <= s.top_k <= self.capacity:
+            raise EngineError(f"top-k {s.top_k} does not fit the {self.capacity} candidates allocated for it")
+        if bias and self.bias is None:
+            raise EngineError("logit bias was given to buffers allocated without it")
+        if s.penalizes and self.counts is None:
+            raise EngineError("penalties were given to buffers allocated without them")
+        self.floats[row] = torch.tensor(s.floats(), dtype=torch.float64)
+        self.ints[row] = torch.tensor(s.ints())
+        if self.bias is not None:
+            self.bias[row] = 0.0
+            ids = torch.tensor(list(bias), dtype=torch.int64, device=self.bias.device)
+            self.bias[row, ids] = torch.tensor(list(bias.values()), dtype=torch.float64).to(ids.device)
+        if self.counts is not None:
+            window = history if s.repeat_last_n < 0 else history[max(0, len(history) - s.repeat_last_n) :]
+            tokens = torch.tensor(window, dtype=torch.int64, device=self.counts.device)
+            self.counts[row] = torch.bincount(tokens, minlength=self.vocab).to(torch.int32)
+
+
+def block_size(vocab: int) -> int:
+    """Logits a block of the first launch reads: more for a large vocabulary, so that later ones have few to merge."""
+    return 1024 if vocab <= 65536 else 4096
