@@ -129,8 +129,12 @@ class PagedScheduler:
         return self.decoding + ([] if self.prefilling is None else [self.prefilling])
 
     def _prompt_end(self, sequence: Sequence) -> int:
-        """Up to where tokens are computed in chunks, and blocks may be shared."""
-        return sequence.num_prompt_tokens if self.deterministic else len(sequence.token_ids)
+        """Up to where tokens are computed in chunks, and blocks may be shared; 0 for a prompt of one token.
+
+        Such a prompt is a decode step, as it is for one sequence alone.
+        """
+        end = sequence.num_prompt_tokens if self.deterministic else len(sequence.token_ids)
+        return end if end > 1 else 0
 
     def _next_alone(self) -> DecodeStep | None:
         while self._alone:

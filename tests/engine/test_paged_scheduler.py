@@ -163,6 +163,16 @@ def test_a_deterministic_run_computes_generated_tokens_again_one_by_one() -> Non
     assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_prompt_of_one_token_begins_in_the_decode_step_of_the_others(deterministic: bool) -> None:
+    scheduler = make(deterministic=deterministic)
+    first, second = FakeSequence(prompt(10), 5), FakeSequence([1], 5)
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    kinds = [(type(batch).__name__, len(batch.sequences)) for batch in run(scheduler)]
+    assert kinds == [("Batch", 1), *[("DecodeStep", 2)] * 4, ("DecodeStep", 1)]
+
+
 def test_a_deterministic_run_shares_no_answer() -> None:
     for deterministic, shared in ((False, 64), (True, 32)):
         scheduler = make(deterministic=deterministic)
