@@ -55,6 +55,8 @@ class CpuRunner(Runner):
             return super().step(batch)
 
     def prefill(self, batch: Batch) -> Sample | None:
+        if len(batch.ids) == batch.sequence.num_prompt_tokens == 1:  # as `step` does it
+            return super().prefill(batch)
         with self._backend.prompt():
             return super().prefill(batch)
 

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 from torch import Tensor
 
+from quengine import LLM
 from quengine.cpu_runner import CpuRunner
 from quengine.errors import EngineError
 from quengine.kernels import cpu
@@ -104,8 +105,7 @@ class Rig:
     def alone(self, sequence: Sequence) -> list[Tensor]:
         """Logits behind the prompt and each of the tokens after it, over a contiguous cache."""
         runner, ids = self.runner(), list(sequence.token_ids)
-        with self.backend.prompt():
-            logits = [runner.forward(ids, 0)[0]]
+        logits = [runner.forward(ids, 0)[0]]
         for _ in range(STEPS):
             ids.append(int(logits[-1].argmax()))
             logits.append(runner.forward(ids[-1:], len(ids) - 1)[0])
@@ -224,6 +224,18 @@ def test_eager_and_recorded_batches_have_the_same_bits(tmp_path: Path) -> None:
     assert torch.equal(torch.stack([heard(sequence)[-1] for sequence in sequences]), eager)
     with pytest.raises(ValueError, match="a batch of newest tokens"), torch.no_grad():
         rig.decoder.forward(ids, runner.cache.layers, start, last_only=False)
+
+
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_texts_at_once_are_the_texts_alone(tmp_path: Path, chunk: int) -> None:
+    path = write_mixed(tmp_path / "m.gguf", **{"llama.attention.sliding_window": 50})
+    prompts = [[(n * i + 7) % 250 for i in range(n)] for n in (40, 1, 3, 100, 33, 64, 17)]
+    for params in (SamplingParams(max_tokens=20, temperature=0.0), SamplingParams(max_tokens=20, seed=5)):
+        with LLM(path, "cpu", 160, 1, chunk_size=512) as llm:
+            expected = [llm.generate(prompt, params)[0].tokens for prompt in prompts]
+        with LLM(path, "cpu", 160, cpu.max_threads(), chunk_size=chunk, parallel=4) as llm:
+            assert [completion.tokens for completion in llm.generate(prompts, params)] == expected
+            assert [llm.generate(prompt, params)[0].tokens for prompt in prompts[:3]] == expected[:3]
 
 
 def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
