@@ -103,6 +103,7 @@ def serve(
     repeat_penalty: options.RepeatPenalty = 1.0,
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
+    deterministic: options.Deterministic = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
     backend: options.BackendName = "auto",
@@ -152,7 +153,16 @@ def serve(
 
         progress = ProgressLine()
         llm = LLM(
-            model, device, ctx_size, threads, backend, reuse_prefix=True, cache_type=held, progress=progress
+            model,
+            device,
+            ctx_size,
+            threads,
+            backend,
+            reuse_prefix=True,
+            cache_type=held,
+            deterministic=deterministic,
+            parallel=parallel,
+            progress=progress,
         )
         progress.clear()
         return LLMEngine(llm)

@@ -1,11 +1,17 @@
 """The server in front of a real, tiny model: the same texts as LLM itself gives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.runner import Result
+from quengine.sampler import Sample
+from quengine.sequence import Sequence as LLMSequence
+from quengine.serve.engine_port import Event, Finished, GenerationRequest, Piece
 from quengine.serve.llm_engine import LLMEngine
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
@@ -133,3 +139,125 @@ def test_a_step_that_fails_fails_its_request_alone(path: Path, monkeypatch: pyte
         assert bad.status_code == 500 and "not finite" in bad.json()["error"]["message"]
         assert client.post("/v1/completions", json={"prompt": [8, 8]}).status_code == 200
         assert client.get("/health").status_code == 200
+
+
+def request(request_id: int, prompt: list[int], tokens: int = 12) -> GenerationRequest:
+    params = SamplingParams(temperature=1.2, seed=4, max_tokens=tokens, ignore_eos=True)
+    return GenerationRequest(request_id, prompt, params, 0, False, 0.0)
+
+
+def collect(engine: LLMEngine, events: list[Event]) -> tuple[dict[int, list[int]], dict[int, str]]:
+    """Tokens by request, and how each ended."""
+    tokens: dict[int, list[int]] = {}
+    ends: dict[int, str] = {}
+    for event in events:
+        assert event.request_id not in ends, "nothing comes after the end"
+        if isinstance(event, Piece):
+            tokens.setdefault(event.request_id, []).extend(event.tokens)
+        else:
+            ends[event.request_id] = event.reason if isinstance(event, Finished) else event.message
+    assert engine.stats().cache_used == 0 and not engine.stats().slots
+    return tokens, ends
+
+
+def steps(engine: LLMEngine) -> list[Event]:
+    events: list[Event] = []
+    while engine.stats().slots:
+        events += engine.step()
+    return events
+
+
+@pytest.fixture
+def four(path: Path) -> Iterator[LLMEngine]:
+    engine = LLMEngine(LLM(path, device="cpu", threads=1, parallel=4))
+    yield engine
+    engine.close()
+
+
+PROMPTS = {1: [5, 6, 7], 2: list(range(70)), 3: [9], 4: list(range(70, 100))}
+
+
+def test_four_texts_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LLM) -> None:
+    assert four.capacity == 4
+    for request_id, prompt in PROMPTS.items():
+        four.add(request(request_id, prompt))
+    sizes = []
+    decode_batch = four._llm.runner.decode_batch
+
+    def watched(sequences: Sequence[LLMSequence]) -> list[Result]:
+        sizes.append(len(sequences))
+        return decode_batch(sequences)
+
+    four._llm.runner.decode_batch = watched  # type: ignore[method-assign]
+    tokens, ends = collect(four, steps(four))
+    for request_id, prompt in PROMPTS.items():
+        assert tokens[request_id] == llm.generate(prompt, request(0, prompt).params)[0].tokens
+    assert ends == dict.fromkeys(PROMPTS, "length") and max(sizes) == 4
+
+
+def test_a_cancelled_text_is_gone_at_the_next_step_and_its_blocks_with_it(four: LLMEngine) -> None:
+    for request_id, prompt in PROMPTS.items():
+        four.add(request(request_id, prompt))
+    events = four.step()
+    four.cancel(2)
+    for _ in range(3):
+        events += four.step()
+    four.cancel(1)
+    assert all(slot.request_id in (3, 4) for slot in four.stats().slots)
+    tokens, ends = collect(four, events + steps(four))
+    assert set(ends) == {3, 4} and len(tokens[3]) == len(tokens[4]) == 12
+
+
+def test_a_text_whose_logits_are_not_finite_fails_alone(four: LLMEngine) -> None:
+    for request_id, prompt in PROMPTS.items():
+        four.add(request(request_id, prompt))
+    sampler = four._requests[4].sampler
+    sample = sampler.sample
+
+    def poisoned(logits: Tensor, history: Sequence[int], position: int) -> Sample:
+        return sample(logits * float("nan") if position == 35 else logits, history, position)
+
+    sampler.sample = poisoned  # type: ignore[method-assign]
+    tokens, ends = collect(four, steps(four))
+    assert "token 35" in ends[4] and "not finite" in ends[4] and len(tokens[4]) == 5
+    assert [ends[i] for i in (1, 2, 3)] == ["length"] * 3
+
+
+def test_of_a_step_that_fails_as_a_whole_the_text_to_blame_is_found(four: LLMEngine) -> None:
+    for request_id, prompt in PROMPTS.items():
+        four.add(request(request_id, prompt))
+    decode_batch = four._llm.runner.decode_batch
+
+    def failing(sequences: Sequence[LLMSequence]) -> list[Result]:
+        if any(s.num_prompt_tokens == 70 and len(s.generated) == 3 for s in sequences):
+            raise RuntimeError("out of something")
+        return decode_batch(sequences)
+
+    four._llm.runner.decode_batch = failing  # type: ignore[method-assign]
+    tokens, ends = collect(four, steps(four))
+    assert ends[2] == "RuntimeError: out of something" and len(tokens[2]) == 3
+    assert [ends[i] for i in (1, 3, 4)] == ["length"] * 3
+    assert [len(tokens[i]) for i in (1, 3, 4)] == [12] * 3
+
+
+def test_many_readers_of_four_slots_each_get_their_own_text(path: Path, llm: LLM) -> None:
+    def make_engine() -> LLMEngine:
+        return LLMEngine(LLM(path, device="cpu", threads=1, parallel=4))
+
+    texts = [f"{i} the cat {'a b ' * i}" for i in range(9)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with (
+        serving(make_engine, settings={"model_names": ("tiny",), "parallel": 4}) as served,
+        served.openai() as client,
+        ThreadPoolExecutor(9) as pool,
+    ):
+        assert served.server.worker.slots == 4
+
+        def ask(text: str) -> str:
+            answer = client.completions.create(model="tiny", prompt=text, extra_body=GREEDY)
+            return answer.choices[0].text
+
+        got = list(pool.map(ask, texts))
+        worker = served.server.worker
+        assert served.wait_until(lambda: worker.idle and not worker.stats.cache_used)
+    assert got == [completion.text for completion in llm.generate(texts, params)]
