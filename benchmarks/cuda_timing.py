@@ -50,9 +50,8 @@ def random_part(name: str, rows: int, cols: int, device: str = "cuda") -> Packed
             plane.view(torch.float16).uniform_(1e-4, 1e-3)
     if layout.scales == 2:
         scales.random_(112, 120)
-    return PackedPart(
-        layout, rows, cols, random_bytes(layout.low_bytes), random_bytes(layout.high_bytes), scales, supers
-    )
+    planes = (random_bytes(layout.low_bytes), random_bytes(layout.high_bytes), scales, supers)
+    return PackedPart(layout, rows, cols, *planes, gain=1.0, norm=float(cols))
 
 
 def copies_past_l2(nbytes: int) -> int:

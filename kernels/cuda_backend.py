@@ -16,9 +16,9 @@ from quengine.kernels.cuda.activations import RoundedActivations, round_activati
 from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode, attention_decode_round
 from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.embedding import embedding
-from quengine.kernels.cuda.half import HalfRows
+from quengine.kernels.cuda.half import HalfRows, Products
 from quengine.kernels.cuda.kv_store import KVStore
-from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
+from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_products, matmul_swiglu
 from quengine.kernels.cuda.matvec import matvec
 from quengine.kernels.cuda.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.matvec_program import RoundingScratch
@@ -90,10 +90,12 @@ class CudaBackend:
 
     def norm_linear(
         self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | Products:
         rows = self._normed(x, norm, eps)
         if bias is not None and isinstance(rows, RoundedActivations) and rows.rows == 1:
             return self._matmul(rows, weight, bias.view(1, -1))
+        if bias is None and not isinstance(rows, RoundedActivations):
+            return matmul_products(rows, weight, self._workspace(), pdl=self.pdl)
         y = self._matmul(rows, weight, None)
         return y if bias is None else y.add_(bias)
 
@@ -101,7 +103,7 @@ class CudaBackend:
         rows = self._normed(x, norm, eps)
         if isinstance(rows, RoundedActivations):
             return matvec_swiglu(rows, gate_up, scratch=self._rounding_scratch(), pdl=self.pdl)
-        return matmul_swiglu(rows, gate_up, self._workspace())
+        return matmul_swiglu(rows, gate_up, self._workspace(), self.pdl)
 
     def linear_add(
         self, x: Rows, weight: PackedWeight, residual: Residual, norm: Tensor | None = None, eps: float = 0.0
@@ -114,20 +116,23 @@ class CudaBackend:
             return matvec_norm(rows, weight, stream, norm, eps, self._rounding_scratch(), self.pdl)
         return NormedRows(*matmul_norm(rows, weight, self._workspace(), stream, norm, eps, pdl=self.pdl))
 
-    def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Rows:
+    def attention(self, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer, start: Position) -> Rows:
         cache = KVStore.of_layer(layer)
         if isinstance(start, DecodeBatch):
             return self._decode(qkv, spec, cache, start.positions, start.block_tables, self.pdl)
         if isinstance(start, Tensor):
             return self._decode(qkv, spec, cache, start, None, self.pdl)
         first, table = (start.start, start.block_table) if isinstance(start, Chunk) else (start, None)
-        tokens = qkv.shape[0]
+        tokens = (qkv.values if isinstance(qkv, Products) else qkv).shape[0]
         positions = self._positions(first, tokens)
         if tokens == 1:
             tables = None if table is None else table[None]
             # Positions made just now must be complete before the launch that reads them begins.
             return self._decode(qkv, spec, cache, positions, tables, False)
         q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table)
+        if isinstance(qkv, Products):
+            out = attention_prefill(q, spec, cache, 0, first, torch.float16, self.pdl, table)
+            return self._workspace().as_they_are(out)
         return attention_prefill(q, spec, cache, 0, first, torch.float32, self.pdl, table)
 
     def logits(self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, last_only: bool) -> Tensor:
@@ -137,7 +142,7 @@ class CudaBackend:
 
     def _decode(
         self,
-        qkv: Tensor,
+        qkv: Tensor | Products,
         spec: AttentionSpec,
         cache: KVStore,
         positions: Tensor,
@@ -145,6 +150,7 @@ class CudaBackend:
         pdl: bool,
     ) -> Rows:
         """Attention of one token of each of B sequences, as the matmul behind it reads it."""
+        qkv = qkv.finish() if isinstance(qkv, Products) else qkv
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
         workspace = self._decode_workspace(spec, rows)
         if takes_q_dot(rows):
@@ -167,7 +173,7 @@ class CudaBackend:
         x = self._rounded(x)
         if isinstance(x, RoundedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
-        return matmul(x, weight, self._workspace(), residual)
+        return matmul(x, weight, self._workspace(), residual, self.pdl)
 
     def _positions(self, start: int, tokens: int) -> Tensor:
         """start .. start + tokens - 1, made once for the layers of a chunk."""

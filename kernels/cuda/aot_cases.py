@@ -16,7 +16,7 @@ from quengine.kernels import cuda_backend
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType, can_store
-from quengine.kernels.cuda import attention_prefill, launch_table
+from quengine.kernels.cuda import attention_prefill, launch_table, matmul_wgmma
 from quengine.kernels.cuda.layout import packed_layout
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight, can_pair
 from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
@@ -124,6 +124,7 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
     replaced: list[tuple[object, str, object]] = [
         (cuda_backend, "has_dependent_launch", lambda _: arch >= 90),
         (attention_prefill, "is_hopper", lambda _: arch >= 90),
+        (matmul_wgmma, "is_hopper", lambda _: arch == 90),
         (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
     ]
     originals = [getattr(module, name) for module, name, _ in replaced]
@@ -281,7 +282,7 @@ def _part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
     if not fmt.is_quantized:
         return FloatPart(_empty(rows, cols, dtype=_FLOATS[name]))
     plane = _empty(16, dtype=torch.uint8)
-    return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane)
+    return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

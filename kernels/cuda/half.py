@@ -8,6 +8,12 @@ of column k, q = k // 32 % 4 is the lane's place in its quad and j = k // 8 % 4 
 
     tiled [rows / 8, columns / 128, j, row, q, 8 columns]
 
+Ordered rows, for Hopper's matrix units, lie one after the other, but their columns stand as they meet in one
+instruction of 16: columns 2p and 2p + 1 (p = 0, 1) of half h of step j of the quad's four lanes. Groups of 32 give one
+such order of 128 columns, groups of 16 one of 64; a matmul may have weights of both kinds, so there are two copies.
+
+    ordered [2, rows, columns / (4 * group), j, h, p, q, 2 columns]
+
 Does not know: packed layouts, or which matmul reads the rows.
 """
 
@@ -18,15 +24,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROW_MAJOR = tl.constexpr(0)
+TILED = tl.constexpr(1)
+ORDERED_32 = tl.constexpr(2)
+ORDERED_16 = tl.constexpr(3)
+
 ROWS_A_TILE = 8
 COLUMNS_A_TILE = 128
 
 
 @dataclass(frozen=True)
 class HalfRows:
-    """T rows of K activations: x is about values * unscale. values fp16 [T, K], unit inner stride, or tiled (see the
-    module) with columns padded to 128 and rows to what `padded_rows` says, the padding being anything; unscale fp32
-    [T], powers of two."""
+    """T rows of K activations: x is about values * unscale. values fp16 [T, K], unit inner stride, or tiled (six
+    axes; see the module) with columns padded to 128 and rows to what `padded_rows` says, the padding being anything,
+    or ordered [2, rows padded likewise, K]; unscale fp32 [T], powers of two."""
 
     values: Tensor
     unscale: Tensor
@@ -53,11 +64,25 @@ class HalfRows:
     def tiled(self) -> bool:
         return self.values.ndim == 6
 
+    @property
+    def ordered(self) -> bool:
+        return self.values.ndim == 3
+
+    @property
+    def stride(self) -> int:
+        """From a row to the next, or from a tile of rows to the next."""
+        return self.values.stride(1 if self.ordered else 0)
+
+    @property
+    def form(self) -> int:
+        """How the values lie, as kernels take it (`half_place`)."""
+        return int({2: ROW_MAJOR, 3: ORDERED_32, 6: TILED}[self.values.ndim].value)
+
     def fits(self, cols: int) -> bool:
         """Whether these are rows of `cols` columns (tiled: as far as can be told)."""
         if self.tiled:
             return self.values.shape[1] == -(-cols // COLUMNS_A_TILE)
-        return self.values.shape[1] == cols
+        return self.values.shape[-1] == cols
 
     def as_tiled(self) -> "HalfRows":
         """The same rows, copied into tiles."""
@@ -66,8 +91,20 @@ class HalfRows:
         padded = torch.nn.functional.pad(self.values, padding).view(tiles, 8, blocks, 4, 4, 8)
         return HalfRows(padded.permute(0, 2, 4, 1, 3, 5).contiguous(), self.unscale)
 
+    def as_ordered(self) -> "HalfRows":
+        """The same rows, copied into the orders of columns. Raises ValueError where K is no multiple of 128."""
+        rows, cols = self.values.shape
+        ordered = self.values.new_empty(ordered_shape(rows, cols))
+        for copy, group in zip(ordered, (32, 16), strict=True):
+            split = self.values.view(rows, -1, 4, group // 8, 2, 2, 2)
+            copy[:rows] = split.permute(0, 1, 3, 4, 5, 2, 6).reshape(rows, cols)
+        return HalfRows(ordered, self.unscale)
+
     def row_major(self, cols: int) -> Tensor:
         """The values, fp16 [T, cols], one row after the other."""
+        if self.ordered:
+            split = self.values[0, : self.rows].view(self.rows, -1, 4, 2, 2, 4, 2)
+            return split.permute(0, 1, 5, 2, 3, 4, 6).reshape(self.rows, cols)
         if not self.tiled:
             return self.values
         tiles, blocks = self.values.shape[:2]
@@ -76,8 +113,22 @@ class HalfRows:
 
     def dequantize(self, cols: int | None = None) -> Tensor:
         """fp32 [T, K]; K must be given where the rows are tiled and it is no multiple of 128."""
-        width = self.values.shape[1] * (COLUMNS_A_TILE if self.tiled else 1) if cols is None else cols
+        width = self.values.shape[1] * COLUMNS_A_TILE if self.tiled else self.values.shape[-1]
+        width = width if cols is None else cols
         return self.row_major(width).float() * self.unscale[:, None]
+
+
+@dataclass(frozen=True)
+class Products:
+    """Half rows times a weight, before they are unscaled: they stand for values fp32 [T, N] * unscale [T] / gain."""
+
+    values: Tensor
+    unscale: Tensor
+    gain: float
+
+    def finish(self) -> Tensor:
+        """The rows they stand for, fp32 [T, N], in their place."""
+        return finish(self.values, self.unscale, self.gain, None, self.values)
 
 
 def padded_rows(rows: int) -> int:
@@ -90,15 +141,38 @@ def tiled_shape(rows: int, cols: int) -> tuple[int, int, int, int, int, int]:
     return padded_rows(rows) // ROWS_A_TILE, triton.cdiv(cols, COLUMNS_A_TILE), 4, 8, 4, 8
 
 
+def ordered_shape(rows: int, cols: int) -> tuple[int, int, int]:
+    """Raises ValueError where such rows are not to be had."""
+    if cols % COLUMNS_A_TILE:
+        raise ValueError(f"ordered rows have a multiple of {COLUMNS_A_TILE} columns, not {cols}")
+    return 2, padded_rows(rows), cols
+
+
 @triton.jit
-def half_place(row, column, stride, TILED: tl.constexpr):
+def half_place(row, column, stride, FORM: tl.constexpr):
     """Where row `row`, column `column` of half rows stands. `stride`: fp16 from a row to the next, or, tiled, from
     a tile of rows to the next."""
-    if TILED:
+    if FORM == TILED:
         place = (row >> 3) * stride + ((column >> 7) * 1024 + ((column >> 3) & 3) * 256)
         return place + (row & 7) * 32 + (((column >> 5) & 3) * 8 + (column & 7))
+    elif FORM == ORDERED_32:
+        place = (column & ~127) + ((column >> 2) & 7) * 16 + ((column >> 1) & 1) * 8
+        return row * stride + (place + ((column >> 5) & 3) * 2 + (column & 1))
+    elif FORM == ORDERED_16:
+        place = (column & ~63) + ((column >> 2) & 3) * 16 + ((column >> 1) & 1) * 8
+        return row * stride + (place + ((column >> 4) & 3) * 2 + (column & 1))
     else:
         return row * stride + column
+
+
+@triton.jit
+def store_half(out_ptr, row, column, stride, copy, values, mask, FORM: tl.constexpr):
+    """Store `values` as half rows: fp16, or `out_ptr`'s own type in plain rows. `copy`: fp16 from one copy of ordered
+    rows to the other."""
+    values = values.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + half_place(row, column, stride, FORM), values, mask=mask)
+    if FORM == ORDERED_32:
+        tl.store(out_ptr + copy + half_place(row, column, stride, ORDERED_16), values, mask=mask)
 
 
 @triton.jit
@@ -114,7 +188,7 @@ def half_scale(peak):
 
 @triton.jit
 def _half_rows_kernel(
-    x_ptr, half_ptr, unscale_ptr, K, half_stride, BLOCK: tl.constexpr, TILED: tl.constexpr, PDL: tl.constexpr
+    x_ptr, half_ptr, unscale_ptr, K, half_stride, copy, BLOCK: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -130,26 +204,19 @@ def _half_rows_kernel(
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-        # The result may lie over the row itself: block n of it covers bytes of block n / 2, which has been read.
-        tl.debug_barrier()
-        place = half_place(row, k, half_stride, TILED)
-        tl.store(half_ptr + place, (x * scale).to(tl.float16), mask=k < K)
+        store_half(half_ptr, row, k, half_stride, copy, x * scale, k < K, FORM)
 
 
 def half_rows(x: Tensor, out: HalfRows | None = None, pdl: bool = False) -> HalfRows:
-    """Round contiguous fp32 rows [T, K] to scaled fp16, tiled if `out` is."""
+    """Round contiguous fp32 rows [T, K] to scaled fp16, in the form of `out`."""
     rows = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     block = min(4096, int(triton.next_power_of_2(x.shape[1])))
     _half_rows_kernel[(x.shape[0],)](
-        x, rows.values, rows.unscale, x.shape[1], rows.values.stride(0), BLOCK=block, TILED=rows.tiled, PDL=pdl,
+        x, rows.values, rows.unscale, x.shape[1], rows.stride, rows.values.stride(0), BLOCK=block, FORM=rows.form,
+        PDL=pdl,
         num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return rows
-
-
-def half_rows_in_place(x: Tensor, unscale: Tensor) -> HalfRows:
-    """As `half_rows`, the result lying in the first half of each row of x, which is lost."""
-    return half_rows(x, HalfRows(x.view(torch.float16)[:, : x.shape[1]], unscale))
 
 
 @triton.jit

@@ -1,22 +1,25 @@
 """Matrix times more than one row, on packed weights: batched decode and prefill.
 
 Two ways, by the number of rows (launch_table.py keeps the measured crossover):
-- fused (matmul_fused.py): weights are dequantized to fp16 in registers, read packed and never written;
+- fused (matmul_wgmma.py on Hopper, else matmul_fused.py): weights are dequantized to fp16 in registers, read packed
+  and never written;
 - dequantize to a reused fp16 workspace (expand.py), then cuBLAS with fp32 sums and an fp32 result.
 Both round activations and weights to fp16 once, scaled by powers of two (half.py).
 Does not know: models, or where rows come from.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import triton
 from torch import Tensor
 
 from quengine.kernels.cuda.expand import dequantize_part
-from quengine.kernels.cuda.half import HalfRows, finish, half_rows, half_rows_in_place, tiled_shape
+from quengine.kernels.cuda.half import HalfRows, Products, finish, half_rows, ordered_shape, tiled_shape
 from quengine.kernels.cuda.launch_table import fused_limit
 from quengine.kernels.cuda.matmul_fused import FusedScratch, launch_fused
+from quengine.kernels.cuda.matmul_wgmma import launch_wgmma, uses_wgmma
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
 from quengine.kernels.cuda.rms_norm import finish_norm_half, rms_norm_half
 from quengine.kernels.cuda.swiglu import swiglu_products, swiglu_rows
@@ -35,10 +38,12 @@ class MatmulWorkspace:
         self.weights = torch.empty(max_weights, dtype=torch.float16, device=device)
         self.scratch = FusedScratch(device)
         self._room: dict[str, Tensor] = {}
+        self._ones: Tensor | None = None
 
     def half_rows(self, rows: int, cols: int) -> HalfRows:
-        """Scaled fp16 rows, tiled where the fused way is taken; one set at a time is in use."""
-        shape = tiled_shape(rows, cols) if rows <= fused_limit() else (rows, cols)
+        """Scaled fp16 rows, tiled or ordered where the fused way is taken; one set at a time is in use."""
+        form = _form(rows, cols, self.weights.device)
+        shape = (rows, cols) if form is None else form(rows, cols)
         return HalfRows(self._take("rows", torch.float16, rows, *shape), self.unscale(rows))
 
     def unscale(self, rows: int) -> Tensor:
@@ -47,6 +52,16 @@ class MatmulWorkspace:
     def gated(self, rows: int, width: int) -> Tensor:
         """fp32 rows of SwiGLU."""
         return self._take("gated", torch.float32, rows, rows, width)
+
+    def gated_unscale(self, rows: int) -> Tensor:
+        return self._take("gated unscale", torch.float32, rows, rows)
+
+    def as_they_are(self, values: Tensor) -> HalfRows:
+        """fp16 rows that need no scale."""
+        rows = values.shape[0]
+        if self._ones is None or self._ones.shape[0] < rows:
+            self._ones = torch.ones(rows, dtype=torch.float32, device=values.device)
+        return HalfRows(values, self._ones[:rows])
 
     def _take(self, name: str, dtype: torch.dtype, rows: int, *shape: int) -> Tensor:
         size = math.prod(shape)
@@ -59,6 +74,17 @@ class MatmulWorkspace:
             wanted = _FEW_ROWS * triton.cdiv(size, rows) if rows <= _FEW_ROWS else size
             held = self._room[name] = torch.empty(wanted, dtype=dtype, device=self.weights.device)
         return held[:size].view(shape)
+
+
+def matmul_products(
+    x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool = False
+) -> Products | Tensor:
+    """`matmul`, left unscaled where that saves a pass. The scale lies in the workspace, until the next rows there."""
+    half = _halved(x, weight, workspace, pdl)
+    if half.rows > fused_limit() and _expands_at_once(weight, workspace):
+        products, gain = _multiply_all(half, weight, workspace)
+        return Products(products, half.unscale, gain)
+    return matmul(half, weight, workspace, pdl=pdl)
 
 
 def matmul(
@@ -83,7 +109,7 @@ def matmul(
     first = 0
     for part in weight.parts:
         if isinstance(part, PackedPart) and rows <= fused_limit():
-            launch_fused(half, part, weight.paired, y, first, workspace.scratch, residual, pdl=pdl)
+            _launch(half, part, weight.paired, y, first, workspace, residual, pdl=pdl)
         else:
             _expand_and_multiply(half, part, weight.paired, workspace, residual, y, first)
         first += part.rows
@@ -120,8 +146,9 @@ def _halved(x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspa
         if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous():
             raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")
         x = half_rows(x, workspace.half_rows(x.shape[0], x.shape[1]), pdl)
-    elif x.rows <= fused_limit() and not x.tiled:
-        x = x.as_tiled()
+    elif x.values.ndim == 2:
+        form = _form(x.rows, weight.cols, x.values.device)
+        x = x if form is None else x.as_ordered() if form is ordered_shape else x.as_tiled()
     if not x.fits(weight.cols):
         raise ValueError(f"rows of {list(x.values.shape)} for weights of {weight.cols}")
     return x
@@ -140,9 +167,10 @@ def matmul_swiglu(
         return swiglu_rows(matmul(half, gate_up, workspace, pdl=pdl), pdl=pdl)
     if rows <= fused_limit():
         gated = workspace.gated(rows, gate_up.rows // 2)
-        launch_fused(half, part, True, gated, 0, workspace.scratch, swiglu=True, pdl=pdl)
+        _launch(half, part, True, gated, 0, workspace, swiglu=True, pdl=pdl)
         return half_rows(gated, workspace.half_rows(rows, gate_up.rows // 2), pdl)
-    out = workspace.gated(rows, gate_up.rows // 2)
+    values = torch.empty(rows, gate_up.rows // 2, dtype=torch.float16, device=half.values.device)
+    out = HalfRows(values, workspace.gated_unscale(rows))
     # Some gate rows and their up rows at a time, so that neither they nor their products take much memory.
     most = max(16, min(workspace.weights.numel() // part.cols, _PRODUCTS // rows))
     pieces = triton.cdiv(part.rows, most)
@@ -151,8 +179,31 @@ def matmul_swiglu(
         count = min(tiles, part.tiles - tile)
         expanded = workspace.weights[: 16 * count * part.cols].view(16 * count, part.cols)
         dequantize_part(part, True, expanded, tile, count)
-        swiglu_products(_products(half, expanded), half.unscale, part.gain, out, 8 * tile)
-    return half_rows_in_place(out, workspace.unscale(rows))
+        swiglu_products(_products(half, expanded), half, part, out, 8 * tile)
+    return out
+
+
+def _form(rows: int, cols: int, device: torch.device) -> Callable[[int, int], tuple[int, ...]] | None:
+    """The shape of half rows for the fused way on this device; None where that is not taken."""
+    if rows > fused_limit():
+        return None
+    return ordered_shape if uses_wgmma(device, cols) else tiled_shape
+
+
+def _launch(
+    x: HalfRows,
+    part: PackedPart,
+    paired: bool,
+    out: Tensor,
+    first: int,
+    workspace: MatmulWorkspace,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    pdl: bool = False,
+) -> None:
+    """See `launch_fused`."""
+    launch = launch_wgmma if x.ordered else launch_fused
+    launch(x, part, paired, out, first, workspace.scratch, residual, swiglu, pdl)
 
 
 def _expands_at_once(weight: PackedWeight, workspace: MatmulWorkspace) -> bool:

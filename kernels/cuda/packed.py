@@ -33,7 +33,8 @@ class PackedPart:
     high: Tensor
     scales: Tensor
     supers: Tensor
-    gain: float = 1.0  # a power of two: gain * weights use fp16's range well (for prefill; see half.py)
+    gain: float  # a power of two: gain * weights use fp16's range well (for prefill; see half.py)
+    norm: float  # a bound on the length (2-norm) of every row
 
     @property
     def tiles(self) -> int:
@@ -169,6 +170,7 @@ class _Planes:
         self.tiles = -(-rows // TILE_ROWS)
         self.filled = 0
         self.peak = torch.zeros((), device=device)
+        self.norm = torch.zeros((), device=device)
         sizes = (
             self.layout.low_bytes,
             self.layout.high_bytes,
@@ -187,14 +189,24 @@ class _Planes:
             if values is not None:
                 plane[filled] = values.reshape(tiles, self.chunks, -1)
         self.filled += tiles
-        self.peak = torch.maximum(self.peak, _largest(groups))
+        bounds = _bounds(groups)
+        self.peak = torch.maximum(self.peak, bounds.amax())
+        self.norm = torch.maximum(self.norm, bounds.square().sum(1).mul(groups.group).sqrt().amax())
 
     def finish(self) -> PackedPart:
         if self.filled != self.tiles:
             raise ValueError(f"packed {self.filled} of {self.tiles} tiles")
         low, high, scales, supers = self.planes
         return PackedPart(
-            self.layout, self.rows, self.cols, low, high, scales, supers, _gain(float(self.peak))
+            self.layout,
+            self.rows,
+            self.cols,
+            low,
+            high,
+            scales,
+            supers,
+            _gain(float(self.peak)),
+            float(self.norm),
         )
 
     def _planes_of(self, groups: Groups) -> tuple[Tensor | None, ...]:
@@ -210,15 +222,15 @@ class _Planes:
         return low, high, _scale_plane(groups, layout), _super_plane(groups, layout)
 
 
-def _largest(groups: Groups) -> Tensor:
-    """A bound on the finite |w| of some rows."""
+def _bounds(groups: Groups) -> Tensor:
+    """A bound on the finite |w| of each group, fp32 [rows, groups]."""
     fmt = groups.format
     largest = max(map(abs, fmt.table)) if fmt.table else max(fmt.offset, 2**fmt.bits - 1 - fmt.offset)
     bound = groups.scales().abs() * largest
     mins = groups.mins()
     if mins is not None:
         bound = bound + mins.abs()
-    return bound.nan_to_num(0, 0, 0).amax()
+    return bound.nan_to_num(0, 0, 0)
 
 
 def _gain(peak: float) -> float:

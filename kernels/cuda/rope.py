@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
+from quengine.kernels.cuda.half import Products
 from quengine.kernels.cuda.kv_store import BLOCK, KVStore, store_rows, table_rows
 
 
@@ -81,6 +82,7 @@ def _rope_store_kernel(
     q_norm_ptr,
     k_norm_ptr,
     query_scale_ptr,
+    unscale_ptr,
     position_ptr,
     table_ptr,
     q_ptr,
@@ -89,6 +91,7 @@ def _rope_store_kernel(
     k_scale_ptr,
     v_scale_ptr,
     eps,
+    inverse_gain,
     context,
     blocks,
     qkv_stride,
@@ -100,6 +103,7 @@ def _rope_store_kernel(
     HALVES: tl.constexpr,
     NORM: tl.constexpr,
     QUERY_SCALE: tl.constexpr,
+    UNSCALE: tl.constexpr,
     Q8: tl.constexpr,
     PAGED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -116,8 +120,15 @@ def _rope_store_kernel(
     head_ptr = qkv_ptr + token * qkv_stride + head * HEAD_DIM
     offset = position * (ROPE_DIM // 2)
     cos, sin, partner = load_angles(cos_ptr + offset, sin_ptr + offset, PADDED, ROPE_DIM, HALVES)
+    scale = 1.0
+    if UNSCALE:
+        scale = tl.load(unscale_ptr + token) * inverse_gain
+        if NORM:  # a normed head has no scale, but its eps has
+            eps /= scale * scale
     if first_head < HEADS:
         q = load_rotated(head_ptr, live, cos, sin, partner, q_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
+        if UNSCALE and not NORM:
+            q *= scale
         if QUERY_SCALE:
             q *= tl.load(query_scale_ptr + position)
         d = tl.arange(0, PADDED)[None, :]
@@ -134,9 +145,11 @@ def _rope_store_kernel(
         row = (head - HEADS).to(tl.int64) * context + at
         if first_head < HEADS + KV_HEADS:
             k = load_rotated(head_ptr, live, cos, sin, partner, k_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
+            if UNSCALE and not NORM:
+                k *= scale
             store_rows(k, row, live & inside, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
         else:
-            v = load_heads(head_ptr, live, HEAD_DIM, PADDED)
+            v = load_heads(head_ptr, live, HEAD_DIM, PADDED) * scale
             row -= context * KV_HEADS
             store_rows(v, row, live & inside, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
 
@@ -147,7 +160,7 @@ def rope_warps(elements: int) -> int:
 
 
 def rope_store(
-    qkv: torch.Tensor,
+    qkv: torch.Tensor | Products,
     spec: AttentionSpec,
     cache: KVStore,
     sequence: int,
@@ -157,12 +170,15 @@ def rope_store(
 ) -> torch.Tensor:
     """Rotate queries and keys of T tokens of one sequence and write its keys and values to the cache.
 
-    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride; positions: int32 [T] on
-    the device (a position past the context is not written). With `block_table`, int32 on the device, `cache` is a
-    pool and `sequence` 0: position p is row `block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. Returns the
-    rotated queries [T, heads, head_dim] fp16. With `pdl` the launch may overlap the end of the one before it (sm_90
-    and later only).
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride, or products of that shape that are
+    unscaled here; positions: int32 [T] on the device (a position past the context is not written). With
+    `block_table`, int32 on the device, `cache` is a pool and `sequence` 0: position p is row
+    `block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. Returns the rotated queries [T, heads, head_dim] fp16.
+    With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
+    gain, unscale = 1.0, None
+    if isinstance(qkv, Products):
+        gain, unscale, qkv = qkv.gain, qkv.unscale, qkv.values
     tokens = qkv.shape[0]
     kv_heads, context, head_dim = cache.k.shape[1:]
     assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
@@ -180,6 +196,7 @@ def rope_store(
         spec.q_norm if spec.q_norm is not None else spec.cos,
         spec.k_norm if spec.k_norm is not None else spec.cos,
         spec.query_scale if spec.query_scale is not None else spec.cos,
+        spec.cos if unscale is None else unscale,
         positions,
         table,
         q,
@@ -188,6 +205,7 @@ def rope_store(
         k_scale,
         v_scale,
         spec.eps,
+        1.0 / gain,
         context,
         blocks,
         qkv.stride(0),
@@ -199,6 +217,7 @@ def rope_store(
         HALVES=spec.rope_layout == "halves",
         NORM=spec.q_norm is not None,
         QUERY_SCALE=spec.query_scale is not None,
+        UNSCALE=unscale is not None,
         Q8=cache.q8_0,
         PAGED=block_table is not None,
         BLOCK_HEADS=block_heads,

@@ -5,10 +5,11 @@ import torch
 
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import matmul as module
-from quengine.kernels.cuda import matmul_fused
+from quengine.kernels.cuda import matmul_fused, matmul_wgmma
+from quengine.kernels.cuda.attention_prefill import is_hopper
 from quengine.kernels.cuda.expand import dequantize_part
-from quengine.kernels.cuda.half import HalfRows, half_rows, half_rows_in_place
-from quengine.kernels.cuda.launch_table import FusedGeometry
+from quengine.kernels.cuda.half import HalfRows, half_rows, ordered_shape
+from quengine.kernels.cuda.launch_table import FusedGeometry, WgmmaGeometry
 from quengine.kernels.cuda.layout import PACKED_FORMATS
 from quengine.kernels.cuda.matmul import (
     MatmulWorkspace,
@@ -34,9 +35,13 @@ def workspace(device: torch.device, weights: int = 1 << 16) -> MatmulWorkspace:
     return MatmulWorkspace(weights, device)
 
 
-@pytest.fixture(params=["fused", "expanded"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(module, "fused_limit", lambda: 64 if request.param == "fused" else 0)
+@pytest.fixture(params=["fused", "wgmma", "expanded"])
+def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "wgmma" and not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    if request.param == "fused":
+        monkeypatch.setattr(module, "uses_wgmma", lambda *_: False)
+    monkeypatch.setattr(module, "fused_limit", lambda: 0 if request.param == "expanded" else 64)
     return str(request.param)
 
 
@@ -125,6 +130,22 @@ def test_swiglu_of_a_paired_weight(room: int, device: torch.device) -> None:
     assert nmse(rows, swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
 
 
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+@pytest.mark.usefixtures("way")
+def test_swiglu_of_rows_of_any_size(size: float, device: torch.device) -> None:
+    """One row is all in one column, as far from the bound that scales the result as a row can be; one is zero."""
+    gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
+    x = ordinary_activations(9, 256)
+    x[3] *= 1e-3
+    x[3, 17] = 100.0
+    x[4] = 0.0
+    y = matmul_swiglu((size * x).to(device), pack([gate, up], device, paired=True), workspace(device))
+    rows = y.dequantize(24) if isinstance(y, HalfRows) else y
+    exact = swiglu(expected(size * x, [gate, up]))
+    live = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert nmse(rows[live], exact[live]) < 20 * FP16_ROUNDING and not rows[4].any()
+
+
 @pytest.mark.parametrize("rows", [9, 33])
 @pytest.mark.usefixtures("way")
 def test_the_norm_behind_a_matmul(rows: int, device: torch.device) -> None:
@@ -149,6 +170,7 @@ def test_the_norm_behind_a_matmul(rows: int, device: torch.device) -> None:
 def test_every_way_to_share_a_product_gives_it(
     geometry: FusedGeometry, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "uses_wgmma", lambda *_: False)
     monkeypatch.setattr(matmul_fused, "fused_geometry", lambda *_: geometry)
     weight, x = ordinary_weight(name, 24, 512), ordinary_activations(9, 512)
     residual = ordinary_activations(9, 24, 3)
@@ -156,6 +178,40 @@ def test_every_way_to_share_a_product_gives_it(
     for _ in range(2):  # the second launch finds the tickets as the first one found them
         y = matmul(x.to(device), pack(weight, device), room, residual.to(device))
         assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "F16"])
+@pytest.mark.parametrize(
+    ("rows", "geometry"),
+    [
+        (3, WgmmaGeometry(4, 1, 4, True)),
+        (17, WgmmaGeometry(4, 3, 4, False)),
+        (64, WgmmaGeometry(8, 2, 3, False)),
+        (127, WgmmaGeometry(8, 5, 3, True)),
+        (40, WgmmaGeometry(16, 1, 6, False, 128)),
+    ],
+)
+def test_hopper_shares_a_product_too(
+    rows: int, geometry: WgmmaGeometry, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
+    weight, x = ordinary_weight(name, 200, 2048), ordinary_activations(rows, 2048)
+    residual, room = ordinary_activations(rows, 200, 3), workspace(device, 1 << 20)
+    for _ in range(2):
+        y = matmul(x.to(device), pack(weight, device), room, residual.to(device))
+        assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
+
+
+def test_on_hopper_a_row_does_not_depend_on_how_many_there_are(device: torch.device) -> None:
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    weight = pack(ordinary_weight("Q4_K", 4096, 4096), device)
+    x, room = ordinary_activations(127, 4096).to(device), workspace(device)
+    most = matmul(x, weight, room)
+    for rows in (2, 9, 30, 64):
+        assert torch.equal(matmul(x[:rows].contiguous(), weight, room), most[:rows])
 
 
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
@@ -175,19 +231,26 @@ def test_tiled_rows_are_the_rows(rows: int, cols: int, device: torch.device) -> 
     assert torch.equal(plain.as_tiled().row_major(cols), plain.values)
 
 
+def test_ordered_rows_are_the_rows_twice(device: torch.device) -> None:
+    x = ordinary_activations(9, 384).to(device)
+    plain = half_rows(x)
+    room = torch.empty(ordered_shape(9, 384), dtype=torch.float16, device=device)
+    ordered = half_rows(x, HalfRows(room, torch.empty(9, device=device)))
+    assert torch.equal(ordered.row_major(384), plain.values)
+    assert torch.equal(plain.as_ordered().values[:, :9], ordered.values[:, :9])
+    lane, block = 2, 5  # columns of one lane of the quad in one block of 16, by both sizes of group
+    for copy, group in zip(ordered.values, (32, 16), strict=True):
+        half, step = block % 2, block // 2 % (group // 8)
+        first = block // (group // 4) * 4 * group + lane * group + 8 * step + 4 * half
+        at = 16 * block + 2 * lane
+        assert torch.equal(copy[:9, [at, at + 1, at + 8, at + 9]], plain.values[:, first : first + 4])
+
+
 def test_short_batches_keep_their_room_when_a_long_prompt_comes(device: torch.device) -> None:
     room = workspace(device)
     few = room.half_rows(3, 256)
     room.half_rows(2048, 256)
     assert room.half_rows(100, 256).values.data_ptr() == few.values.data_ptr()
-
-
-@pytest.mark.parametrize("cols", [96, 576, 4160])
-def test_half_rows_over_the_rows_themselves(cols: int, device: torch.device) -> None:
-    x = ordinary_activations(5, cols).to(device)
-    wanted = half_rows(x)
-    found = half_rows_in_place(x, torch.empty(5, device=device))
-    assert torch.equal(found.values, wanted.values) and torch.equal(found.unscale, wanted.unscale)
 
 
 def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:

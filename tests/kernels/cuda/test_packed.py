@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from quengine.kernels.block_formats import FORMATS, Groups, unpack
+from quengine.kernels.block_formats import FORMATS, Groups, dequantize, unpack
 from quengine.kernels.cuda import packed
 from quengine.kernels.cuda.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, pack, unpack_part
 from quengine.kernels.quant_tensor import QuantTensor
+from tests.kernels.cuda.weights import ordinary_weight
 
 
 def random_weight(name: str, rows: int, cols: int, seed: int = 0) -> QuantTensor:
@@ -50,6 +51,15 @@ def test_planes_take_at_most_three_percent_over_the_file(name: str, cols: int) -
     bits_per_weight = 8 * layout.chunk_bytes / (16 * layout.chunk)
     assert bits_per_weight <= 1.03 * FORMATS[name].bits_per_weight
     assert {"Q4_K": 4.65, "Q6_K": 6.7}.get(name, 9) >= bits_per_weight
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_no_row_is_longer_than_its_part_says(name: str, device: torch.device) -> None:
+    weight = ordinary_weight(name, 40, 512)
+    (part,) = pack(weight, device).parts
+    assert isinstance(part, PackedPart)
+    longest = float(dequantize(weight.format, weight.data).norm(dim=1).max())
+    assert longest <= part.norm < 8 * longest
 
 
 def test_neighbours_of_one_format_become_one_part(device: torch.device) -> None:
