@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -115,7 +116,8 @@ def source(launch: Launch) -> ASTSource:
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    language = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    return language(launch.kernel, signature, constants, attributes)
 
 
 def compile_launch(launch: Launch, arch: int) -> Compiled:

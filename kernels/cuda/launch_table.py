@@ -59,6 +59,19 @@ class FusedGeometry:
     registers: int = 0
 
 
+@dataclass(frozen=True)
+class WgmmaGeometry:
+    """A program of the fused matmul on Hopper: `warps` (a multiple of 4) tiles of 16 weight rows; `splits` programs
+    share the columns, which fixes the order in which a row is summed. `stages` sets of 128 columns of the rows are in
+    shared memory; `overlap`: the matrix units work on one set while the next one is dequantized."""
+
+    warps: int
+    splits: int = 1
+    stages: int = 4
+    overlap: bool = True
+    registers: int = 0
+
+
 @cache
 def _table() -> dict[str, Any]:
     return dict(json.loads(_TABLE.read_text()))
@@ -95,6 +108,30 @@ def fused_geometry(part: PackedPart, kind: str, rows: int) -> FusedGeometry:
     key = f"{kind} {part.layout.format} {part.rows} x {part.cols} by {8 * token_tiles}"
     entry = _table().get(device_name(), {}).get("fused", {}).get(key)
     return FusedGeometry(*entry) if entry else default_fused(part, token_tiles)
+
+
+def wgmma_block(rows: int) -> int:
+    """How many rows the matrix instruction takes at a time: a power of two from 8 to 128."""
+    block = 8
+    while block < rows:
+        block *= 2
+    return block
+
+
+def wgmma_geometry(part: PackedPart, kind: str, rows: int) -> WgmmaGeometry:
+    """Geometry of the fused matmul on Hopper; kind "rows" or "swiglu"."""
+    key = f"{kind} {part.layout.format} {part.rows} x {part.cols}"
+    entry = _table().get(device_name(), {}).get("wgmma", {}).get(key)
+    if entry is None:
+        return default_wgmma(part, rows)
+    warps, stages, overlap, registers = entry[str(wgmma_block(rows))]
+    return WgmmaGeometry(warps, entry["splits"], stages, overlap, registers)
+
+
+def default_wgmma(part: PackedPart, rows: int) -> WgmmaGeometry:
+    """About three programs of 4 warps on each of 132 multiprocessors, with two chunks each or more."""
+    splits = max(1, min(part.chunks // 2, 396 // -(-part.tiles // 4)))
+    return WgmmaGeometry(4, splits, 4 if rows <= 64 else 3, rows <= 16)
 
 
 def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.cuda.activations import RoundedActivations, round_group, store_rounded
-from quengine.kernels.cuda.half import HalfRows, half_place, half_scale
+from quengine.kernels.cuda.half import HalfRows, half_scale, store_half
 
 _PLAIN = tl.constexpr(0)
 _ROUND = tl.constexpr(1)
@@ -107,6 +107,7 @@ def _rms_norm_kernel(
     x_stride,
     residual_stride,
     out_stride,
+    copy,
     inverse_gain,
     eps,
     WIDTH: tl.constexpr,
@@ -115,7 +116,7 @@ def _rms_norm_kernel(
     TAIL: tl.constexpr,
     ADD: tl.constexpr,
     FORM: tl.constexpr,
-    TILED: tl.constexpr,
+    HALF_FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -163,11 +164,9 @@ def _rms_norm_kernel(
             y *= scale[:, None]
             if TAIL > 0:
                 y_tail *= scale[:, None]
-        at = out_ptr + half_place(row, column, out_stride, TILED)
-        tl.store(at, y.to(out_ptr.dtype.element_ty), mask=live)
+        store_half(out_ptr, row, column, out_stride, copy, y, live, HALF_FORM)
         if TAIL > 0:
-            at = out_ptr + half_place(row, tail_column, out_stride, TILED)
-            tl.store(at, y_tail.to(out_ptr.dtype.element_ty), mask=tail_live)
+            store_half(out_ptr, row, tail_column, out_stride, copy, y_tail, tail_live, HALF_FORM)
 
 
 def rms_norm(
@@ -210,11 +209,11 @@ def rms_norm_round(
 def rms_norm_half(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: HalfRows | None = None, pdl: bool = False
 ) -> HalfRows:
-    """As `rms_norm`, the result rounded to scaled fp16 rows for the matmuls (half.py), tiled if `out` is."""
+    """As `rms_norm`, the result rounded to scaled fp16 rows for the matmuls (half.py), in the form of `out`."""
     half = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     assert half.rows == x.shape[0] and half.fits(x.shape[1]) and half.values.is_contiguous()
     outputs = (half.values, half.values, half.unscale, half.values)
-    _launch(x, weight, eps, None, outputs, half.values.stride(0), _HALF.value, pdl, tiled=half.tiled)
+    _launch(x, weight, eps, None, outputs, half.stride, _HALF.value, pdl, half=half)
     return half
 
 
@@ -232,9 +231,7 @@ def finish_norm_half(
     unscale / gain + residual, and `out` its RMSNorm. `unscale` may be that of `out`."""
     outputs = (out.values, out.values, out.unscale, out.values)
     unscaled = (unscale, gain)
-    _launch(
-        products, weight, eps, residual, outputs, out.values.stride(0), _HALF.value, pdl, unscaled, out.tiled
-    )
+    _launch(products, weight, eps, residual, outputs, out.stride, _HALF.value, pdl, unscaled, out)
     return out
 
 
@@ -248,7 +245,7 @@ def _launch(
     form: int,
     pdl: bool,
     unscaled: tuple[torch.Tensor, float] | None = None,
-    tiled: bool = False,
+    half: HalfRows | None = None,
 ) -> None:
     rows, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,) and weight.is_contiguous()
@@ -264,6 +261,7 @@ def _launch(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         out_stride,
+        0 if half is None else half.values.stride(0),
         1.0 if unscaled is None else 1.0 / unscaled[1],
         eps,
         WIDTH=width,
@@ -272,7 +270,7 @@ def _launch(
         TAIL=shape.tail,
         ADD=_FINISH.value if unscaled else _ALONE.value if residual is None else _ADD.value,
         FORM=form,
-        TILED=tiled,
+        HALF_FORM=0 if half is None else half.form,
         PDL=pdl,
         num_warps=shape.warps,
         launch_pdl=pdl,
