@@ -1,6 +1,6 @@
 """Decode and prefill attention at Mistral-7B's shapes: 32 query heads over 8 of 128, against bytes and SDPA.
 
-    python benchmarks/attention.py [decode|prefill] [--json FILE] [--sweep]
+    python benchmarks/attention.py [decode|prefill|batch] [--json FILE] [--sweep]
 
 Times are per launch inside a CUDA graph of 16 layers, each with its own cache.
 """
@@ -15,6 +15,7 @@ from timing import COPY_BYTES_PER_SECOND, graph_us
 
 import quengine.kernels.cuda.attention_decode as decode
 import quengine.kernels.cuda.attention_prefill as prefill
+from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.activations import RoundedActivations
@@ -90,6 +91,55 @@ def decode_table(spec: AttentionSpec, pdl: bool) -> list[dict[str, float | bool]
             )
             floor = decode_floor(depth, q8_0)
             print(f"decode q8_0={q8_0} pdl={pdl} depth={depth}: {us:.2f} us, floor {floor:.2f}", flush=True)
+    return results
+
+
+def random_pool(rows: int, q8_0: bool) -> KVStore:
+    """A pool of so many rows, of any content that is a number."""
+    cache = KVStore.allocate(1, 1, KV_HEADS, HEAD_DIM, DEVICE, q8_0)
+    planes = [plane for plane in (cache.k, cache.v, cache.k_scale, cache.v_scale) if plane is not None]
+    shapes = [(1, KV_HEADS, rows, plane.shape[-1]) for plane in planes]
+    return KVStore(
+        *(torch.ones(s, dtype=p.dtype, device=DEVICE) for s, p in zip(shapes, planes, strict=True))
+    )
+
+
+def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: bool) -> float:
+    """Microseconds of one launch over blocks in no order, each layer with a pool of its own."""
+    blocks = depth // BLOCK_SIZE + 1
+    layers = min(LAYERS, max(2, (8 << 30) // (batch * blocks * BLOCK_SIZE * 4096)))
+    pools = [random_pool(batch * blocks * BLOCK_SIZE, q8_0) for _ in range(layers)]
+    tables = torch.randperm(batch * blocks, device=DEVICE).to(torch.int32).view(batch, blocks)
+    qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
+    positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
+    workspace = decode.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
+    rounded = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
+    plain = torch.empty(batch, HEADS * HEAD_DIM, device=DEVICE)
+
+    def launch(pool: KVStore) -> None:
+        if rounds:
+            decode.attention_decode_round(qkv, spec, pool, positions, workspace, rounded, True, tables)
+        else:
+            decode.attention_decode(qkv, spec, pool, positions, workspace, plain, True, tables)
+
+    return graph_us([lambda pool=pool: launch(pool) for pool in pools])
+
+
+def batch_table(spec: AttentionSpec) -> list[dict[str, float | bool]]:
+    """Paged against contiguous for one sequence; then batches."""
+    results: list[dict[str, float | bool]] = []
+    for q8_0 in (False, True):
+        caches = [random_cache(q8_0) for _ in range(LAYERS)]
+        for depth in (128, 4096, 16384):
+            row = {"q8_0": q8_0, "batch": 1, "depth": depth, "us": time_paged(spec, depth, 1, q8_0, True)}
+            row["contiguous"] = time_decode(spec, caches, depth, True)
+            results.append(row | {"floor": decode_floor(depth, q8_0)})
+        del caches
+        for batch, depth in itertools.product((8, 32, 64), (256, 2048)):
+            us, floor = time_paged(spec, depth, batch, q8_0, False), batch * decode_floor(depth, q8_0)
+            results.append({"q8_0": q8_0, "batch": batch, "depth": depth, "us": us, "floor": floor})
+    for row in results:
+        print("batch", *(f"{key}={value:.2f}" for key, value in row.items()), flush=True)
     return results
 
 
@@ -176,19 +226,21 @@ def prefill_sweep(spec: AttentionSpec) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="?", choices=["decode", "prefill"])
+    parser.add_argument("what", nargs="?", choices=["decode", "prefill", "batch"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     spec = mistral_spec()
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "unit": "us"}
-    if args.what != "prefill":
+    if args.what in (None, "batch"):
+        report["batch"] = batch_table(spec)
+    if args.what in (None, "decode"):
         report["decode"] = (
             [decode_sweep(spec, q8_0) for q8_0 in (False, True)]
             if args.sweep
             else [decode_table(spec, pdl) for pdl in (False, True)]
         )
-    if args.what != "decode":
+    if args.what in (None, "prefill"):
         report["prefill"] = prefill_sweep(spec) if args.sweep else prefill_table(spec)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

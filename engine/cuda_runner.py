@@ -2,35 +2,35 @@
 
 The newest token and its position stay on the device. A step's graph is launched before the token of the step before
 it is read on the host, so that text, stop strings and printing happen behind the computation; the step that turns out
-to follow an end token is thrown away. Settings that the captured sampling has no room for (log-probabilities, a
-constraint, no top-k) take the eager path of Runner.
+to follow an end token is thrown away. Settings that are not sampled on the device (log-probabilities, a constraint)
+take the eager path of Runner.
+
+Over a paged cache the same goes for many sequences: cuda_batch.py says who is computed, cuda_batch_graphs.py how.
 """
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from quengine.cuda_batch import BUCKETS, BatchDecoder, bucket_of
+from quengine.cuda_batch_graphs import BatchGraphs
+from quengine.graph_capture import capture
 from quengine.graph_nodes import GraphNodes, count_nodes
+from quengine.graph_sampling import GREEDY, GraphKey, settings_of
+from quengine.kernels.backend import BLOCK_SIZE, Chunk
 from quengine.kernels.cuda.compile_ahead import compiling_only, marker
-from quengine.kernels.cuda.sampling import (
-    MAX_CAPACITY,
-    NO_TOKEN,
-    DecodeState,
-    SamplingBuffers,
-    Settings,
-    sample_step,
-)
+from quengine.kernels.cuda.sampling import NO_TOKEN, DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda_backend import has_dependent_launch
 from quengine.kv_cache import KVCache
 from quengine.machine import physical_cores
 from quengine.models.decoder import Decoder
 from quengine.ranges import Range
-from quengine.runner import Runner
+from quengine.runner import Result, Runner
 from quengine.sampler import Sample
-from quengine.sampling_params import SamplingParams
 from quengine.scheduler import Batch
 from quengine.sequence import Sequence
 
@@ -55,25 +55,6 @@ class PendingToken(Protocol):
     def wait(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class GraphKey:
-    """What a graph is captured for: candidates kept for sampling, and whether bias and penalties have room."""
-
-    top_k: int
-    bias: bool
-    penalties: bool
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> "GraphKey | None":
-        """None where the settings cannot be sampled in a graph."""
-        if params.logprobs is not None or params.constraint is not None:
-            return None
-        if not params.greedy and not 1 <= params.top_k <= MAX_CAPACITY:
-            return None
-        top_k = 1 if params.greedy else 64 if params.top_k <= 64 else MAX_CAPACITY
-        return cls(top_k, bool(params.logit_bias), params.penalizes)
-
-
 _COMPILED_ROWS = (12, 130, 144)
 """Lengths of prompts whose kernels are compiled ahead: short, long, and long in whole groups of 16, which Triton
 compiles apart."""
@@ -89,6 +70,8 @@ class CudaRunner(Runner):
         super().__init__(decoder, cache)
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self._run = _Run(None, None)
+        self.batches: BatchGraphs | None = None
+        self._batch_decoder: BatchDecoder | None = None
 
     @torch.no_grad()
     def compile_kernels(self) -> None:
@@ -99,21 +82,71 @@ class CudaRunner(Runner):
         decoder, device = self.decoder, self.decoder.backend.device
         chunk = min(self.cache.ctx_size, decoder.chunk_size)
         shape = (decoder.config, decoder.bytes_per_token, chunk, self.cache.nbytes // self.cache.ctx_size)
-        done = marker(torch.cuda.get_device_name(device), *shape)
+        batches = (self._expected_rows(),) if self.cache.num_blocks else ()
+        done = marker(torch.cuda.get_device_name(device), *shape, *batches)
         if done.is_file():
             return
-        state = DecodeState.allocate(1, self.cache.ctx_size, device)
         with compiling_only(min(_COMPILERS, physical_cores())):
-            logits = decoder.forward(state.tokens, self.cache.layers, state.positions)
-            for top_k in _COMPILED_TOP_K:
-                buffers = SamplingBuffers.allocate(1, logits.shape[1], top_k, device, False, False)
-                sample_step(logits, state, buffers, has_dependent_launch(device))
+            if self.cache.num_blocks:
+                self._rehearse_batches()
+            else:
+                self._rehearse_step()
             for rows in _COMPILED_ROWS:
                 if rows <= chunk:
-                    self.forward([0] * rows, 0)
+                    self._rehearse_prompt(rows)
         torch.cuda.synchronize(device)
         with suppress(OSError):  # a cache that cannot be written: searched again next time
             done.touch()
+
+    def _rehearse_step(self) -> None:
+        device = self.decoder.backend.device
+        state = DecodeState.allocate(1, self.cache.ctx_size, device)
+        logits = self.decoder.forward(state.tokens, self.cache.layers, state.positions)
+        for top_k in _COMPILED_TOP_K:
+            buffers = SamplingBuffers.allocate(1, logits.shape[1], top_k, device, False, False)
+            sample_step(logits, state, buffers, has_dependent_launch(device))
+
+    def _rehearse_batches(self) -> None:
+        most = self._expected_rows()
+        batches = BatchGraphs(self.decoder, self.cache, most)
+        for bucket in BUCKETS[: BUCKETS.index(bucket_of(most)) + 1]:
+            batches.rehearse(bucket, GREEDY)
+        for top_k in _COMPILED_TOP_K:
+            batches.rehearse(1, GraphKey(top_k, bias=False, penalties=False))
+
+    def _rehearse_prompt(self, rows: int) -> None:
+        if not self.cache.num_blocks:
+            self.forward([0] * rows, 0)
+            return
+        device = self.decoder.backend.device
+        blocks = -(-rows // BLOCK_SIZE)
+        table = torch.full((blocks,), self.cache.spare_block, dtype=torch.int32, device=device)
+        ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.decoder.forward(ids, self.cache.layers, Chunk(0, table))
+
+    def _expected_rows(self) -> int:
+        """Sequences that run at once, as far as the size of the cache tells."""
+        whole = -(-self.cache.ctx_size // BLOCK_SIZE)
+        return min(BUCKETS[-1], -(-self.cache.num_blocks // whole))
+
+    def decode_batch(self, sequences: Seq[Sequence]) -> list[Result]:
+        if len(sequences) > BUCKETS[-1]:
+            self.batches = self._batch_decoder = None
+            return super().decode_batch(sequences)
+        with Range("decode step"):
+            return self._decoder_of(len(sequences)).step(sequences)
+
+    def _decoder_of(self, count: int) -> BatchDecoder:
+        """With room for so many rows; what a smaller one had under way is computed again."""
+        if self._batch_decoder is None or self.batches is None or self.batches.rows < count:
+            rows = bucket_of(max(count, self._expected_rows()))
+            self.batches = BatchGraphs(self.decoder, self.cache, rows)
+            self._batch_decoder = BatchDecoder(self.batches, self._alone, self.sample_row)
+        return self._batch_decoder
+
+    def _alone(self, sequence: Sequence) -> Result:
+        """One sequence's token, eagerly: says what is wrong with its logits."""
+        return super().decode_batch([sequence])[0]
 
     def step(self, batch: Batch) -> Sample | None:
         key = GraphKey.of(batch.sequence.params)
@@ -136,6 +169,8 @@ class CudaRunner(Runner):
 
     @property
     def kernels_per_step(self) -> int | None:
+        if self.batches is not None:
+            return None if self.batches.nodes is None else self.batches.nodes.kernels
         return None if self._run.graph is None else self._run.graph.nodes.kernels
 
 
@@ -190,21 +225,8 @@ class CapturedStep:
         self.nodes = count_nodes(self.graph.raw_cuda_graph())
 
     def begin(self, sequence: Sequence) -> None:
-        params, ids = sequence.params, sequence.token_ids
-        settings = Settings(
-            temperature=params.temperature,
-            top_k=1 if params.greedy else params.top_k,
-            typical_p=params.typical_p,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repeat=params.repeat_penalty,
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            repeat_last_n=params.repeat_last_n,
-            seed=sequence.sampler.seed,
-            stream=sequence.sampler.stream,
-        )
-        self.buffers.set(0, settings, ids, dict(params.logit_bias))
+        ids = sequence.token_ids
+        self.buffers.set(0, settings_of(sequence), ids, dict(sequence.params.logit_bias))
         self.state.history[0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
         self.state.tokens.fill_(ids[-1])
         self.state.positions.fill_(len(ids) - 1)
@@ -225,17 +247,7 @@ class CapturedStep:
             logits = decoder.forward(self.state.tokens, cache.layers, self.state.positions)
             sample_step(logits, self.state, self.buffers, pdl)
 
-        # A first run compiles the kernels. It writes one row of the cache, at the last position, and leaves the
-        # state to `begin`.
+        # The first run writes one row of the cache, at the last position, and leaves the state to `begin`.
         self.state.positions.fill_(cache.ctx_size - 1)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
-        with torch.cuda.graph(graph):
-            step()
-        graph.instantiate()
+        graph, _ = capture(step, step)
         return graph

@@ -118,7 +118,8 @@ def test_another_sequence_begins_anew(runner: CudaRunner, graph: FakeGraph) -> N
         (SamplingParams(), GraphKey(64, False, False)),
         (SamplingParams(top_k=100, presence_penalty=0.5), GraphKey(128, False, True)),
         (SamplingParams(temperature=0, logit_bias={3: 1.0}), GraphKey(1, True, False)),
-        (SamplingParams(top_k=0), None),
+        (SamplingParams(top_k=0), GraphKey(0, False, False)),
+        (SamplingParams(top_k=500, repeat_penalty=1.1), GraphKey(0, False, True)),
         (SamplingParams(temperature=0, logprobs=1), None),
     ],
 )
@@ -142,7 +143,7 @@ def test_kernels_are_not_looked_for_again_where_the_marker_says_they_were_compil
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
-    cache = SimpleNamespace(ctx_size=4, nbytes=64, layers=[])
+    cache = SimpleNamespace(ctx_size=4, nbytes=64, layers=[], num_blocks=0)
     marker("GPU X", "model", 10, 4, 16).touch()
     CudaRunner(Shape(), cache).compile_kernels()  # type: ignore[arg-type]
 

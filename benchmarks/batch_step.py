@@ -1,0 +1,108 @@
+"""A batched decode step in its graph, on a synthetic Mistral-7B Q4_K_M: time a step, and where it goes.
+
+    python benchmarks/batch_step.py MODEL.gguf [--batches 1,8,32,64] [--depth 256] [--json FILE]
+
+Sequences of one length decode greedily. "step" is the graph with the copy of its tokens, launched one behind the other;
+"call" is one `Runner.decode_batch`, a step ahead. Kernels are the profiler's, per step.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from quengine import LLM, SamplingParams
+from quengine.cuda_batch import bucket_of
+from quengine.cuda_runner import CudaRunner
+from quengine.graph_sampling import GREEDY
+from quengine.kernels.backend import BLOCK_SIZE
+from quengine.sampler import Sample, Sampler
+from quengine.sequence import Sequence
+from quengine.text_stream import TextStream
+
+STEPS = 20
+
+
+def decoding(llm: LLM, batch: int, depth: int) -> list[Sequence]:
+    """Sequences whose cache holds `depth` tokens; what they are does not matter to the time."""
+    params = SamplingParams(temperature=0, ignore_eos=True, seed=1)
+    blocks = (depth + 4 * STEPS) // BLOCK_SIZE + 2
+    made = []
+    for number in range(batch):
+        sequence = Sequence(
+            [(7 * number + i) % 1000 for i in range(depth + 1)],
+            params,
+            Sampler(params, llm.model_config.vocab_size),
+            TextStream(lambda _: b""),
+            frozenset(),
+            llm.ctx_size,
+        )
+        sequence.num_cached_tokens = depth
+        sequence.block_table = list(range(number * blocks, (number + 1) * blocks))
+        made.append(sequence)
+    return made
+
+
+def call(runner: CudaRunner, sequences: list[Sequence]) -> None:
+    for sequence, result in zip(sequences, runner.decode_batch(sequences), strict=True):
+        assert isinstance(result, Sample), result
+        sequence.num_cached_tokens += 1
+        sequence.token_ids.append(result.token)
+
+
+def measure(llm: LLM, batch: int, depth: int) -> dict[str, object]:
+    runner = llm.runner
+    assert isinstance(runner, CudaRunner)
+    sequences = decoding(llm, batch, depth)
+    for _ in range(4):
+        call(runner, sequences)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        call(runner, sequences)
+    torch.cuda.synchronize()
+    call_ms = (time.perf_counter() - began) / STEPS * 1e3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(STEPS):
+            call(runner, sequences)
+        torch.cuda.synchronize()
+    kernels: dict[str, float] = {}
+    for event in profile.key_averages():
+        kernels[event.key] = event.self_device_time_total / STEPS / 1e3
+    assert runner.batches is not None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(STEPS):  # the rows go on by themselves
+        runner.batches.launch(bucket_of(batch), GREEDY)
+    end.record()
+    end.synchronize()
+    step_ms = start.elapsed_time(end) / STEPS
+    shares = sorted(kernels.items(), key=lambda item: -item[1])[:12]
+    return {"batch": batch, "depth": depth, "step_ms": step_ms, "call_ms": call_ms, "kernels": dict(shares)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--batches", default="1,8,32,64")
+    parser.add_argument("--depth", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    batches = [int(part) for part in args.batches.split(",")]
+    results = []
+    with LLM(args.model, "cuda", 512, parallel=max(2, *batches)) as llm:
+        for batch in batches:
+            row = measure(llm, batch, args.depth)
+            results.append(row)
+            print(f"batch {batch}: step {row['step_ms']:.3f} ms, call {row['call_ms']:.3f} ms", flush=True)
+            for name, ms in row["kernels"].items():  # type: ignore[attr-defined]
+                print(f"    {ms:8.3f} ms  {name[:70]}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps({"benchmark": "batch_step", "batches": batches}))
+
+
+if __name__ == "__main__":
+    main()
