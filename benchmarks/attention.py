@@ -15,9 +15,8 @@ from timing import COPY_BYTES_PER_SECOND, graph_us
 
 import quengine.kernels.cuda.attention_decode as decode
 import quengine.kernels.cuda.attention_prefill as prefill
-from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda.activations import RoundedActivations
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rope_store
