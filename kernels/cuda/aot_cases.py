@@ -17,6 +17,7 @@ from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, Chunk, DecodeBat
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType, can_store
 from quengine.kernels.cuda import attention_prefill, launch_table, matmul_wgmma
+from quengine.kernels.cuda.batch_rows import settle_rows
 from quengine.kernels.cuda.layout import packed_layout
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight, can_pair
 from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
@@ -202,6 +203,7 @@ def _sampling_cases() -> Iterator[Case]:
     ):
         name = f"sample top-k {top_k} of {vocab}" + (", bias and penalties" if extras else "")
         yield Case(name, top_k <= 64, archs, partial(_sample, top_k, vocab, extras))
+    yield Case("end of a batched step", True, ARCHS, _settle)
 
 
 def _layer(
@@ -253,6 +255,11 @@ def _norm(width: int, rows: int, backend: MetaBackend) -> None:
 def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
     buffers = SamplingBuffers.allocate(1, vocab, top_k, META, extras, extras)
     sample_step(_empty(1, vocab), DecodeState.allocate(1, CONTEXT, META), buffers, backend.pdl)
+
+
+def _settle(_: MetaBackend) -> None:
+    tokens, others = _empty(BATCH, dtype=torch.int64), _empty(BATCH, dtype=torch.int32)
+    settle_rows(tokens, others, others, tokens)
 
 
 def _start(rows: int) -> Position:
