@@ -49,7 +49,7 @@ def bench(
     repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times each test is run.")] = 5,
     batches: Annotated[
         list[str] | None,
-        typer.Option("-b", "--batch-size", help="Sequences at once; only 1 so far. (default: 1)"),
+        typer.Option("-b", "--batch-size", help=f"Sequences at once. {_LISTS} (default: 1)"),
     ] = None,
     threads: Annotated[
         list[str] | None, typer.Option("-t", "--threads", help="CPU threads. (default: physical cores)")
@@ -158,7 +158,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("type", 12, lambda row: row.model.types),
     ("device", 9, lambda row: row.device if row.backend in row.device else f"{row.device} {row.backend}"),
     ("threads", 7, lambda row: str(row.threads)),
-    ("test", 14, lambda row: row.test.name),
+    ("test", 14, lambda row: row.name),
     ("t/s", 17, lambda row: f"{row.tok_s:.2f} ± {row.deviation:.2f}"),
     ("GB/s", 7, lambda row: _number(row.gb_s, 1)),
     ("% of bandwidth", 14, lambda row: _number(row.bandwidth_percent, 0)),

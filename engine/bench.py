@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from quengine.bench_batch import batch_positions, check_batch, time_batch
 from quengine.bench_machine import bandwidth, forget_peak, matrix_rate, peak
 from quengine.bench_row import BenchRow, BenchTest, ModelFacts
 from quengine.bench_work import bytes_per_token, prompt_operations
@@ -43,6 +44,8 @@ _SEED = 1
 class BenchPlan:
     """Everything to be timed: each model, with each thread count (None: the physical cores), in each test.
 
+    batches: numbers of sequences computed at once.
+
     profile: also time each kernel of every test. trace: the file for those times as a timeline.
     """
 
@@ -62,19 +65,31 @@ class BenchPlan:
     def profiled(self) -> bool:
         return self.profile or self.trace is not None
 
-    def positions(self, test: BenchTest) -> int:
-        """Positions of the cache that the test needs, and its profile."""
+    def positions(self, test: BenchTest, batch: int, device: str) -> int:
+        """Positions that a sequence of the test needs in the cache, and its profile."""
+        if batch > 1:
+            return batch_positions(test, batch, device)
         profiled = test.depth + test.prompt + 1 + PROFILED_TOKENS
         return max(test.positions, profiled if self.profiled and test.generate else 0)
+
+    def loads(self, device: str) -> Iterator[tuple[int, list[int]]]:
+        """How the model is loaded, and for what: positions of a sequence, numbers of sequences."""
+        alone = [batch for batch in self.batches if batch == 1]
+        together = [batch for batch in self.batches if batch > 1]
+        for batches in (alone, together):
+            if batches:
+                yield max(self.positions(test, b, device) for test in self.tests for b in batches), batches
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:
             raise EngineError(f"-r {self.repetitions}: must be at least 1")
-        unsupported = [batch for batch in self.batches if batch != 1]
-        if unsupported:
-            raise EngineError(
-                f"-b {unsupported[0]}: this version runs one sequence at a time; only -b 1 can be timed"
-            )
+        if min(self.batches) < 1:
+            raise EngineError(f"-b {min(self.batches)}: must be at least 1")
+        if max(self.batches) > 1:
+            if self.profiled:
+                raise EngineError("--profile and --trace time the kernels of one sequence; leave out -b")
+            for test in self.tests:
+                check_batch(test)
 
 
 def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
@@ -84,17 +99,17 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
         EngineError: no such model, or a test longer than its context.
         CannotRunError: no such device here, or too little memory.
     """
-    for model in plan.models:
-        _check_fits(model, plan)
     device, _ = choose_device(EngineConfig(plan.device, backend=plan.backend))
+    for model in plan.models:
+        _check_fits(model, plan, device.type)
     trace = _checked_trace(plan, device)
     rate = None
     if device.type == "cuda" and any(test.prompt and not test.generate for test in plan.tests):
         progress(f"measuring the matrix rate, {device}")
         rate = matrix_rate(device)
     bandwidths: dict[int, float] = {}
-    positions = max(plan.positions(test) for test in plan.tests)
-    for name, wanted in product(plan.models, plan.threads):
+    loads = list(plan.loads(device.type))
+    for name, wanted, (positions, batches) in product(plan.models, plan.threads, loads):
         threads = wanted or physical_cores()
         if threads not in bandwidths:
             progress(f"measuring memory bandwidth, {device}, {threads} threads")
@@ -109,19 +124,40 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
             plan.backend,
             reuse_prefix=True,
             cache_type=plan.cache_type,
+            parallel=max(batches),
             progress=progress,
         ) as llm:
-            facts = model_facts(llm.loaded.checkpoint)
-            for test in plan.tests:
-                label = f"{facts.name}, {threads} threads: {test.name}"
-                seconds = tuple(time_test(llm, test, plan.repetitions, plan.warm_up, label, progress))
-                row = _row(llm, facts, test, seconds, bandwidths[threads], rate)
-                if plan.profiled:
-                    progress(f"{label}, profiling")
-                    row = replace(row, profile=_profiles(llm, test, label, trace))
-                yield row
+            for batch, test in product(batches, plan.tests):
+                yield _timed(llm, test, batch, plan, bandwidths[threads], rate, trace, progress)
     if trace is not None:
         trace.write()
+
+
+def _timed(
+    llm: LLM,
+    test: BenchTest,
+    batch: int,
+    plan: BenchPlan,
+    bandwidth: float,
+    rate: float | None,
+    trace: TraceFile | None,
+    progress: Progress,
+) -> BenchRow:
+    """One row of one test."""
+    facts = model_facts(llm.loaded.checkpoint)
+    label = f"{facts.name}, {llm.loaded.threads} threads: {test.name}"
+    if batch > 1:
+        label += f" x {batch}"
+        times = time_batch(
+            llm, test, batch, plan.repetitions, plan.warm_up, lambda what: progress(f"{label}, {what}")
+        )
+    else:
+        times = time_test(llm, test, plan.repetitions, plan.warm_up, label, progress)
+    row = _row(llm, facts, test, batch, tuple(times), bandwidth, rate)
+    if not plan.profiled:
+        return row
+    progress(f"{label}, profiling")
+    return replace(row, profile=_profiles(llm, test, label, trace))
 
 
 def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
@@ -148,17 +184,19 @@ def _profiles(llm: LLM, test: BenchTest, label: str, trace: TraceFile | None) ->
     return tuple(profile for profile, _ in found)
 
 
-def _check_fits(model: str | Path, plan: BenchPlan) -> None:
+def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
     """Before the first minute is spent: every model is here and holds the longest test."""
     checkpoint = open_checkpoint(resolve_model(str(model)))
     context = checkpoint.config.context_length
     checkpoint.close()
-    longest = max(plan.tests, key=plan.positions)
-    if plan.positions(longest) > context:
-        raise EngineError(
-            f"{longest.name} takes {plan.positions(longest)} positions and {checkpoint.path.name} was made for "
-            f"{context}; use smaller -p, -n, -pg or -d"
-        )
+    for test, batch in product(plan.tests, plan.batches):
+        positions = plan.positions(test, batch, device)
+        if positions > context:
+            many = f" with -b {batch}" if batch > 1 else ""
+            raise EngineError(
+                f"{test.name}{many} takes {positions} positions and {checkpoint.path.name} was made for "
+                f"{context}; use smaller -p, -n, -pg or -d"
+            )
 
 
 def time_test(
@@ -206,6 +244,7 @@ def _row(
     llm: LLM,
     facts: ModelFacts,
     test: BenchTest,
+    batch: int,
     seconds: tuple[float, ...],
     bandwidth: float,
     rate: float | None,
@@ -217,7 +256,7 @@ def _row(
         backend=llm.runner.decoder.backend.name,
         threads=llm.loaded.threads,
         seconds=seconds,
-        bytes_per_token=0 if test.prompt else bytes_per_token(llm, test.depth, test.generate),
+        bytes_per_token=0 if test.prompt else bytes_per_token(llm, test.depth, test.generate, batch),
         bandwidth=bandwidth,
         load_s=llm.loaded.load_s,
         peak_bytes=peak(llm.loaded.device),
@@ -226,6 +265,7 @@ def _row(
         operations=0 if test.generate else prompt_operations(llm, test.depth, test.prompt),
         matrix_rate=rate,
         kernels_per_step=llm.runner.kernels_per_step if test.generate else None,
+        batch=batch,
     )
 
 

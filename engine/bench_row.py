@@ -67,13 +67,13 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One test on one model with one thread count.
+    """One test on one model with one thread count, of one sequence or of `batch` at once.
 
     seconds: what each repetition took. bytes_per_token: weights, and the cache read on average, for one
     generated token; 0 where a prompt is part of the test, since a chunk's tokens share one pass over the
     weights.
     bandwidth: bytes per second that the device's memory gives (see bench_machine). operations: floating-point ones of a
-    prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None on the
+    single prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None on the
     CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of which
     weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
     """
@@ -97,9 +97,14 @@ class BenchRow:
     cache_type: str = "f16"
 
     @property
+    def name(self) -> str:
+        """The test, with the number of sequences where there are several."""
+        return self.test.name + (f" x {self.batch}" if self.batch > 1 else "")
+
+    @property
     def samples(self) -> tuple[float, ...]:
-        """Tokens per second of each repetition."""
-        return tuple((self.test.prompt + self.test.generate) / s for s in self.seconds)
+        """Tokens per second of each repetition, of all sequences together."""
+        return tuple(self.batch * (self.test.prompt + self.test.generate) / s for s in self.seconds)
 
     @property
     def tok_s(self) -> float:

@@ -6,11 +6,14 @@ Does not know: how long it took.
 from quengine.llm import LLM
 
 
-def bytes_per_token(llm: LLM, depth: int, generate: int) -> int:
-    """Weights, and the cache on average, that one of `generate` tokens after `depth` tokens reads."""
+def bytes_per_token(llm: LLM, depth: int, generate: int, batch: int = 1) -> int:
+    """Weights, and the cache on average, that one of `generate` tokens after `depth` tokens reads.
+
+    `batch` sequences share a pass over the weights.
+    """
     # Token i of the test reads the rows before it and its own.
     context = depth + (generate + 1) // 2
-    return llm.runner.decoder.bytes_per_token + llm.cache_bytes(context)
+    return llm.runner.decoder.bytes_per_token // batch + llm.cache_bytes(context)
 
 
 def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:

@@ -144,25 +144,27 @@ class PagedScheduler:
         return None
 
     def _next(self) -> Batch | DecodeStep | None:
-        if self.prefilling is None:
-            self._admit()
+        while self.prefilling is None and self._admit():
+            pass
         if self.decoding and (self._decode_is_due or self.prefilling is None):
             return self._decode_step()
         return None if self.prefilling is None else self._chunk(self.prefilling)
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
         """Take in the first one that waits, if there is room; nobody overtakes it."""
         if not self.waiting or len(self.decoding) >= self.parallel:
-            return
+            return False
         sequence = self.waiting[0]
         # At least one prompt token is always computed: its logits give the first token.
         prefix = sequence.token_ids[: min(len(sequence.token_ids) - 1, self._prompt_end(sequence))]
-        # A block in hand for each running sequence: else the newcomer would soon be put out again.
+        # A block in hand for each running sequence that may grow: else the newcomer would soon be put out again.
         allocation = self.blocks.allocate(
-            prefix, self._reach(sequence, len(sequence.token_ids)), len(self.decoding)
+            prefix,
+            self._reach(sequence, len(sequence.token_ids)),
+            reserve=sum(map(self._may_grow, self.decoding)),
         )
         if allocation is None:
-            return
+            return False
         self.waiting.popleft()
         sequence.block_table = allocation.block_table
         sequence.num_cached_tokens = allocation.num_cached_tokens
@@ -173,6 +175,10 @@ class PagedScheduler:
             self.prefilling = sequence
         else:
             self.decoding.append(sequence)
+        return True
+
+    def _may_grow(self, sequence: Sequence) -> bool:
+        return len(sequence.block_table) < self.blocks.blocks_for(sequence.max_positions)
 
     def _chunk(self, sequence: Sequence) -> Batch:
         start = sequence.num_cached_tokens

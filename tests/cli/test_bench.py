@@ -89,7 +89,7 @@ def test_a_synthetic_model_needs_no_file_and_says_where_it_lies(
     ("args", "words"),
     [
         ([], "no model"),
-        (["-b", "4"], "only -b 1"),
+        (["-b", "1,0"], "-b 0: must be at least 1"),
         (["-p", "12,x"], "-p 12,x"),
         (["-p", "-5"], "-p -5"),
         (["-pg", "512"], "-pg 512"),

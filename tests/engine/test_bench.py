@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -16,12 +17,14 @@ from quengine.bench import (
     synthetic_model,
     time_test,
 )
+from quengine.bench_batch import time_batch
 from quengine.bench_machine import describe_machine
 from quengine.bench_row import BenchRow, BenchTest, ModelFacts, expand_tests
 from quengine.bench_work import prompt_operations
 from quengine.errors import CannotRunError
 from quengine.profile import read_profile
 from quengine.profile_run import PROFILED_TOKENS, Traced
+from quengine.scheduler import Batch, DecodeStep
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -167,9 +170,59 @@ def test_kernels_cannot_be_timed_on_the_cpu_and_that_is_said_before_anything_run
         assert told == []
 
 
-def test_more_than_one_sequence_is_refused_for_now() -> None:
-    with pytest.raises(EngineError, match=r"-b 8.*only -b 1"):
-        BenchPlan(["m"], [BenchTest(1, 0)], [None], batches=(1, 8))
+@pytest.mark.parametrize(
+    ("test", "plan", "message"),
+    [
+        (BenchTest(1, 0), {"batches": (1, 0)}, "-b 0: must be at least 1"),
+        (BenchTest(1, 0), {"batches": (1, 2), "profile": True}, "time the kernels of one sequence"),
+        (BenchTest(4, 0, 5), {"batches": (2,)}, "-d 5: must be a multiple of 32"),
+    ],
+)
+def test_what_cannot_be_timed_of_several_sequences_is_refused(
+    test: BenchTest, plan: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        BenchPlan(["m"], [test], [None], **plan)
+
+
+def test_several_sequences_are_timed_together(model: Path) -> None:
+    tests = expand_tests([9], [5], [(4, 2)], [0, 32])
+    plan = BenchPlan([model], tests, [1], batches=(1, 3), repetitions=2, device="cpu")
+    rows = list(run_bench(plan, lambda _: None))
+    assert [(r.batch, r.test) for r in rows] == [(b, test) for b in (1, 3) for test in tests]
+    for r in rows:
+        assert r.samples[0] == pytest.approx(r.batch * (r.test.prompt + r.test.generate) / r.seconds[0])
+        assert (r.gb_s is None) == (r.test.prompt > 0)
+    alone, together = (r for r in rows if r.test == BenchTest(0, 5))
+    assert together.name == "tg5 x 3" and together.bytes_per_token < alone.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("test", "steps"),
+    [
+        (BenchTest(9, 0), [(0, 9)] * 3),
+        (BenchTest(9, 0, 32), [(32, 9)] * 3),
+        (BenchTest(0, 5), [3] * 5),
+        (BenchTest(0, 5, 20), [3] * 5),
+    ],
+)
+def test_what_is_computed_together_is_what_the_test_says(
+    model: Path, monkeypatch: pytest.MonkeyPatch, test: BenchTest, steps: list[object]
+) -> None:
+    with LLM(model, "cpu", 96, 1, parallel=3) as llm:
+        seen: list[object] = []
+        run = llm.runner.run
+
+        def watched(batch: Batch | DecodeStep) -> object:
+            alone = isinstance(batch, Batch)
+            seen.append((batch.start, len(batch.ids)) if alone else len(batch.sequences))
+            return run(batch)
+
+        monkeypatch.setattr(llm.runner, "run", watched)
+        list(time_batch(llm, test, 3, 1, False, lambda _: None))
+        # What comes before is not timed: the depth, and the first tokens.
+        assert seen[-len(steps) :] == steps
+        assert llm.scheduler.cache_used == 0
 
 
 def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:
