@@ -1,11 +1,16 @@
 """Which device a run takes, and what it says when it cannot."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
-from quengine.load import choose_device
+from quengine.load import choose_device, load_model
+from quengine.memory import WORKSPACE
+from quengine.models.checkpoint import open_checkpoint
+from tests.tiny_models import write_tiny
 
 
 @pytest.fixture
@@ -76,3 +81,38 @@ def test_the_reference_runs_on_the_cpu_and_says_so_when_asked_otherwise() -> Non
     assert choose_device(EngineConfig(backend="reference"))[0].type == "cpu"
     with pytest.raises(EngineError, match="reference runs on the CPU"):
         choose_device(EngineConfig(backend="reference", device="cuda"))
+
+
+@pytest.mark.parametrize("cached_blocks", [11, 40])
+def test_a_cache_for_many_takes_what_memory_holds_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_blocks: int
+) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0")
+    checkpoint = open_checkpoint(path)
+    cache = checkpoint.config.kv_cache_bytes(cached_blocks * 32)
+    free = checkpoint.nbytes + WORKSPACE["cpu"] + cache
+    checkpoint.close()
+    monkeypatch.setattr("quengine.load.available_memory", lambda: free)
+    loaded = load_model(path, EngineConfig("cpu", 64, 1, parallel=8))
+    blocks = min(16, cached_blocks - 1)
+    assert loaded.cache.num_blocks == blocks and loaded.cache.nbytes <= cache
+    assert loaded.cache.layers[0].k.shape[0] == (blocks + 1) * 32
+    assert f"for {blocks * 32} tokens of up to 8 texts at once" in loaded.notes[-1]
+    loaded.checkpoint.close()
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_cache_for_many_holds_one_of_them_whole_and_a_spare_block_or_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    path = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0")
+    checkpoint = open_checkpoint(path)
+    free = checkpoint.nbytes + WORKSPACE["cpu"] + checkpoint.config.kv_cache_bytes(256 + 2 * 32)
+    checkpoint.close()
+    monkeypatch.setattr("quengine.load.available_memory", lambda: free - missing)
+    config = EngineConfig("cpu", 128, 1, parallel=4)
+    if not missing:
+        load_model(path, config).checkpoint.close()
+        return
+    with pytest.raises(CannotRunError, match="not enough memory"):
+        load_model(path, config)

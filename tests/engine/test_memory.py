@@ -6,7 +6,7 @@ import pytest
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType
-from quengine.memory import choose_context
+from quengine.memory import choose_blocks, choose_context
 from quengine.models.config import ModelConfig
 from tests.tiny_models import small_config
 
@@ -22,6 +22,14 @@ def config() -> ModelConfig:
 
 def test_the_models_own_context_is_taken_when_it_fits(config: ModelConfig) -> None:
     assert choose_context(config, None, 4 * GIB, 24 * GIB, "cpu") == 32768
+
+
+def test_blocks_are_those_of_all_sequences_or_what_fits_beside_a_spare_one(config: ModelConfig) -> None:
+    block = config.kv_cache_bytes(32)
+    assert choose_blocks(config, 100, 3, 13 * block, "f16") == 12
+    assert choose_blocks(config, 100, 3, 13 * block - 1, "f16") == 11
+    assert choose_blocks(config, 100, 3, 24 * GIB, "q8_0") == 12
+    assert choose_blocks(config, 100, 3, 0, "f16") == 4
 
 
 def test_the_context_is_cut_to_what_fits(config: ModelConfig) -> None:

@@ -121,6 +121,32 @@ def test_a_running_text_waits_for_one_short_chunk_at_most(blocks: int) -> None:
     assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes_goes_fails_and_is_put_out_nothing_is_lost(seed: int, deterministic: bool) -> None:
+    scheduler = make(blocks=12, parallel=5, deterministic=deterministic)
+    numbers = random.Random(seed)
+    live: list[FakeSequence] = []
+    for _ in range(600):
+        if len(live) < 12 and numbers.random() < 0.2:
+            ids = prompt(numbers.randrange(1, 150), numbers.randrange(3))
+            live.append(FakeSequence(ids, numbers.randrange(1, 100)))
+            scheduler.add(live[-1])
+        if live and numbers.random() < 0.05:
+            scheduler.cancel(live.pop(numbers.randrange(len(live))))
+        if scheduler.decoding and numbers.random() < 0.03:
+            numbers.choice(scheduler.decoding).error = EngineError("not finite")
+            scheduler.release()
+        step(scheduler)
+        live = [sequence for sequence in live if not sequence.finished]
+        assert sorted(map(id, live)) == sorted(map(id, [*scheduler.waiting, *scheduler._running]))
+        tables = {block for sequence in scheduler._running for block in sequence.block_table}
+        assert scheduler.blocks.num_used == len(tables)
+        assert all(not sequence.block_table for sequence in scheduler.waiting)
+    run(scheduler)
+    assert all(sequence.finished for sequence in live) and scheduler.blocks.num_used == 0
+
+
 @pytest.mark.parametrize("blocks", [400, 14])
 def test_sequences_get_their_first_token_in_order_of_arrival(blocks: int) -> None:
     scheduler = make(blocks)
