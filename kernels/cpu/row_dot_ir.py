@@ -1,7 +1,8 @@
-"""The dot products of one quantized weight row with activation records (row_ir.py), as numba intrinsics.
+"""The dot products of quantized weight rows with activation records (row_ir.py), as numba intrinsics.
 
-With one record all sums stay in registers. With several, each run of blocks is unpacked once and multiplied with every
-record in turn; a record's sums lie in memory meanwhile. The arithmetic of a record is the same, and so are its bits.
+With one record all sums stay in registers. With several, runs of blocks of two rows are unpacked once and multiplied
+with every record in turn; a record's sums lie in memory meanwhile. The arithmetic of a record and a row is the same,
+and so are its bits.
 
 Order of the sums: slices of 32 weights add into 8 lanes of two accumulators in turn; the two are added, then the lanes
 pairwise; the sum of the minimums is subtracted last. It depends on nothing but K and the format.
@@ -24,9 +25,10 @@ from quengine.kernels.cpu.block_ir import Slices, emit_blocks
 from quengine.kernels.cpu.row_ir import PREFETCH, emitter
 from quengine.kernels.cpu.vector_ir import F32, I16, Emitter, vec
 
-# What `dot_row_with_many` keeps in memory: a run of unpacked weights, int16, as they are in a record, and then of each
-# record its sums: the accumulators at 0, the minimums' at 64 and 96.
-INTS_BYTES, SUMS_BYTES = 512, 128
+# What `dot_rows_with_many` keeps in memory: of both rows a run of unpacked weights, int16, as they are in a record, and
+# then of each record its sums with both: the accumulators at 0, the minimums' at 64 and 96, those of the second row
+# behind.
+INTS_BYTES, SUMS_BYTES = 1024, 256
 
 Ints = Callable[[int], tuple[ir.Value, ir.Value]]
 
@@ -46,10 +48,11 @@ def dot_row(typingctx: Any, variant: Any, w: Any, blocks: Any, record: Any, y: A
 
 
 @intrinsic(prefer_literal=True)
-def dot_row_with_many(
+def dot_rows_with_many(
     typingctx: Any,
     variant: Any,
     w: Any,
+    apart: Any,
     blocks: Any,
     records: Any,
     stride: Any,
@@ -58,25 +61,29 @@ def dot_row_with_many(
     y: Any,
     y_stride: Any,
 ) -> Any:
-    """One weight row times `count` activation records: y[b] for b < count. `variant`: "Q4_K/...".
+    """Two weight rows times `count` activation records: y[b] and the fp32 behind it, b < count. `variant`: "Q4_K/...".
 
-    w, records, y: addresses; stride, y_stride: bytes from record to record. memory: the address of INTS_BYTES and
-    SUMS_BYTES for each record, written before they are read.
+    w, records, y: addresses; stride, y_stride: bytes from record to record. apart: bytes from the one row to the other;
+    0: there is one only, and one y. memory: the address of INTS_BYTES and SUMS_BYTES for each record, written before
+    they are read.
     """
     fmt = FORMATS[variant.literal_value.split("/")[0]]
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, w, blocks, records, stride, count, memory, y, y_stride = args
+        _, w, apart, blocks, records, stride, count, memory, y, y_stride = args
         e = emitter(context, builder)
-        dot = _RowDot(e, fmt, w, blocks)
+        dots = [_RowDot(e, fmt, row, blocks) for row in (w, builder.add(w, apart))]
+        behind = builder.select(builder.icmp_signed("==", apart, e.i64(0)), e.i64(0), e.i64(4))
 
-        def put(i: ir.Value, total: ir.Value) -> None:
-            e.store(total, builder.add(y, builder.mul(i, y_stride)))
+        def put(i: ir.Value, totals: list[ir.Value]) -> None:
+            place = builder.add(y, builder.mul(i, y_stride))
+            for total, at in zip(totals, (place, builder.add(place, behind)), strict=True):
+                e.store(total, at)
 
-        dot.with_many(records, stride, count, memory, put)
+        _dot_with_many(dots, records, stride, count, memory, put)
         return context.get_dummy_value()
 
-    return types.void(variant, *[types.int64] * 8), codegen
+    return types.void(variant, *[types.int64] * 9), codegen
 
 
 class _RowDot:
@@ -95,75 +102,17 @@ class _RowDot:
         """The fp32 dot product with one record."""
 
         def turn(i: ir.Value, blocks: int, sums: list[ir.Value]) -> list[ir.Value]:
-            content, first_slice, slices = self._read(i, blocks)
-            return self._add(content, self._ints_of(content, slices), slices, record, first_slice, sums)
+            content, first_slice, slices = self.read(i, blocks)
+            return self.add(content, self.ints_of(content, slices), slices, record, first_slice, sums)
 
         def single(i: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             first, second = self.e.halves(sums[0])
             narrow = turn(i, 1, [first, *sums[1:]])
             return [self.e.join(narrow[0], second), *narrow[1:]]
 
-        return self._total(self._loops(self._zeros(), turn, single))
+        return self.totals([self.loops(self.zeros(), turn, single)])[0]
 
-    def with_many(
-        self,
-        records: ir.Value,
-        stride: ir.Value,
-        count: ir.Value,
-        memory: ir.Value,
-        put: Callable[[ir.Value, ir.Value], None],
-    ) -> None:
-        """put(i, the dot product with record i), i < count.
-
-        The unpacked weights go through memory: held in registers LLVM would widen them for all records together, and
-        narrow them again to multiply.
-        """
-        e, places, sums = self.e, (0, 64, 96), self.e.at(memory, INTS_BYTES)
-
-        def each(body: Callable[[ir.Value, ir.Value], None]) -> None:
-            def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                body(i, e.at(sums, e.b.mul(i, e.i64(SUMS_BYTES))))
-                return []
-
-            e.loop(e.i64(0), count, 1, [], turn)
-
-        def clear(_: ir.Value, at: ir.Value) -> None:
-            for zero, place in zip(self._zeros(), places, strict=True):
-                e.store(zero, at, place)
-
-        def turn(i: ir.Value, blocks: int, _: list[ir.Value]) -> list[ir.Value]:
-            content, first_slice, slices = self._read(i, blocks)
-            step = min(2, slices)
-            emit = self._ints_of(content, slices)
-            for j in range(0, slices, step):
-                for h, part in enumerate(emit(j)):
-                    e.store(part, memory, 64 * j + 32 * step * h)
-            lanes = (8 * step, 8, 1)
-
-            def ints(j: int) -> tuple[ir.Value, ir.Value]:
-                low, high = (e.load(vec(I16, 16 * step), memory, 64 * j + 32 * step * h) for h in (0, 1))
-                return low, high
-
-            def add(b: ir.Value, at: ir.Value) -> None:
-                before = [e.load(vec(F32, n), at, place) for n, place in zip(lanes, places, strict=True)]
-                record = e.at(records, e.b.mul(b, stride))
-                after = self._add(content, ints, slices, record, first_slice, before)
-                for old, new, place in zip(before, after, places, strict=True):
-                    if new is not old:
-                        e.store(new, at, place)
-
-            each(add)
-            return []
-
-        def total(i: ir.Value, at: ir.Value) -> None:
-            lanes = zip((16, 8, 1), places, strict=True)
-            put(i, self._total([e.load(vec(F32, n), at, place) for n, place in lanes]))
-
-        each(clear)
-        self._loops([], turn, lambda i, state: turn(i, 1, state))
-        each(total)
-
-    def _loops(self, state: list[ir.Value], turn: Any, single: Any) -> list[ir.Value]:
+    def loops(self, state: list[ir.Value], turn: Any, single: Any) -> list[ir.Value]:
         """turn(i, blocks, state) over all blocks, single(i, state) for a last one; what they make of the state."""
         e, run = self.e, 256 // self.fmt.block
         whole = e.b.and_(self.blocks, e.i64(-run))
@@ -174,17 +123,21 @@ class _RowDot:
             state = e.loop(even, self.blocks, 1, state, single)
         return state
 
-    def _zeros(self) -> list[ir.Value]:
+    def zeros(self) -> list[ir.Value]:
         return [self.e.const(vec(F32, lanes), 0.0) for lanes in (16, 8, 1)]
 
-    def _total(self, sums: list[ir.Value]) -> ir.Value:
-        e, (both, mins, rest) = self.e, sums
-        total = e.total(e.b.fadd(*e.halves(both)))
-        if self.fmt.has_min:
-            total = e.b.fsub(total, e.b.fadd(e.total(mins), e.total(rest)))
-        return total
+    def totals(self, sums: list[list[ir.Value]]) -> list[ir.Value]:
+        """The dot products that the three sums of each of some rows make."""
+        e = self.e
+        totals = e.totals([both for both, _, _ in sums])
+        if not self.fmt.has_min:
+            return totals
+        mins = e.totals([mins for _, mins, _ in sums])
+        rest = [e.total(rest) for _, _, rest in sums]
+        both = zip(totals, mins, rest, strict=True)
+        return [e.b.fsub(total, e.b.fadd(part, more)) for total, part, more in both]
 
-    def _read(self, i: ir.Value, blocks: int) -> tuple[Slices, ir.Value, int]:
+    def read(self, i: ir.Value, blocks: int) -> tuple[Slices, ir.Value, int]:
         """Blocks i .. i + blocks - 1, the number of their first slice, and how many slices they have."""
         e = self.e
         address = e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes)))
@@ -193,7 +146,7 @@ class _RowDot:
         first_slice = e.b.mul(i, e.i64(self.fmt.block // 32))
         return emit_blocks(e, self.fmt, address, blocks), first_slice, blocks * self.fmt.block // 32
 
-    def _add(
+    def add(
         self,
         content: Slices,
         ints: Ints,
@@ -222,7 +175,7 @@ class _RowDot:
             total = e.fma(e.to_float(dots), factor, total)
         return [total, *mins]
 
-    def _ints_of(self, content: Slices, slices: int) -> Ints:
+    def ints_of(self, content: Slices, slices: int) -> Ints:
         """Of slices j and j + 1 (of a lone one j), side by side, as `Slices.ints` gives one."""
 
         def ints(j: int) -> tuple[ir.Value, ir.Value]:
@@ -279,3 +232,77 @@ class _RowDot:
         ):
             total = e.fma(part, sums, total)
         return total
+
+
+def _dot_with_many(
+    dots: list[_RowDot],
+    records: ir.Value,
+    stride: ir.Value,
+    count: ir.Value,
+    memory: ir.Value,
+    put: Callable[[ir.Value, list[ir.Value]], None],
+) -> None:
+    """put(i, the dot products with record i), i < count, of rows of one format.
+
+    The unpacked weights go through memory: held in registers LLVM would widen them for all records together, and
+    narrow them again to multiply.
+    """
+    e, first, fmt = dots[0].e, dots[0], dots[0].fmt
+    sums, run, size = e.at(memory, INTS_BYTES), INTS_BYTES // len(dots), SUMS_BYTES // len(dots)
+    places = (0, 64, 96) if fmt.has_min else (0,)
+
+    def each(body: Callable[[ir.Value, ir.Value], None]) -> None:
+        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            body(i, e.at(sums, e.b.mul(i, e.i64(SUMS_BYTES))))
+            return []
+
+        e.loop(e.i64(0), count, 1, [], turn)
+
+    def load(at: ir.Value, row: int, lanes: int) -> list[ir.Value]:
+        """A row's sums with a record, the accumulators as so many lanes."""
+        held = zip((lanes, 8, 1), places, strict=False)
+        return [e.load(vec(F32, n), at, size * row + place) for n, place in held] + first.zeros()[
+            len(places) :
+        ]
+
+    def clear(_: ir.Value, at: ir.Value) -> None:
+        for row in range(len(dots)):
+            for zero, place in zip(first.zeros(), places, strict=False):
+                e.store(zero, at, size * row + place)
+
+    def turn(i: ir.Value, blocks: int, _: list[ir.Value]) -> list[ir.Value]:
+        slices = blocks * fmt.block // 32
+        step = min(2, slices)
+        contents = [dot.read(i, blocks) for dot in dots]
+        for row, (dot, (content, _, _)) in enumerate(zip(dots, contents, strict=True)):
+            unpacked = dot.ints_of(content, slices)
+            for j in range(0, slices, step):
+                for h, part in enumerate(unpacked(j)):
+                    e.store(part, memory, run * row + 64 * j + 32 * step * h)
+
+        def ints_of(row: int) -> Ints:
+            def ints(j: int) -> tuple[ir.Value, ir.Value]:
+                at = run * row + 64 * j
+                low, high = (e.load(vec(I16, 16 * step), memory, at + 32 * step * h) for h in (0, 1))
+                return low, high
+
+            return ints
+
+        def add(b: ir.Value, at: ir.Value) -> None:
+            record = e.at(records, e.b.mul(b, stride))
+            before = [load(at, row, 8 * step) for row in range(len(dots))]
+            after = [
+                dot.add(content, ints_of(row), slices, record, first_slice, before[row])
+                for row, (dot, (content, first_slice, _)) in enumerate(zip(dots, contents, strict=True))
+            ]
+            for row in range(len(dots)):
+                for old, new, place in zip(before[row], after[row], places, strict=False):
+                    if new is not old:
+                        e.store(new, at, size * row + place)
+
+        each(add)
+        return []
+
+    each(clear)
+    first.loops([], turn, lambda i, state: turn(i, 1, state))
+    each(lambda i, at: put(i, first.totals([load(at, row, 16) for row in range(len(dots))])))

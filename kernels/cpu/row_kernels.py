@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
-from quengine.kernels.cpu.row_dot_ir import INTS_BYTES, SUMS_BYTES, dot_row, dot_row_with_many
+from quengine.kernels.cpu.row_dot_ir import INTS_BYTES, SUMS_BYTES, dot_row, dot_rows_with_many
 from quengine.kernels.cpu.row_ir import dequantize_row, dot_float_row, get, round_row, store_f32
 from quengine.kernels.cpu.tile_ir import stack_floats
 
@@ -41,9 +41,12 @@ def matvec_kernel(format_name: str, many: bool) -> int:
         for first in range(0, last + 1, _RECORDS):
             count = min(_RECORDS, last + 1 - first)
             records, y = get(context, 5) + first * stride, get(context, 8) + first * y_stride
-            for row in range(task * step, min(rows, (task + 1) * step)):
-                at = w + row * row_bytes
-                dot_row_with_many(variant, at, blocks, records, stride, count, memory, y + 4 * row, y_stride)
+            end = min(rows, (task + 1) * step)
+            for row in range(task * step, end, 2):
+                at, apart = w + row * row_bytes, row_bytes if row + 1 < end else 0
+                dot_rows_with_many(
+                    variant, at, apart, blocks, records, stride, count, memory, y + 4 * row, y_stride
+                )
 
     return compile_kernel(matvec_with_many if many else matvec)
 

@@ -15,8 +15,10 @@ from llvmlite import binding
 from torch.nn.functional import silu
 
 from quengine.kernels.activations import round_activations
+from quengine.kernels.backend import DecodeBatch
 from quengine.kernels.block_formats import dequantize, unpack
 from quengine.kernels.cpu import (
+    batch_attention,
     compiled,
     decode_attention,
     embed,
@@ -45,6 +47,7 @@ def errors() -> Iterator[tuple[str, float]]:
         if w.format.is_quantized:
             exact = q_dot(round_activations(x[:1]), unpack(w.format, w.data), torch.float64)
         yield f"{name} decode", nmse(linear(x[:1], [w]), exact)
+        yield f"{name} decode of rows", nmse(linear(torch.cat([x[3:5], x[:1]]), [w])[2:], exact)
         yield f"{name} prompt", nmse(prompt_linear(x, [w]), x.double() @ values.T)
         yield f"{name} rows", nmse(embed(w, torch.tensor([36, 0])), values[[36, 0]])
     q, mask = torch.randn(50, 4, 64, generator=generator), torch.ones(50, 50, dtype=torch.bool).tril()
@@ -54,6 +57,11 @@ def errors() -> Iterator[tuple[str, float]]:
         expected = definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125)
         yield f"{cache_type} prompt attention", nmse(prefill_attention(q, layer, 0, 0.125), expected)
         yield f"{cache_type} attention", nmse(decode_attention(q[49], layer, 50, 0.125), expected[49])
+        newest = DecodeBatch(torch.tensor([20, 31]), torch.zeros(2, 1, dtype=torch.int32))
+        yield (
+            f"{cache_type} attention of rows",
+            nmse(batch_attention(q[[20, 31]], layer, newest, 0.125, None), expected[[20, 31]]),
+        )
     x, norm = torch.randn(3, 84, generator=generator), torch.randn(84, generator=generator)
     gate, up = x.double().chunk(2, 1)
     yield "swiglu", nmse(swiglu(x), silu(gate) * up)
