@@ -261,21 +261,20 @@ def _dot_with_many(
     def load(at: ir.Value, row: int, lanes: int) -> list[ir.Value]:
         """A row's sums with a record, the accumulators as so many lanes."""
         held = zip((lanes, 8, 1), places, strict=False)
-        return [e.load(vec(F32, n), at, size * row + place) for n, place in held] + first.zeros()[
-            len(places) :
-        ]
+        stored = [e.load(vec(F32, n), at, size * row + place) for n, place in held]
+        return stored + first.zeros()[len(places) :]
 
     def clear(_: ir.Value, at: ir.Value) -> None:
         for row in range(len(dots)):
             for zero, place in zip(first.zeros(), places, strict=False):
                 e.store(zero, at, size * row + place)
 
-    def turn(i: ir.Value, blocks: int, _: list[ir.Value]) -> list[ir.Value]:
-        slices = blocks * fmt.block // 32
-        step = min(2, slices)
+    def turn(i: ir.Value, blocks: int, _state: list[ir.Value]) -> list[ir.Value]:
         contents = [dot.read(i, blocks) for dot in dots]
-        for row, (dot, (content, _, _)) in enumerate(zip(dots, contents, strict=True)):
-            unpacked = dot.ints_of(content, slices)
+        first_slice, slices = contents[0][1:]
+        step = min(2, slices)
+        for row, dot in enumerate(dots):
+            unpacked = dot.ints_of(contents[row][0], slices)
             for j in range(0, slices, step):
                 for h, part in enumerate(unpacked(j)):
                     e.store(part, memory, run * row + 64 * j + 32 * step * h)
@@ -292,8 +291,8 @@ def _dot_with_many(
             record = e.at(records, e.b.mul(b, stride))
             before = [load(at, row, 8 * step) for row in range(len(dots))]
             after = [
-                dot.add(content, ints_of(row), slices, record, first_slice, before[row])
-                for row, (dot, (content, first_slice, _)) in enumerate(zip(dots, contents, strict=True))
+                dot.add(contents[row][0], ints_of(row), slices, record, first_slice, before[row])
+                for row, dot in enumerate(dots)
             ]
             for row in range(len(dots)):
                 for old, new, place in zip(before[row], after[row], places, strict=False):
