@@ -16,7 +16,7 @@ from quengine.machine import usable_cpus
 from quengine.self_test import USES, KernelCheck, check_use, failure
 from quengine.self_test_attention import OPERATIONS, check_operation
 
-SAMPLING = {"sampling": ("greedy", "sampled", "penalties")}
+SAMPLING = {"sampling": ("greedy", "sampled", "penalties", "no top-k", "typical")}
 """The settings of self_test_sampling, which imports what only a GPU needs."""
 
 PROCESS_BYTES = 2**30

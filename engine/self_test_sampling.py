@@ -17,6 +17,8 @@ SETTINGS = {
     "penalties": Settings(
         temperature=0.8, top_k=60, repeat=1.2, presence=0.3, frequency=0.1, repeat_last_n=8, seed=3
     ),
+    "no top-k": Settings(temperature=1.1, top_k=0, top_p=0.98, min_p=0.001, seed=5),
+    "typical": Settings(temperature=1.3, top_k=700, typical_p=0.9, top_p=1.0, min_p=0.0, repeat=1.1, seed=6),
 }
 SUBJECT = "sampling"
 
@@ -31,7 +33,7 @@ def check_sampling(device: torch.device, pdl: bool, name: str) -> KernelCheck:
 
 def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: Settings) -> float:
     random = torch.Generator().manual_seed(11)
-    penalizes = settings.repeat != 1.0
+    penalizes = settings.penalizes
     history = [7, 8, 7]
     state = DecodeState.allocate(1, 64, device)
     buffers = SamplingBuffers.allocate(1, VOCAB, settings.top_k, device, False, penalizes)

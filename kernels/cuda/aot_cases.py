@@ -200,8 +200,11 @@ def _sampling_cases() -> Iterator[Case]:
         (32768, 64, True, ARCHS),
         (152064, 64, False, (90,)),
         (152064, 128, True, (90,)),
+        (32768, 0, False, ARCHS),
+        (152064, 0, True, ARCHS),
     ):
-        name = f"sample top-k {top_k} of {vocab}" + (", bias and penalties" if extras else "")
+        kept = f"top-k {top_k}" if top_k else "any"
+        name = f"sample {kept} of {vocab}" + (", bias and penalties" if extras else "")
         yield Case(name, top_k <= 64, archs, partial(_sample, top_k, vocab, extras))
     yield Case("end of a batched step", True, ARCHS, _settle)
 

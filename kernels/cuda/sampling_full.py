@@ -33,21 +33,23 @@ from quengine.kernels.cuda.sampling_parts import (
 )
 from quengine.kernels.cuda.sampling_state import (
     BINS,
+    FULL_BLOCK,
+    NOTES,
     PLANES,
     DecodeState,
     FullRoom,
     SamplingBuffers,
-    block_size,
 )
 
-LIST = 64
-"""Tokens that are compared each with each."""
+LIST, TILE = 256, 32
+"""Tokens that are compared each with each, TILE at a time."""
 
 CHUNK, PART, WARPS = 4096, 1024, 8
 """Of the third launch: logits that are searched at a time, logits whose masses are computed at a time, warps."""
 
 _COUNT, _TYPICAL, _NUCLEUS, _DRAW = (tl.constexpr(stage) for stage in range(4))
 _MOMENT_PLANE, _SCRATCH_PLANE = tl.constexpr(3), tl.constexpr(4)
+_CURSOR, _FLOOR, _CUT, _CUT_KEY, _MEAN = (tl.constexpr(note) for note in range(NOTES))
 
 
 @triton.jit
@@ -105,17 +107,21 @@ def _reach(best, worst, sharp):
 
 
 @triton.jit
-def _bucket(x, best, reach, mean, by_distance, BINS: tl.constexpr):
-    """The bucket of each logit fp32 and whether it is within reach.
+def _half_gap(x, best):
+    """Half of what each logit lacks to the best, fp32: a whole gap may be above fp32's largest number."""
+    return best * 0.5 - x * 0.5
 
-    By distance: of its gap's distance from the mean gap. Halves, since a whole gap may be above fp32's largest number.
-    """
-    half = best * 0.5 - x * 0.5
-    inside = half <= reach
-    if by_distance:
-        half = (tl.abs((best.to(tl.float64) - x.to(tl.float64)) - mean) * 0.5).to(tl.float32)
-    half = tl.where(inside, half, 0.0)
-    return tl.minimum((half * ((BINS - 1) / reach)).to(tl.int32), BINS - 1), inside
+
+@triton.jit
+def _distance(x, best, notes):
+    """How far each logit's gap is from the mean gap, fp64: the order of typical-p."""
+    mean = tl.load(notes + _MEAN).to(tl.float64, bitcast=True)
+    return tl.abs((best.to(tl.float64) - x.to(tl.float64)) - mean)
+
+
+@triton.jit
+def _bucket(half, inside, reach, BINS: tl.constexpr):
+    return tl.minimum((tl.where(inside, half, 0.0) * ((BINS - 1) / reach)).to(tl.int32), BINS - 1)
 
 
 @triton.jit
@@ -145,7 +151,9 @@ def _tally_kernel(
         id = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logit_ptr + row * vocab + id, mask=id < vocab, other=float("-inf"))
         reach = _reach(best, logit_of(worst_key), sharp)
-        bucket, inside = _bucket(x, best, reach, 0.0, False, BINS)
+        half = _half_gap(x, best)
+        inside = half <= reach
+        bucket = _bucket(half, inside, reach, BINS)
         planes = plane_ptr + row * PLANES * BINS
         if (top_k > 0) & (top_k < vocab):
             tl.atomic_add(planes + bucket, tl.full((BLOCK,), 1, tl.int64), mask=inside, sem="relaxed")
@@ -185,25 +193,26 @@ def _worth(x, stage, top, settings):
 
 
 @triton.jit
-def _in_play(x, key, best, floor, cut, cut_key, mean):
-    """Whether a token is left by top-k (keys from `floor`) and by typical-p (up to `cut` from the mean gap)."""
-    distance = tl.abs((best.to(tl.float64) - x.to(tl.float64)) - mean)
-    return (key >= floor) & ((distance < cut) | ((distance == cut) & (key >= cut_key)))
+def _in_play(x, key, best, notes):
+    """Whether a token is left by top-k (keys from the floor) and by typical-p (up to the cut in its order)."""
+    distance = _distance(x, best, notes)
+    cut = tl.load(notes + _CUT).to(tl.float64, bitcast=True)
+    near = (distance < cut) | ((distance == cut) & (key >= tl.load(notes + _CUT_KEY)))
+    return near & (key >= tl.load(notes + _FLOOR))
 
 
 @triton.jit
-def _crossing(plane_ptr, limit, need, BINS: tl.constexpr):
+def _reached(plane_ptr, limit, BINS: tl.constexpr):
+    """The sums of a plane's buckets below `limit`, added up from the first on."""
+    b = tl.arange(0, BINS)
+    return tl.cumsum(tl.load(plane_ptr + b, mask=b < limit, other=0), 0)
+
+
+@triton.jit
+def _crossing(reached, limit, need, BINS: tl.constexpr):
     """The bucket below `limit` in which the sum reaches `need` (`limit` if none), and the sum before it."""
-    b = tl.arange(0, BINS)
-    reached = tl.cumsum(tl.load(plane_ptr + b, mask=b < limit, other=0), 0)
-    short = (b < limit) & (reached < need)
+    short = (tl.arange(0, BINS) < limit) & (reached < need)
     return tl.sum(short.to(tl.int32), 0), tl.max(tl.where(short, reached, 0), 0)
-
-
-@triton.jit
-def _sum_below(plane_ptr, limit, BINS: tl.constexpr):
-    b = tl.arange(0, BINS)
-    return tl.sum(tl.load(plane_ptr + b, mask=b < limit, other=0), 0)
 
 
 @triton.jit
@@ -214,54 +223,65 @@ def _clear(plane_ptr, BINS: tl.constexpr):
 
 
 @triton.jit
-def _append(id_ptr, cursor_ptr, id, found):
+def _append(id_ptr, notes, id, found):
     """Write the tokens that were found behind those in the list, in no order."""
-    slot = tl.atomic_add(cursor_ptr + id * 0, tl.full(id.shape, 1, tl.int32), mask=found, sem="relaxed")
+    cursor = notes + _CURSOR + id * 0
+    slot = tl.atomic_add(cursor, tl.full(id.shape, 1, tl.int64), mask=found, sem="relaxed")
     tl.store(id_ptr + slot, id, mask=found)
 
 
 @triton.jit
-def _restart(cursor_ptr):
+def _restart(notes):
     tl.debug_barrier()
-    tl.store(cursor_ptr, 0)
+    tl.store(notes + _CURSOR, 0)
     tl.debug_barrier()
 
 
 @triton.jit
-def _length(cursor_ptr):
+def _length(notes):
     tl.debug_barrier()
-    return tl.load(cursor_ptr, volatile=True)
+    return tl.load(notes + _CURSOR, volatile=True).to(tl.int32)
 
 
 @triton.jit
 def _gather(
-    x_ptr, id_ptr, cursor_ptr, vocab, wanted, by_distance, best, reach, narrowed, floor, cut, cut_key, mean,
+    x_ptr, id_ptr, notes, vocab, wanted, by_distance, narrowed, best, reach,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """List the tokens of bucket `wanted` that are in play; how many there are."""
-    _restart(cursor_ptr)
+    _restart(notes)
+    id = tl.arange(0, CHUNK)
+    ahead = tl.load(x_ptr + id, mask=id < vocab, other=float("-inf"))
     for start in range(0, vocab, CHUNK):
         id = start + tl.arange(0, CHUNK)
-        x = tl.load(x_ptr + id, mask=id < vocab, other=float("-inf"))
-        bucket, found = _bucket(x, best, reach, mean, by_distance, BINS)
-        found = found & (bucket == wanted)
+        x = ahead
+        ahead = tl.load(x_ptr + id + CHUNK, mask=id + CHUNK < vocab, other=float("-inf"))
+        half = _half_gap(x, best)
+        found = half <= reach
+        if by_distance:
+            half = (_distance(x, best, notes) * 0.5).to(tl.float32)
+        found = found & (_bucket(half, found, reach, BINS) == wanted)
         if narrowed:
-            found = found & _in_play(x, key_of(x, id), best, floor, cut, cut_key, mean)
-        _append(id_ptr, cursor_ptr, id, found)
-    return _length(cursor_ptr)
+            found = found & _in_play(x, key_of(x, id), best, notes)
+        _append(id_ptr, notes, id, found)
+    return _length(notes)
 
 
 @triton.jit
 def _retally(
-    x_ptr, planes, vocab, by_distance, best, reach, top, settings, floor, cut, cut_key, mean,
+    x_ptr, planes, notes, vocab, by_distance, best, reach, top, settings,
     PART: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """The sums anew, of tokens in play: by distance into the scratch plane, else as the second launch does."""
     for start in range(0, vocab, PART):
         id = start + tl.arange(0, PART)
         x = tl.load(x_ptr + id, mask=id < vocab, other=float("-inf"))
-        bucket, inside = _bucket(x, best, reach, mean, by_distance, BINS)
-        inside = inside & _in_play(x, key_of(x, id), best, floor, cut, cut_key, mean)
+        half = _half_gap(x, best)
+        inside = half <= reach
+        if by_distance:
+            half = (_distance(x, best, notes) * 0.5).to(tl.float32)
+        bucket = _bucket(half, inside, reach, BINS)
+        inside = inside & _in_play(x, key_of(x, id), best, notes)
         if by_distance:
             weight = _worth(x, _TYPICAL, top, settings)
             cell = planes + _SCRATCH_PLANE * BINS + bucket
@@ -272,12 +292,12 @@ def _retally(
 
 
 @triton.jit
-def _best_in_play(x_ptr, vocab, best, floor, cut, cut_key, mean, PART: tl.constexpr):
+def _best_in_play(x_ptr, notes, vocab, best, PART: tl.constexpr):
     top = best * 0.0 + float("-inf")
     for start in range(0, vocab, PART):
         id = start + tl.arange(0, PART)
         x = tl.load(x_ptr + id, mask=id < vocab, other=float("-inf"))
-        kept = _in_play(x, key_of(x, id), best, floor, cut, cut_key, mean)
+        kept = _in_play(x, key_of(x, id), best, notes)
         top = tl.maximum(top, tl.max(tl.where(kept, x, float("-inf")), 0))
     return top.to(tl.float64)
 
@@ -298,10 +318,10 @@ def _listed_worth(x_ptr, id_ptr, n, floor, stage, top, settings, LIST: tl.conste
 
 
 @triton.jit
-def _place(x, id, by_key, best, mean):
+def _place(x, id, by_key, best, notes):
     """int64 that rises in the order of a selection."""
-    distance = tl.abs((best.to(tl.float64) - x.to(tl.float64)) - mean)
-    return tl.where(by_key, ~key_of(x, id), distance.to(tl.int64, bitcast=True))
+    distance = _distance(x, best, notes).to(tl.int64, bitcast=True)
+    return tl.where(by_key, ~key_of(x, id), distance)
 
 
 @triton.jit
@@ -313,7 +333,7 @@ def _shift(width):
 
 @triton.jit
 def _narrow(
-    x_ptr, id_ptr, cursor_ptr, plane_ptr, n, need, by_key, stage, best, mean, top, settings,
+    x_ptr, id_ptr, notes, plane_ptr, n, need, by_key, stage, best, top, settings,
     PART: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Cut the list to the tokens of the bucket in which the mass reaches `need`: one round of a radix selection.
@@ -325,7 +345,7 @@ def _narrow(
     for start in range(0, n, PART):
         at = start + tl.arange(0, PART)
         id = tl.load(id_ptr + at, mask=at < n, other=0)
-        place = _place(tl.load(x_ptr + id), id, by_key, best, mean)
+        place = _place(tl.load(x_ptr + id), id, by_key, best, notes)
         first = tl.where(at < n, tl.minimum(first, place), first)
         last = tl.where(at < n, tl.maximum(last, place), last)
     origin = tl.min(first, 0)
@@ -337,21 +357,21 @@ def _narrow(
             at = start + tl.arange(0, PART)
             id = tl.load(id_ptr + at, mask=at < n, other=0)
             x = tl.load(x_ptr + id)
-            bucket = ((_place(x, id, by_key, best, mean) - origin).to(tl.uint64) >> shift).to(tl.int32)
+            bucket = ((_place(x, id, by_key, best, notes) - origin).to(tl.uint64) >> shift).to(tl.int32)
             weight = _worth(x, stage, top, settings)
             tl.atomic_add(plane_ptr + bucket, weight, mask=(at < n) & (weight > 0), sem="relaxed")
         tl.debug_barrier()
-        wanted, before = _crossing(plane_ptr, BINS, need, BINS)
+        wanted, before = _crossing(_reached(plane_ptr, BINS, BINS), BINS, need, BINS)
         need -= before
-        _restart(cursor_ptr)
+        _restart(notes)
         for start in range(0, n, PART):
             at = start + tl.arange(0, PART)
             id = tl.load(id_ptr + at, mask=at < n, other=0)
-            place = _place(tl.load(x_ptr + id), id, by_key, best, mean)
+            place = _place(tl.load(x_ptr + id), id, by_key, best, notes)
             found = (at < n) & (((place - origin).to(tl.uint64) >> shift).to(tl.int32) == wanted)
             tl.debug_barrier()  # all have read this part before some of it is written over
-            _append(id_ptr, cursor_ptr, id, found)
-        n = _length(cursor_ptr)
+            _append(id_ptr, notes, id, found)
+        n = _length(notes)
     else:
         by_key = by_key | True
     return n, need, by_key
@@ -359,23 +379,32 @@ def _narrow(
 
 @triton.jit
 def _first_to_reach(
-    x_ptr, id_ptr, n, need, by_distance, stage, best, mean, top, settings, LIST: tl.constexpr
-):
-    """Key and distance of the listed token (n <= LIST) with which the mass reaches `need`."""
+    x_ptr, id_ptr, notes, scratch, n, need, by_distance, stage, best, top, settings,
+    LIST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Key and distance (its bits) of the listed token (n <= LIST) with which the mass reaches `need`."""
     at = tl.arange(0, LIST)
     id = tl.load(id_ptr + at, mask=at < n, other=0)
     x = tl.load(x_ptr + id)
     key = key_of(x, id)
-    distance = tl.abs((best.to(tl.float64) - x.to(tl.float64)) - mean)
-    order = tl.where(by_distance, distance, 0.0)
+    distance = _distance(x, best, notes).to(tl.int64, bitcast=True)
+    order = tl.where(by_distance, distance, 0)
     weight = tl.where(at < n, _worth(x, stage, top, settings), 0)
-    # earlier[j, i]: token j comes before token i.
-    tied = (order[:, None] == order[None, :]) & (key[:, None] > key[None, :])
-    earlier = (order[:, None] < order[None, :]) | tied
-    before = tl.sum(tl.where(earlier, weight[:, None], 0), 0)
-    weight = tl.where(at < n, _worth(x, stage, top, settings), 0)
+    tl.debug_barrier()  # all have read what the scratch held
+    tl.store(scratch + at, key)
+    tl.store(scratch + LIST + at, order)
+    tl.store(scratch + 2 * LIST + at, weight)
+    tl.debug_barrier()
+    before = tl.zeros((LIST,), tl.int64)
+    for start in range(0, n, TILE):
+        j = start + tl.arange(0, TILE)
+        other_key, other_order = tl.load(scratch + j)[:, None], tl.load(scratch + LIST + j)[:, None]
+        tied = (other_order == order[None, :]) & (other_key > key[None, :])
+        earlier = (other_order < order[None, :]) | tied
+        before += tl.sum(tl.where(earlier, tl.load(scratch + 2 * LIST + j)[:, None], 0), 0)
     reaches = (at < n) & (before < need) & (need <= before + weight)
-    return tl.max(tl.where(reaches, key, LOWEST), 0), tl.max(tl.where(reaches, distance, 0.0), 0)
+    distance = tl.max(tl.where(reaches, distance, 0), 0)
+    return tl.max(tl.where(reaches, key, LOWEST), 0), distance
 
 
 @triton.jit
@@ -403,74 +432,77 @@ def _needed(stage, total, settings, int_ptr, position_ptr):
 
 @triton.jit
 def _drawn_key(
-    x_ptr, planes, id_ptr, cursor_ptr, settings, int_ptr, position_ptr, best, worst, vocab,
-    LIST: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, BINS: tl.constexpr,
+    x_ptr, planes, id_ptr, notes, settings, int_ptr, position_ptr, best, worst, vocab,
+    LIST: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """The key of the token that the row's samplers draw; `best` and `worst` are its finite logits' fp32 ends.
 
-    The row's settings are read where they are used: kept in registers, they would be spilled.
+    Settings, and what typical-p has left, are read where they are used: kept in registers, they would be spilled.
     """
+    scratch = planes + _SCRATCH_PLANE * BINS
     reach = _reach(best, worst, tl.load(settings))
     top = best.to(tl.float64)
-    narrowed = tl.load(settings + 1) < 1.0
-    # In play for all selections to come, once typical-p has chosen: see _in_play.
-    lowest = tl.full((), LOWEST, tl.int64)
-    floor, cut, cut_key, mean = lowest, top * 0 + float("inf"), lowest, top * 0
     # Where the last selection ended: no later token counts. The list holds that bucket's tokens, or part of them.
-    end_key, end_bucket, n, whole = lowest, vocab * 0 + BINS, vocab * 0, vocab == vocab
+    end_key, end_bucket = tl.full((), LOWEST, tl.int64), vocab * 0 + BINS
+    n, whole = vocab * 0, vocab == vocab
     for stage in range(4):
         if _is_active(stage, settings, int_ptr, vocab):
             by_distance = stage == _TYPICAL
             if not whole:
+                narrowed = (stage > _TYPICAL) & (tl.load(settings + 1) < 1.0)
                 n = _gather(
-                    x_ptr, id_ptr, cursor_ptr, vocab, end_bucket, False, best, reach,
-                    narrowed, floor, cut, cut_key, mean, CHUNK, BINS,
-                )  # fmt: skip
+                    x_ptr, id_ptr, notes, vocab, end_bucket, False, narrowed, best, reach, CHUNK, BINS
+                )
                 whole = whole | True
             weights, moments = _listed_worth(x_ptr, id_ptr, n, end_key, stage, top, settings, LIST)
             plane = planes + tl.where(stage == _COUNT, 0, tl.where(stage == _DRAW, 2, 1)) * BINS
-            total = _sum_below(plane, end_bucket, BINS) + weights
+            reached = _reached(plane, end_bucket, BINS)
+            total = tl.max(reached, 0) + weights
             need = _needed(stage, total, settings, int_ptr, position_ptr)
             if by_distance:
-                moments += _sum_below(planes + _MOMENT_PLANE * BINS, end_bucket, BINS)
+                moments += tl.max(_reached(planes + _MOMENT_PLANE * BINS, end_bucket, BINS), 0)
                 mean = moments.to(tl.float64) / total.to(tl.float64)
-                floor, end_key, end_bucket = end_key, floor, vocab * 0 + BINS
-                plane = planes + _SCRATCH_PLANE * BINS
-                _clear(plane, BINS)
-                _retally(
-                    x_ptr, planes, vocab, True, best, reach, top, settings,
-                    floor, cut, cut_key, mean, PART, BINS,
-                )  # fmt: skip
-            bucket, before = _crossing(plane, end_bucket, need, BINS)
+                _note(notes, end_key, float("inf"), LOWEST, mean)
+                end_key, end_bucket = end_key * 0 + LOWEST, vocab * 0 + BINS
+                _clear(scratch, BINS)
+                _retally(x_ptr, planes, notes, vocab, True, best, reach, top, settings, PART, BINS)
+                reached = _reached(scratch, end_bucket, BINS)
+            bucket, before = _crossing(reached, end_bucket, need, BINS)
             need -= before
             if (bucket != end_bucket) | by_distance:
+                narrowed = (stage >= _TYPICAL) & (tl.load(settings + 1) < 1.0)
                 n = _gather(
-                    x_ptr, id_ptr, cursor_ptr, vocab, bucket, by_distance, best, reach,
-                    narrowed, floor, cut, cut_key, mean, CHUNK, BINS,
-                )  # fmt: skip
+                    x_ptr, id_ptr, notes, vocab, bucket, by_distance, narrowed, best, reach, CHUNK, BINS
+                )
             by_key = not by_distance
             while n > LIST:
                 whole = whole & False
                 n, need, by_key = _narrow(
-                    x_ptr, id_ptr, cursor_ptr, planes + _SCRATCH_PLANE * BINS, n, need,
-                    by_key, stage, best, mean, top, settings, PART, BINS,
-                )  # fmt: skip
+                    x_ptr, id_ptr, notes, scratch, n, need, by_key, stage, best, top, settings, PART, BINS
+                )
             key, distance = _first_to_reach(
-                x_ptr, id_ptr, n, need, by_distance, stage, best, mean, top, settings, LIST
+                x_ptr, id_ptr, notes, scratch, n, need, by_distance, stage, best, top, settings, LIST, TILE
             )
             if by_distance:
-                cut, cut_key = distance, key
-                top = _best_in_play(x_ptr, vocab, best, floor, cut, cut_key, mean, PART)
+                tl.store(notes + _CUT, distance)
+                tl.store(notes + _CUT_KEY, key)
                 _clear(planes + BINS, BINS)
                 _clear(planes + 2 * BINS, BINS)
-                _retally(
-                    x_ptr, planes, vocab, False, best, reach, top, settings,
-                    floor, cut, cut_key, mean, PART, BINS,
-                )  # fmt: skip
+                top = _best_in_play(x_ptr, notes, vocab, best, PART)
+                _retally(x_ptr, planes, notes, vocab, False, best, reach, top, settings, PART, BINS)
                 n, whole = vocab * 0, whole | True
             else:
                 end_key, end_bucket = key, bucket
     return end_key
+
+
+@triton.jit
+def _note(notes, floor, cut, cut_key, mean):
+    """Keep what is in play: all from `floor` on, up to `cut` in the order of typical-p. A barrier has to follow."""
+    tl.store(notes + _FLOOR, floor)
+    tl.store(notes + _CUT, (mean * 0 + cut).to(tl.int64, bitcast=True))
+    tl.store(notes + _CUT_KEY, cut_key)
+    tl.store(notes + _MEAN, mean.to(tl.int64, bitcast=True))
 
 
 @triton.jit
@@ -479,7 +511,7 @@ def _choose_from_all_kernel(
     edge_ptr,
     plane_ptr,
     id_ptr,
-    cursor_ptr,
+    note_ptr,
     float_ptr,
     int_ptr,
     count_ptr,
@@ -491,10 +523,12 @@ def _choose_from_all_kernel(
     context,
     BLOCKS: tl.constexpr,
     LIST: tl.constexpr,
+    TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
     BINS: tl.constexpr,
     PLANES: tl.constexpr,
+    NOTES: tl.constexpr,
     COUNTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -508,8 +542,9 @@ def _choose_from_all_kernel(
     found = tl.abs(best) < float("inf")
     if found & (tl.load(settings) > 0.0):
         key = _drawn_key(
-            logit_ptr + row * vocab, plane_ptr + row * PLANES * BINS, id_ptr + row * vocab, cursor_ptr + row,
-            settings, int_ptr + row * 4, position_ptr + row, best, logit_of(worst_key), vocab, LIST, CHUNK, PART, BINS,
+            logit_ptr + row * vocab, plane_ptr + row * PLANES * BINS, id_ptr + row * vocab, note_ptr + row * NOTES,
+            settings, int_ptr + row * 4, position_ptr + row, best, logit_of(worst_key), vocab,
+            LIST, TILE, CHUNK, PART, BINS,
         )  # fmt: skip
     token = tl.where(found, id_of(key), -1)
     advance(token, row, token_ptr, position_ptr, history_ptr, count_ptr, int_ptr, vocab, context, COUNTS)
@@ -525,8 +560,7 @@ def sample_from_all(
     counts = buffers.counts if buffers.counts is not None else buffers.ints
     bias = buffers.bias if buffers.bias is not None else buffers.floats
     x = logits if room.adjusted is None else room.adjusted
-    block = block_size(vocab)
-    blocks = triton.cdiv(vocab, block)
+    blocks = triton.cdiv(vocab, FULL_BLOCK)
     _survey_kernel[(blocks, batch)](
         logits,
         bias,
@@ -538,7 +572,7 @@ def sample_from_all(
         vocab,
         BIAS=buffers.bias is not None,
         COUNTS=buffers.counts is not None,
-        BLOCK=block,
+        BLOCK=FULL_BLOCK,
         CLEARED=triton.next_power_of_2(triton.cdiv((PLANES - 1) * BINS, blocks)),
         BINS=BINS,
         PLANES=PLANES,
@@ -556,7 +590,7 @@ def sample_from_all(
         blocks,
         vocab,
         BLOCKS=triton.next_power_of_2(blocks),
-        BLOCK=block,
+        BLOCK=FULL_BLOCK,
         BINS=BINS,
         PLANES=PLANES,
         PDL=pdl,
@@ -569,7 +603,7 @@ def sample_from_all(
         room.edges,
         room.planes,
         room.ids,
-        room.cursor,
+        room.notes,
         buffers.floats,
         buffers.ints,
         counts,
@@ -581,10 +615,12 @@ def sample_from_all(
         state.history.shape[1],
         BLOCKS=triton.next_power_of_2(blocks),
         LIST=LIST,
+        TILE=TILE,
         CHUNK=CHUNK,
         PART=PART,
         BINS=BINS,
         PLANES=PLANES,
+        NOTES=NOTES,
         COUNTS=buffers.counts is not None,
         PDL=pdl,
         num_warps=WARPS,

@@ -15,8 +15,14 @@ from quengine.kernels.sampling import sharpness
 MAX_CAPACITY = 128
 """Largest top-k of the two-launch path; above it, or without top-k, every token is a candidate."""
 
+FULL_BLOCK = 1024
+"""Logits that a block of the first two of the three launches reads."""
+
 BINS = 2048
 """Buckets into which one pass sorts the candidates of a row."""
+
+NOTES = 5
+"""Numbers that the third launch keeps of a row: the length of its list, and the four ends of what is in play."""
 
 PLANES = 5
 """Sums kept for each bucket: tokens, masses at temperature 1, masses at the row's temperature, moments, and scratch."""
@@ -81,24 +87,24 @@ class FullRoom:
     """Where B rows are sampled with every token a candidate.
 
     edges: int64 [B, 2, blocks], the best and the worst key of each block; planes: int64 [B, PLANES, BINS]; ids: int32
-    [B, V], a bucket's tokens; cursor: int32 [B], how many; adjusted: fp32 [B, V], the logits after bias and
-    penalties, or None without them.
+    [B, V], a bucket's tokens; notes: int64 [B, NOTES], how many, and what typical-p has left; adjusted: fp32 [B, V],
+    the logits after bias and penalties, or None without them.
     """
 
     edges: torch.Tensor
     planes: torch.Tensor
     ids: torch.Tensor
-    cursor: torch.Tensor
+    notes: torch.Tensor
     adjusted: torch.Tensor | None
 
     @classmethod
     def allocate(cls, batch: int, vocab: int, device: torch.device, adjusts: bool) -> "FullRoom":
-        blocks = triton.cdiv(vocab, block_size(vocab))
+        blocks = triton.cdiv(vocab, FULL_BLOCK)
         return cls(
             torch.empty(batch, 2, blocks, dtype=torch.int64, device=device),
             torch.zeros(batch, PLANES, BINS, dtype=torch.int64, device=device),
             torch.empty(batch, vocab, dtype=torch.int32, device=device),
-            torch.zeros(batch, dtype=torch.int32, device=device),
+            torch.zeros(batch, NOTES, dtype=torch.int64, device=device),
             torch.empty(batch, vocab, dtype=torch.float32, device=device) if adjusts else None,
         )
 
