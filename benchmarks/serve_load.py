@@ -43,10 +43,15 @@ def serve(pipe: "Connection[int, int]", model: str | None, slots: int) -> None:
     def make_engine() -> Engine:
         if model is None:
             return FakeEngine(capacity=slots, step_s=0.005)
+        import torch
+
         from quengine.llm import LLM
         from quengine.serve.llm_engine import LLMEngine
 
-        return LLMEngine(LLM(model, ctx_size=2048, reuse_prefix=True))
+        # Deterministic where that can be had: then a text is to the last token what another one of its prompt is.
+        # A context that is soon in use, all of it: pages of the cache are the process's from their first use.
+        exact = not torch.cuda.is_available()
+        return LLMEngine(LLM(model, ctx_size=512, deterministic=exact, parallel=slots))
 
     settings = ServerSettings(("load",), port=0, parallel=slots, limits=Limits(queue=1024, write_s=30))
     server = Server(settings, make_engine, lambda line: print(f"server: {line}", file=sys.stderr))
