@@ -1,4 +1,4 @@
-"""Device time of choosing a token: greedy, llama.cpp's defaults, with penalties; two vocabularies.
+"""Device time of choosing a token for 1 row and for 64: greedy, llama.cpp's defaults, with no top-k; two vocabularies.
 
 python benchmarks/sampling.py [--json FILE]
 """
@@ -11,13 +11,31 @@ import torch
 from timing import graph_us
 
 from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.cuda_backend import has_dependent_launch
 
 CASES = {
     "greedy": Settings(temperature=0.0, top_k=1),
     "defaults": Settings(),
     "top-k 128": Settings(top_k=128),
     "typical and penalties": Settings(typical_p=0.9, repeat=1.1, presence=0.1),
+    "no top-k": Settings(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
+    "no top-k, top-p 0.95": Settings(temperature=0.8, top_k=0, top_p=0.95, min_p=0.0),
+    "no top-k, min-p 0.05": Settings(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05),
+    "no top-k, typical 0.9": Settings(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=0.9),
+    "no top-k, penalties": Settings(top_k=0, repeat=1.1, presence=0.1),
+    "top-k 500": Settings(top_k=500),
 }
+
+
+def time_case(rows: int, vocab: int, settings: Settings, device: torch.device) -> float:
+    """Microseconds a step; logits are normal with deviation 3."""
+    logits = torch.randn(rows, vocab, device=device, generator=torch.Generator(device).manual_seed(1)) * 3
+    state = DecodeState.allocate(rows, 1 << 12, device)
+    buffers = SamplingBuffers.allocate(rows, vocab, settings.top_k, device, False, settings.penalizes)
+    for row in range(rows):
+        buffers.set(row, settings, [1, 2, 3], {})
+    pdl = has_dependent_launch(device)
+    return graph_us([lambda: sample_step(logits, state, buffers, pdl)] * 16)
 
 
 def main() -> None:
@@ -26,16 +44,12 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda")
     results = []
-    for vocab in (32768, 152064):
-        logits = torch.randn(1, vocab, device=device) * 3
-        for name, settings in CASES.items():
-            state = DecodeState.allocate(1, 1 << 16, device)
-            penalizes = settings.repeat != 1.0
-            buffers = SamplingBuffers.allocate(1, vocab, settings.top_k, device, False, penalizes)
-            buffers.set(0, settings, [1, 2, 3], {})
-            us = graph_us([lambda: sample_step(logits, state, buffers)] * 16)  # noqa: B023
-            results.append({"vocab": vocab, "case": name, "us": us})
-            print(f"sampling {vocab} {name}: {us:.2f} us", flush=True)
+    for rows in (1, 64):
+        for vocab in (32768, 151936):
+            for name, settings in CASES.items():
+                us = time_case(rows, vocab, settings, device)
+                results.append({"rows": rows, "vocab": vocab, "case": name, "us": round(us, 2)})
+                print(f"sampling {rows} x {vocab} {name}: {us:.2f} us", flush=True)
     report = {"device": torch.cuda.get_device_name(), "unit": "us", "results": results}
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
