@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer, Position
@@ -57,10 +58,13 @@ def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
     if isinstance(own, Tensor):
         return placed
     from quengine.kernels.cuda.activations import RoundedActivations, round_activations
-    from quengine.kernels.cuda.half import HalfRows, half_rows
+    from quengine.kernels.cuda.half import HalfRows, Products, half_rows
 
     if isinstance(own, HalfRows):
         return half_rows(placed)
+    if isinstance(own, Products):
+        ones = torch.ones(len(placed), device=placed.device)
+        return Products(placed.contiguous(), ones, 1.0)
     return round_activations(placed) if isinstance(own, RoundedActivations) else own
 
 
@@ -125,6 +129,9 @@ class _WatchedBackend:
             (x, residual),
             lambda x, residual: self._backend.linear_add(x, weight, residual, norm, eps),
         )
+
+    def normed(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
+        return self._backend.normed(x, norm, eps)
 
     def logits(self, x: Hidden, norm: Tensor, eps: float, weight: Any, last_only: bool) -> Tensor:
         logits: Tensor = self._watch(

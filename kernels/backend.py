@@ -172,6 +172,10 @@ class Backend(Protocol[WeightT]):
         """
         ...
 
+    def normed(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
+        """RMSNorm of x [T, K] as plain rows, for who reads them instead of logits: [T, K] in the backend's dtype."""
+        ...
+
     def logits(self, x: Hidden, norm: Tensor, eps: float, weight: WeightT, last_only: bool) -> Tensor:
         """Final norm and output matmul: [1, V] for the last token, or [T, V]."""
         ...

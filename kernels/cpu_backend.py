@@ -159,6 +159,9 @@ class CpuBackend:
             return cpu.decode_attention(q[0], layer, end, spec.scale, first)
         return cpu.prefill_attention(q, layer, start, spec.scale, spec.window)
 
+    def normed(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
+        return cpu.rms_norm(x, norm, eps)
+
     def logits(self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, last_only: bool) -> Tensor:
         if self._recorder is not None:
             return self._recorder.logits(x, norm, eps, weight)

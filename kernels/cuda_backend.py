@@ -25,7 +25,7 @@ from quengine.kernels.cuda.matvec_program import RoundingScratch
 from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda.packed import PackedWeight, pack
-from quengine.kernels.cuda.rms_norm import rms_norm_half, rms_norm_round
+from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.quant_tensor import QuantTensor
 
@@ -134,6 +134,10 @@ class CudaBackend:
             out = attention_prefill(q, spec, cache, 0, first, torch.float16, self.pdl, table)
             return self._workspace().as_they_are(out)
         return attention_prefill(q, spec, cache, 0, first, torch.float32, self.pdl, table)
+
+    def normed(self, x: Residual, norm: Tensor, eps: float) -> Tensor:
+        stream = x.hidden if isinstance(x, NormedRows) else x
+        return rms_norm(stream, norm, eps, pdl=self.pdl)
 
     def logits(self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, last_only: bool) -> Tensor:
         if last_only:

@@ -107,6 +107,9 @@ class ReferenceBackend:
         keys, values = (t.to(self.dtype) for t in read_rows(layer, rows))
         return attention(q, keys, values, mask, spec.scale).reshape(tokens, -1)
 
+    def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, norm, eps)
+
     def logits(self, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight, last_only: bool) -> Tensor:
         return self._matmul(rms_norm(x[-1:] if last_only else x, norm, eps), weight)
 

@@ -73,10 +73,19 @@ class Decoder:
 
         Returns [1, vocab] for the last token, or [T, vocab] when `last_only` is false.
         """
+        x = self._layers(ids, cache, start)
+        return self.backend.logits(x, self.output_norm, self.config.rms_eps, self.output, last_only)
+
+    def hidden(self, ids: Tensor, cache: Sequence[KVLayer], start: Position) -> Tensor:
+        """As `forward`, but the rows that the output matrix would read: [T, embedding length]."""
+        x = self._layers(ids, cache, start)
+        return self.backend.normed(x, self.output_norm, self.config.rms_eps)
+
+    def _layers(self, ids: Tensor, cache: Sequence[KVLayer], start: Position) -> Hidden:
         x = self.backend.embed(self.token_embd, ids)
         for block, layer, next_norm in zip(self.blk, cache, self._next_norms, strict=True):
             x = block(x, layer, start, next_norm)
-        return self.backend.logits(x, self.output_norm, self.config.rms_eps, self.output, last_only)
+        return x
 
     @property
     def bytes_per_token(self) -> int:

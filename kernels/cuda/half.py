@@ -126,8 +126,12 @@ class Products:
     unscale: Tensor
     gain: float
 
+    def dequantize(self) -> Tensor:
+        """The rows they stand for, fp32 [T, N]."""
+        return self.values * (self.unscale / self.gain)[:, None]
+
     def finish(self) -> Tensor:
-        """The rows they stand for, fp32 [T, N], in their place."""
+        """As `dequantize`, in their place."""
         return finish(self.values, self.unscale, self.gain, None, self.values)
 
 

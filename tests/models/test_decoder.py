@@ -138,3 +138,12 @@ def test_bytes_per_token_counts_every_matrix_once_and_one_embedding_row(tmp_path
     matrices = [shape for shape in sizes.tensor_shapes(vocab()).values() if len(shape) == 2]
     weights = sum(rows * cols for rows, cols in matrices) - (vocab() - 1) * sizes.embedding
     assert decoder.bytes_per_token == weights * 8
+
+
+def test_logits_are_the_hidden_rows_times_the_output_matrix(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf")
+    decoder, cache = load(path)
+    hidden = decoder.hidden(torch.tensor(IDS), cache.layers, 0)
+    assert hidden.shape == (len(IDS), decoder.config.embedding_length)
+    output = decoder.output.dense
+    torch.testing.assert_close(hidden @ output.T, logits(path))

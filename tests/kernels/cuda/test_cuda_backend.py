@@ -104,3 +104,15 @@ def test_one_sequence_in_blocks_has_the_bits_of_one_in_rows(backend: CudaBackend
         decoder.forward(step, paged.layers, batch, last_only=False),
         decoder.forward(step, contiguous.layers, position),
     )
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_hidden_rows_are_the_reference(count: int, backend: CudaBackend, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf")
+    checkpoint = GGUFCheckpoint(path)
+    rows = []
+    for each in (backend, ReferenceBackend(keep=True)):
+        decoder = Decoder(checkpoint.config, checkpoint.tensors, each, 64, 64)
+        cache = KVCache.allocate(checkpoint.config, 64, each.device)
+        rows.append(decoder.hidden(torch.tensor(IDS[:count], device=each.device), cache.layers, 0).cpu())
+    assert nmse(rows[0], rows[1]) < 5e-5
