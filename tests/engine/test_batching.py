@@ -8,6 +8,7 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.constraint_spec import ConstraintSpec
 from quengine.kernels.backend import BLOCK_SIZE
 from quengine.output import Completion
 from quengine.paged_scheduler import PagedScheduler
@@ -120,6 +121,18 @@ def test_preempted_texts_are_the_same_with_penalties_and_logprobs(
             assert mine.logprobs is not None and other.logprobs is not None
             assert [e.token for e in mine.logprobs] == mine.tokens
             assert [e.logprob for e in mine.logprobs] == pytest.approx([e.logprob for e in other.logprobs])
+        assert paged(llm).blocks.num_used == 0
+
+
+def test_preempted_texts_keep_to_their_schema_and_stop_strings(model: Path, backend: str, alone: LLM) -> None:
+    spec = ConstraintSpec.regex("((ab|cd){3}e){20}")
+    params = replace(SEEDED, constraint=spec, max_tokens=80, stop=("cdcdcde",))
+    prompts = [list(range(10 * i, 10 * i + 12 + 3 * i)) for i in range(6)]
+    with load(model, 6, backend, chunk_size=24, deterministic=backend == "auto") as llm:
+        shrink(llm, 5)
+        got = llm.generate(prompts, params)
+        assert any(c.finish_reason == "stop" for c in got) and any(len(c.tokens) > 60 for c in got)
+        same(got, alone.generate(prompts, params))
         assert paged(llm).blocks.num_used == 0
 
 
