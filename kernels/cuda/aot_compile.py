@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
@@ -107,6 +108,9 @@ def source(launch: Launch) -> ASTSource:
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = _TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            element = _TYPES[value.base.dtype][1:]
+            signature[parameter.name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         elif value == 1 and not parameter.do_not_specialize:

@@ -19,7 +19,7 @@ from quengine.kernels.cuda.expand import dequantize_part
 from quengine.kernels.cuda.half import HalfRows, Products, finish, half_rows, ordered_shape, tiled_shape
 from quengine.kernels.cuda.launch_table import fused_limit
 from quengine.kernels.cuda.matmul_fused import FusedScratch, launch_fused
-from quengine.kernels.cuda.matmul_wgmma import launch_wgmma, uses_wgmma
+from quengine.kernels.cuda.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu, uses_wgmma
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
 from quengine.kernels.cuda.rms_norm import finish_norm_half, rms_norm_half
 from quengine.kernels.cuda.swiglu import swiglu_products, swiglu_rows
@@ -52,6 +52,11 @@ class MatmulWorkspace:
     def gated(self, rows: int, width: int) -> Tensor:
         """fp32 rows of SwiGLU."""
         return self._take("gated", torch.float32, rows, rows, width)
+
+    def gated_half(self, rows: int, width: int) -> HalfRows:
+        """Ordered rows of SwiGLU."""
+        values = self._take("gated half", torch.float16, rows, *ordered_shape(rows, width))
+        return HalfRows(values, self.gated_unscale(rows))
 
     def gated_unscale(self, rows: int) -> Tensor:
         return self._take("gated unscale", torch.float32, rows, rows)
@@ -109,7 +114,8 @@ def matmul(
     first = 0
     for part in weight.parts:
         if isinstance(part, PackedPart) and rows <= fused_limit():
-            _launch(half, part, weight.paired, y, first, workspace, residual, pdl=pdl)
+            launch = launch_wgmma if half.ordered else launch_fused
+            launch(half, part, weight.paired, y, first, workspace.scratch, residual, pdl=pdl)
         else:
             _expand_and_multiply(half, part, weight.paired, workspace, residual, y, first)
         first += part.rows
@@ -165,10 +171,16 @@ def matmul_swiglu(
     rows, part = half.rows, gate_up.parts[0]
     if not gate_up.paired or not isinstance(part, PackedPart):
         return swiglu_rows(matmul(half, gate_up, workspace, pdl=pdl), pdl=pdl)
+    if half.ordered and uses_wgmma(half.values.device, gate_up.rows // 2):
+        gated = workspace.gated_half(rows, gate_up.rows // 2)
+        launch_wgmma_swiglu(half, part, gated, workspace.scratch, pdl)
+        return gated
+    if half.ordered:
+        return swiglu_rows(matmul(half, gate_up, workspace, pdl=pdl), pdl=pdl)
     if rows <= fused_limit():
-        gated = workspace.gated(rows, gate_up.rows // 2)
-        _launch(half, part, True, gated, 0, workspace, swiglu=True, pdl=pdl)
-        return half_rows(gated, workspace.half_rows(rows, gate_up.rows // 2), pdl)
+        products = workspace.gated(rows, gate_up.rows // 2)
+        launch_fused(half, part, True, products, 0, workspace.scratch, swiglu=True, pdl=pdl)
+        return half_rows(products, workspace.half_rows(rows, gate_up.rows // 2), pdl)
     values = torch.empty(rows, gate_up.rows // 2, dtype=torch.float16, device=half.values.device)
     out = HalfRows(values, workspace.gated_unscale(rows))
     # Some gate rows and their up rows at a time, so that neither they nor their products take much memory.
@@ -188,22 +200,6 @@ def _form(rows: int, cols: int, device: torch.device) -> Callable[[int, int], tu
     if rows > fused_limit():
         return None
     return ordered_shape if uses_wgmma(device, cols) else tiled_shape
-
-
-def _launch(
-    x: HalfRows,
-    part: PackedPart,
-    paired: bool,
-    out: Tensor,
-    first: int,
-    workspace: MatmulWorkspace,
-    residual: Tensor | None = None,
-    swiglu: bool = False,
-    pdl: bool = False,
-) -> None:
-    """See `launch_fused`."""
-    launch = launch_wgmma if x.ordered else launch_fused
-    launch(x, part, paired, out, first, workspace.scratch, residual, swiglu, pdl)
 
 
 def _expands_at_once(weight: PackedWeight, workspace: MatmulWorkspace) -> bool:

@@ -1,8 +1,8 @@
 """Matrix times 2 to 128 rows on Hopper's warp-group matrix instruction, on packed weights.
 
 As in matmul_fused.py, weights are read packed and dequantized to fp16 in registers, now as the left operand of wgmma;
-the rows, the right operand, are staged in shared memory by asynchronous copies, some sets of 128 columns ahead, so
-that all warps of a program share them and no register waits for them. The stored order of the weights fixes which
+the rows, the right operand, are staged in shared memory by the copy engine, some sets of 128 columns ahead, so that all
+warps of a program share them and no register waits for them. The stored order of the weights fixes which
 columns meet in an instruction; rows come with their columns in that order (half.py, "ordered").
 
 Programs take 16 rows of weights a warp and all rows of x; where they are too few, `splits` of them share the columns,
@@ -16,25 +16,27 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
+    tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quengine.kernels.cuda.attention_prefill import is_hopper
 from quengine.kernels.cuda.fragments import chunk_scales, load_chunk, step_codes
-from quengine.kernels.cuda.half import HalfRows
-from quengine.kernels.cuda.launch_table import wgmma_block, wgmma_geometry
+from quengine.kernels.cuda.half import ORDERED_16, ORDERED_32, HalfRows, half_place
+from quengine.kernels.cuda.launch_table import WgmmaGeometry, wgmma_block, wgmma_geometry
 from quengine.kernels.cuda.matmul_fused import FusedScratch, step_halves
 from quengine.kernels.cuda.packed import PackedPart
+from quengine.kernels.cuda.swiglu import product_scales, reach_of
 
 _ROWS = gl.constexpr(0)
 _RESIDUAL = gl.constexpr(1)
 _SWIGLU = gl.constexpr(2)
-_SET = gl.constexpr(128)
+_STAGED = gl.NVMMASharedLayout(128, 16, 2)
 
 
 @gluon.jit
@@ -72,40 +74,64 @@ def _weights(words, half: gl.constexpr, gain, FMT: gl.constexpr, WARPS: gl.const
 
 
 @gluon.jit
-def _copy(stages, x_at, it, end, STAGES: gl.constexpr):
-    """Start copying set `it` of the rows."""
-    on = it < end
-    async_copy.async_copy_global_to_shared(stages.index(it % STAGES), x_at + it * _SET, mask=on)
-    async_copy.commit_group()
+def _copy(x_rows, stages, ready, n, begin, count, TB: gl.constexpr, STAGES: gl.constexpr):
+    """Start copying set number n of this program's `count`, the first one being set `begin` of the rows."""
+    on = n < count
+    bar = ready.index(n % STAGES)
+    mbarrier.expect(bar, TB * 256, pred=on)
+    tma.async_copy_global_to_shared(x_rows, [0, (begin + n) * 128], bar, stages.index(n % STAGES), pred=on)
+
+
+@gluon.jit
+def _pair(values, WARPS: gl.constexpr, TB: gl.constexpr):
+    """The values [16*WARPS, TB] of rows r and of rows r + 8 of the tiles, which lie in the same threads."""
+    return gl.split(gl.permute(gl.reshape(values, [WARPS, 2, 8, TB]), [0, 2, 3, 1]))
+
+
+@gluon.jit
+def _store_gated(
+    y, row, token, scale, out_ptr, unscale_ptr, width, copy, T, reach, WARPS: gl.constexpr, TB: gl.constexpr
+):  # fmt: skip
+    """silu(gate)*up of fp32 [16*WARPS, TB], as scaled fp16 rows in both orders of columns, and their unscale.
+
+    row, token: of the packed matrix and of x, along their axes; scale: what x's rows are scaled by.
+    """
+    out_scale, out_unscale = product_scales(scale, reach)
+    gl.store(unscale_ptr + token, out_unscale, mask=(token < T) & (gl.program_id(0) == 0))
+    far = gl.expand_dims((row >> 3) & 1, 1)
+    gate, up = _pair(y * gl.where(far == 1, gl.expand_dims(out_scale, 0), 1.0), WARPS, TB)
+    values = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.float16)
+    column = gl.expand_dims((row >> 4) * 8 + (row & 7), 1)
+    token = gl.expand_dims(token, 0)
+    live, _ = _pair(((column < width) & (token < T)).to(gl.int32), WARPS, TB)
+    near_place, _ = _pair(half_place(token, column, width, ORDERED_32), WARPS, TB)
+    far_place, _ = _pair(half_place(token, column, width, ORDERED_16), WARPS, TB)
+    gl.store(out_ptr + near_place, values, mask=live != 0)
+    gl.store(out_ptr + copy + far_place, values, mask=live != 0)
 
 
 @gluon.jit
 def _store(
-    y, block_row, unscale_ptr, residual_ptr, out_ptr, rows, first, N, T, gain,
+    y, block_row, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T, gain, reach,
     MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Finish and store fp32 [16*WARPS, TB], whose first row is row `block_row` of the packed matrix."""
     row = block_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
     token = gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
-    scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0) / gain
-    y = y * gl.expand_dims(scale, 0)
-    token = gl.expand_dims(token, 0)
-    if PAIRED:
-        column = (row >> 4) * 8 + (row & 7)
-        inside = gl.expand_dims(column < rows // 2, 1) & (token < T)
-        if EPILOGUE != _SWIGLU:
-            column = column + ((row >> 3) & 1) * (rows // 2)
-    else:
-        column = row
-        inside = gl.expand_dims(row < rows, 1) & (token < T)
-    at = token * N + (first + gl.expand_dims(column, 1))
+    scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0)
+    y = y * gl.expand_dims(scale / gain, 0)
     if EPILOGUE == _SWIGLU:
-        # Rows r and r + 8 of a tile, gate and up, lie in the same thread.
-        gate, up = gl.split(gl.permute(gl.reshape(y, [WARPS, 2, 8, TB]), [0, 2, 3, 1]))
-        place, _ = gl.split(gl.permute(gl.reshape(at, [WARPS, 2, 8, TB]), [0, 2, 3, 1]))
-        live, _ = gl.split(gl.permute(gl.reshape(inside.to(gl.int32), [WARPS, 2, 8, TB]), [0, 2, 3, 1]))
-        gl.store(out_ptr + place, gate / (1.0 + gl.exp(-gate)) * up, mask=live != 0)
+        _store_gated(y, row, token, scale, out_ptr, out_unscale_ptr, N, copy, T, reach, WARPS, TB)
     else:
+        token = gl.expand_dims(token, 0)
+        if PAIRED:
+            column = (row >> 4) * 8 + (row & 7)
+            inside = gl.expand_dims(column < rows // 2, 1) & (token < T)
+            column = column + ((row >> 3) & 1) * (rows // 2)
+        else:
+            column = row
+            inside = gl.expand_dims(row < rows, 1) & (token < T)
+        at = token * N + (first + gl.expand_dims(column, 1))
         if EPILOGUE == _RESIDUAL:
             y += gl.load(residual_ptr + at, mask=inside, other=0.0)
         gl.store(out_ptr + at, y, mask=inside)
@@ -113,8 +139,8 @@ def _store(
 
 @gluon.jit
 def _wgmma_kernel(
-    low, high, scales, supers, x_ptr, unscale_ptr, residual_ptr, out_ptr, partial_ptr, tickets_ptr,
-    tiles, rows, first, N, T, gain,
+    low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, partial_ptr, tickets_ptr,
+    tiles, rows, first, N, copy, T, gain, reach,
     FMT: gl.constexpr, K: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, ASYNC: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -124,7 +150,7 @@ def _wgmma_kernel(
     THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    X: gl.constexpr = x_rows.layout
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     thread = gl.arange(0, 32 * WARPS, layout=THREAD)
@@ -136,36 +162,37 @@ def _wgmma_kernel(
     planes = (low, high, scales, supers)
     words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, tile < tiles, FMT, True)
     stages = gl.allocate_shared_memory(gl.float16, [STAGES, TB, 128], X)
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    x_row = gl.expand_dims(gl.arange(0, TB, layout=gl.SliceLayout(1, COPY)), 1)
-    x_at = x_ptr + (x_row * K + gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, COPY)), 0))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    first_set = begin * HALVES
+    count = (end - begin) * HALVES
     if PDL:
         tl.extra.cuda.gdc_wait()
-    last = end * HALVES
-    for i in gl.static_range(STAGES - 1 - ASYNC):
-        _copy(stages, x_at, begin * HALVES + i, last, STAGES)
+    for i in gl.static_range(STAGES):
+        _copy(x_rows, stages, ready, i, first_set, count, TB, STAGES)
     acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
-    if ASYNC:
-        acc = warpgroup_mma_init(acc)
     for c in range(begin, end):
         later = load_chunk(planes, tile * CHUNKS + c + 1, 0, lane, (tile < tiles) & (c + 1 < end), FMT, True)
         for half in gl.static_range(HALVES):
-            it = c * HALVES + half
+            n = (c - begin) * HALVES + half
+            a = _weights(words, half, gain, FMT, WARPS, A)
+            mbarrier.wait(ready.index(n % STAGES), (n // STAGES) & 1)
+            acc = warpgroup_mma(a, stages.index(n % STAGES).permute((1, 0)), acc, is_async=ASYNC)
             if ASYNC:
                 acc = warpgroup_mma_wait(1, deps=[acc])
-            async_copy.wait_group(STAGES - 2 - ASYNC)
-            fence_async_shared()
-            tl.debug_barrier()
-            _copy(stages, x_at, it + STAGES - 1 - ASYNC, last, STAGES)
-            a = _weights(words, half, gain, FMT, WARPS, A)
-            b = stages.index(it % STAGES).permute((1, 0))
-            acc = warpgroup_mma(a, b, acc, is_async=ASYNC)
+            tl.debug_barrier()  # all warps have read the set that the next one is copied over
+            if not ASYNC:
+                _copy(x_rows, stages, ready, n + STAGES, first_set, count, TB, STAGES)
+            elif n > 0:
+                _copy(x_rows, stages, ready, n - 1 + STAGES, first_set, count, TB, STAGES)
         words = later
     if ASYNC:
         acc = warpgroup_mma_wait(0, deps=[acc])
     if SPLITS == 1:
         _store(
-            acc, tile0 * 16, unscale_ptr, residual_ptr, out_ptr, rows, first, N, T, gain,
+            acc, tile0 * 16, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T, gain, reach,
             MMA, WARPS, TB, PAIRED, EPILOGUE,
         )  # fmt: skip
     else:
@@ -184,8 +211,8 @@ def _wgmma_kernel(
             for split in gl.static_range(1, SPLITS):
                 total += gl.load(partial_ptr + (split * blocks + block) * SIZE + spread, cache_modifier=".cg")
             _store(
-                total, tile0 * 16, unscale_ptr, residual_ptr, out_ptr, rows, first, N, T, gain,
-                MMA, WARPS, TB, PAIRED, EPILOGUE,
+                total, tile0 * 16, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T,
+                gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
             )  # fmt: skip
             gl.store(tickets_ptr + block, 0)
 
@@ -203,22 +230,52 @@ def launch_wgmma(
     first: int,
     scratch: FusedScratch,
     residual: Tensor | None = None,
-    swiglu: bool = False,
     pdl: bool = False,
 ) -> None:
     """`launch_fused` for ordered rows, at most 128 of them."""
-    geometry = wgmma_geometry(part, "swiglu" if swiglu else "rows", x.rows)
+    geometry = wgmma_geometry(part, "rows", x.rows)
+    epilogue = _ROWS if residual is None else _RESIDUAL
+    added = out if residual is None else residual
+    _launch(
+        x, part, geometry, paired, epilogue.value, added, (out, out, out.shape[1], 0, first), scratch, pdl
+    )
+
+
+def launch_wgmma_swiglu(
+    x: HalfRows, part: PackedPart, out: HalfRows, scratch: FusedScratch, pdl: bool = False
+) -> None:
+    """silu(gate)*up of ordered rows times a paired part, to ordered rows."""
+    geometry = wgmma_geometry(part, "swiglu", x.rows)
+    assert out.ordered
+    outputs = (out.values, out.unscale, out.stride, out.values.stride(0), 0)
+    _launch(x, part, geometry, True, _SWIGLU.value, out.unscale, outputs, scratch, pdl)
+
+
+def _launch(
+    x: HalfRows,
+    part: PackedPart,
+    geometry: WgmmaGeometry,
+    paired: bool,
+    epilogue: int,
+    residual: Tensor,
+    outputs: tuple[Tensor, Tensor, int, int, int],
+    scratch: FusedScratch,
+    pdl: bool,
+) -> None:
+    """`outputs`: values, unscale (or anything), from a row to the next, from a copy to the next, first column."""
+    out, unscale, stride, copy, first = outputs
     block = wgmma_block(x.rows)
     blocks = triton.cdiv(part.tiles, geometry.warps)
     splits = triton.cdiv(part.chunks, triton.cdiv(part.chunks, geometry.splits))  # none without a share
     assert x.ordered and x.rows <= 128 and (splits == 1 or blocks <= scratch.tickets.shape[0])
     size = 0 if splits == 1 else splits * blocks * 16 * geometry.warps * block
-    epilogue = _SWIGLU if swiglu else _ROWS if residual is None else _RESIDUAL
+    values = x.values[0 if part.layout.group == 32 else 1]
+    rows = TensorDescriptor(values, list(values.shape), [part.cols, 1], [block, 128], _STAGED)
     _wgmma_kernel[(blocks, splits)](
-        part.low, part.high, part.scales, part.supers, x.values[0 if part.layout.group == 32 else 1], x.unscale,
-        out if residual is None else residual, out, scratch.partial(size), scratch.tickets, part.tiles, part.rows,
-        first, out.shape[1], x.rows, part.gain,
+        part.low, part.high, part.scales, part.supers, rows, x.unscale, residual, out, unscale,
+        scratch.partial(size), scratch.tickets, part.tiles, part.rows, first, stride, copy, x.rows, part.gain,
+        reach_of(part),
         FMT=part.layout, K=part.cols, TB=block, WARPS=geometry.warps, SPLITS=splits, STAGES=geometry.stages,
-        ASYNC=geometry.overlap, PAIRED=paired, EPILOGUE=epilogue.value, PDL=pdl,
+        ASYNC=geometry.overlap, PAIRED=paired, EPILOGUE=epilogue, PDL=pdl,
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -35,6 +35,23 @@ def swiglu_rows(gate_up: Tensor, out: Tensor | None = None, pdl: bool = False) -
 
 
 @triton.jit
+def product_scales(unscale, reach):
+    """(scale, unscale) of the fp16 rows silu(gate)*up, powers of two, given those rows' of x and `reach_of` the weight.
+
+    No gate or up value exceeds unscale * reach < 2^above, and silu(gate) no gate: their products stay below 2^15.
+    """
+    above = ((unscale * reach).to(tl.int32, bitcast=True) >> 23) - 126
+    above = tl.minimum(tl.maximum(above, -55), 70)
+    scale = ((15 - 2 * above + 127) << 23).to(tl.float32, bitcast=True)
+    return scale, ((2 * above - 15 + 127) << 23).to(tl.float32, bitcast=True)
+
+
+def reach_of(part: PackedPart) -> float:
+    """A bound on scaled fp16 rows times rows of a part: |x| |w| (Cauchy-Schwarz)."""
+    return 2.0**14 * math.sqrt(part.cols) * part.norm
+
+
+@triton.jit
 def _swiglu_products_kernel(
     z_ptr, unscale_ptr, out_ptr, out_unscale_ptr, width, stride, first, inverse_gain, reach, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -42,14 +59,12 @@ def _swiglu_products_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     unscale = tl.load(unscale_ptr + row)
-    # No gate or up value exceeds unscale * reach < 2^above, and silu(gate) no gate: their products stay below 2^15.
-    above = ((unscale * reach).to(tl.int32, bitcast=True) >> 23) - 126
-    above = tl.minimum(tl.maximum(above, -55), 70)
+    out_scale, out_unscale = product_scales(unscale, reach)
     if tl.program_id(1) == 0:
-        tl.store(out_unscale_ptr + row, ((2 * above - 15 + 127) << 23).to(tl.float32, bitcast=True))
+        tl.store(out_unscale_ptr + row, out_unscale)
     gate = tl.load(z_ptr + row * 2 * width + column, mask=inside, other=0.0) * (unscale * inverse_gain)
     up = tl.load(z_ptr + row * 2 * width + width + column, mask=inside, other=0.0) * (unscale * inverse_gain)
-    y = gate / (1.0 + tl.exp(-gate)) * up * ((15 - 2 * above + 127) << 23).to(tl.float32, bitcast=True)
+    y = gate / (1.0 + tl.exp(-gate)) * up * out_scale
     tl.store(out_ptr + row * stride + first + column, y.to(tl.float16), mask=inside)
 
 
@@ -61,8 +76,7 @@ def swiglu_products(z: Tensor, x: HalfRows, part: PackedPart, out: HalfRows, fir
     needed: typical values lie 2^12 to 2^26 below it, and fp16 keeps its 11 bits over 2^29.
     """
     rows, width = z.shape[0], z.shape[1] // 2
-    reach = 2.0**14 * math.sqrt(part.cols) * part.norm
     _swiglu_products_kernel[(rows, triton.cdiv(width, 1024))](
-        z, x.unscale, out.values, out.unscale, width, out.values.shape[1], first, 1.0 / part.gain, reach,
+        z, x.unscale, out.values, out.unscale, width, out.values.shape[1], first, 1.0 / part.gain, reach_of(part),
         BLOCK=1024, num_warps=4,
     )  # fmt: skip
