@@ -20,8 +20,9 @@ from quengine.serve.completions import completions
 from quengine.serve.connections import WriteDeadline
 from quengine.serve.errors import ApiError
 from quengine.serve.guard import Guard
-from quengine.serve.http import Catch, error_response
+from quengine.serve.http import Catch, error_response, json_response
 from quengine.serve.native import completion
+from quengine.serve.openapi import document
 from quengine.serve.responses import responses
 from quengine.serve.service import Service
 
@@ -38,6 +39,12 @@ async def page(service: Service, request: Request) -> Response:
         "Cache-Control": "no-cache",
     }
     return Response(html, headers=headers, media_type="text/html; charset=utf-8")
+
+
+async def openapi(service: Service, request: Request) -> Response:
+    """What every route takes and answers."""
+    del request
+    return json_response(document(service.settings))
 
 
 async def no_embeddings(service: Service, request: Request) -> Response:
@@ -64,6 +71,7 @@ def _page() -> tuple[bytes, str]:
 
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/", page),
+    ("GET", "/openapi.json", openapi),
     ("GET", "/health", status_routes.health),
     ("GET", "/v1/health", status_routes.health),
     ("GET", "/metrics", status_routes.metrics),
@@ -123,4 +131,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:80]}"
     message = f"there is no {what} here" if error.status_code in (404, 405) else f"{what}: {error.detail}"
-    return error_response(ApiError(error.status_code, message))
+    response = error_response(ApiError(error.status_code, message))
+    response.headers.update(error.headers or {})  # Allow, of a 405
+    return response

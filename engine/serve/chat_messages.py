@@ -5,14 +5,14 @@ from typing import Any
 
 from quengine.serve.errors import ApiError, bad_request
 
-_ROLES = {
+ROLES = {
     "system": "system",
     "developer": "system",
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
 }
-_TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def read_messages(values: Any, param: str = "messages") -> list[dict[str, Any]]:
@@ -27,11 +27,13 @@ def read_message(value: Any, param: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad_request(f"{param} must be an object with role and content", param)
     role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise bad_request(f"{param}.role = {str(role)[:40]!r}: must be one of {', '.join(_ROLES)}", param)
+    if not isinstance(role, str) or role not in ROLES:
+        raise bad_request(f"{param}.role = {str(role)[:40]!r}: must be one of {', '.join(ROLES)}", param)
     message = {key: part for key, part in value.items() if part is not None}
-    message["role"] = _ROLES[role]
-    calls = role == "assistant" and "tool_calls" in message
+    message["role"] = ROLES[role]
+    calls = "tool_calls" in message
+    if calls:
+        _check_calls(message, f"{param}.tool_calls")
     if "content" in message:
         message["content"] = content_text(message["content"], f"{param}.content")
     elif calls:
@@ -39,6 +41,20 @@ def read_message(value: Any, param: str) -> dict[str, Any]:
     else:
         raise bad_request(f"{param}.content is missing", f"{param}.content")
     return message
+
+
+def _check_calls(message: Mapping[str, Any], param: str) -> None:
+    """Raises ApiError for calls that are none, or not the assistant's."""
+    calls = message["tool_calls"]
+    if message["role"] != "assistant" or not isinstance(calls, list):
+        raise bad_request(f"{param} must be an array, of a message of the assistant's", param)
+    for i, call in enumerate(calls):
+        given = call.get("function") if isinstance(call, Mapping) else None
+        function = given if isinstance(given, Mapping) else {}
+        if not isinstance(function.get("name"), str) or not isinstance(
+            function.get("arguments", ""), str | dict
+        ):
+            raise bad_request(f"{param}[{i}] must have a function with a name, and arguments as JSON", param)
 
 
 def content_text(content: Any, param: str) -> str:
@@ -52,7 +68,7 @@ def content_text(content: Any, param: str) -> str:
 
 def _part_text(part: Any, param: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in _TEXT_PARTS:
+    if kind not in TEXT_PARTS:
         raise ApiError(
             400,
             f"{param} is of type {str(kind)[:40]!r}: this model reads text only",

@@ -15,7 +15,7 @@ from quengine.tool_calls import ToolUse
 from quengine.tool_calls_format import ToolFormat
 
 # llama-server's and vLLM's other names.
-_CONSTRAINTS = {
+CONSTRAINTS = {
     "json_schema": ConstraintSpec.json_schema,
     "grammar": ConstraintSpec.grammar,
     "guided_json": ConstraintSpec.json_schema,
@@ -37,13 +37,15 @@ def read_constraint(fields: Fields) -> ConstraintSpec | None:
         spec = ConstraintSpec.from_response_format(fields.any("response_format"))
         if spec is not None:
             found["response_format"] = spec
-        for key, make in _CONSTRAINTS.items():
+        for key, make in CONSTRAINTS.items():
             value = fields.any(key)
             if value not in (None, ""):
                 found[key] = make(value)
         choices = fields.array("guided_choice")
         if choices is not None:
-            found["guided_choice"] = ConstraintSpec.regex("|".join(re.escape(str(c)) for c in choices))
+            if any(not isinstance(choice, str) or not choice for choice in choices):
+                raise fields.wrong("guided_choice", "must be texts of at least one character")
+            found["guided_choice"] = ConstraintSpec.regex("|".join(map(re.escape, choices)))
     except EngineError as error:
         raise bad_request(str(error)) from None
     if len(found) > 1:

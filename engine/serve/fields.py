@@ -1,12 +1,14 @@
 """Reads a request's JSON object field by field: what is wrong or not known to anybody is a 400 that names it.
 
-A field that is null counts as not given, as OpenAI's clients send it.
+A field that is null counts as not given, as OpenAI's clients send it. A `Scalar` says both how a field is read and
+what the OpenAPI document tells of it.
 """
 
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 from quengine.serve.errors import ApiError, bad_request
 
@@ -32,6 +34,24 @@ def json_type(value: object) -> str:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
     return names.get(type(value), "an object")
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A field of one number or truth value: its type and range. `above` is a limit that is itself excluded."""
+
+    kind: Literal["number", "integer", "boolean"]
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    about: str = ""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The field as JSON schema has it."""
+        limits = {"minimum": self.low, "maximum": self.high, "exclusiveMinimum": self.above}
+        given = {key: value for key, value in limits.items() if value is not None}
+        return {"type": self.kind, **given, **({"description": self.about} if self.about else {})}
 
 
 class Fields:
@@ -76,10 +96,9 @@ class Fields:
         value = self.any(key)
         if value is None:
             return None
-        whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-        if isinstance(value, bool) or not (isinstance(value, int) or whole):
+        number = whole_number(value)
+        if number is None:
             raise self.wrong(key, "must be a whole number")
-        number = int(value)
         if (low is not None and number < low) or (high is not None and number > high):
             raise self.wrong(key, _range(low, high))
         return number
@@ -92,6 +111,19 @@ class Fields:
             raise self.wrong(key, "must be a finite number")
         return float(value)
 
+    def scalar(self, key: str, field: Scalar) -> Any:
+        """A field that is read as its table says."""
+        if field.kind == "boolean":
+            return self.flag(key)
+        value = self.integer(key) if field.kind == "integer" else self.number(key)
+        if value is None:
+            return None
+        if field.above is not None and value <= field.above:
+            raise self.wrong(key, f"must be above {field.above:g}")
+        if (field.low is not None and value < field.low) or (field.high is not None and value > field.high):
+            raise self.wrong(key, _range(field.low, field.high))
+        return value
+
     def ignore(self, *keys: str) -> None:
         """Fields that change nothing here."""
         self._known.update(keys)
@@ -99,7 +131,9 @@ class Fields:
     def neutral(self, key: str, *values: Any) -> None:
         """A field whose effect is not supported: only values that ask for none of it pass."""
         value = self.any(key)
-        if value is not None and value not in values:
+        # 0 is equal to False in Python, and not in JSON.
+        same = [v for v in values if v == value and isinstance(v, bool) == isinstance(value, bool)]
+        if value is not None and not same:
             allowed = f"; only {' or '.join(json.dumps(v) for v in values)} is accepted" if values else ""
             raise bad_request(f"{self.name(key)} is not supported{allowed}", self.name(key), "unsupported")
 
@@ -124,11 +158,19 @@ class Fields:
 
 def token_ids(values: Sequence[Any], name: str, vocab_size: int) -> list[int]:
     """`values` as token ids of a vocabulary. Raises ApiError."""
-    for position, token in enumerate(values):
-        if type(token) is not int or not 0 <= token < vocab_size:
-            shown = json.dumps(token)[:40]
+    ids = [whole_number(value) for value in values]
+    for position, token in enumerate(ids):
+        if token is None or not 0 <= token < vocab_size:
+            shown = json.dumps(values[position])[:40]
             raise bad_request(f"{name}[{position}] = {shown}: must be a token id below {vocab_size}", name)
-    return list(values)
+    return [token for token in ids if token is not None]
+
+
+def whole_number(value: object) -> int | None:
+    """A JSON number without a fraction, which may be written 1.0; None for anything else."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _finite(value: float) -> bool:
@@ -138,7 +180,7 @@ def _finite(value: float) -> bool:
         return False
 
 
-def _range(low: int | None, high: int | None) -> str:
+def _range(low: float | None, high: float | None) -> str:
     if high is None:
         return f"must be at least {low}"
     return f"must be at most {high}" if low is None else f"must be from {low} to {high}"

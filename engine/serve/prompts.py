@@ -6,7 +6,7 @@ from typing import Any
 
 from quengine.serve.engine_port import ServedModel
 from quengine.serve.errors import bad_request
-from quengine.serve.fields import Fields, token_ids
+from quengine.serve.fields import Fields, token_ids, whole_number
 from quengine.serve.http import off_loop
 from quengine.serve.service import Service
 
@@ -29,7 +29,7 @@ def _separate(value: Any) -> list[Any]:
         return [value]
     if not isinstance(value, list) or not value:
         raise bad_request("prompt must be a string, token ids, or an array of these", "prompt")
-    one = any(type(part) is int for part in value)
+    one = any(whole_number(part) is not None for part in value)
     return [value] if one else value
 
 
@@ -39,7 +39,7 @@ def _ids(value: Any, model: ServedModel, special: bool) -> list[int]:
     for position, part in enumerate(parts):
         if isinstance(part, str):
             ids += model.encode(part, bos=position == 0, special=special)
-        elif type(part) is int:
+        elif whole_number(part) is not None:
             ids += token_ids([part], "prompt", model.vocab_size)
         else:
             raise bad_request(f"prompt: {json.dumps(part)[:40]} is neither text nor a token id", "prompt")

@@ -37,7 +37,7 @@ def read_delivery(fields: Fields) -> Delivery:
         include_usage = inner.flag("include_usage") or False
         inner.ignore("include_obfuscation")
         inner.finish()
-        if not stream:
+        if include_usage and not stream:
             raise bad_request("stream_options is for streams: set stream to true", "stream_options")
     return Delivery(stream, include_usage)
 
@@ -51,10 +51,11 @@ def read_n(fields: Fields, service: Service) -> int:
 
 def read_max_tokens(fields: Fields, service: Service, *keys: str) -> int | None:
     """The first of `keys` that is given; -1 means until the context is full."""
-    values = [(key, fields.integer(key)) for key in keys]
-    key, value = next(((k, v) for k, v in values if v is not None), (keys[0], None))
-    if value is not None and value != -1 and value < 1:
-        raise fields.wrong(key, "must be at least 1, or -1 for until the context is full")
+    values = {key: number for key in keys if (number := fields.integer(key)) is not None}
+    for key, number in values.items():
+        if number != -1 and number < 1:
+            raise fields.wrong(key, "must be at least 1, or -1 for until the context is full")
+    value = next(iter(values.values()), None)
     return service.model.ctx_size if value == -1 else value
 
 

@@ -90,7 +90,8 @@ def _refuse_others(fields: Fields) -> None:
 def _text_format(fields: Fields) -> tuple[dict[str, Any], ConstraintSpec | None]:
     """`text.format` as it was given, and what it holds the text to."""
     inner = Fields(fields.object("text") or {}, "text")
-    wanted = inner.object("format") or {"type": "text"}
+    given = inner.object("format")
+    wanted = {"type": "text"} if given is None else given
     inner.neutral("verbosity", "medium")
     inner.finish()
     try:

@@ -1,5 +1,9 @@
-"""The sampling parameters of a request, under OpenAI's names and llama-server's."""
+"""The sampling parameters of a request, under OpenAI's names and llama-server's.
 
+The tables say what is read; `openapi_requests` makes the document of them.
+"""
+
+import re
 from typing import Any
 
 from quengine.constraint_spec import ConstraintSpec
@@ -7,13 +11,31 @@ from quengine.errors import EngineError
 from quengine.sampling_params import SamplingParams
 from quengine.serve.engine_port import ServedModel
 from quengine.serve.errors import ApiError, bad_request
-from quengine.serve.fields import Fields, token_ids
+from quengine.serve.fields import Fields, Scalar, token_ids
 from quengine.serve.settings import Limits
 
 MAX_BIAS = 1e6
+_ID = re.compile("[0-9]{1,9}")
+
+SCALARS: dict[str, Scalar] = {
+    "temperature": Scalar("number", 0, about="0 takes the likeliest token."),
+    "top_k": Scalar("integer", -1, about="Keep so many of the likeliest tokens; 0 or -1: all."),
+    "top_p": Scalar("number", 0, 1, about="Keep the likeliest tokens that together reach this probability."),
+    "min_p": Scalar("number", 0, 1, about="Drop tokens less likely than this share of the likeliest one."),
+    "typical_p": Scalar("number", 0, 1, about="Keep the tokens of most typical surprise; 1: all."),
+    "repeat_penalty": Scalar("number", above=0, about="Divides the logits of recent tokens; 1: none."),
+    "repeat_last_n": Scalar("integer", -1, about="How many tokens the penalties look at; -1: all."),
+    "presence_penalty": Scalar("number", about="Subtracted from the logit of every recent token."),
+    "frequency_penalty": Scalar(
+        "number", about="Subtracted for every time a token is among the recent ones."
+    ),
+    "seed": Scalar("integer", -(2**63), 2**64 - 1, about="Gives the same text again; -1 draws one."),
+    "ignore_eos": Scalar("boolean", about="Go on after the model's end tokens."),
+}
+"""The parameters that are one value each, by the engine's names."""
 
 # Samplers that the engine lacks, and the values that switch them off.
-_OFF: dict[str, tuple[Any, ...]] = {
+OFF: dict[str, tuple[Any, ...]] = {
     "mirostat": (0,),
     "dynatemp_range": (0,),
     "dry_multiplier": (0,),
@@ -35,7 +57,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "priority": (0,),
 }
 # Parameters of those samplers, and hints that change no token.
-_WITHOUT_EFFECT = (
+WITHOUT_EFFECT = (
     "mirostat_tau",
     "mirostat_eta",
     "dynatemp_exponent",
@@ -76,26 +98,17 @@ def read_sampling(
 
     Raises ApiError for what is out of range, over a limit, or not supported.
     """
-    for key, off in _OFF.items():
+    for key, off in OFF.items():
         fields.neutral(key, *off)
-    fields.ignore(*_WITHOUT_EFFECT)
-    repeat = "repetition_penalty" if fields.given("repetition_penalty") else "repeat_penalty"
-    fields.ignore("repetition_penalty", "repeat_penalty")
-    given: dict[str, Any] = {
-        "temperature": fields.number("temperature"),
-        "top_k": fields.integer("top_k"),
-        "top_p": fields.number("top_p"),
-        "min_p": fields.number("min_p"),
-        "typical_p": fields.number("typical_p"),
-        "repeat_penalty": fields.number(repeat),
-        "repeat_last_n": fields.integer("repeat_last_n"),
-        "presence_penalty": fields.number("presence_penalty"),
-        "frequency_penalty": fields.number("frequency_penalty"),
-        "seed": _seed(fields),
+    fields.ignore(*WITHOUT_EFFECT)
+    given: dict[str, Any] = {key: fields.scalar(key, scalar) for key, scalar in SCALARS.items()}
+    other_name = fields.scalar("repetition_penalty", SCALARS["repeat_penalty"])
+    given |= {
+        "repeat_penalty": given["repeat_penalty"] if other_name is None else other_name,
+        "seed": _seed(given["seed"]),
         "stop": _stops(fields, limits),
         "stop_token_ids": _stop_ids(fields, limits, model),
         "logit_bias": _biases(fields, limits, model),
-        "ignore_eos": fields.flag("ignore_eos"),
         "max_tokens": max_tokens,
         "logprobs": logprobs,
         "constraint": constraint,
@@ -115,9 +128,8 @@ def too_many(name: str, count: int, limit: int, flag: str) -> ApiError:
     )
 
 
-def _seed(fields: Fields) -> int | None:
+def _seed(seed: int | None) -> int | None:
     """-1 draws one. OpenAI's seeds are signed: another negative one stands for the 64-bit number of its bits."""
-    seed = fields.integer("seed", -(2**63), 2**64 - 1)
     return None if seed is None or seed == -1 else seed % 2**64
 
 
@@ -150,7 +162,7 @@ def _biases(fields: Fields, limits: Limits, model: ServedModel) -> dict[int, flo
     if value is None:
         return None
     if isinstance(value, dict):
-        pairs = [[int(key) if key.isdecimal() and len(key) < 10 else key, v] for key, v in value.items()]
+        pairs = [[int(key) if _ID.fullmatch(key) else key, v] for key, v in value.items()]
     elif isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         pairs = value
     else:

@@ -1,0 +1,230 @@
+"""The server's OpenAPI document: in step with the routes and with what they read, and held to by schemathesis.
+
+schemathesis makes requests of the document, right and wrong ones, sends them to a server with the fake engine, and
+compares statuses, media types, headers and bodies with it. What a schema cannot say is listed in `UNSAID`.
+"""
+
+import copy
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, settings
+from schemathesis.checks import load_all_checks
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from quengine.sampling_params import SamplingParams
+from quengine.serve.app import ROUTES
+from quengine.serve.fake_engine import FakeEngine, FakeModel
+from quengine.serve.fields import Fields
+from quengine.serve.openapi import EVENTS, OPERATIONS, document
+from quengine.serve.sampling_fields import OFF, SCALARS, WITHOUT_EFFECT
+from quengine.serve.settings import ServerSettings
+from quengine.tool_calls_format import ToolFormat
+from tests.engine.serve.serving import Served, serving
+
+SETTINGS = ServerSettings(("fake",))
+DOCUMENT = document(SETTINGS)
+SCHEMAS = DOCUMENT["components"]["schemas"]
+TWINS = ("/chat/completions", "/completions")
+"""Paths whose operation is another path's too: they get fewer requests."""
+UNSAID = re.compile(
+    "echo with logprobs|only one of them can hold|top_logprobs needs|stream_options is for streams|requires a call"  # two fields
+    "|no tool is named|there are no tools|two functions are named|no function_call before it has this id"
+    "|tokens and the context holds|the prompt has no tokens|texts in one request"  # lengths and sums
+    "|must be a token id below|it is no JSON|are more than the .* that are accepted"  # what a value means
+    "|must be at least 1, or -1"
+    "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
+)
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/responses": {"input": "a"},
+    "/completion": {"prompt": "a"},
+    "/tokenize": {"content": "a"},
+    "/detokenize": {"tokens": [1]},
+    "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+class OpenModel(FakeModel):
+    """Takes constraints and tools, so that requests with them come through to answers; holds to none of them."""
+
+    tool_format = ToolFormat("hermes")
+
+    def prepare(self, params: SamplingParams) -> None:
+        del params
+
+
+def make_engine() -> FakeEngine:
+    engine = FakeEngine(ctx_size=64, step_s=0.0)
+    engine.model = OpenModel(64)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(make_engine, settings={"defaults": SamplingParams(max_tokens=3)}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def statuses() -> Iterator[Counter[tuple[str, int]]]:
+    """Answers to right requests, by operation and status. Most must have been 200 where there were many."""
+    counts: Counter[tuple[str, int]] = Counter()
+    yield counts
+    for label, status in counts:
+        if status == 400 and label.partition(" ")[2] not in TWINS:
+            assert counts[label, 200] > 2 * counts[label, 400], label
+
+
+def driven(shared_fields: bool, coverage: bool) -> Any:
+    """The document as schemathesis drives it. Fields that every text route reads in one function are driven on one."""
+    given = copy.deepcopy(DOCUMENT)
+    for name in () if shared_fields else ("CompletionRequest", "NativeRequest", "ResponseRequest"):
+        for key in (*SCALARS, *OFF, *WITHOUT_EFFECT):
+            del given["components"]["schemas"][name]["properties"][key]
+    config = {"generation": {"deterministic": True}, "phases": {"coverage": {"enabled": coverage}}}
+    return schemathesis.openapi.from_dict(given, config=schemathesis.Config.from_dict(config))
+
+
+bounded = settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+load_all_checks()
+
+
+@driven(False, True).exclude(path=list(TWINS)).parametrize()
+@bounded
+def test_answers_are_as_documented(
+    case: Any, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]
+) -> None:
+    hold_to_document(case, served, session, statuses)
+
+
+@driven(True, False).include(path=list(TWINS)).parametrize()
+@bounded
+def test_answers_under_other_names_are_too(
+    case: Any, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]
+) -> None:
+    hold_to_document(case, served, session, statuses)
+
+
+def hold_to_document(
+    case: Any, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]
+) -> None:
+    answer = case.call(base_url=served.url, session=session, timeout=20)
+    assert answer.status_code < 500 or case.path == "/v1/embeddings", answer.text
+    if case.meta.generation.mode.value == "positive":
+        statuses[case.operation.label, answer.status_code] += 1
+        if answer.status_code == 400:
+            message = answer.json()["error"]["message"]
+            assert UNSAID.search(message), (case.body, message)
+    if answer.status_code == 501:
+        return
+    case.validate_response(answer, excluded_checks=[positive_data_acceptance])
+
+
+def check_events(path: str, text: str) -> None:
+    """Each event's JSON is of the schema that the document names for the stream."""
+    content = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"][EVENTS]
+    end, data = content["schema"]["properties"]["data"]["anyOf"]
+    with_parts = {**data["contentSchema"], "components": {"schemas": SCHEMAS}}
+    validator = jsonschema.Draft202012Validator(with_parts)
+    events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    assert events
+    for event in events:
+        if event != end["const"]:
+            validator.validate(json.loads(event))
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if path.startswith(("/v1", "/comp"))])
+def test_every_event_of_a_stream_is_as_documented(served: Served, path: str) -> None:
+    more: dict[str, Any] = {"stream": True}
+    if path == "/v1/chat/completions":
+        more |= {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}, "n": 2}
+    elif path == "/v1/completions":
+        more |= {"logprobs": 2, "stream_options": {"include_usage": True}}
+    elif path == "/completion":
+        more |= {"n_probs": 2, "return_tokens": True}
+    with served.http() as client:
+        answer = client.post(path, json=BODIES[path] | more)
+    assert answer.status_code == 200, answer.text
+    check_events(path, answer.text)
+
+
+def test_the_document_names_every_route_and_no_other() -> None:
+    routes = {(method, path.replace(":path", "")) for method, path, _ in ROUTES}
+    assert routes == set(OPERATIONS)
+    documented = {(m.upper(), path) for path, methods in DOCUMENT["paths"].items() for m in methods}
+    assert documented == routes
+    endpoints = {path: endpoint for _, path, endpoint in ROUTES}
+    assert endpoints[TWINS[0]] is endpoints["/v1/chat/completions"]
+    assert endpoints[TWINS[1]] is endpoints["/completion"]
+
+
+def test_the_document_names_every_field_that_a_route_reads_and_no_other(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: dict[str, set[str]] = {}
+    finish = Fields.finish
+
+    def noting(fields: Fields) -> None:
+        read[fields._path] = set(fields._known)
+        finish(fields)
+
+    monkeypatch.setattr(Fields, "finish", noting)
+    with served.http() as client:
+        for path, body in BODIES.items():
+            read.clear()
+            answer = client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            reference = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+            properties = SCHEMAS[reference["schema"]["$ref"].rpartition("/")[2]]["properties"]
+            assert read[""] == properties.keys(), path
+            for name in read.keys() - {""}:
+                assert read[name] == properties[name]["properties"].keys(), (path, name)
+
+
+def test_the_schemas_are_schemas_and_every_reference_is_there() -> None:
+    for name, schema in SCHEMAS.items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert schema, name
+    references = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(DOCUMENT))
+    assert set(references) <= SCHEMAS.keys()
+    ids = [o["operationId"] for methods in DOCUMENT["paths"].values() for o in methods.values()]
+    assert len(ids) == len(set(ids))
+
+
+def test_keys_are_in_the_document_where_they_are_asked_for() -> None:
+    assert "securitySchemes" not in DOCUMENT["components"]
+    keyed = document(ServerSettings(("fake",), api_keys=("k",)))
+    assert set(keyed["components"]["securitySchemes"]) == {"bearer", "header", "basic"}
+    for path, methods in keyed["paths"].items():
+        for operation in methods.values():
+            open_to_all = path.endswith("/health")
+            assert ("security" in operation, "401" in operation["responses"]) == (not open_to_all,) * 2, path
+
+
+def test_the_served_document_has_the_servers_limits_and_names(served: Served) -> None:
+    with served.http() as client:
+        given = client.get("/openapi.json").json()
+    assert given["openapi"] == "3.1.0"
+    assert given == DOCUMENT
+    n = given["components"]["schemas"]["ChatRequest"]["properties"]["n"]
+    assert n["maximum"] == served.server.settings.limits.n
