@@ -27,6 +27,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYERS = 16
 CONTEXT = 16384 + 64
 CHUNK = 2048
+SWEPT_Q8_0 = ((128, 8, 2), (64, 8, 2), (64, 4, 2), (32, 4, 2), (32, 4, 3))
 DEVICE = torch.device("cuda")
 
 
@@ -119,7 +120,7 @@ def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: 
         if rounds:
             decode.attention_decode_round(qkv, spec, pool, positions, workspace, rounded, True, tables)
         else:
-            decode.attention_decode(qkv, spec, pool, positions, workspace, plain, True, tables)
+            decode.attention_decode(qkv, spec, pool, positions, workspace, plain, True, tables, coarse=True)
 
     return graph_us([lambda pool=pool: launch(pool) for pool in pools])
 
@@ -139,6 +140,22 @@ def batch_table(spec: AttentionSpec) -> list[dict[str, float | bool]]:
             results.append({"q8_0": q8_0, "batch": batch, "depth": depth, "us": us, "floor": floor})
     for row in results:
         print("batch", *(f"{key}={value:.2f}" for key, value in row.items()), flush=True)
+    return results
+
+
+def batch_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, object]]:
+    """Least keys a slice, tile, warps and stages at four batches."""
+    results: list[dict[str, object]] = []
+    coarse, launch = decode.COARSE, decode.decode_launch
+    tiles = ((64, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 3), (128, 8, 2)) if not q8_0 else SWEPT_Q8_0
+    for least, tile in itertools.product((160, 288, 544), tiles):
+        decode.COARSE = least
+        decode.decode_launch = lambda *_, tile=tile: decode.DecodeLaunch(*tile)  # type: ignore[assignment]
+        cases = ((8, 256), (32, 256), (64, 256), (8, 2048), (32, 2048))
+        us = [time_paged(spec, depth, batch, q8_0, False) for batch, depth in cases]
+        results.append({"q8_0": q8_0, "least": least, "tile": tile, "us": us})
+        print(f"sweep q8_0={q8_0} least {least} tile {tile}:", *(f"{t:.1f}" for t in us), flush=True)
+    decode.COARSE, decode.decode_launch = coarse, launch
     return results
 
 
@@ -232,7 +249,9 @@ def main() -> None:
     spec = mistral_spec()
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "unit": "us"}
     if args.what in (None, "batch"):
-        report["batch"] = batch_table(spec)
+        report["batch"] = (
+            [batch_sweep(spec, q8_0) for q8_0 in (False, True)] if args.sweep else batch_table(spec)
+        )
     if args.what in (None, "decode"):
         report["decode"] = (
             [decode_sweep(spec, q8_0) for q8_0 in (False, True)]

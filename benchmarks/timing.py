@@ -11,6 +11,7 @@ COPY_BYTES_PER_SECOND = 4.3e12
 def graph_us(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
     """Microseconds per call of `calls` run one after the other; give several on different data to pass the caches."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which makes what the calls read
     with torch.cuda.stream(stream):
         for call in calls:
             call()

@@ -161,7 +161,7 @@ class CudaBackend:
             rounded = RoundedActivations.empty(rows, width, self.device)
             return attention_decode_round(qkv, spec, cache, positions, workspace, rounded, pdl, tables)
         out = torch.empty(rows, width, dtype=torch.float32, device=self.device)
-        return attention_decode(qkv, spec, cache, positions, workspace, out, pdl, tables)
+        return attention_decode(qkv, spec, cache, positions, workspace, out, pdl, tables, coarse=True)
 
     def _normed(self, x: Residual, norm: Tensor, eps: float) -> Rows:
         if isinstance(x, NormedRows):

@@ -1,11 +1,11 @@
 """Decode attention on CUDA: one launch rotates q and k, writes the cache, attends and combines.
 
 A block serves one key-value head and one slice of the cache, so the query heads of a group share each read
-of K and V. Slice count and size follow the sequence's length and the model alone, never the batch, and the
-slices are combined in a fixed order by whichever block finishes last, so a result does not depend on what
-runs beside it. Positions are read from device memory: one captured launch serves every length. There is no
-mask: a query sees all keys that the window leaves. Where sequences lie in blocks of a pool, a block table says which;
-the slices, and the arithmetic, are the same.
+of K and V. Slice count and size follow the sequence's length and the model alone, never the batch (`coarse`
+slices, for batches, are a choice of their own), and the slices are combined in a fixed order by whichever block
+finishes last, so a result does not depend on what runs beside it. Positions are read from device memory: one
+captured launch serves every length. There is no mask: a query sees all keys that the window leaves. Where
+sequences lie in blocks of a pool, a block table says which; the slices, and the arithmetic, are the same.
 
 Accuracy without fp32 matrix units: an fp32 operand is split into two fp16 terms (value and remainder, 22
 bits), which share one 16-row matrix instruction, the terms of up to 8 heads above each other.
@@ -33,11 +33,12 @@ _TARGET_BLOCKS = 128
 """Blocks wanted for one sequence: a constant, not this GPU's count of multiprocessors, so that the slices,
 and with them the last bits of a result, are the same on every GPU."""
 
-ALONE = tl.constexpr(128)
-"""Up to so many keys are one slice: reading them takes no longer than combining slices."""
-
 GRAIN = 32
 """A slice is a multiple of this many keys, which are also its first tile."""
+
+COARSE = 288
+"""Keys of a coarse slice at least: a first tile and four more. Where other sequences fill the device, slices of one
+only cost."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,7 @@ def _attention_decode_kernel(
     PAGED: tl.constexpr,
     SLICES: tl.constexpr,
     GRAIN: tl.constexpr,
+    LEAST: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -248,7 +250,10 @@ def _attention_decode_kernel(
         first = tl.maximum(position - (WINDOW - 1), 0)
     old_keys = position - first
     per_slice = tl.cdiv(tl.cdiv(old_keys, SLICES), GRAIN) * GRAIN
-    per_slice = tl.maximum(per_slice, tl.where(old_keys <= ALONE, ALONE, GRAIN))
+    if LEAST > 0:
+        per_slice = tl.maximum(per_slice, LEAST)
+    else:
+        per_slice = tl.maximum(per_slice, GRAIN)
     slices = tl.maximum(tl.cdiv(old_keys, per_slice), 1)
     if part >= slices:
         return
@@ -382,13 +387,14 @@ def attention_decode(
     out: torch.Tensor,
     pdl: bool = False,
     block_tables: torch.Tensor | None = None,
+    coarse: bool = False,
 ) -> torch.Tensor:
     """One new token of each of B sequences: rotate, write its key and value, attend to all keys up to itself.
 
     qkv: [B, (heads + 2 * kv_heads) * head_dim] fp32 or fp16, unit inner stride; row b belongs to sequence b
     of `cache`. positions: int32 [B] on the device. out: fp32 [B, heads * head_dim], written and returned.
     block_tables: int32 [B, blocks] on the device, contiguous; `cache` is then one pool, and position p of sequence b
-    its row `block_tables[b, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`.
+    its row `block_tables[b, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. `coarse`: in few slices, for batches.
 
     With `pdl` (sm_90 and later) the launch overlaps the one before it: then only `qkv` may come from that
     launch; `positions`, `block_tables` and the rows already in the cache must be complete before the step began.
@@ -396,7 +402,7 @@ def attention_decode(
     """
     assert out.shape == (qkv.shape[0], spec.heads * spec.head_dim)
     assert out.dtype == torch.float32 and out.is_contiguous()
-    _launch(qkv, spec, cache, positions, workspace, (out, out, out, out), False, pdl, block_tables)
+    _launch(qkv, spec, cache, positions, workspace, (out, out, out, out), False, pdl, block_tables, coarse)
     return out
 
 
@@ -434,6 +440,7 @@ def _launch(
     rounds: bool,
     pdl: bool,
     block_tables: torch.Tensor | None,
+    coarse: bool = False,
 ) -> None:
     batch = qkv.shape[0]
     kv_heads, context, head_dim = cache.k.shape[1:]
@@ -484,6 +491,7 @@ def _launch(
         PAGED=block_tables is not None,
         SLICES=slices,
         GRAIN=GRAIN,
+        LEAST=COARSE if coarse else 0,
         BLOCK_KEYS=launch.block_keys,
         STAGES=launch.stages,
         AT_ONCE=combine_heads(group, slices, padded),

@@ -84,13 +84,18 @@ def as_sequences(pool: KVStore, tables: torch.Tensor) -> list[torch.Tensor]:
 
 
 def decode(
-    spec: AttentionSpec, cache: KVStore, qkv: torch.Tensor, positions: list[int], tables: torch.Tensor | None
+    spec: AttentionSpec,
+    cache: KVStore,
+    qkv: torch.Tensor,
+    positions: list[int],
+    tables: torch.Tensor | None,
+    coarse: bool = False,
 ) -> torch.Tensor:
     batch = len(positions)
     at = torch.tensor(positions, dtype=torch.int32, device=qkv.device)
     workspace = DecodeWorkspace.allocate(batch, spec.heads, spec.kv_heads, spec.head_dim, qkv.device)
     out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=qkv.device)
-    attention_decode(qkv, spec, cache, at, workspace, out, block_tables=tables)
+    attention_decode(qkv, spec, cache, at, workspace, out, block_tables=tables, coarse=coarse)
     assert not workspace.arrived.any()
     return out
 
@@ -138,6 +143,21 @@ def test_a_row_is_the_same_alone_and_in_any_batch(device: torch.device) -> None:
         out = decode(spec, pool, qkv[batch], [positions[row] for row in batch], tables[batch].contiguous())
         for place, row in enumerate(batch):
             assert torch.equal(out[place], alone[row][0])
+
+
+def test_coarse_slices_are_the_same_sums(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slice, two of them, and what is longer than the slices there are."""
+    monkeypatch.setattr(attention_decode_module, "COARSE", 64)
+    spec = make_spec(device, 4, 2, 64)
+    positions = [40, 100, 287]
+    pool, tables = as_pool(filled_cache(device, 3, spec, False), 1)
+    qkv = random_qkv(device, spec, 3)
+    fine = decode(spec, pool, qkv, positions, tables)
+    coarse = decode(spec, pool, qkv, positions, tables, coarse=True)
+    torch.testing.assert_close(coarse, fine, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(coarse[1], fine[1])
+    alone = decode(spec, pool, qkv[1:2], positions[1:2], tables[1:2].contiguous(), coarse=True)
+    assert torch.equal(alone[0], coarse[1])
 
 
 def test_rows_that_fill_a_batch_up_touch_the_spare_block_only(device: torch.device) -> None:
