@@ -37,7 +37,9 @@ CacheTypeName = Annotated[
 Deterministic = Annotated[
     bool,
     typer.Option(
-        "--deterministic", help="The same bits for every chunk size and history (CPU).", rich_help_panel=_RUN
+        "--deterministic",
+        help="The same bits for every chunk size, history and batch (CPU).",
+        rich_help_panel=_RUN,
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_RUN)]

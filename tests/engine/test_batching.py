@@ -120,7 +120,10 @@ def test_preempted_texts_are_the_same_with_penalties_and_logprobs(
         for mine, other in zip(got, expected, strict=True):
             assert mine.logprobs is not None and other.logprobs is not None
             assert [e.token for e in mine.logprobs] == mine.tokens
-            assert [e.logprob for e in mine.logprobs] == pytest.approx([e.logprob for e in other.logprobs])
+            # The CPU's kernels give the same bits in every batch; the reference's sums are torch's.
+            near = 0.0 if backend == "auto" else 1e-9
+            wanted = pytest.approx([e.logprob for e in other.logprobs], rel=near, abs=near)
+            assert [e.logprob for e in mine.logprobs] == wanted
         assert paged(llm).blocks.num_used == 0
 
 
