@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from quengine.bench_row import BenchTest
-from quengine.config import MIXED_CHUNK
+from quengine.config import MIXED_CHUNK, MIXED_SECONDS
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import BLOCK_SIZE
 from quengine.llm import LLM, CompletionStream
+from quengine.paged_scheduler import LEAST_CHUNK
 from quengine.sampling_params import SamplingParams
 
 _WARM_UP_STEPS = 8
@@ -30,7 +31,8 @@ def batch_positions(test: BenchTest, batch: int, device: str) -> int:
     """Positions that a sequence of the test needs; the first ones go on while the last prompts are computed."""
     if test.prompt:
         return test.positions
-    chunks = -(-(test.depth + 1) // MIXED_CHUNK[device])
+    shortest = MIXED_CHUNK[device] if MIXED_SECONDS[device] is None else LEAST_CHUNK
+    chunks = -(-(test.depth + 1) // shortest)
     return test.positions + (batch - 1) * (chunks + 1) + _WARM_UP_STEPS
 
 

@@ -8,8 +8,12 @@ from quengine.kernels.cache_types import CACHE_TYPES, CacheType
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 """Prompt tokens computed at once by kind of device. A GPU expands its weights anew for every chunk."""
 
-MIXED_CHUNK = {"cpu": 64, "cuda": 512}
-"""Prompt tokens computed at once while other sequences wait for their next token, by kind of device."""
+MIXED_CHUNK = {"cpu": 256, "cuda": 512}
+"""The most prompt tokens computed at once while other sequences wait for their next token, by kind of device."""
+
+MIXED_SECONDS = {"cpu": 0.2, "cuda": None}
+"""How long such a chunk may take, going by the last one. On a GPU its length would change the bits, and 512 tokens are
+computed in the time of a few decode steps."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from quengine.config import MIXED_CHUNK, EngineConfig
+from quengine.config import MIXED_CHUNK, MIXED_SECONDS, EngineConfig
 from quengine.constraint import ConstraintCompiler
 from quengine.errors import EngineError
 from quengine.kernels.cache_types import CacheType
@@ -208,8 +208,9 @@ class LLM:
     def _make_scheduler(self) -> Scheduler | PagedScheduler:
         config, cache, chunk_size = self.config, self.loaded.cache, self.loaded.decoder.chunk_size
         if cache.num_blocks:
-            mixed = MIXED_CHUNK[self.loaded.device.type]
-            return PagedScheduler(cache, config.parallel, chunk_size, mixed, config.deterministic)
+            kind = self.loaded.device.type
+            mixed = MIXED_CHUNK[kind], MIXED_SECONDS[kind]
+            return PagedScheduler(cache, config.parallel, chunk_size, *mixed, config.deterministic)
         # A kept answer was computed token by token, and a prompt that holds it would not be.
         return Scheduler(cache, chunk_size, config.reuse_prefix and not config.deterministic)
 

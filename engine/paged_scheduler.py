@@ -1,10 +1,10 @@
 """Which tokens are computed next, of many sequences at once (continuous batching).
 
 A step is a chunk of one sequence's prompt, or one token of every sequence whose prompt is done. While there is both,
-they take turns, and the chunk is a short one: a running text never waits longer for its next token than one short
-chunk takes. Sequences come in in order of arrival, one prompt at a time, when there are blocks for it; when blocks run
-out, the newest one gives up its own and is computed again later, with what it had generated as part of its prompt.
-Knows blocks and lengths; computes nothing.
+they take turns, and the chunk is a short one, by tokens and by time: a running text never waits longer for its next
+token than one short chunk takes. Sequences come in in order of arrival, one prompt at a time, when there are blocks for
+it; when blocks run out, the newest one gives up its own and is computed again later, with what it had generated as part
+of its prompt. Knows blocks and lengths; computes nothing.
 """
 
 import time
@@ -16,6 +16,9 @@ from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kv_cache import KVCache
 from quengine.scheduler import Batch, DecodeStep
 from quengine.sequence import Sequence
+
+LEAST_CHUNK = 16
+"""Tokens of a prompt that a step takes however slow the machine is."""
 
 LOOKAHEAD = 1
 """Positions behind a sequence's newest token that it already has blocks for, so that a runner can be a step ahead."""
@@ -29,11 +32,18 @@ class PagedScheduler:
         parallel: most sequences that run at once.
         chunk_size: most tokens of a prompt in a step while nothing else runs.
         mixed_chunk: most tokens of a prompt in a step while other sequences wait for their next token.
+        mixed_seconds: how long such a step may take, going by the last one; fewer tokens then. None: not looked at.
         deterministic: what was computed token by token is never taken for, nor computed again as, part of a prompt.
     """
 
     def __init__(
-        self, cache: KVCache, parallel: int, chunk_size: int, mixed_chunk: int, deterministic: bool = False
+        self,
+        cache: KVCache,
+        parallel: int,
+        chunk_size: int,
+        mixed_chunk: int,
+        mixed_seconds: float | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.cache = cache
         self.parallel = parallel
@@ -45,6 +55,9 @@ class PagedScheduler:
         self.prefilling: Sequence | None = None
         self.decoding: list[Sequence] = []  # in order of arrival
         self.current: Batch | DecodeStep | None = None
+        self._mixed_seconds = mixed_seconds
+        self._token_seconds = 0.0  # of a prompt's token in the last chunk
+        self._began = 0.0
         self._decode_is_due = False
         self._alone: deque[Sequence] = deque()
 
@@ -81,6 +94,7 @@ class PagedScheduler:
         """What to compute now; None when there is nothing to do."""
         self.current = None
         self.current = self._next_alone() or self._next()
+        self._began = time.perf_counter()
         return self.current
 
     def computed(self) -> None:
@@ -91,6 +105,8 @@ class PagedScheduler:
         batch = self.current
         assert batch is not None
         self._decode_is_due = isinstance(batch, Batch)
+        if isinstance(batch, Batch):
+            self._token_seconds = (time.perf_counter() - self._began) / len(batch.ids)
         for sequence in batch.sequences:
             if sequence.finished:
                 continue
@@ -182,9 +198,15 @@ class PagedScheduler:
 
     def _chunk(self, sequence: Sequence) -> Batch:
         start = sequence.num_cached_tokens
-        size = self.mixed_chunk if self.decoding else self.chunk_size
+        size = self._mixed_size() if self.decoding else self.chunk_size
         end = min(start + size, self._prompt_end(sequence))
         return Batch(sequence, sequence.token_ids[start:end], start)
+
+    def _mixed_size(self) -> int:
+        if self._mixed_seconds is None or not self._token_seconds:
+            return self.mixed_chunk
+        fitting = int(self._mixed_seconds / self._token_seconds) // LEAST_CHUNK * LEAST_CHUNK
+        return min(self.mixed_chunk, max(LEAST_CHUNK, fitting))
 
     def _decode_step(self) -> DecodeStep:
         """A token of every sequence that has blocks for it; the oldest one always gets them."""

@@ -40,7 +40,8 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def make(blocks: int = 40, parallel: int = 4, deterministic: bool = False) -> PagedScheduler:
-    return PagedScheduler(KVCache([], 1000, num_blocks=blocks), parallel, 64, 16, deterministic)
+    cache = KVCache([], 1000, num_blocks=blocks)
+    return PagedScheduler(cache, parallel, 64, 16, deterministic=deterministic)
 
 
 def step(scheduler: PagedScheduler) -> Batch | DecodeStep | None:
@@ -96,6 +97,29 @@ def test_prompts_are_long_chunks_alone_and_short_ones_in_turn_with_decode_steps(
         ("second", 8),
     ]
     assert kinds[8:10] == [("decode", 2)] * 2 and kinds[10:] == [("decode", 1)] * (49 - 5)
+
+
+def test_a_chunk_beside_running_texts_is_as_short_as_the_last_one_was_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("quengine.paged_scheduler.time.perf_counter", lambda: now)
+    scheduler = PagedScheduler(KVCache([], 1000, num_blocks=60), 4, 256, 128, mixed_seconds=0.5)
+    scheduler.add(FakeSequence(prompt(10, 1), 100))
+    step(scheduler)
+    scheduler.add(FakeSequence(prompt(900, 2), 1))
+    sizes = []
+    for token_seconds in (0.001, 0.01, 0.02, 0.1, 0.003):
+        step(scheduler)
+        batch = scheduler.next_batch()
+        assert isinstance(batch, Batch)
+        sizes.append(len(batch.ids))
+        now += token_seconds * len(batch.ids)
+        scheduler.computed()
+    assert sizes == [128, 128, 48, 16, 16]
+    step(scheduler)
+    batch = scheduler.next_batch()
+    assert isinstance(batch, Batch) and len(batch.ids) == 128
 
 
 @pytest.mark.parametrize("blocks", [400, 14])
