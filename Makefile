@@ -7,7 +7,7 @@ PROMPT ?= Who created you?
 SYSTEM ?= You are a language model made by researchers at Hugging Face. Answer in one sentence.
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-gpu aot lint bench clean
+.PHONY: demo test test-browser test-gpu aot lint bench clean
 
 $(VENV)/made: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quengine needs Python 3.11 or newer, this is " + sys.version.split()[0])'
@@ -33,6 +33,11 @@ demo: $(VENV)/installed
 
 test: $(VENV)/tested
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 $(TESTS)
+
+# The chat page in a headless Chromium, which Debian has as a package of this name.
+test-browser: $(VENV)/tested
+	$(PIP) -e '.[browser]'
+	$(BIN)/python -m pytest -m browser -rs tests/engine/serve
 
 # On a machine with a GPU: the kernels' tests there, and those that run nowhere else. Without one they would only be skipped.
 test-gpu: $(VENV)/tested
