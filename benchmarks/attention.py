@@ -148,7 +148,7 @@ def batch_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     coarse, launch = decode.COARSE, decode.decode_launch
     tiles = ((64, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 3), (128, 8, 2)) if not q8_0 else SWEPT_Q8_0
-    for least, tile in itertools.product((160, 288, 544), tiles):
+    for least, tile in itertools.product((160, 288, 416, 544), tiles):
         decode.COARSE = least
         decode.decode_launch = lambda *_, tile=tile: decode.DecodeLaunch(*tile)  # type: ignore[assignment]
         cases = ((8, 256), (32, 256), (64, 256), (8, 2048), (32, 2048))

@@ -36,9 +36,9 @@ and with them the last bits of a result, are the same on every GPU."""
 GRAIN = 32
 """A slice is a multiple of this many keys, which are also its first tile."""
 
-COARSE = 288
-"""Keys of a coarse slice at least: a first tile and four more. Where other sequences fill the device, slices of one
-only cost."""
+COARSE = 416
+"""Keys of a coarse slice at least: a first tile and whole tiles more. Where other sequences fill the device, slices of
+one only cost."""
 
 
 @dataclass(frozen=True)
@@ -453,7 +453,7 @@ def _launch(
     assert spec.heads == group * kv_heads and spec.cos.is_contiguous() and spec.sin.is_contiguous()
     assert workspace.mixed.shape[1:] == (spec.heads, slices, head_dim) and batch <= workspace.mixed.shape[0]
     table, blocks = table_arguments(cache, block_tables, positions)
-    launch = decode_launch(head_dim, group, cache.q8_0)
+    launch = decode_launch(head_dim, group, cache.q8_0, coarse)
     _attention_decode_kernel[(kv_heads, slices, batch)](
         qkv,
         spec.cos,
@@ -517,13 +517,15 @@ class DecodeLaunch:
     stages: int
 
 
-def decode_launch(head_dim: int, group: int, q8_0: bool) -> DecodeLaunch:
-    """Launch shape by head size, query heads a group and cache type, from benchmarks/attention.py on an H200.
+def decode_launch(head_dim: int, group: int, q8_0: bool, coarse: bool = False) -> DecodeLaunch:
+    """Launch shape by head size, query heads a group, cache type and slices, from benchmarks/attention.py on an H200.
 
     The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill.
     """
     if head_dim > 128:
         return DecodeLaunch(32, 8 if q8_0 else 4, 2)
+    if coarse and group <= 8:
+        return DecodeLaunch(64, 4, 2) if q8_0 else DecodeLaunch(128, 8, 2)
     if not q8_0:
         return DecodeLaunch(64, 8, 3)
     return DecodeLaunch(128 if group <= 8 else 64, 8, 2)

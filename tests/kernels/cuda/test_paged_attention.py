@@ -106,25 +106,35 @@ def random_qkv(device: torch.device, spec: AttentionSpec, rows: int) -> torch.Te
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,head_dim,window,q8_0",
+    "heads,kv_heads,head_dim,window,q8_0,coarse",
     [
-        (4, 2, 64, None, False),
-        (3, 1, 80, None, False),
-        (2, 1, 64, None, True),
-        (2, 2, 64, 70, False),
-        (2, 2, 64, 33, True),
-        (2, 1, 256, 200, False),
+        (4, 2, 64, None, False, False),
+        (4, 2, 64, 170, False, True),
+        (3, 1, 80, None, False, False),
+        (2, 1, 64, None, True, True),
+        (2, 2, 64, 70, False, False),
+        (2, 2, 64, 33, True, False),
+        (2, 1, 256, 200, False, True),
     ],
 )
 def test_decode_over_blocks_is_decode_over_rows(
-    heads: int, kv_heads: int, head_dim: int, window: int | None, q8_0: bool, device: torch.device
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    q8_0: bool,
+    coarse: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attention_decode_module, "COARSE", 96)
     spec = make_spec(device, heads, kv_heads, head_dim, window)
     positions = [CONTEXT - 1, 0, 103]
     cache = filled_cache(device, len(positions), spec, q8_0)
     pool, tables = as_pool(cache, 2)
     qkv = random_qkv(device, spec, len(positions))
-    assert torch.equal(decode(spec, pool, qkv, positions, tables), decode(spec, cache, qkv, positions, None))
+    paged = decode(spec, pool, qkv, positions, tables, coarse)
+    assert torch.equal(paged, decode(spec, cache, qkv, positions, None, coarse))
     for held, expected in zip(as_sequences(pool, tables), planes(cache), strict=True):
         assert torch.equal(held, expected), "keys and values went to other rows"
 
