@@ -260,7 +260,7 @@ def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
     sample_step(_empty(1, vocab), DecodeState.allocate(1, CONTEXT, META), buffers, backend.pdl)
 
 
-def _settle(_: MetaBackend) -> None:
+def _settle(_: cuda_backend.CudaBackend) -> None:
     tokens, others = _empty(BATCH, dtype=torch.int64), _empty(BATCH, dtype=torch.int32)
     settle_rows(tokens, others, others, tokens)
 
