@@ -5,7 +5,8 @@ it is read on the host, so that text, stop strings and printing happen behind th
 to follow an end token is thrown away. Settings that are not sampled on the device (log-probabilities, a constraint)
 take the eager path of Runner.
 
-Over a paged cache the same goes for many sequences: cuda_batch.py says who is computed, cuda_batch_graphs.py how.
+Over a paged cache the same goes for many sequences: cuda_batch.py says who is computed, cuda_batch_graphs.py how. More
+than the largest bucket holds are computed eagerly.
 """
 
 from collections import deque
