@@ -1,6 +1,9 @@
 """Sampling on the device gives the token of the CPU definition, step after step, without a host in between."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,6 +83,28 @@ def test_masses_are_the_definitions_to_the_last_bit(temperature: float, device: 
     at = torch.tensor([sharp], dtype=torch.float64, device=device)
     _mass_kernel[(1,)](gaps.to(device), out, at, SIZE=8192, enable_fp_fusion=False)
     assert out.tolist() == definition.masses(gaps.numpy(), sharp).tolist()
+
+
+COMPILE = """
+from quengine.kernels.cuda import aot
+from quengine.kernels.cuda.aot_compile import compile_launch
+for v in aot.variants([90], "sample any of 32768"):
+    launch = aot.launches(v.case, v.arch)[v.launch]
+    if launch.name == "tally_kernel":
+        ptx = compile_launch(launch, v.arch).ptx
+        print(ptx.count("mul.rn.f64"), ptx.count("fma.rn.f64"))
+"""
+
+
+def test_compiled_for_a_gpu_no_product_of_a_mass_is_fused_with_its_sum() -> None:
+    """In a process of its own: these tests may run in Triton's interpreter, which compiles nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    products, fused = (int(count) for count in done.stdout.split())
+    assert products > 12 and fused == 0
 
 
 def test_greedy_rows_ignore_what_other_rows_sample_with(device: torch.device) -> None:
