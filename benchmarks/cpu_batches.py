@@ -42,7 +42,13 @@ def our_tok_s(llm: LLM, batch: int, prompt: int, steps: int) -> float:
 
 
 def peer_tok_s(program: Path, model: Path, threads: int, batch: int, prompt: int, steps: int) -> float:
-    sizes = {"-npp": prompt, "-ntg": steps, "-npl": batch, "-c": batch * (prompt + steps), "-t": threads}
+    sizes = {
+        "-npp": prompt,
+        "-ntg": steps,
+        "-npl": batch,
+        "-c": 256 + batch * (prompt + steps),
+        "-t": threads,
+    }
     words = [str(word) for pair in sizes.items() for word in pair]
     command = [str(program), "-m", str(model), *words, "-ngl", "0", "--output-format", "jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
