@@ -33,6 +33,9 @@ _TARGET_BLOCKS = 128
 """Blocks wanted for one sequence: a constant, not this GPU's count of multiprocessors, so that the slices,
 and with them the last bits of a result, are the same on every GPU."""
 
+ALONE = tl.constexpr(128)
+"""Up to so many keys are one slice: reading them takes no longer than combining slices."""
+
 GRAIN = 32
 """A slice is a multiple of this many keys, which are also its first tile."""
 
@@ -253,7 +256,7 @@ def _attention_decode_kernel(
     if LEAST > 0:
         per_slice = tl.maximum(per_slice, LEAST)
     else:
-        per_slice = tl.maximum(per_slice, GRAIN)
+        per_slice = tl.maximum(per_slice, tl.where(old_keys <= ALONE, ALONE, GRAIN))
     slices = tl.maximum(tl.cdiv(old_keys, per_slice), 1)
     if part >= slices:
         return

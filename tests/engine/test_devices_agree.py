@@ -2,7 +2,7 @@
 
 The two sides' logits differ by a little, so a choice that lies on an edge may fall to either. Therefore the GPU's text
 is fed to the CPU, which must choose the same token after nearly each beginning of it; a wrong random number,
-penalty, filter or position changes every third choice or more.
+penalty, filter or position changes every third choice or more (64 of 192).
 """
 
 from pathlib import Path
@@ -29,8 +29,10 @@ MODEL = SyntheticModel(
 )
 PROMPTS = [list(range(start, start + 20)) for start in (5, 100, 900)]
 TOKENS = 64
-EDGES = 3
-"""Choices of the 192 that may fall the other way; about one in a thousand lies on an edge."""
+EDGES = 16
+"""Choices of the 192 that may fall the other way. A model of random weights leaves hundreds of tokens about as likely
+as each other, so that many choices lie on an edge: among all candidates, logits that differ by an NMSE of 1e-8 move 4,
+and by 1e-6, as a prompt's kernels may, 9."""
 
 SETTINGS = {
     "greedy": SamplingParams(temperature=0.0, seed=0, max_tokens=TOKENS, ignore_eos=True),
@@ -51,7 +53,7 @@ SETTINGS = {
         temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=4, max_tokens=TOKENS, ignore_eos=True
     ),
 }
-"""Each but the last takes a captured step of its own; the last is sampled on the host on both."""
+"""Each takes a captured step of its own."""
 
 
 @pytest.fixture(scope="module")
