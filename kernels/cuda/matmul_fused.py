@@ -182,7 +182,7 @@ def _store(
         tl.store(out_ptr + at, y, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])  # any number of rows runs the same code
 def _fused_kernel(
     low, high, scales, supers, x_ptr, unscale_ptr, residual_ptr, out_ptr, partial_ptr, tickets_ptr,
     tiles, rows, first, N, T, gain,

@@ -29,7 +29,8 @@ from quengine.kernels.cuda.attention_prefill import is_hopper
 from quengine.kernels.cuda.fragments import chunk_scales, load_chunk, step_codes
 from quengine.kernels.cuda.half import ORDERED_16, ORDERED_32, HalfRows, half_place
 from quengine.kernels.cuda.launch_table import WgmmaGeometry, wgmma_block, wgmma_geometry
-from quengine.kernels.cuda.matmul_fused import FusedScratch, step_halves
+from quengine.kernels.cuda.matmul_fused import FusedScratch
+from quengine.kernels.cuda.mma import pack_halves, scale_small
 from quengine.kernels.cuda.packed import PackedPart
 from quengine.kernels.cuda.swiglu import product_scales, reach_of
 
@@ -55,17 +56,37 @@ def _halves_apart(words, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _fp16_scales(scale, minimum, SIGNED: gl.constexpr):
+    """What `scale_small` takes. Signed bytes become unsigned by adding 128, which the minimum takes off: exactly, since
+    it follows from the rounded scale."""
+    rounded = (scale * 16777216.0).to(gl.float16).to(gl.float32)
+    if SIGNED:
+        minimum = rounded * (128.0 / 16777216.0)
+    return pack_halves(rounded, rounded), pack_halves(-minimum, -minimum)
+
+
+@gluon.jit
 def _weights(words, half: gl.constexpr, gain, FMT: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr):
     """128 columns of this program's weights, half `half` of a chunk: fp16 [16*WARPS, 128] as wgmma's left operand."""
     STEPS: gl.constexpr = FMT.steps_per_set
     SETS: gl.constexpr = 128 // (4 * FMT.group)
+    SIGNED: gl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
     operand = ()
     for s in gl.static_range(SETS):
         scales = chunk_scales(words, half * SETS + s, gain, FMT)
+        near, near_min = _fp16_scales(scales[0], scales[1], SIGNED)
+        far, far_min = _fp16_scales(scales[2], scales[3], SIGNED)
         for j in gl.static_range(STEPS):
             codes = step_codes(words, (half * SETS + s) * STEPS + j, FMT, True)
-            first, last = step_halves(codes, scales, FMT, True)
-            operand = operand + (first[0], first[1], first[2], first[3], last[0], last[1], last[2], last[3])
+            for part in gl.static_range(2):
+                near_codes = codes[2 * part]
+                far_codes = codes[2 * part + 1]
+                if SIGNED:
+                    near_codes = near_codes ^ -2139062144
+                    far_codes = far_codes ^ -2139062144
+                near_low, near_high = scale_small(near_codes, near, near_min)
+                far_low, far_high = scale_small(far_codes, far, far_min)
+                operand = operand + (near_low, far_low, near_high, far_high)
     apart = _halves_apart(operand, 32)  # [thread, 8 blocks of 16 columns, pair, rh, e]: see below
     apart = gl.reshape(apart, [WARPS, 8, 4, 8, 2, 2, 2])  # warp, r, q, block, pair, rh, e
     return gl.convert_layout(
@@ -137,7 +158,7 @@ def _store(
         gl.store(out_ptr + at, y, mask=inside)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["T"])  # any number of rows up to TB runs the same code
 def _wgmma_kernel(
     low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, partial_ptr, tickets_ptr,
     tiles, rows, first, N, copy, T, gain, reach,
@@ -208,13 +229,26 @@ def _wgmma_kernel(
         if ticket == SPLITS - 1:
             # Other programs wrote these: not from this multiprocessor's own cache.
             total = gl.load(partial_ptr + block * SIZE + spread, cache_modifier=".cg")
-            for split in gl.static_range(1, SPLITS):
-                total += gl.load(partial_ptr + (split * blocks + block) * SIZE + spread, cache_modifier=".cg")
+            if TB <= 32:
+                for split in gl.static_range(1, SPLITS):
+                    at = (split * blocks + block) * SIZE
+                    total += gl.load(partial_ptr + at + spread, cache_modifier=".cg")
+            else:  # unrolled, this would take more registers than all that comes before it
+                for split in range(1, gl.num_programs(1)):
+                    at = (split * blocks + block) * SIZE
+                    total += gl.load(partial_ptr + at + spread, cache_modifier=".cg")
             _store(
                 total, tile0 * 16, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T,
                 gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
             )  # fmt: skip
             gl.store(tickets_ptr + block, 0)
+
+
+def _small_gain(part: PackedPart) -> float:
+    """The gain of weights whose codes are read as subnormal fp16: scales must fit fp16 when multiplied by 2^24. It
+    brings the largest weight to 2^-5 or so; fp16 keeps its 11 bits down to 2^-14."""
+    few = part.layout.bits == 2 and not part.layout.offset
+    return part.gain * 2.0 ** (-11 if few else -9)
 
 
 def uses_wgmma(device: torch.device, cols: int) -> bool:
@@ -273,7 +307,7 @@ def _launch(
     rows = TensorDescriptor(values, list(values.shape), [part.cols, 1], [block, 128], _STAGED)
     _wgmma_kernel[(blocks, splits)](
         part.low, part.high, part.scales, part.supers, rows, x.unscale, residual, out, unscale,
-        scratch.partial(size), scratch.tickets, part.tiles, part.rows, first, stride, copy, x.rows, part.gain,
+        scratch.partial(size), scratch.tickets, part.tiles, part.rows, first, stride, copy, x.rows, _small_gain(part),
         reach_of(part),
         FMT=part.layout, K=part.cols, TB=block, WARPS=geometry.warps, SPLITS=splits, STAGES=geometry.stages,
         ASYNC=geometry.overlap, PAIRED=paired, EPILOGUE=epilogue, PDL=pdl,

@@ -188,7 +188,7 @@ def mma_half_step(first, last, x_first, x_last, d, ASM: tl.constexpr):
                 d[1],
                 d[2],
                 d[3],
-            ],  # fmt: skip
+            ],
             dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
             is_pure=True,
             pack=1,
@@ -241,3 +241,21 @@ def scale_bytes(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constexpr):
                 byte = (word >> (8 * i)) & 255
             values = values + (byte.to(tl.float32) * s - m,)
         return (pack_halves(values[0], values[1]), pack_halves(values[2], values[3]))
+
+
+@triton.jit
+def scale_small(word, scale, minimum):
+    """scale*byte*2^-24 + minimum in fp16 for the four unsigned bytes of a word: (bytes 0 and 1, bytes 2 and 3).
+
+    `scale`, `minimum`: two equal fp16 a word. A byte alone in 16 bits is a subnormal fp16, which
+    multiplies as any other: nothing has to be taken off first, as in `scale_bytes`. NVIDIA only.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 lo, hi; prmt.b32 lo, $2, 0, 0x4140; prmt.b32 hi, $2, 0, 0x4342;"
+        " fma.rn.f16x2 $0, lo, $3, $4; fma.rn.f16x2 $1, hi, $3, $4; }",
+        "=&r,=&r,r,r,r",
+        [word, scale, minimum],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
