@@ -7,12 +7,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.engine_port import Finished, Piece
-from quengine.serve.errors import bad_request
+from quengine.serve.engine_port import Finished, Piece, ServedModel
 from quengine.serve.extensions import read_constraint
 from quengine.serve.fields import Fields
 from quengine.serve.http import json_response, read_fields
-from quengine.serve.logprob_forms import completion_logprobs
+from quengine.serve.logprob_forms import completion_logprobs, echoed_logprobs, joined_logprobs
 from quengine.serve.prompts import read_prompts
 from quengine.serve.request_form import (
     MAX_LOGPROBS,
@@ -57,8 +56,6 @@ async def _read(fields: Fields, service: Service) -> _Wanted:
     constraint = read_constraint(fields)
     delivery, n = read_delivery(fields), read_n(fields, service)
     logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.flag("echo") or False
-    if echo and logprobs is not None:
-        raise bad_request("echo with logprobs: log-probabilities of a prompt are not supported", "logprobs")
     max_tokens = read_max_tokens(fields, service, "max_tokens", "max_completion_tokens", "n_predict")
     params = read_sampling(
         fields,
@@ -77,27 +74,33 @@ async def _read(fields: Fields, service: Service) -> _Wanted:
     prompts = await read_prompts(fields, service)
     model = service.model
     texts = [model.decode(prompt) if echo else "" for prompt in prompts]
-    asks = asks_of(prompts, n, params, skip_special is False)
+    asks = asks_of(prompts, n, params, skip_special is False, score_prompt=echo and logprobs is not None)
     return _Wanted(delivery, prompts, n, asks, [text for text in texts for _ in range(n)])
 
 
 def _body(service: Service, wanted: _Wanted, texts: Sequence[Text]) -> dict[str, Any]:
-    with_logprobs = wanted.asks[0].params.logprobs is not None
     return {
         **answer_head(service, "cmpl-", "text_completion"),
         "choices": [
             {
                 "index": index,
                 "text": wanted.echo[index] + text.text,
-                "logprobs": completion_logprobs(text.logprobs, service.model, 0)[0]
-                if with_logprobs
-                else None,
+                "logprobs": _logprobs(wanted.asks[index], text, service.model),
                 "finish_reason": text.end.reason,
             }
             for index, text in enumerate(texts)
         ],
         **answer_tail(wanted.prompts, [text.end for text in texts]),
     }
+
+
+def _logprobs(ask: Ask, text: Text, model: ServedModel) -> dict[str, Any] | None:
+    if ask.params.logprobs is None:
+        return None
+    if not ask.score_prompt:
+        return completion_logprobs(text.logprobs, model, 0)[0]
+    prompt, offset = echoed_logprobs(ask.prompt, text.prompt_logprobs, model)
+    return joined_logprobs(prompt, completion_logprobs(text.logprobs, model, offset)[0])
 
 
 @dataclass
@@ -114,15 +117,23 @@ class _Chunks:
         self._model = self.service.model
 
     def begin(self) -> bytes:
+        if self.wanted.asks[0].score_prompt:
+            return b""  # the prompts are given back with their log-probabilities, once these are there
         echoed = [(index, text) for index, text in enumerate(self.wanted.echo) if text]
         return b"".join(self._chunk(index, text, None, None) for index, text in echoed)
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         if not self._with_logprobs:
             return self._chunk(choice, piece.text, None, None) if piece.text else b""
+        ask, echoed = self.wanted.asks[choice], b""
+        if ask.score_prompt and choice not in self._offsets:
+            scores, self._offsets[choice] = echoed_logprobs(ask.prompt, piece.prompt_logprobs, self._model)
+            echoed = self._chunk(choice, self.wanted.echo[choice], scores, None)
+        if not piece.tokens and not piece.text:
+            return echoed
         start = self._offsets.get(choice, 0)
         logprobs, self._offsets[choice] = completion_logprobs(piece.logprobs, self._model, start)
-        return self._chunk(choice, piece.text, logprobs, None)
+        return echoed + self._chunk(choice, piece.text, logprobs, None)
 
     def finished(self, choice: int, end: Finished) -> bytes:
         return self._chunk(choice, "", None, end.reason)

@@ -25,6 +25,7 @@ class GenerationRequest:
         index: which completion of the prompt under its seed.
         show_special: keep the names of control tokens in the text; of these ones, or of all.
         arrived: `time.perf_counter()` when the request came.
+        score_prompt: give the log-probabilities of the prompt's tokens too; `params.logprobs` is set then.
     """
 
     id: int
@@ -33,16 +34,21 @@ class GenerationRequest:
     index: int
     show_special: bool | frozenset[int]
     arrived: float
+    score_prompt: bool = False
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a step added to one text. `logprobs` has an entry a token where they were asked for."""
+    """What a step added to one text. `logprobs` has an entry a token where they were asked for.
+
+    A text's first piece has in `prompt_logprobs` an entry for each token of the prompt but the first, if asked for.
+    """
 
     request_id: int
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)

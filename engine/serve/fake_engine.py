@@ -172,7 +172,10 @@ class FakeEngine:
             reason = "length"
             text += sequence.stream.finish()
         logprobs = () if params.logprobs is None else (_logprobs(token, params.logprobs),)
-        events: list[Event] = [Piece(request.id, (token,), text, logprobs)]
+        scores: tuple[TokenLogprobs, ...] = ()
+        if request.score_prompt and sequence.generated == 1 and params.logprobs is not None:
+            scores = tuple(_logprobs(given, params.logprobs) for given in request.prompt[1:])
+        events: list[Event] = [Piece(request.id, (token,), text, logprobs, scores)]
         if reason is not None:
             del self._sequences[request.id]
             events.append(

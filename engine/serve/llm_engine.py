@@ -13,6 +13,7 @@ from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.models.chat_template import ChatTemplate, encode_chat
 from quengine.paged_scheduler import PagedScheduler
+from quengine.sampler import TokenLogprobs
 from quengine.sampling_params import SamplingParams
 from quengine.sequence import Sequence as LLMSequence
 from quengine.serve.engine_port import (
@@ -24,6 +25,7 @@ from quengine.serve.engine_port import (
     Piece,
     SlotStats,
 )
+from quengine.serve.prompt_scores import scoring_sequence
 from quengine.tool_calls_format import ToolFormat
 
 logger = logging.getLogger("quengine.serve")
@@ -98,8 +100,24 @@ class LLMEngine:
         self.model = LLMModel(llm)
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}
+        self._unscored: dict[
+            int, GenerationRequest
+        ] = {}  # their sequence is now the one that scores the prompt
+        self._scores: dict[
+            int, tuple[TokenLogprobs, ...]
+        ] = {}  # of prompts, until the first piece of the text
 
     def add(self, request: GenerationRequest) -> None:
+        if request.score_prompt and len(request.prompt) > 1:
+            model = self.model
+            scoring = scoring_sequence(request.prompt, request.params, model.vocab_size, model.ctx_size)
+            self._llm.scheduler.add(scoring)
+            self._requests[request.id] = scoring
+            self._unscored[request.id] = request
+        else:
+            self._add_text(request)
+
+    def _add_text(self, request: GenerationRequest) -> None:
         stream = self._llm.stream(
             request.prompt, request.params, index=request.index, show_special=request.show_special
         )
@@ -109,6 +127,8 @@ class LLMEngine:
 
     def cancel(self, request_id: int) -> None:
         self._llm.scheduler.cancel(self._requests.pop(request_id))
+        self._unscored.pop(request_id, None)
+        self._scores.pop(request_id, None)
 
     def step(self) -> list[Event]:
         ids = {sequence: request_id for request_id, sequence in self._requests.items()}
@@ -127,17 +147,34 @@ class LLMEngine:
         if sequence.error is not None:
             self._check_device()
             del self._requests[request_id]
+            self._unscored.pop(request_id, None)
+            self._scores.pop(request_id, None)
             return [_failed(request_id, sequence.error)]
+        if request_id in self._unscored:
+            return self._scored(request_id, sequence)
+        scores = self._scores.pop(request_id, ())
         events: list[Event] = []
         tokens = tuple(sequence.generated[start:])
-        if tokens or text:
-            events.append(Piece(request_id, tokens, text, tuple(sequence.logprobs[start:])))
+        if tokens or text or scores:
+            events.append(Piece(request_id, tokens, text, tuple(sequence.logprobs[start:]), scores))
         if sequence.finish_reason is not None:
             del self._requests[request_id]
             timings = self._llm.completion(sequence).timings
             stop_text, seed = sequence.stream.stopped, sequence.sampler.seed
             events.append(Finished(request_id, sequence.finish_reason, stop_text, timings, seed))
         return events
+
+    def _scored(self, request_id: int, sequence: LLMSequence) -> list[Event]:
+        """Go on with the text, when all of its prompt has been scored."""
+        if sequence.finish_reason is None:
+            return []
+        self._scores[request_id] = tuple(sequence.logprobs)
+        try:
+            self._add_text(self._unscored.pop(request_id))
+        except EngineError as error:
+            del self._requests[request_id], self._scores[request_id]
+            return [_failed(request_id, error)]
+        return []
 
     def stats(self) -> EngineStats:
         slots = tuple(

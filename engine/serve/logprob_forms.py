@@ -44,6 +44,29 @@ def completion_logprobs(
     return value, offset
 
 
+def echoed_logprobs(
+    prompt: Sequence[int], entries: Sequence[TokenLogprobs], model: ServedModel
+) -> tuple[dict[str, Any], int]:
+    """`completion_logprobs` of a prompt that is given back: nothing comes before its first token, which has none.
+
+    `entries` are those of prompt[1:].
+    """
+    first = model.token_bytes(prompt[0]).decode(errors="replace")
+    rest, offset = completion_logprobs(entries, model, len(first))
+    begin = {
+        "tokens": [_name(prompt[0], model)],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
+    return joined_logprobs(begin, rest), offset
+
+
+def joined_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two values of `completion_logprobs` as one."""
+    return {key: first[key] + second[key] for key in first}
+
+
 def _name(token: int, model: ServedModel) -> str:
     """The token's text; its bytes spelled out where they are only part of a character."""
     raw = model.token_bytes(token)

@@ -71,10 +71,13 @@ def asks_of(
     n: int,
     params: SamplingParams,
     show_special: bool | frozenset[int] = False,
+    score_prompt: bool = False,
 ) -> list[Ask]:
     """`n` texts of each prompt, in order; all under one seed."""
     seeded = params.with_seed()
-    return [Ask(prompt, seeded, index, show_special) for prompt in prompts for index in range(n)]
+    return [
+        Ask(prompt, seeded, index, show_special, score_prompt) for prompt in prompts for index in range(n)
+    ]
 
 
 def answer_head(service: Service, id_prefix: str, kind: str) -> dict[str, Any]:

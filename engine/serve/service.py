@@ -31,6 +31,7 @@ class Text:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: Finished | None = None
 
     @property
@@ -175,6 +176,7 @@ class Service:
                 text.text += event.text
                 text.tokens += event.tokens
                 text.logprobs += event.logprobs
+                text.prompt_logprobs += event.prompt_logprobs
             else:
                 text.finished = event
         return texts
@@ -209,4 +211,5 @@ def _join(group: list[Piece]) -> Piece:
         tuple(token for piece in group for token in piece.tokens),
         "".join(piece.text for piece in group),
         tuple(entry for piece in group for entry in piece.logprobs),
+        tuple(entry for piece in group for entry in piece.prompt_logprobs),
     )

@@ -38,12 +38,13 @@ class NotServingError(Exception):
 
 @dataclass(frozen=True)
 class Ask:
-    """One text wanted: `index` tells apart several of one prompt and seed."""
+    """One text wanted, its fields those of `GenerationRequest`."""
 
     prompt: Sequence[int]
     params: SamplingParams
     index: int = 0
     show_special: bool | frozenset[int] = False
+    score_prompt: bool = False
 
 
 class Handle:
@@ -145,7 +146,13 @@ class Worker:
             handle = Handle(
                 [
                     GenerationRequest(
-                        next(self._ids), a.prompt, a.params.with_seed(), a.index, a.show_special, now
+                        next(self._ids),
+                        a.prompt,
+                        a.params.with_seed(),
+                        a.index,
+                        a.show_special,
+                        now,
+                        a.score_prompt,
                     )
                     for a in asks
                 ]

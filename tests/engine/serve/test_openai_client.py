@@ -120,6 +120,29 @@ def test_completion_logprobs_are_parallel_arrays(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_has_logprobs_but_for_its_first_token(client: OpenAI, stream: bool) -> None:
+    given = {"model": "fake", "prompt": ["abc", "z"], "seed": 1, "max_tokens": 3, "logprobs": 2, "echo": True}
+    answer = client.completions.create(**given, stream=stream)  # type: ignore[call-overload]
+    texts = ["", ""]
+    tokens, values, tops, offsets = ([[], []] for _ in range(4))  # type: ignore[var-annotated]
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+            if choice.logprobs is not None:
+                tokens[choice.index] += choice.logprobs.tokens
+                values[choice.index] += choice.logprobs.token_logprobs
+                tops[choice.index] += choice.logprobs.top_logprobs
+                offsets[choice.index] += choice.logprobs.text_offset
+    for index, prompt in enumerate(("abc", "z")):
+        assert texts[index] == prompt + text_of(prompt, 1, 3)
+        assert tokens[index][: len(prompt)] == list(prompt) and "".join(tokens[index]) == texts[index]
+        assert values[index] == [None] + [-0.5] * (len(prompt) + 2)
+        assert tops[index][0] is None and all(len(top) >= 2 for top in tops[index][1:])
+        starts = [sum(map(len, tokens[index][:i])) for i in range(len(tokens[index]))]
+        assert offsets[index] == starts
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_responses_give_the_text(client: OpenAI, stream: bool) -> None:
     given = {"model": "fake", "input": "hi", "instructions": "be kind", "max_output_tokens": 6}
     given |= {"extra_body": {"seed": 3}, "stream": stream}

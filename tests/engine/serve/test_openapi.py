@@ -35,7 +35,7 @@ SCHEMAS = DOCUMENT["components"]["schemas"]
 TWINS = ("/chat/completions", "/completions")
 """Paths whose operation is another path's too: they get fewer requests."""
 UNSAID = re.compile(
-    "echo with logprobs|only one of them can hold|requires a call"  # two fields
+    "only one of them can hold|requires a call"  # two fields
     "|top_logprobs needs|stream_options is for streams"
     "|no tool is named|there are no tools|two functions are named|no function_call before it has this id"
     "|tokens and the context holds|the prompt has no tokens|texts in one request"  # lengths and sums
@@ -160,7 +160,7 @@ def test_every_event_of_a_stream_is_as_documented(served: Served, path: str) -> 
     if path == "/v1/chat/completions":
         more |= {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}, "n": 2}
     elif path == "/v1/completions":
-        more |= {"logprobs": 2, "stream_options": {"include_usage": True}}
+        more |= {"logprobs": 2, "echo": True, "stream_options": {"include_usage": True}}
     elif path == "/completion":
         more |= {"n_probs": 2, "return_tokens": True}
     with served.http() as client:

@@ -1,0 +1,55 @@
+"""Log-probabilities of echoed prompts, in front of a real, tiny model: those of the model's teacher-forced logits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quengine import LLM
+from quengine.serve.llm_engine import LLMEngine
+from tests.engine.serve.serving import serving
+from tests.engine.serve.test_streams import raw_completion, raw_connection
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=128)
+    return write_tiny(tmp_path_factory.mktemp("scores") / "tiny.gguf", kind="Q8_0", sizes=sizes)
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_an_echoed_prompts_logprobs_are_those_of_its_teacher_forced_logits(path: Path, parallel: int) -> None:
+    with LLM(path, device="cpu") as llm:
+        ends = sorted(llm.tokenizer.eos_ids)
+        prompts = [[7, 20, ends[0], 33, 1, 7, 7], [5, 6]]  # an end token ends texts, but no prompt
+        rows = [torch.log_softmax(llm.logits(ids, decode=True)[:-1], -1) for ids in prompts]
+    body = {"prompt": prompts, "logprobs": 1, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+    def make_engine() -> LLMEngine:
+        return LLMEngine(LLM(path, device="cpu", parallel=parallel))
+
+    with serving(make_engine, settings={"model_names": ("tiny",)}) as served, served.http() as client:
+        plain = client.post("/v1/completions", json=body).json()["choices"]
+        echoed = client.post("/v1/completions", json=body | {"echo": True}).json()["choices"]
+        for index, ids in enumerate(prompts):
+            values = echoed[index]["logprobs"]["token_logprobs"]
+            expected = [row[token].item() for row, token in zip(rows[index], ids[1:], strict=True)]
+            assert values[0] is None
+            assert values[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+            assert values[len(ids) :] == pytest.approx(plain[index]["logprobs"]["token_logprobs"], abs=1e-4)
+            assert echoed[index]["text"].endswith(plain[index]["text"])
+        best = rows[0][0].max().item()
+        assert max(echoed[0]["logprobs"]["top_logprobs"][1].values()) == pytest.approx(best, abs=1e-4)
+
+
+def test_a_prompt_that_is_scored_can_be_left(path: Path) -> None:
+    with serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("tiny",)}) as served:
+        worker = served.server.worker
+        with raw_connection(served) as leaving:
+            leaving.sendall(raw_completion("the cat " * 12, 9, echo=True, logprobs=1))
+            assert served.wait_until(lambda: worker.running == 1)
+        assert served.wait_until(lambda: worker.idle and not worker.stats.slots)
+        with served.http() as client:
+            assert client.post("/v1/completions", json={"prompt": "the", "max_tokens": 1}).status_code == 200
