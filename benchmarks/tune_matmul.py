@@ -1,0 +1,148 @@
+"""Find the geometry of the matmul of 2 to 128 rows on a Hopper GPU and keep it in kernels/cuda/launch_table.json.
+
+    python -m benchmarks.tune_matmul [-o OUT.json] [--only TEXT] [--json TIMES.json]
+
+One number of shares of the columns for each shape, so that a row has the same sums at every number of rows: the one
+whose best times, summed over the numbers of rows, are least. Weights are rotated so that the L2 cache does not serve
+them; times are per launch in a CUDA graph with dependent launch. Variants are compiled by several processes first.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.cuda_timing import graph_time, random_weights
+from quengine.kernels.cuda import launch_table
+from quengine.kernels.cuda.half import HalfRows, half_rows, ordered_shape
+from quengine.kernels.cuda.launch_table import WgmmaGeometry
+from quengine.kernels.cuda.matmul_fused import FusedScratch
+from quengine.kernels.cuda.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu
+from quengine.kernels.cuda.packed import PackedPart, PackedWeight
+
+# Mistral-7B: merged QKV (attn_v is Q6_K in half of the layers), attn_output, ffn_gate + ffn_up, ffn_down, output. The
+# kind is the table's; "added" stands for "rows" with a residual.
+SHAPES = (
+    ("rows", "Q4_K", 6144, 4096),
+    ("rows", "Q4_K", 5120, 4096),
+    ("rows", "Q6_K", 1024, 4096),
+    ("added", "Q4_K", 4096, 4096),
+    ("swiglu", "Q4_K", 28672, 4096),
+    ("added", "Q4_K", 4096, 14336),
+    ("added", "Q6_K", 4096, 14336),
+    ("rows", "Q6_K", 32000, 4096),
+)
+BLOCKS = (8, 16, 32, 64, 128)
+Shape = tuple[str, str, int, int]
+
+
+def shares(shape: Shape) -> tuple[int, ...]:
+    """What is tried for `splits`: enough programs for the machine, two chunks for each."""
+    _, _, rows, cols = shape
+    return tuple(n for n in (1, 2, 4, 8) if n * rows >= 12288 and n <= max(1, cols // 512)) or (8,)
+
+
+def geometries(shape: Shape, block: int) -> Iterator[WgmmaGeometry]:
+    stages = 4 if block <= 64 else 3
+    for splits in shares(shape):
+        for warps, overlap in ((4, False), (4, True), (8, False), (8, True)):
+            yield WgmmaGeometry(warps, splits, stages, overlap)
+            if block in (32, 64):
+                yield WgmmaGeometry(warps, splits, stages, overlap, 128)
+
+
+def key_of(shape: Shape) -> str:
+    kind, name, rows, cols = shape
+    return f"{'rows' if kind == 'added' else kind} {name} {rows} x {cols}"
+
+
+def launcher(shape: Shape, weight: PackedWeight, block: int, scratch: FusedScratch) -> Callable[[], None]:
+    kind, _, rows, cols = shape
+    part = weight.parts[0]
+    assert isinstance(part, PackedPart)
+    x = half_rows(torch.randn(block, cols, device="cuda")).as_ordered()
+    if kind == "swiglu":
+        values = torch.empty(ordered_shape(block, rows // 2), dtype=torch.float16, device="cuda")
+        gated = HalfRows(values, torch.empty(block, device="cuda"))
+        return lambda: launch_wgmma_swiglu(x, part, gated, scratch, pdl=True)
+    out = torch.zeros(block, rows, device="cuda")
+    residual = torch.zeros_like(out) if kind == "added" else None
+    return lambda: launch_wgmma(x, part, False, out, 0, scratch, residual, pdl=True)
+
+
+def measure(shape: Shape, compile_only: tuple[int, int] | None) -> list[tuple[int, float, WgmmaGeometry]]:
+    """(block, microseconds, geometry) of every variant; with compile_only (i, n), every n-th is launched once."""
+    kind, name, rows, cols = shape
+    paired = kind == "swiglu"
+    weights = random_weights([(name, rows)], cols, paired, 1 if compile_only else None)
+    scratch, results = FusedScratch("cuda"), []
+    variants = [(block, geometry) for block in BLOCKS for geometry in geometries(shape, block)]
+    for number, (block, geometry) in enumerate(variants):
+        if compile_only and number % compile_only[1] != compile_only[0]:
+            continue
+        with patch("quengine.kernels.cuda.matmul_wgmma.wgmma_geometry", lambda *_, g=geometry: g):
+            launches = [launcher(shape, weight, block, scratch) for weight in weights]
+            if compile_only:
+                launches[0]()
+            else:
+                results.append((block, graph_time(launches) / len(launches), geometry))
+    return results
+
+
+def choose(results: list[tuple[int, float, WgmmaGeometry]]) -> dict[str, object]:
+    """The table's entry for a shape."""
+
+    def best(block: int, splits: int) -> tuple[float, WgmmaGeometry]:
+        found = [(us, g) for b, us, g in results if b == block and g.splits == splits]
+        return min(found, key=lambda result: result[0])
+
+    tried = sorted({geometry.splits for _, _, geometry in results})
+    splits = min(tried, key=lambda n: sum(best(block, n)[0] for block in BLOCKS))
+    entry: dict[str, object] = {"splits": splits}
+    for block in BLOCKS:
+        geometry = best(block, splits)[1]
+        entry[str(block)] = [geometry.warps, geometry.stages, geometry.overlap, geometry.registers]
+    return entry
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path(launch_table.__file__).with_name("launch_table.json")
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--compile", default="")
+    arguments = parser.parse_args()
+    shapes = [shape for shape in SHAPES if arguments.only in key_of(shape)]
+    if arguments.compile:
+        part, parts = map(int, arguments.compile.split("/"))
+        for shape in shapes:
+            measure(shape, (part, parts))
+        return
+    command = [sys.executable, "-m", "benchmarks.tune_matmul", "--only", arguments.only, "--compile"]
+    running = [subprocess.Popen([*command, f"{i}/{arguments.workers}"]) for i in range(arguments.workers)]
+    if max([process.wait() for process in running]) != 0:
+        raise SystemExit("a compile worker failed")
+    table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    entries = table.setdefault(launch_table.device_name(), {}).setdefault("wgmma", {})
+    times = []
+    for shape in shapes:
+        results = measure(shape, None)
+        entries[key_of(shape)] = choose(results)
+        for block, us, g in sorted(results, key=lambda result: result[:2]):
+            times.append({"shape": key_of(shape), "rows": block, "us": us, "geometry": vars(g)})
+        print(key_of(shape), entries[key_of(shape)], flush=True)
+    arguments.out.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(times, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main()
