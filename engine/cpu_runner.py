@@ -60,6 +60,10 @@ class CpuRunner(Runner):
         with self._backend.prompt():
             return super().prefill(batch)
 
+    def embed(self, batch: Batch) -> None:
+        with self._backend.prompt():
+            super().embed(batch)
+
     def decode_batch(self, sequences: Seq[Sequence]) -> list[Result]:
         with Range("decode step"):
             logits = self._logits(sequences)

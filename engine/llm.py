@@ -22,6 +22,7 @@ from quengine.machine import peak_memory
 from quengine.models.chat_template import encode_chat
 from quengine.output import Completion
 from quengine.paged_scheduler import PagedScheduler
+from quengine.pooling import Pool, Pooling
 from quengine.sampler import Sample, Sampler
 from quengine.sampling_params import SamplingParams
 from quengine.scheduler import Scheduler
@@ -144,6 +145,32 @@ class LLM:
         self.scheduler.forget()
         return self.runner.teacher_forced(ids, 1 if decode else self.loaded.decoder.chunk_size).float()
 
+    def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
+        """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.
+
+        Raises:
+            EngineError: a prompt does not fit the context, or hidden values were not finite.
+        """
+        sequences = [
+            self.embedding_sequence(self.encode(prompt) if isinstance(prompt, str) else list(prompt), pooling)
+            for prompt in _as_prompts(prompts)
+        ]
+        try:
+            for sequence in sequences:
+                self.scheduler.add(sequence)
+            while not all(sequence.finished for sequence in sequences):
+                self.step()
+            return [_embedding(sequence) for sequence in sequences]
+        finally:
+            for sequence in sequences:
+                self.scheduler.cancel(sequence)
+
+    def embedding_sequence(self, ids: list[int], pooling: Pooling) -> Sequence:
+        """A sequence whose prompt is pooled, to be given to the scheduler. Raises EngineError as `embed` does."""
+        sequence = self._sequence(ids, SamplingParams(temperature=0), 0, False)
+        sequence.pool = Pool(pooling)
+        return sequence
+
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Ids of a raw prompt, with the beginning-of-text token where the model wants one."""
         return self.tokenizer.encode(text, bos=self.tokenizer.add_bos, special=special)
@@ -173,6 +200,9 @@ class LLM:
             if isinstance(result, Exception):
                 sequence.fail(result)
         self.scheduler.computed()
+        for sequence in batch.sequences:
+            if sequence.pooled and not sequence.finished:
+                sequence.end_pooled()
         texts = [
             (sequence, sequence.advance(result) if isinstance(result, Sample) else "")
             for sequence, result in zip(batch.sequences, results, strict=True)
@@ -312,6 +342,13 @@ class CompletionStream:
                 raise self.sequence.error
         finally:
             self._llm.scheduler.cancel(self.sequence)
+
+
+def _embedding(sequence: Sequence) -> list[float]:
+    if sequence.error is not None:
+        raise sequence.error
+    assert sequence.pool is not None
+    return sequence.pool.embedding()
 
 
 def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

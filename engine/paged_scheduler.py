@@ -147,8 +147,10 @@ class PagedScheduler:
     def _prompt_end(self, sequence: Sequence) -> int:
         """Up to where tokens are computed in chunks, and blocks may be shared; 0 for a prompt of one token.
 
-        Such a prompt is a decode step, as it is for one sequence alone.
+        Such a prompt is a decode step, as it is for one sequence alone, but where its rows are pooled.
         """
+        if sequence.pool is not None:
+            return sequence.num_prompt_tokens
         end = sequence.num_prompt_tokens if self.deterministic else len(sequence.token_ids)
         return end if end > 1 else 0
 
@@ -173,6 +175,9 @@ class PagedScheduler:
         sequence = self.waiting[0]
         # At least one prompt token is always computed: its logits give the first token.
         prefix = sequence.token_ids[: min(len(sequence.token_ids) - 1, self._prompt_end(sequence))]
+        if sequence.pool is not None:
+            prefix = []  # every row is wanted, not only the last
+            sequence.pool.clear()
         # A block in hand for each running sequence that may grow: else the newcomer would soon be put out again.
         allocation = self.blocks.allocate(
             prefix,

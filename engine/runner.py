@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quengine.errors import EngineError
-from quengine.kernels.backend import Chunk, DecodeBatch
+from quengine.kernels.backend import Chunk, DecodeBatch, Position
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.ranges import Range
@@ -40,6 +40,9 @@ class Runner:
         if isinstance(batch, DecodeStep):
             return self.decode_batch(batch.sequences)
         try:
+            if batch.sequence.pool is not None:
+                self.embed(batch)
+                return [None]
             return [self.prefill(batch) if self.cache.num_blocks else self.step(batch)]
         except EngineError as error:
             return [error]
@@ -79,6 +82,23 @@ class Runner:
             return None
         with Range("sample"):
             return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
+
+    @torch.no_grad()
+    def embed(self, batch: Batch) -> None:
+        """Compute a chunk of a prompt that has a pool, and pool its hidden rows.
+
+        Raises:
+            EngineError: they are not finite.
+        """
+        sequence, device = batch.sequence, self.decoder.backend.device
+        assert sequence.pool is not None
+        start: Position = batch.start
+        if self.cache.num_blocks:
+            table = torch.tensor(sequence.block_table, dtype=torch.int32, device=device)
+            start = Chunk(batch.start, table)
+        with Range("embedding chunk"):
+            ids = torch.tensor(batch.ids, device=device)
+            sequence.pool.add(self.decoder.hidden(ids, self.cache.layers, start))
 
     @torch.no_grad()
     def decode_batch(self, sequences: Seq[Sequence]) -> list[Result]:

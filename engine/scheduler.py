@@ -113,7 +113,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> Sequence:
         sequence.started = time.perf_counter()
         # At least one prompt token is always computed: its logits give the first token.
-        reusable = self.cache.common_prefix(sequence.token_ids[:-1]) if self.reuse_prefix else 0
+        reuse = self.reuse_prefix and sequence.pool is None
+        reusable = self.cache.common_prefix(sequence.token_ids[:-1]) if reuse else 0
         sequence.num_cached_tokens = sequence.reused_tokens = reusable
         del self.cache.tokens[reusable:]
         return sequence

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from quengine.output import Completion, Timings
+from quengine.pooling import Pool
 from quengine.sampler import Sample, Sampler, TokenLogprobs
 from quengine.sampling_params import SamplingParams
 from quengine.text_stream import TextStream
@@ -17,7 +18,8 @@ class Sequence:
     `block_table` names the blocks of a paged cache that hold it, in order: while the sequence runs the list only grows,
     and a sequence that lost its blocks gets a new list. `end_ids` end the text and are no part of it; so does a
     constraint that nothing can follow. The constraint's state is the sampler's, and is advanced here.
-    `error` is why the sequence could not go on.
+    `error` is why the sequence could not go on. With a `pool` no text follows the prompt: its hidden rows are pooled,
+    all of them computed, and the sequence ends with the prompt.
     """
 
     token_ids: list[int]
@@ -38,6 +40,7 @@ class Sequence:
     first_token: float = 0.0
     last_token: float = 0.0
     cached_at_token: int = 0
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -45,7 +48,7 @@ class Sequence:
     @property
     def max_positions(self) -> int:
         """Positions of the cache that it may come to need, with its newest token."""
-        most = self.params.max_tokens
+        most = 0 if self.pool is not None else self.params.max_tokens
         return self.ctx_size if most is None else min(self.ctx_size, self.num_prompt_tokens + most)
 
     @property
@@ -56,6 +59,16 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def pooled(self) -> bool:
+        """Whether all rows of a prompt that is to be pooled have been."""
+        return self.pool is not None and self.num_cached_tokens == self.num_prompt_tokens
+
+    def end_pooled(self) -> None:
+        """End with the prompt."""
+        self.first_token = self.last_token = time.perf_counter()
+        self.finish_reason = "stop"
 
     def advance(self, sample: Sample) -> str:
         """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""

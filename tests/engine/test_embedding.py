@@ -1,0 +1,81 @@
+"""Embeddings: the pooled hidden rows of a prompt, however it was chunked, beside whatever else is computed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quengine import LLM, SamplingParams
+from quengine.errors import EngineError
+from quengine.pooling import Pool, Pooling
+from tests.tiny_models import write_tiny
+
+PROMPTS = [[5, 17, 250, 3, 99, 42, 42, 8, 120, 77, 1], [9], list(range(30, 75))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("embedding") / "m.gguf")
+
+
+def by_hand(model: Path, prompt: list[int], pooling: Pooling) -> torch.Tensor:
+    with LLM(model, "cpu", 64, backend="reference") as llm:
+        rows = llm.loaded.decoder.hidden(torch.tensor(prompt), llm.loaded.cache.layers, 0)
+    pooled = rows[-1] if pooling == "last" else rows.mean(0)
+    return pooled / pooled.norm()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(("parallel", "chunk"), [(1, 64), (1, 4), (3, 64), (3, 4)])
+def test_a_prompts_rows_are_pooled(
+    model: Path, pooling: Pooling, backend: str, parallel: int, chunk: int
+) -> None:
+    with LLM(model, "cpu", 64, backend=backend, parallel=parallel, chunk_size=chunk) as llm:
+        found = llm.embed(PROMPTS, pooling)
+    for prompt, vector in zip(PROMPTS, found, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(vector, dtype=torch.float64), by_hand(model, prompt, pooling), rtol=1e-3, atol=1e-3
+        )
+        assert abs(torch.tensor(vector).norm() - 1) < 1e-6
+
+
+def test_nothing_is_left_out_that_the_cache_holds_already(model: Path) -> None:
+    for kept in ({"reuse_prefix": True}, {"parallel": 2}):
+        with LLM(model, "cpu", 64, **kept) as llm:
+            llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=3))
+            first, again = llm.embed([PROMPTS[2]]), llm.embed([PROMPTS[2]])
+        assert first == again
+        torch.testing.assert_close(
+            torch.tensor(first[0], dtype=torch.float64),
+            by_hand(model, PROMPTS[2], "mean"),
+            rtol=1e-3,
+            atol=1e-3,
+        )
+
+
+def test_a_text_beside_an_embedding_is_the_text_alone(model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(model, "cpu", 64, parallel=2) as llm:
+        (alone,) = llm.generate([PROMPTS[0]], params)
+        stream = llm.stream(PROMPTS[0], params)
+        stream.start()
+        llm.embed([PROMPTS[2]])
+        assert stream.finish().tokens == alone.tokens
+        assert llm.scheduler.cache_used == 0
+
+
+def test_a_prompt_that_does_not_fit_is_refused(model: Path) -> None:
+    with LLM(model, "cpu", 16) as llm, pytest.raises(EngineError, match="45 tokens and the context holds 16"):
+        llm.embed([PROMPTS[2]])
+
+
+def test_rows_that_are_not_finite_are_refused() -> None:
+    for pooling in ("mean", "last"):
+        with pytest.raises(EngineError, match="not finite"):
+            Pool(pooling).add(torch.tensor([[1.0, float("nan")]]))
+
+
+def test_there_are_two_poolings() -> None:
+    with pytest.raises(EngineError, match="must be mean or last"):
+        Pool("max")  # type: ignore[arg-type]
