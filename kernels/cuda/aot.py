@@ -155,7 +155,7 @@ def _scope(found: list[Case], archs: Sequence[int], only: str, count: int) -> st
     return (
         f"{count} different kernels of {len(chosen)} cases for {', '.join(f'sm_{arch}' for arch in archs)}.\n"
         f"{few} cases are compiled for some GPUs only: sm_90 has all; sm_89 has {', '.join(COMMON_TYPES)} and leaves\n"
-        f"the other types to sm_80; both leave batched matmuls and less common attentions and widths to sm_90.\n"
+        f"the other types to sm_80; sm_80 has one batched matmul of each; the rest, and less common attentions and widths, sm_90 only.\n"
         f"Every type is compiled at {ALL_TYPES_WIDTH} columns, Q4_K and Q6_K also at a 7B model's shapes."
     )
 

@@ -165,7 +165,7 @@ def _type_cases() -> Iterator[Case]:
         decode = ARCHS if name in COMMON_TYPES else (80, 90)
         yield Case(f"{name}, layer, decode", True, decode, partial(layer, 1))
         yield Case(f"{name}, ends, decode", True, decode, partial(ends, 1))
-        yield Case(f"{name}, matmul, 16 rows", False, (90,), partial(_matmul, name, size, 16))
+        yield Case(f"{name}, matmul, 16 rows", False, (80, 90), partial(_matmul, name, size, 16))
         prefill = ARCHS if name in COMMON_TYPES else (90,)
         yield Case(f"{name}, layer, {PREFILL_ROWS} rows", False, prefill, partial(layer, PREFILL_ROWS))
 
