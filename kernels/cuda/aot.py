@@ -155,7 +155,8 @@ def _scope(found: list[Case], archs: Sequence[int], only: str, count: int) -> st
     return (
         f"{count} different kernels of {len(chosen)} cases for {', '.join(f'sm_{arch}' for arch in archs)}.\n"
         f"{few} cases are compiled for some GPUs only: sm_90 has all; sm_89 has {', '.join(COMMON_TYPES)} and leaves\n"
-        f"the other types to sm_80; sm_80 has one batched matmul of each; the rest, and less common attentions and widths, sm_90 only.\n"
+        f"the other types to sm_80, which has one batched matmul of each. Others, and less common attentions\n"
+        f"and widths, are left to sm_90.\n"
         f"Every type is compiled at {ALL_TYPES_WIDTH} columns, Q4_K and Q6_K also at a 7B model's shapes."
     )
 
