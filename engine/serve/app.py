@@ -18,6 +18,7 @@ from quengine.serve import status_routes, token_routes
 from quengine.serve.chat import chat_completions
 from quengine.serve.completions import completions
 from quengine.serve.connections import WriteDeadline
+from quengine.serve.embeddings import embeddings
 from quengine.serve.errors import ApiError
 from quengine.serve.guard import Guard
 from quengine.serve.http import Catch, error_response, json_response
@@ -45,13 +46,6 @@ async def openapi(service: Service, request: Request) -> Response:
     """What every route takes and answers."""
     del request
     return json_response(document(service.settings))
-
-
-async def no_embeddings(service: Service, request: Request) -> Response:
-    del service, request
-    raise ApiError(
-        501, "this server gives no embeddings: its engine returns no hidden states", code="unsupported"
-    )
 
 
 @cache
@@ -84,7 +78,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses),
-    ("POST", "/v1/embeddings", no_embeddings),
+    ("POST", "/v1/embeddings", embeddings),
     ("POST", "/completion", completion),
     ("POST", "/completions", completion),
     ("POST", "/tokenize", token_routes.tokenize),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quengine.output import Timings
+from quengine.pooling import Pooling
 from quengine.sampler import TokenLogprobs
 from quengine.sampling_params import SamplingParams
 from quengine.tool_calls_format import ToolFormat
@@ -26,6 +27,7 @@ class GenerationRequest:
         show_special: keep the names of control tokens in the text; of these ones, or of all.
         arrived: `time.perf_counter()` when the request came.
         score_prompt: give the log-probabilities of the prompt's tokens too; `params.logprobs` is set then.
+        pooling: no text is wanted but the prompt's embedding, pooled so.
     """
 
     id: int
@@ -35,6 +37,7 @@ class GenerationRequest:
     show_special: bool | frozenset[int]
     arrived: float
     score_prompt: bool = False
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Piece:
 class Finished:
     """The end of a text: `reason` "stop" (end token, stop token or stop string) or "length".
 
-    `stop_text` is the stop string that was met, if it was one. `seed` gives the same text again.
+    `stop_text` is the stop string that was met, if it was one. `seed` gives the same text again. `embedding` is what
+    was wanted instead of a text, a vector of unit length.
     """
 
     request_id: int
@@ -63,6 +67,7 @@ class Finished:
     stop_text: str | None
     timings: Timings
     seed: int
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

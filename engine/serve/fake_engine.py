@@ -5,6 +5,7 @@ in another stream's text shows. Its vocabulary is words `w0 ` .. `w9999 `; text 
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 from quengine.errors import EngineError
 from quengine.output import Timings
+from quengine.pooling import Pooling
 from quengine.sampler import TokenLogprobs
 from quengine.sampling_params import SamplingParams
 from quengine.serve.engine_port import (
@@ -154,6 +156,10 @@ class FakeEngine:
                 del self._sequences[request.id]
                 return [Failed(request.id, "logits are not finite")]
             sequence.first = time.perf_counter()
+            if request.pooling is not None:
+                del self._sequences[request.id]
+                vector = expected_embedding(request.prompt, request.pooling)
+                return [Finished(request.id, "stop", None, _timings(sequence), _seed(request.params), vector)]
         token = _token(sequence.key, _seed(request.params), request.index, sequence.generated)
         return self._take(sequence, token)
 
@@ -182,6 +188,13 @@ class FakeEngine:
                 Finished(request.id, reason, sequence.stream.stopped, _timings(sequence), _seed(params))
             )
         return events
+
+
+def expected_embedding(prompt: Sequence[int], pooling: Pooling) -> tuple[float, ...]:
+    """The vector of a prompt: a hash, of unit length."""
+    raw = hashlib.blake2b(repr((list(prompt), pooling)).encode(), digest_size=8).digest()
+    length = math.hypot(*raw)
+    return tuple(byte / length for byte in raw)
 
 
 def _seed(params: SamplingParams) -> int:

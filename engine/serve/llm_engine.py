@@ -13,6 +13,7 @@ from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.models.chat_template import ChatTemplate, encode_chat
 from quengine.paged_scheduler import PagedScheduler
+from quengine.pooling import Pooling
 from quengine.sampler import TokenLogprobs
 from quengine.sampling_params import SamplingParams
 from quengine.sequence import Sequence as LLMSequence
@@ -108,7 +109,9 @@ class LLMEngine:
         ] = {}  # of prompts, until the first piece of the text
 
     def add(self, request: GenerationRequest) -> None:
-        if request.score_prompt and len(request.prompt) > 1:
+        if request.pooling is not None:
+            self._add_embedding(request, request.pooling)
+        elif request.score_prompt and len(request.prompt) > 1:
             model = self.model
             scoring = scoring_sequence(request.prompt, request.params, model.vocab_size, model.ctx_size)
             self._llm.scheduler.add(scoring)
@@ -116,6 +119,12 @@ class LLMEngine:
             self._unscored[request.id] = request
         else:
             self._add_text(request)
+
+    def _add_embedding(self, request: GenerationRequest, pooling: Pooling) -> None:
+        sequence = self._llm.embedding_sequence(list(request.prompt), pooling)
+        sequence.arrived = request.arrived
+        self._llm.scheduler.add(sequence)
+        self._requests[request.id] = sequence
 
     def _add_text(self, request: GenerationRequest) -> None:
         stream = self._llm.stream(
@@ -161,7 +170,8 @@ class LLMEngine:
             del self._requests[request_id]
             timings = self._llm.completion(sequence).timings
             stop_text, seed = sequence.stream.stopped, sequence.sampler.seed
-            events.append(Finished(request_id, sequence.finish_reason, stop_text, timings, seed))
+            embedding = None if sequence.pool is None else tuple(sequence.pool.embedding())
+            events.append(Finished(request_id, sequence.finish_reason, stop_text, timings, seed, embedding))
         return events
 
     def _scored(self, request_id: int, sequence: LLMSequence) -> list[Event]:

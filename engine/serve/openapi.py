@@ -44,7 +44,6 @@ class Operation:
     request: str | None = None
     event: str | None = None
     errors: tuple[int, ...] = ()
-    succeeds: bool = True
 
 
 _HEALTH = Operation("Whether requests are taken.", ref("Health"), errors=(503,))
@@ -78,7 +77,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/responses"): Operation(
         "Answer items with items.", ref("Response"), "ResponseRequest", "ResponseEvent", _COMPUTES
     ),
-    ("POST", "/v1/embeddings"): Operation("Not supported.", OBJECT, errors=(501,), succeeds=False),
+    ("POST", "/v1/embeddings"): Operation(
+        "A vector for each text.", ref("EmbeddingList"), "EmbeddingRequest", errors=_COMPUTES
+    ),
     ("POST", "/completion"): _NATIVE,
     ("POST", "/completions"): _NATIVE,
     ("POST", "/tokenize"): Operation("Text to tokens.", ref("Tokens"), "TokenizeRequest", errors=_READS),
@@ -120,7 +121,7 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
         "operationId": _operation_id(method, path),
         "summary": operation.summary,
         "responses": {
-            **({"200": _success(operation)} if operation.succeeds else {}),
+            "200": _success(operation),
             **{str(status): _failure(status) for status in errors},
         },
     }

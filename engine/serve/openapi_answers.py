@@ -63,6 +63,18 @@ def answer_schemas() -> dict[str, Schema]:
         **_native(),
         **_responses(),
         **_status(),
+        "EmbeddingList": _object(
+            object=_const("list"),
+            data=_array(
+                _object(
+                    object=_const("embedding"),
+                    index=_COUNT,
+                    embedding={"anyOf": [_array({"type": "number"}), STRING]},
+                )
+            ),
+            model=STRING,
+            usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+        ),
         "Tokens": _object(tokens=_array({"anyOf": [TOKEN, _object(id=TOKEN, piece=_piece())]})),
         "DetokenizedText": _object(content=STRING),
         "RenderedPrompt": _object(prompt=STRING),

@@ -53,6 +53,7 @@ def request_schemas(limits: Limits, model_names: tuple[str, ...]) -> dict[str, S
         "CompletionRequest": _body(("prompt",), {**shared, **n, **_completion()}),
         "NativeRequest": _body(("prompt",), {**shared, **n, **_native()}),
         "ResponseRequest": _body(("input",), {**shared, **_response()}),
+        "EmbeddingRequest": _body(("input",), {"model": model, **_embedding()}),
         "TokenizeRequest": _body(("content",), {"model": model, **_tokenize()}),
         "DetokenizeRequest": _body(("tokens",), {"model": model, "tokens": _array(TOKEN)}),
         "TemplateRequest": _body(("messages",), {"model": model, **_template()}),
@@ -237,6 +238,17 @@ def _prompt() -> Schema:
     several = _array({"anyOf": [_SOME_TEXT, one]}, least=1)
     about = "A text; or token ids, in which text may stand; or an array of either, a prompt each."
     return {"anyOf": [_SOME_TEXT, one, several], "description": about}
+
+
+def _embedding() -> dict[str, Schema]:
+    return {
+        "input": ref("Prompt"),
+        "pooling": {"enum": ["mean", "last"], "description": "Of the hidden rows; mean if it is not said."},
+        "encoding_format": {"enum": ["float", "base64"]},
+        "dimensions": _only(),
+        "parse_special": BOOLEAN,
+        "user": ANY,
+    }
 
 
 def _content() -> Schema:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quengine.errors import CannotRunError, EngineError
+from quengine.pooling import Pooling
 from quengine.sampling_params import SamplingParams
 from quengine.serve.engine_port import Engine, EngineStats, Event, Failed, GenerationRequest, Piece
 
@@ -45,6 +46,7 @@ class Ask:
     index: int = 0
     show_special: bool | frozenset[int] = False
     score_prompt: bool = False
+    pooling: Pooling | None = None
 
 
 class Handle:
@@ -153,6 +155,7 @@ class Worker:
                         a.show_special,
                         now,
                         a.score_prompt,
+                        a.pooling,
                     )
                     for a in asks
                 ]

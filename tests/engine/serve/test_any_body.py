@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from quengine.serve.app import ROUTES
 from tests.engine.serve.serving import serving
 
-PATHS = sorted(path for method, path, _ in ROUTES if method == "POST" and path != "/v1/embeddings")
+PATHS = sorted(path for method, path, _ in ROUTES if method == "POST")
 NAMES = """
     model messages prompt input content tokens n stream stream_options max_tokens max_completion_tokens
     n_predict max_output_tokens temperature top_k top_p min_p typical_p repeat_penalty repeat_last_n
     presence_penalty frequency_penalty seed stop stop_token_ids logit_bias ignore_eos logprobs
     top_logprobs n_probs echo suffix response_format text json_schema guided_regex guided_choice tools
     tool_choice instructions chat_template_kwargs skip_special_tokens parse_special add_special
-    with_pieces return_tokens mirostat samplers user metadata nothing
+    with_pieces pooling encoding_format dimensions return_tokens mirostat samplers user metadata nothing
 """.split()  # noqa: SIM905 (a list of 50 quoted names is no easier to read)
 
 scalars = st.one_of(

@@ -57,6 +57,13 @@ def test_texts_are_those_of_the_model(served: Served, llm: LLM) -> None:
     assert chat.usage is not None and chat.usage.prompt_tokens == len(llm.encode_chat(MESSAGES))
 
 
+def test_embeddings_are_those_of_the_model(served: Served, llm: LLM) -> None:
+    with served.openai() as client:
+        found = client.embeddings.create(model="tiny", input=["the cat", "a dog sat"])
+    expected = llm.embed(["the cat", "a dog sat"])
+    assert [d.embedding for d in found.data] == [pytest.approx(vector, abs=1e-6) for vector in expected]
+
+
 def test_a_seed_gives_its_texts_again_and_logprobs_sum_up(served: Served, llm: LLM) -> None:
     params = SamplingParams(temperature=1.5, max_tokens=12, seed=9, n=2, logprobs=3, ignore_eos=True)
     own = llm.generate("the", params)

@@ -6,7 +6,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from quengine.serve.fake_engine import FakeModel, expected_tokens
+from quengine.serve.fake_engine import FakeModel, expected_embedding, expected_tokens
 from tests.engine.serve.serving import Served, serving
 
 MODEL = FakeModel(4096)
@@ -235,3 +235,33 @@ def test_what_changes_nothing_is_taken(client: OpenAI) -> None:
         response_format={"type": "text"},
         extra_body={"cache_prompt": True, "mirostat": 0, "top_k": 5, "min_p": 0.1, "repeat_penalty": 1.1},
     )
+
+
+def test_each_text_has_an_embedding(client: OpenAI) -> None:
+    texts = ["a", "bc"]
+    plain = client.embeddings.create(model="fake", input=texts, encoding_format="float")
+    packed = client.embeddings.create(model="fake", input=texts, extra_body={"pooling": "last"})
+    assert [d.index for d in plain.data] == [0, 1] and plain.usage.prompt_tokens == 3
+    for number, text in enumerate(texts):
+        ids = MODEL.encode(text, bos=True, special=True)
+        assert tuple(plain.data[number].embedding) == pytest.approx(expected_embedding(ids, "mean"))
+        assert tuple(packed.data[number].embedding) == pytest.approx(expected_embedding(ids, "last"))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"input": ""}, "has no tokens"),
+        ({"input": "a", "pooling": "max"}, "must be mean or last"),
+        ({"input": "a", "encoding_format": "int8"}, "must be float or base64"),
+        ({"input": "a", "dimensions": 4}, "not supported"),
+        ({"input": "a" * 5000}, "5000"),
+        ({}, "input must be"),
+    ],
+)
+def test_an_embedding_that_cannot_be_is_refused(
+    served: Served, body: dict[str, object], message: str
+) -> None:
+    with served.http() as http:
+        answer = http.post("/v1/embeddings", json=body)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]

@@ -121,7 +121,7 @@ def test_draining_refuses_what_is_new_finishes_what_runs_and_then_stops() -> Non
             assert error(client.get("/health")) == (503, "the server is shutting down")
             assert client.post("/v1/completions", json={"prompt": "b"}).status_code == 503
             received = b"".join(iter(lambda: running.recv(65536), b""))
-        assert received.count(b'"text":"w') == 100 and b"[DONE]" in received
+        assert len(re.findall(rb"w\d+ ", received)) == 100 and b"[DONE]" in received
         assert served.wait_until(lambda: served.server.should_exit)
 
 
@@ -185,7 +185,6 @@ def test_unknown_paths_and_methods_have_errors_in_openais_shape() -> None:
     with serving() as served, served.http() as client:
         assert error(client.get("/nothing")) == (404, "there is no GET /nothing here")
         assert error(client.get("/v1/completions")) == (405, "there is no GET /v1/completions here")
-        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 501
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
