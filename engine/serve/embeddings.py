@@ -1,15 +1,16 @@
 """POST /v1/embeddings: a vector of unit length for each text."""
 
-from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.pooling import POOLINGS
 from quengine.sampling_params import SamplingParams
+from quengine.serve.engine_port import Finished
 from quengine.serve.fields import Fields
 from quengine.serve.http import json_response, read_fields
 from quengine.serve.prompts import read_prompts
@@ -28,11 +29,7 @@ async def embeddings(service: Service, request: Request) -> Response:
         {
             "object": "list",
             "data": [
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": _encoded(text.end.embedding or (), encoding),
-                }
+                {"object": "embedding", "index": index, "embedding": _encoded(text.end, encoding)}
                 for index, text in enumerate(texts)
             ],
             "model": service.model_name,
@@ -61,6 +58,9 @@ def _one_of(fields: Fields, key: str, values: Sequence[Any]) -> Any:
     return values[0] if value is None else value
 
 
-def _encoded(vector: Sequence[float], encoding: str) -> list[float] | str:
+def _encoded(end: Finished, encoding: str) -> list[float] | str:
     """`base64`: of 32-bit floats, little-endian, as OpenAI's clients ask for by default."""
-    return list(vector) if encoding == "float" else b64encode(array("f", vector).tobytes()).decode()
+    assert end.embedding is not None
+    if encoding == "float":
+        return list(end.embedding)
+    return b64encode(np.array(end.embedding, dtype="<f4").tobytes()).decode()

@@ -27,7 +27,6 @@ _MEANINGS = {
     413: "The body is too large.",
     429: "The queue is full.",
     500: "This text failed; others go on.",
-    501: "This server cannot do that.",
     503: "The model is being loaded or made anew, or the server is ending.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
