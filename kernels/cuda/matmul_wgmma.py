@@ -229,14 +229,8 @@ def _wgmma_kernel(
         if ticket == SPLITS - 1:
             # Other programs wrote these: not from this multiprocessor's own cache.
             total = gl.load(partial_ptr + block * SIZE + spread, cache_modifier=".cg")
-            if TB <= 32:
-                for split in gl.static_range(1, SPLITS):
-                    at = (split * blocks + block) * SIZE
-                    total += gl.load(partial_ptr + at + spread, cache_modifier=".cg")
-            else:  # unrolled, this would take more registers than all that comes before it
-                for split in range(1, gl.num_programs(1)):
-                    at = (split * blocks + block) * SIZE
-                    total += gl.load(partial_ptr + at + spread, cache_modifier=".cg")
+            for split in range(1, SPLITS):  # unrolled, it would take the most registers of all
+                total += gl.load(partial_ptr + (split * blocks + block) * SIZE + spread, cache_modifier=".cg")
             _store(
                 total, tile0 * 16, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T,
                 gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
