@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 
 from quengine.kernels.cuda.aot_cases import (
     ALL_TYPES_WIDTH,
@@ -24,7 +25,7 @@ from quengine.kernels.cuda.aot_cases import (
     backend_for,
     cases,
 )
-from quengine.kernels.cuda.aot_compile import SHARED_LIMIT, Launch, compile_launch, record
+from quengine.kernels.cuda.aot_compile import SAME_PTX, SHARED_LIMIT, Launch, compile_launch, record
 from quengine.kernels.cuda.aot_ptx import Early, before_wait
 
 UNWRITTEN = frozenset(
@@ -39,14 +40,14 @@ position, its rows of the cache). A kernel may read these before it waits."""
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel to compile for one GPU: launch number `launch` of case number `case`.
+    """One kernel to compile: launch number `launch` of case number `case`, for GPUs that take the same PTX.
 
     `decode`: some case that decode runs has the same launch.
     """
 
     case: int
     launch: int
-    arch: int
+    archs: tuple[int, ...]
     decode: bool
 
 
@@ -73,31 +74,37 @@ def launches(case: int, arch: int) -> list[Launch]:
 
 
 def variants(archs: Sequence[int], only: str = "") -> list[Variant]:
-    """Every different launch of the cases whose name holds `only`, once for each GPU."""
+    """Every different launch of the cases whose name holds `only`, once for all GPUs that take the same PTX."""
     chosen: dict[str, Variant] = {}
     for number, case in enumerate(cases()):
         for arch in archs:
             if only not in case.name or arch not in case.archs:
                 continue
             for index, launch in enumerate(launches(number, arch)):
-                key = f"{arch} {launch.key}"
-                first = chosen.get(key, Variant(number, index, arch, False))
-                chosen[key] = Variant(first.case, first.launch, arch, first.decode or case.decode)
+                key = f"{SAME_PTX.get(arch, arch)} {launch.key}"
+                first = chosen.get(key, Variant(number, index, (), False))
+                met = tuple(sorted({*first.archs, arch}))
+                chosen[key] = Variant(first.case, first.launch, met, first.decode or case.decode)
     return list(chosen.values())
 
 
-def compile_variant(variant: Variant) -> Report:
-    """Compile one variant; a failure is a line of the report."""
+def compile_variant(variant: Variant) -> list[Report]:
+    """Compile one variant for each of its GPUs; a failure is a line of the report."""
+    return [_compile_for(variant, arch) for arch in variant.archs]
+
+
+def _compile_for(variant: Variant, arch: int) -> Report:
     began = time.perf_counter()
-    launch = launches(variant.case, variant.arch)[variant.launch]
-    report = partial(Report, cases()[variant.case].name, launch.name, variant.arch, variant.decode)
+    # Numbered as at the first of its GPUs, whose launch is the same.
+    launch = launches(variant.case, variant.archs[0])[variant.launch]
+    report = partial(Report, cases()[variant.case].name, launch.name, arch, variant.decode)
     try:
-        made = compile_launch(launch, variant.arch)
+        made = compile_launch(launch, arch)
     except Exception as error:  # the compiler's errors have no common class
         last = (str(error).strip().splitlines() or [""])[-1]
         return report(failure=f"{type(error).__name__}: {last}")
     failures = ["spills"] if made.stack and variant.decode else []
-    limit = SHARED_LIMIT[variant.arch]
+    limit = SHARED_LIMIT[arch]
     failures += [f"needs {made.shared} bytes of shared memory, not {limit}"] if made.shared > limit else []
     failures += overlap_faults(launch, before_wait(made.ptx)) if launch.options.get("launch_pdl") else []
     seconds = time.perf_counter() - began
@@ -122,16 +129,17 @@ def main() -> int:
     args = _arguments()
     began = time.perf_counter()
     work = variants(args.arch, args.only)
-    print(_scope(cases(), args.arch, args.only, len(work)))
+    count = sum(len(variant.archs) for variant in work)
+    print(_scope(cases(), args.arch, args.only, count))
     if args.list:
         return 0
     print(f"{'case':52} {'kernel':24} {'sm':>3} {'regs':>5} {'spilled':>8} {'shared':>7} {'s':>5}")
     failed = []
     with ProcessPoolExecutor(args.jobs or len(os.sched_getaffinity(0))) as pool:
-        for report in pool.map(compile_variant, work):
+        for report in chain.from_iterable(pool.map(compile_variant, work)):
             print(_line(report), flush=True)
             failed += [report] if report.failure else []
-    print(f"{len(work)} kernels compiled in {time.perf_counter() - began:.0f} s, {len(failed)} failures")
+    print(f"{count} kernels compiled in {time.perf_counter() - began:.0f} s, {len(failed)} failures")
     for report in failed:
         print(f"FAIL {_line(report)}", file=sys.stderr)
     return 1 if failed else 0

@@ -18,6 +18,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType, can_store
 from quengine.kernels.cuda import attention_prefill, launch_table, matmul_wgmma
 from quengine.kernels.cuda.batch_rows import settle_rows
+from quengine.kernels.cuda.half import Products
 from quengine.kernels.cuda.layout import packed_layout
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight, can_pair
 from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
@@ -28,7 +29,12 @@ from quengine.kernels.rope import RopeLayout
 META = torch.device("meta")
 ARCHS = (80, 89, 90)
 CONTEXT = 4096
-PREFILL_ROWS, LONG_CHUNK = 512, 2048
+PREFILL_ROWS, ODD_ROWS, LONG_CHUNK = 512, 130, 2048
+"""Rows of prompts. Triton compiles numbers of rows that are no multiple of 16 apart."""
+
+FEW_ROWS = (2, 16, 32, 64, 128)
+"""One number of rows for each width of the matrix instruction."""
+
 BATCH = 8
 """Sequences of a batched decode step: more than the q-dot takes, whose attention gives rounded rows."""
 EPS = 1e-5
@@ -51,7 +57,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Heads:
-    """One layer's attention: query heads / key heads x head size, rotation, window, per-head norms."""
+    """One layer's attention: query heads / key heads x head size, rotation, window, per-head norms, queries scaled by
+    their position."""
 
     heads: int
     kv_heads: int
@@ -59,6 +66,7 @@ class Heads:
     layout: RopeLayout = "pairs"
     window: int | None = None
     norm: bool = False
+    scaled: bool = False
 
     @property
     def width(self) -> int:
@@ -70,6 +78,7 @@ class Heads:
         return AttentionSpec(
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=0.1, window=self.window,
             rope_layout=self.layout, cos=table, sin=table, q_norm=weight, k_norm=weight, eps=EPS,
+            query_scale=_empty(CONTEXT) if self.scaled else None,
             mask_band=_empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool),
         )  # fmt: skip
 
@@ -87,6 +96,7 @@ HEADS = {
     "phi-3 32/32x96, window": Heads(32, 32, 96, "halves", 2048),
     "qwen3 16/8x128, norms": Heads(16, 8, 128, "halves", None, True),
     "64/4x128": Heads(64, 4, 128, "halves"),
+    "ministral 32/8x128, scaled": Heads(32, 8, 128, scaled=True),
 }
 _EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
 """The attentions that are compiled for every GPU; the others for the newest only."""
@@ -144,17 +154,28 @@ def cases() -> list[Case]:
 
 
 def _model_cases() -> Iterator[Case]:
-    """A Q4_K_M model of 7B: both kinds of its layers, and the matmuls of 2 to 512 rows."""
+    """A Q4_K_M model of 7B: both kinds of its layers, and all numbers of rows; one with biases; one whose width the
+    matrix units of Hopper do not take."""
     for name in ("Q4_K", "Q6_K"):
         layer = partial(_layer, "Q4_K", name, name, 4096, 14336, MISTRAL)
-        for rows in (1, 2, 16, 32, 64, PREFILL_ROWS):
+        for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS):
             archs = ARCHS if rows == 1 else (90,)
             yield Case(
                 f"mistral-7b, v and down {name}, {_rows(rows)}", rows == 1, archs, partial(layer, rows)
             )
-    for rows in (1, PREFILL_ROWS):
+    for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS):
+        archs = ARCHS if rows in (1, PREFILL_ROWS) else (90,)
         call = partial(_ends, "Q4_K", "Q6_K", 32768, 4096, rows)
-        yield Case(f"mistral-7b, embedding Q4_K and output Q6_K, {_rows(rows)}", rows == 1, ARCHS, call)
+        yield Case(f"mistral-7b, embedding Q4_K and output Q6_K, {_rows(rows)}", rows == 1, archs, call)
+    for rows in (1, 16, PREFILL_ROWS):
+        call = partial(
+            _layer, "Q4_K", "Q6_K", "Q6_K", 1536, 8960, Heads(12, 2, 128, "halves"), rows, bias=True
+        )
+        yield Case(f"qwen2-1.5b, v and down Q6_K, {_rows(rows)}", rows == 1, (90,), call)
+        small = partial(_layer, "Q4_1", "Q4_1", "Q4_1", 576, 1536, HEADS["smollm2 9/3x64"], rows)
+        yield Case(f"smollm2-135m, {_rows(rows)}", rows == 1, (90,), small)
+        ends = partial(_ends, "Q8_0", "Q8_0", 49152, 576, rows)
+        yield Case(f"smollm2-135m, embedding and output, {_rows(rows)}", rows == 1, (90,), ends)
 
 
 def _type_cases() -> Iterator[Case]:
@@ -165,9 +186,14 @@ def _type_cases() -> Iterator[Case]:
         decode = ARCHS if name in COMMON_TYPES else (80, 90)
         yield Case(f"{name}, layer, decode", True, decode, partial(layer, 1))
         yield Case(f"{name}, ends, decode", True, decode, partial(ends, 1))
-        yield Case(f"{name}, matmul, 16 rows", False, (80, 90), partial(_matmul, name, size, 16))
+        yield Case(f"{name}, matmul, 16 rows", False, decode, partial(_matmul, name, size, 16))
+        yield Case(f"{name}, layer, 16 rows", False, (90,), partial(layer, 16))
         prefill = ARCHS if name in COMMON_TYPES else (90,)
         yield Case(f"{name}, layer, {PREFILL_ROWS} rows", False, prefill, partial(layer, PREFILL_ROWS))
+    for name in ("Q4_K", "Q6_K"):
+        for rows in FEW_ROWS:
+            layer = partial(_layer, name, name, name, size, size, SMALL, rows)
+            yield Case(f"{name}, batched step of {rows}", False, (80,), partial(layer, start=_batch(rows)))
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -176,20 +202,26 @@ def _attention_cases() -> Iterator[Case]:
         for cache_type in CACHE_TYPES:
             if not can_store(cache_type, heads.head_dim):
                 continue
+            chunk = Chunk(0, _block_tables(1)[0])
             for rows in (1, 32, LONG_CHUNK):
                 call = partial(_attention, heads, cache_type, rows)
-                yield Case(f"attention {name} {cache_type}, {_rows(rows)}", rows == 1, archs, call)
-            for start in (_batch(1), _batch(BATCH), Chunk(0, _block_tables(1)[0])):
-                decode = isinstance(start, DecodeBatch)
-                rows = start.positions.shape[0] if isinstance(start, DecodeBatch) else LONG_CHUNK
-                call = partial(_paged_attention, heads, cache_type, rows, start)
-                step = f"decode of {rows}" if decode else _rows(rows)
-                yield Case(f"attention {name} {cache_type}, paged, {step}", decode, archs, call)
+                case = f"attention {name} {cache_type}"
+                yield Case(f"{case}, {_rows(rows)}", rows == 1, archs, partial(call, _start(rows)))
+                step = "one token" if rows == 1 else _rows(rows)
+                yield Case(f"{case}, paged, {step}", rows == 1, archs, partial(call, chunk))
+            yield Case(f"{case}, one token", True, archs, partial(_attention, heads, cache_type, 1, 0))
+            for start in (0, chunk):
+                call = partial(_product_attention, heads, cache_type, start)
+                kind = "paged products" if start else "products"
+                yield Case(f"{case}, {kind}, {LONG_CHUNK} rows", False, archs, call)
+            for rows in (1, BATCH):
+                call = partial(_attention, heads, cache_type, rows, _batch(rows))
+                yield Case(f"{case}, paged, decode of {rows}", True, archs, call)
 
 
 def _width_cases() -> Iterator[Case]:
-    """Norms of other widths, each in front of a small plain matrix."""
-    for width in (576, 3072, 5120, 8192):
+    """Norms of other widths, each in front of a small plain matrix, and alone, as embeddings take them."""
+    for width in (576, 3072, 4096, 5120, 8192):
         for rows in (1, PREFILL_ROWS):
             yield Case(f"norm {width}, {_rows(rows)}", rows == 1, (90,), partial(_norm, width, rows))
 
@@ -200,6 +232,12 @@ def _sampling_cases() -> Iterator[Case]:
         (32768, 64, True, ARCHS),
         (152064, 64, False, (90,)),
         (152064, 128, True, (90,)),
+        (32768, 64, False, (90,)),
+        (49152, 1, False, (90,)),
+        (49152, 64, False, (90,)),
+        (128256, 1, False, (90,)),
+        (128256, 64, False, (90,)),
+        (152064, 1, False, (90,)),
         (32768, 0, False, ARCHS),
         (152064, 0, True, ARCHS),
     ):
@@ -210,7 +248,16 @@ def _sampling_cases() -> Iterator[Case]:
 
 
 def _layer(
-    name: str, value: str, down: str, hidden: int, ffn: int, heads: Heads, rows: int, backend: MetaBackend
+    name: str,
+    value: str,
+    down: str,
+    hidden: int,
+    ffn: int,
+    heads: Heads,
+    rows: int,
+    backend: MetaBackend,
+    bias: bool = False,
+    start: "Position | None" = None,
 ) -> None:
     """One layer's operations, in the decoder's order. `value`, `down`: the types of these two matrices."""
     norm, x = _empty(hidden), _empty(rows, hidden)
@@ -218,31 +265,39 @@ def _layer(
     qkv = backend.weight(
         [_tensor(name, sizes[0], hidden), _tensor(name, sizes[1], hidden), _tensor(value, sizes[1], hidden)]
     )
+    added = _empty(heads.width) if bias else None
     output = backend.weight([_tensor(name, hidden, sizes[0])])
     gate_up = backend.gate_up_weight(_tensor(name, ffn, hidden), _tensor(name, ffn, hidden))
     down_weight = backend.weight([_tensor(down, hidden, ffn)])
     mixed = backend.attention(
-        backend.norm_linear(x, norm, EPS, qkv), heads.spec(), heads.layer("f16"), _start(rows)
+        backend.norm_linear(x, norm, EPS, qkv, added),
+        heads.spec(),
+        heads.layer("f16"),
+        _start(rows) if start is None else start,
     )
     x = backend.linear_add(mixed, output, x, norm, EPS)
     x = backend.linear_add(backend.norm_swiglu(x, norm, EPS, gate_up), down_weight, x, norm, EPS)
-    backend.norm_linear(x, norm, EPS, qkv)  # as the next layer does, whose norm has been begun
+    backend.norm_linear(x, norm, EPS, qkv, added)  # as the next layer does, whose norm has been begun
 
 
 def _ends(name: str, output: str, vocab: int, hidden: int, rows: int, backend: MetaBackend) -> None:
-    """Embedding and logits."""
+    """Embedding and logits, of the last row and of all."""
     x = backend.embed(backend.weight([_tensor(name, vocab, hidden)]), _empty(rows, dtype=torch.int64))
-    backend.logits(x, _empty(hidden), EPS, backend.weight([_tensor(output, vocab, hidden)]), True)
+    weight = backend.weight([_tensor(output, vocab, hidden)])
+    for last_only in (True, False):
+        backend.logits(x, _empty(hidden), EPS, weight, last_only)
 
 
-def _attention(heads: Heads, cache_type: CacheType, rows: int, backend: MetaBackend) -> None:
-    backend.attention(_empty(rows, heads.width), heads.spec(), heads.layer(cache_type), _start(rows))
-
-
-def _paged_attention(
-    heads: Heads, cache_type: CacheType, rows: int, start: Position, backend: MetaBackend
-) -> None:
+def _attention(heads: Heads, cache_type: CacheType, rows: int, start: Position, backend: MetaBackend) -> None:
     backend.attention(_empty(rows, heads.width), heads.spec(), heads.layer(cache_type), start)
+
+
+def _product_attention(heads: Heads, cache_type: CacheType, start: Position, backend: MetaBackend) -> None:
+    """Of a chunk whose QKV come as the matmul left them, as they do behind packed weights without biases."""
+    rows = LONG_CHUNK
+    products = Products(_empty(rows, heads.width), _empty(rows), 1.0)
+    backend.weight([_tensor("Q8_0", 16, 128)])  # room for a workspace
+    backend.attention(products, heads.spec(), heads.layer(cache_type), start)
 
 
 def _matmul(name: str, size: int, rows: int, backend: MetaBackend) -> None:
@@ -252,6 +307,7 @@ def _matmul(name: str, size: int, rows: int, backend: MetaBackend) -> None:
 
 def _norm(width: int, rows: int, backend: MetaBackend) -> None:
     weight = backend.weight([_tensor("F16", 64, width)])
+    backend.normed(_empty(rows, width), _empty(width), EPS)
     backend.norm_linear(_empty(rows, width), _empty(width), EPS, weight)
 
 

@@ -113,13 +113,14 @@ def test_every_type_is_compiled_in_decode_and_in_prefill_and_common_ones_for_eve
 COMPILE = """
 from quengine.kernels.cuda import aot
 work = aot.variants([90], "Q8_0, ends, decode")
-names = [aot.launches(v.case, v.arch)[v.launch].name for v in work]
+names = [aot.launches(v.case, 90)[v.launch].name for v in work]
 variant = work[names.index("matvec_kernel")]
 launch = aot.launches(variant.case, 90)[variant.launch]
 made = aot.compile_launch(launch, 90)
 early = aot.before_wait(made.ptx)
 print(*sorted(launch.pointers[at] for at in early.reads if at in launch.pointers))
-print(made.registers, made.stack, aot.compile_variant(variant).failure or "right")
+(report,) = aot.compile_variant(variant)
+print(made.registers, made.stack, report.failure or "right")
 """
 
 
@@ -140,16 +141,81 @@ def test_the_list_of_variants_has_no_launch_twice() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = """
 from quengine.kernels.cuda.aot import launches, variants
-work = variants([80, 90], "mistral-7b, v and down Q4_K, decode")
-keys = [f"{v.arch} {launches(v.case, v.arch)[v.launch].key}" for v in work]
-names = {launches(v.case, v.arch)[v.launch].name for v in work}
+work = variants([80, 89, 90], "mistral-7b, v and down Q4_K, decode")
+keys = [f"{arch} {launches(v.case, arch)[v.launch].key}" for v in work for arch in v.archs]
+names = {launches(v.case, v.archs[0])[v.launch].name for v in work}
 assert len(keys) == len(set(keys)) and all(v.decode for v in work)
 assert {"matvec_kernel", "swiglu_kernel"} <= names, names
+assert {v.archs for v in work} == {(80, 89), (90,)}
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=250
     )
     assert done.returncode == 0, done.stderr
+
+
+TWINS = """
+import triton
+from triton.backends.compiler import GPUTarget
+from quengine.kernels.cuda import aot, aot_compile
+for only, name in (("Q8_0, matmul, 16", "fused_kernel"), ("smollm2 9/3x64 q8_0, paged, 32", "rope_store_kernel")):
+    (launch,) = [x for v in aot.variants([89], only) for x in [aot.launches(v.case, 89)[v.launch]] if x.name == name]
+    made = triton.compile(aot_compile.source(launch), target=GPUTarget("cuda", 89, 32), options=launch.options)
+    ours = aot_compile.compile_launch(launch, 89)
+    assert ".target sm_89" in ours.ptx and ours.ptx == made.asm["ptx"], name
+    assert (ours.registers, ours.stack) == aot_compile._resources(made.asm["cubin"]), name
+    assert ours.shared == made.metadata.shared
+"""
+
+
+def test_what_is_made_of_another_gpus_ptx_is_what_triton_makes_for_this_one() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", TWINS], capture_output=True, text=True, env=environment, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+
+
+LISTED = """
+from quengine.kernels.cuda import aot
+for v in aot.variants([90]):
+    launch = aot.launches(v.case, 90)[v.launch]
+    given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
+    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM")
+    print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
+"""
+
+
+def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTED], capture_output=True, text=True, env=environment, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    found = [
+        (line.split()[0], dict(x.split("=") for x in line.split()[1:])) for line in done.stdout.splitlines()
+    ]
+
+    def met(kernel: str, *flags: str) -> set[tuple[str, ...]]:
+        return {tuple(given[flag] for flag in flags) for name, given in found if name == kernel}
+
+    blocks, forms = ("8", "16", "32", "64", "128"), ("0", "1", "2")
+    assert met("wgmma_kernel", "TB", "EPILOGUE") == {(block, form) for block in blocks for form in forms}
+    truths = ("False", "True")
+    both = {(first, second) for first in truths for second in truths}
+    every = {(*pair, last) for pair in both for last in truths}
+    assert met("rope_store_kernel", "PAGED", "Q8", "UNSCALE") == every
+    assert met("rope_store_kernel", "QUERY_SCALE", "UNSCALE") == both
+    outs = {("torch.float16",), ("torch.float32",)}
+    assert met("attention_prefill_kernel", "PAGED", "Q8", "OUT") == {
+        (*pair, *out) for pair in both for out in outs
+    }
+    assert met("attention_decode_kernel", "PAGED", "Q8", "PDL") == every
+    assert ("True", "416") in met("attention_decode_kernel", "PAGED", "LEAST")
+    assert {form for (form,) in met("rms_norm_kernel", "FORM")} == {"0", "1", "2"}
+    assert {"fused_kernel", "swiglu_products_kernel", "choose_from_all_kernel", "settle_kernel"} <= {
+        name for name, _ in found
+    }
 
 
 @pytest.mark.parametrize("arch", ARCHS)
