@@ -115,8 +115,8 @@ def print_table(device: str, checks: "Iterable[KernelCheck]") -> "list[KernelChe
         row = list(group)
         if [check.test for check in row] != tests:
             tests = [check.test for check in row]
-            typer.echo(" " * 20 + "".join(f"{test:>21}" for test in tests))
-        typer.echo(f"{subject:20}" + "".join(f"{_shown(check):>21}" for check in row))
+            typer.echo(" " * 20 + "".join(f"{test:>18}" for test in tests))
+        typer.echo(f"{subject:20}" + "".join(f"{_shown(check):>18}" for check in row))
         done += row
     failed = [check for check in done if not check.passed]
     for check in failed:

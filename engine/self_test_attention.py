@@ -1,19 +1,29 @@
 """Checks a backend's norms and attention on this machine against the float64 definition, one operation a line.
 
 Attention is checked with its rotation and with the rows that it writes to the cache: a prompt, then one more token
-over it. Knows the Backend protocol; not how a backend computes.
+over it. Over a paged cache: prompts of several sequences, whose blocks lie in no order, then a token more of one of
+them, and of all in a batch. Knows the Backend protocol; not how a backend computes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.backend import (
+    BLOCK_SIZE,
+    AttentionSpec,
+    Backend,
+    Chunk,
+    DecodeBatch,
+    Hidden,
+    KVLayer,
+    Position,
+)
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType
-from quengine.kernels.kv_rows import allocate_layer, read_rows
+from quengine.kernels.kv_rows import allocate_layer, read_rows, slot_mapping
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rope import RopeSpec, rope_table
 from quengine.self_test import EPS, HALF, ROUNDED, KernelCheck, failure, floats, nmse, rows_on
@@ -25,24 +35,37 @@ NORM_WIDTHS = (576, 4096)
 STORED = 1e-6
 """Largest NMSE of cached rows: both sides round them, and where a value lies between two codes they may part."""
 
-LIMITS = {"f16": {"prompt": HALF, "1 token": ROUNDED}, "q8_0": {"prompt": 1e-4, "1 token": 1e-4}}
+LIMITS = {
+    "f16": {"prompt": HALF, "1 token": ROUNDED, "batch": HALF},
+    "q8_0": {"prompt": 1e-4, "1 token": 1e-4, "batch": 1e-4},
+}
 """A q8_0 code that falls the other way moves the result by its share of 1/127."""
+
+PROMPTS = (70, 64, 31)
+"""Tokens of each sequence of the paged cache; the one behind them lies within a block, begins one, and ends one."""
+
+TABLES = ((5, 7, 0), (2, 6, 1), (4, 8, 3))
+POOL = 9 * BLOCK_SIZE
 
 OPERATIONS = (
     *(f"RMSNorm {width}" for width in NORM_WIDTHS),
     *(f"attention {cache} {size}" for cache in CACHE_TYPES for size in HEAD_SIZES),
 )
 
+PAGED = tuple(f"paged {cache} {HEAD_SIZES[-1]}" for cache in CACHE_TYPES)
+"""Operations of a GPU only: the CPU computes batches inside steps of its own."""
+
 
 def check_operation(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
-    """The checks of one of OPERATIONS; an exception on the way is their failure."""
+    """The checks of one of OPERATIONS or PAGED; an exception on the way is their failure."""
     kind, *rest = name.split()
     try:
         if kind == "RMSNorm":
             yield from _check_norm(backend, name, int(rest[0]))
         else:
             cache_type: CacheType = "q8_0" if rest[0] == "q8_0" else "f16"
-            yield from _check_attention(backend, name, cache_type, int(rest[1]))
+            check = _check_paged if kind == "paged" else _check_attention
+            yield from check(backend, name, cache_type, int(rest[1]))
     except Exception as error:  # whatever stops a kernel is what this test looks for
         yield failure(name, "run", error)
 
@@ -71,27 +94,82 @@ def _check_attention(
         for side in (backend, reference)
     ]
     for test, start, end in (("prompt", 0, PROMPT), ("1 token", PROMPT, PROMPT + 1)):
-        found, wanted = (_attended(side, spec, layer, start, end) for side, spec, layer in sides)
+        found, wanted = (
+            _attended(side, spec, layer, _qkv(side, size, 6, start, end), start)
+            for side, spec, layer in sides
+        )
         yield KernelCheck(name, test, nmse(found, wanted), LIMITS[cache_type][test])
-        (mine, exact) = (_cached(layer, start, end) for _, _, layer in sides)
-        limit = STORED if cache_type == "f16" else 1e-4
-        yield KernelCheck(name, f"{test}: cache", nmse(mine, exact), limit)
+        yield _check_cache(name, test, [layer for _, _, layer in sides], torch.arange(start, end))
         _give(sides[1][2], sides[0][2])
 
 
-def _attended(backend: Backend[Any], spec: AttentionSpec, layer: KVLayer, start: int, end: int) -> Tensor:
-    width = (HEADS + 2 * KV_HEADS) * spec.head_dim
-    qkv = rows_on(backend, CONTEXT, width, 6)[start:end].contiguous()
+def _check_paged(backend: Backend[Any], name: str, cache_type: CacheType, size: int) -> Iterator[KernelCheck]:
+    reference = ReferenceBackend(keep=True)
+    sides = [
+        (side, _spec(size, side.device), allocate_layer(POOL, KV_HEADS, size, side.device, cache_type))
+        for side in (backend, reference)
+    ]
+    layers = [layer for _, _, layer in sides]
+    found, wanted = (torch.cat(_prompts(*side)) for side in sides)
+    yield KernelCheck(name, "prompt", nmse(found, wanted), LIMITS[cache_type]["prompt"])
+    written = [slot_mapping(torch.arange(n), _table(i)) for i, n in enumerate(PROMPTS)]
+    yield _check_cache(name, "prompt", layers, torch.cat(written))
+    for test, members in (("1 token", [0]), ("batch", [0, 1, 2])):
+        _give(layers[1], layers[0])
+        found, wanted = (_newest(*side, members) for side in sides)
+        yield KernelCheck(name, test, nmse(found, wanted), LIMITS[cache_type][test])
+        rows = [slot_mapping(torch.tensor([PROMPTS[i]]), _table(i)) for i in members]
+        yield _check_cache(name, test, layers, torch.cat(rows))
+
+
+def _prompts(backend: Backend[Any], spec: AttentionSpec, layer: KVLayer) -> list[Tensor]:
+    """Attention of every sequence's prompt."""
+    return [
+        _attended(
+            backend,
+            spec,
+            layer,
+            _qkv(backend, spec.head_dim, i, 0, length),
+            Chunk(0, _table(i).to(backend.device)),
+        ).cpu()
+        for i, length in enumerate(PROMPTS)
+    ]
+
+
+def _newest(backend: Backend[Any], spec: AttentionSpec, layer: KVLayer, members: Sequence[int]) -> Tensor:
+    """Attention of the token behind the prompts of these sequences, in one step."""
+    rows = [_qkv(backend, spec.head_dim, i, PROMPTS[i], PROMPTS[i] + 1) for i in members]
+    positions = torch.tensor([PROMPTS[i] for i in members], dtype=torch.int32, device=backend.device)
+    tables = torch.stack([_table(i) for i in members]).to(backend.device)
+    return _attended(backend, spec, layer, torch.cat(rows), DecodeBatch(positions, tables))
+
+
+def _table(sequence: int) -> Tensor:
+    return torch.tensor(TABLES[sequence], dtype=torch.int32)
+
+
+def _qkv(backend: Backend[Any], size: int, seed: int, start: int, end: int) -> Tensor:
+    """Rows start .. end - 1 of a sequence's queries, keys and values."""
+    rows: Tensor = rows_on(backend, CONTEXT, (HEADS + 2 * KV_HEADS) * size, seed)
+    return rows[start:end].contiguous()
+
+
+def _attended(
+    backend: Backend[Any], spec: AttentionSpec, layer: KVLayer, qkv: Tensor, start: Position
+) -> Tensor:
     mixed = backend.attention(qkv, spec, layer, start)
     # Decode may give rounded planes, which only a matrix reads: one row of it for each output.
     identity = backend.weight([floats(torch.eye(HEADS * spec.head_dim))])
-    zero = torch.zeros(end - start, HEADS * spec.head_dim, dtype=backend.dtype, device=backend.device)
+    zero = torch.zeros(len(qkv), HEADS * spec.head_dim, dtype=backend.dtype, device=backend.device)
     result: Tensor = backend.linear_add(mixed, identity, zero)
     return result
 
 
-def _cached(layer: KVLayer, start: int, end: int) -> Tensor:
-    return torch.cat([rows.cpu() for rows in read_rows(layer, slice(start, end))])
+def _check_cache(name: str, test: str, layers: Sequence[KVLayer], rows: Tensor) -> KernelCheck:
+    """Of the rows written by both sides, the second being the reference."""
+    mine, exact = (torch.cat([part.cpu() for part in read_rows(layer, rows)]) for layer in layers)
+    limit = STORED if layers[0].k_scale is None else 1e-4
+    return KernelCheck(name, f"{test}: cache", nmse(mine, exact), limit)
 
 
 def _give(source: KVLayer, target: KVLayer) -> None:

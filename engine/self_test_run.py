@@ -14,7 +14,7 @@ import torch
 from quengine.kernels.block_formats import FORMATS
 from quengine.machine import usable_cpus
 from quengine.self_test import USES, KernelCheck, check_use, failure
-from quengine.self_test_attention import OPERATIONS, check_operation
+from quengine.self_test_attention import OPERATIONS, PAGED, check_operation
 
 SAMPLING = {"sampling": ("greedy", "sampled", "penalties", "no top-k", "typical")}
 """The settings of self_test_sampling, which imports what only a GPU needs."""
@@ -29,7 +29,7 @@ Unit = tuple[str, str]
 
 GPU_UNITS: tuple[Unit, ...] = (
     *((name, use.name) for name in FORMATS for use in USES),
-    *((name, "") for name in OPERATIONS),
+    *((name, "") for name in (*OPERATIONS, *PAGED)),
     *((name, test) for name, tests in SAMPLING.items() for test in tests),
 )
 """In the order of the report."""
@@ -86,5 +86,5 @@ def check_on_gpu(index: int, unit: Unit) -> list[KernelCheck]:
 
 def _longest_first(units: tuple[Unit, ...]) -> list[Unit]:
     """Those with the most to compile are not left to the end."""
-    order = dict.fromkeys((*SAMPLING, *OPERATIONS), 0)
+    order = dict.fromkeys((*SAMPLING, *PAGED, *OPERATIONS), 0)
     return sorted(units, key=lambda unit: order.get(unit[0], 2 - unit[1].startswith("ffn")))

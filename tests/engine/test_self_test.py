@@ -97,7 +97,7 @@ def test_a_result_that_is_not_finite_fails():
             return super().linear_add(*args) * math.nan
 
     failed = {check.test for check in checks(Broken(keep=True), ["Q4_K"]) if not check.passed}
-    assert failed == {"ffn 1 token", "ffn 160 tokens"}
+    assert failed == {"ffn 1 token", "ffn 24 tokens", "ffn 160 tokens"}
 
 
 def test_a_kernel_that_cannot_be_run_is_a_failure_with_its_reason():
@@ -106,7 +106,7 @@ def test_a_kernel_that_cannot_be_run_is_a_failure_with_its_reason():
             raise RuntimeError("no kernel image is available\nfor this device")
 
     failed = [check for check in checks(Refusing(keep=True), ["Q6_K"]) if not check.passed]
-    assert [check.test for check in failed] == ["ffn 1 token", "ffn 160 tokens"]
+    assert [check.test for check in failed] == ["ffn 1 token", "ffn 24 tokens", "ffn 160 tokens"]
     assert {check.note for check in failed} == {"RuntimeError: no kernel image is available"}
     assert all(math.isnan(check.error) for check in failed)
 

@@ -4,16 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from quengine import self_test_attention
+from quengine.kernels import cuda_backend
+from quengine.kernels.backend import Chunk, DecodeBatch
 from quengine.kernels.cpu_backend import CpuBackend
 from quengine.kernels.reference import ReferenceBackend
-from quengine.self_test_attention import OPERATIONS, check_operation
+from quengine.self_test_attention import OPERATIONS, PAGED, check_operation
 
 
-def failed(backend: Any) -> set[tuple[str, str]]:
+def failed(backend: Any, operations: tuple[str, ...] = OPERATIONS) -> set[tuple[str, str]]:
     return {
         (check.subject, check.test)
-        for name in OPERATIONS
+        for name in operations
         for check in check_operation(backend, name)
         if not check.passed
     }
@@ -74,7 +78,56 @@ def test_a_norm_without_its_weights_fails() -> None:
     assert failed(Unweighted(keep=True)) == {(name, test) for name in norms for test in ("1 token", "prompt")}
 
 
-@pytest.mark.parametrize("name", ["RMSNorm 576", "attention f16 64"])
+def test_a_paged_cache_is_checked_with_every_cache_type_and_the_definition_passes() -> None:
+    assert {name.split()[1] for name in PAGED} == {name.split()[1] for name in ATTENTIONS}
+    assert failed(ReferenceBackend(keep=True), PAGED) == set()
+    tests = [check.test for name in PAGED[:1] for check in check_operation(ReferenceBackend(keep=True), name)]
+    assert tests == [f"{test}{part}" for test in ("prompt", "1 token", "batch") for part in ("", ": cache")]
+
+
+def test_a_block_table_read_out_of_order_fails_everywhere() -> None:
+    def sorts(qkv: Any, spec: Any, layer: Any, start: Any) -> tuple[Any, ...]:
+        if isinstance(start, Chunk):
+            return qkv, spec, layer, Chunk(start.start, start.block_table.sort().values)
+        return qkv, spec, layer, DecodeBatch(start.positions, start.block_tables.sort().values)
+
+    tests = ("prompt: cache", "1 token", "1 token: cache", "batch", "batch: cache")
+    assert failed(Paged(sorts), PAGED) >= {(name, test) for name in PAGED for test in tests}
+
+
+def test_a_batch_whose_rows_have_each_others_tables_fails_in_the_batch_alone() -> None:
+    def turns(qkv: Any, spec: Any, layer: Any, start: Any) -> tuple[Any, ...]:
+        if isinstance(start, Chunk):
+            return qkv, spec, layer, start
+        return qkv, spec, layer, DecodeBatch(start.positions, start.block_tables.roll(1, 0))
+
+    assert failed(Paged(turns), PAGED) == {
+        (name, test) for name in PAGED for test in ("batch", "batch: cache")
+    }
+
+
+class Paged(ReferenceBackend):
+    """Does something to what attention over a paged cache is given."""
+
+    def __init__(self, before: Callable[..., Any]):
+        super().__init__(keep=True)
+        self.before = before
+
+    def attention(self, *given: Any) -> Any:
+        return super().attention(*self.before(*given))
+
+
+def test_the_cuda_backend_passes_over_a_paged_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the interpreter where there is no GPU, with shorter prompts."""
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        monkeypatch.setattr(self_test_attention, "PROMPTS", (4, 32, 1))
+        monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
+    backend = cuda_backend.CudaBackend(torch.device("cuda" if on_gpu else "cpu"))
+    assert failed(backend, PAGED if on_gpu else PAGED[:1]) == set()
+
+
+@pytest.mark.parametrize("name", ["RMSNorm 576", "attention f16 64", "paged q8_0 128"])
 def test_an_operation_that_cannot_run_is_one_failure_with_its_reason(name: str) -> None:
     class Refusing(ReferenceBackend):
         def norm_linear(self, *_: Any) -> Any:
