@@ -162,7 +162,7 @@ class Blocks(RuleBasedStateMachine):
 
 
 TestBlocks = Blocks.TestCase
-TestBlocks.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestBlocks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def computed(manager: BlockManager, ids: list[int]) -> list[int]:

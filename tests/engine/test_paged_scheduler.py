@@ -24,6 +24,7 @@ class FakeSequence:
     block_table: list[int] = field(default_factory=list)
     started: float = 0.0
     error: Exception | None = None
+    pool: None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)

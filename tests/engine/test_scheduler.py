@@ -15,6 +15,7 @@ class FakeSequence:
     reused_tokens: int = 0
     finished: bool = False
     started: float = field(default=0.0)
+    pool: None = None
 
 
 def make(chunk: int = 4, reuse: bool = False) -> Scheduler:
