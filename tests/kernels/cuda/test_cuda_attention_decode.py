@@ -125,11 +125,16 @@ def check(
     "heads,kv_heads,head_dim,rope_dim",
     [(4, 1, 64, 64), (6, 2, 80, 32), (2, 2, 96, 96), (8, 2, 128, 128), (4, 2, 256, 64)],
 )
-@pytest.mark.parametrize("position", [0, 37, 140])
+@pytest.mark.parametrize("position", [0, 37])
 def test_head_sizes_and_positions(
     heads: int, kv_heads: int, head_dim: int, rope_dim: int, position: int
 ) -> None:
     check(make_spec(heads, kv_heads, head_dim, rope_dim, "pairs", None, False), [position], False)
+
+
+@pytest.mark.parametrize("position", [128, 129, 200])
+def test_more_keys_than_one_slice_takes(position: int) -> None:
+    check(make_spec(4, 2, 64, 64, "pairs", None, False), [position], False)
 
 
 @pytest.mark.parametrize("position", [0, 130])
