@@ -89,9 +89,9 @@ COMPILE = """
 from quengine.kernels.cuda import aot
 from quengine.kernels.cuda.aot_compile import compile_launch
 for v in aot.variants([90], "sample any of 32768"):
-    launch = aot.launches(v.case, v.arch)[v.launch]
+    launch = aot.launches(v.case, 90)[v.launch]
     if launch.name == "tally_kernel":
-        ptx = compile_launch(launch, v.arch).ptx
+        ptx = compile_launch(launch, 90).ptx
         print(ptx.count("mul.rn.f64"), ptx.count("fma.rn.f64"))
 """
 
