@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from quengine.cli import options
-from quengine.cli.progress import ProgressLine
+from quengine.cli.loading import load_llm
 from quengine.cli.report import print_report
 from quengine.cli.terminal import write_text
 from quengine.errors import EngineError
@@ -82,22 +82,11 @@ def chat(
         grammar=grammar,
     )
     from quengine.chat_session import ChatSession
-    from quengine.llm import LLM
 
     held = options.cache_type(cache_type)
-    progress = ProgressLine()
-    with LLM(
-        model,
-        device,
-        ctx_size,
-        threads,
-        backend,
-        reuse_prefix=True,
-        cache_type=held,
-        deterministic=deterministic,
-        progress=progress,
+    with load_llm(
+        model, device, ctx_size, threads, backend, held, deterministic=deterministic, reuse_prefix=True
     ) as llm:
-        progress.clear()
         if llm.chat_template is None:
             raise EngineError(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "

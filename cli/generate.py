@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quengine.cli import options
-from quengine.cli.progress import ProgressLine
+from quengine.cli.loading import load_llm
 from quengine.cli.report import completion_json, print_report
 from quengine.cli.terminal import write_text
 from quengine.errors import EngineError
@@ -92,21 +92,8 @@ def generate(
         logprobs=logprobs,
     )
     source = _prompt_text(text, prompt, file)
-    from quengine.llm import LLM
-
     held = options.cache_type(cache_type)
-    progress = ProgressLine()
-    with LLM(
-        model,
-        device,
-        ctx_size,
-        threads,
-        backend,
-        cache_type=held,
-        deterministic=deterministic,
-        progress=progress,
-    ) as llm:
-        progress.clear()
+    with load_llm(model, device, ctx_size, threads, backend, held, deterministic=deterministic) as llm:
         ids = _prompt_ids(llm, source, system, chat, special)
         if show_prompt:
             print(llm.tokenizer.decode(ids, skip_special=False), file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quengine.cli import options
-from quengine.cli.progress import ProgressLine
+from quengine.cli.loading import load_llm
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -148,24 +148,10 @@ def serve(
     held = options.cache_type(cache_type)
 
     def make_engine() -> "Engine":
-        from quengine.llm import LLM
         from quengine.serve.llm_engine import LLMEngine
 
-        progress = ProgressLine()
-        llm = LLM(
-            model,
-            device,
-            ctx_size,
-            threads,
-            backend,
-            reuse_prefix=True,
-            cache_type=held,
-            deterministic=deterministic,
-            parallel=parallel,
-            progress=progress,
-        )
-        progress.clear()
-        return LLMEngine(llm)
+        asked = (model, device, ctx_size, threads, backend, held)
+        return LLMEngine(load_llm(*asked, deterministic=deterministic, reuse_prefix=True, parallel=parallel))
 
     _run(settings, make_engine)
 

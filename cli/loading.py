@@ -1,0 +1,41 @@
+"""Loading a model for a command, with a line about it for who watches."""
+
+from typing import TYPE_CHECKING
+
+from quengine.cli.progress import ProgressLine
+from quengine.kernels.cache_types import CacheType
+
+if TYPE_CHECKING:
+    from quengine.llm import LLM
+
+
+def load_llm(
+    model: str,
+    device: str,
+    ctx_size: int | None,
+    threads: int | None,
+    backend: str,
+    cache_type: CacheType,
+    *,
+    deterministic: bool,
+    reuse_prefix: bool = False,
+    parallel: int = 1,
+) -> "LLM":
+    """The model as the options of `generate`, `chat` and `serve` ask for it. Raises what `LLM` does."""
+    from quengine.llm import LLM
+
+    progress = ProgressLine()
+    llm = LLM(
+        model,
+        device,
+        ctx_size,
+        threads,
+        backend,
+        reuse_prefix=reuse_prefix,
+        cache_type=cache_type,
+        deterministic=deterministic,
+        parallel=parallel,
+        progress=progress,
+    )
+    progress.clear()
+    return llm
