@@ -49,13 +49,6 @@ class HalfRows:
             torch.empty(rows, dtype=torch.float32, device=device),
         )
 
-    @classmethod
-    def empty_tiled(cls, rows: int, cols: int, device: torch.device | str) -> "HalfRows":
-        return cls(
-            torch.empty(tiled_shape(rows, cols), dtype=torch.float16, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
-        )
-
     @property
     def rows(self) -> int:
         return self.unscale.shape[0]
@@ -130,9 +123,14 @@ class Products:
         """The rows they stand for, fp32 [T, N]."""
         return self.values * (self.unscale / self.gain)[:, None]
 
-    def finish(self) -> Tensor:
-        """As `dequantize`, in their place."""
-        return finish(self.values, self.unscale, self.gain, None, self.values)
+    def finish(self, residual: Tensor | None = None) -> Tensor:
+        """As `dequantize`, plus a residual fp32 [T, N], in their place."""
+        y = self.values
+        _finish_kernel[(y.shape[0], triton.cdiv(y.shape[1], 1024))](
+            y, self.unscale, y if residual is None else residual, y.shape[1], 1.0 / self.gain,
+            BLOCK=1024, RESIDUAL=residual is not None, num_warps=4,
+        )  # fmt: skip
+        return y
 
 
 def padded_rows(rows: int) -> int:
@@ -224,22 +222,10 @@ def half_rows(x: Tensor, out: HalfRows | None = None, pdl: bool = False) -> Half
 
 
 @triton.jit
-def _finish_kernel(
-    y_ptr, unscale_ptr, residual_ptr, out_ptr, N, gain, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr
-):
+def _finish_kernel(y_ptr, unscale_ptr, residual_ptr, N, gain, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = tl.load(y_ptr + row * N + n, mask=n < N, other=0.0) * (tl.load(unscale_ptr + row) * gain)
     if RESIDUAL:
         y += tl.load(residual_ptr + row * N + n, mask=n < N, other=0.0)
-    tl.store(out_ptr + row * N + n, y, mask=n < N)
-
-
-def finish(y: Tensor, unscale: Tensor, gain: float, residual: Tensor | None, out: Tensor) -> Tensor:
-    """out = y * unscale / gain + residual, fp32 [T, N]; out may be y or the residual."""
-    grid = (y.shape[0], triton.cdiv(y.shape[1], 1024))
-    _finish_kernel[grid](
-        y, unscale, y if residual is None else residual, out, y.shape[1], 1.0 / gain,
-        BLOCK=1024, RESIDUAL=residual is not None, num_warps=4,
-    )  # fmt: skip
-    return out
+    tl.store(y_ptr + row * N + n, y, mask=n < N)

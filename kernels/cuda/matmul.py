@@ -16,13 +16,13 @@ import triton
 from torch import Tensor
 
 from quengine.kernels.cuda.expand import dequantize_part
-from quengine.kernels.cuda.half import HalfRows, Products, finish, half_rows, ordered_shape, tiled_shape
+from quengine.kernels.cuda.half import HalfRows, Products, half_rows, ordered_shape, tiled_shape
 from quengine.kernels.cuda.launch_table import fused_limit
 from quengine.kernels.cuda.matmul_fused import FusedScratch, launch_fused
 from quengine.kernels.cuda.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu, uses_wgmma
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
 from quengine.kernels.cuda.rms_norm import finish_norm_half, rms_norm_half
-from quengine.kernels.cuda.swiglu import swiglu_products, swiglu_rows
+from quengine.kernels.cuda.swiglu import reach_of, swiglu_products, swiglu_rows
 
 _FEW_ROWS = 128
 _PRODUCTS = 1 << 23
@@ -86,9 +86,8 @@ def matmul_products(
 ) -> Products | Tensor:
     """`matmul`, left unscaled where that saves a pass. The scale lies in the workspace, until the next rows there."""
     half = _halved(x, weight, workspace, pdl)
-    if half.rows > fused_limit() and _expands_at_once(weight, workspace):
-        products, gain = _multiply_all(half, weight, workspace)
-        return Products(products, half.unscale, gain)
+    if _expands_at_once(half, weight, workspace):
+        return _multiply_all(half, weight, workspace)
     return matmul(half, weight, workspace, pdl=pdl)
 
 
@@ -107,9 +106,8 @@ def matmul(
     """
     half = _halved(x, weight, workspace, pdl)
     rows = half.rows
-    if rows > fused_limit() and _expands_at_once(weight, workspace):
-        products, gain = _multiply_all(half, weight, workspace)
-        return finish(products, half.unscale, gain, residual, products)
+    if _expands_at_once(half, weight, workspace):
+        return _multiply_all(half, weight, workspace).finish(residual)
     y = torch.empty(rows, weight.rows, dtype=torch.float32, device=half.values.device)
     first = 0
     for part in weight.parts:
@@ -137,11 +135,10 @@ def matmul_norm(
     """
     half = _halved(x, weight, workspace, pdl)
     rows = half.rows
-    if rows > fused_limit() and _expands_at_once(weight, workspace):
-        products, gain = _multiply_all(half, weight, workspace)
+    if _expands_at_once(half, weight, workspace):
+        products = _multiply_all(half, weight, workspace)
         room = workspace.half_rows(rows, weight.rows)
-        normed = finish_norm_half(products, half.unscale, gain, residual, norm, eps, room, pdl)
-        return products, normed
+        return products.values, finish_norm_half(products, residual, norm, eps, room, pdl)
     y = matmul(half, weight, workspace, residual, pdl)
     return y, rms_norm_half(y, norm, eps, workspace.half_rows(rows, weight.rows), pdl)
 
@@ -169,14 +166,13 @@ def matmul_swiglu(
     """
     half = _halved(x, gate_up, workspace, pdl)
     rows, part = half.rows, gate_up.parts[0]
-    if not gate_up.paired or not isinstance(part, PackedPart):
+    apart = half.ordered and not uses_wgmma(half.values.device, gate_up.rows // 2)
+    if apart or not gate_up.paired or not isinstance(part, PackedPart):
         return swiglu_rows(matmul(half, gate_up, workspace, pdl=pdl), pdl=pdl)
-    if half.ordered and uses_wgmma(half.values.device, gate_up.rows // 2):
+    if half.ordered:
         gated = workspace.gated_half(rows, gate_up.rows // 2)
         launch_wgmma_swiglu(half, part, gated, workspace.scratch, pdl)
         return gated
-    if half.ordered:
-        return swiglu_rows(matmul(half, gate_up, workspace, pdl=pdl), pdl=pdl)
     if rows <= fused_limit():
         products = workspace.gated(rows, gate_up.rows // 2)
         launch_fused(half, part, True, products, 0, workspace.scratch, swiglu=True, pdl=pdl)
@@ -191,7 +187,7 @@ def matmul_swiglu(
         count = min(tiles, part.tiles - tile)
         expanded = workspace.weights[: 16 * count * part.cols].view(16 * count, part.cols)
         dequantize_part(part, True, expanded, tile, count)
-        swiglu_products(_products(half, expanded), half, part, out, 8 * tile)
+        swiglu_products(_products(half, expanded, part.gain), reach_of(part), out, 8 * tile)
     return out
 
 
@@ -202,24 +198,23 @@ def _form(rows: int, cols: int, device: torch.device) -> Callable[[int, int], tu
     return ordered_shape if uses_wgmma(device, cols) else tiled_shape
 
 
-def _expands_at_once(weight: PackedWeight, workspace: MatmulWorkspace) -> bool:
-    """Whether the whole weight fits the workspace, its rows in their order."""
+def _expands_at_once(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace) -> bool:
+    """Whether these are rows for cuBLAS, and the whole weight fits the workspace, its rows in their order."""
+    if x.rows <= fused_limit():
+        return False
     packed = all(isinstance(part, PackedPart) for part in weight.parts)
     return packed and not weight.paired and weight.rows * weight.cols <= workspace.weights.numel()
 
 
-def _multiply_all(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace) -> tuple[Tensor, float]:
-    """Rows times the whole weight, expanded, not unscaled: fp32 [T, N], and the gain of the weights in it.
-
-    That is the smallest of the parts', so that none leaves fp16's range.
-    """
+def _multiply_all(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace) -> Products:
+    """Rows times the whole weight, expanded with the smallest of the parts' gains, so that none leaves fp16's range."""
     expanded = workspace.weights[: weight.rows * weight.cols].view(weight.rows, weight.cols)
     parts = [part for part in weight.parts if isinstance(part, PackedPart)]
     gain, first = min(part.gain for part in parts), 0
     for part in parts:
         dequantize_part(part, False, expanded[first : first + part.rows], gain=gain)
         first += part.rows
-    return _products(x, expanded), gain
+    return _products(x, expanded, gain)
 
 
 def _expand_and_multiply(
@@ -246,14 +241,15 @@ def _expand_and_multiply(
             dequantize_part(part, paired, expanded, row // 16, triton.cdiv(count, 16))
         gain = 1.0 if isinstance(part, FloatPart) else part.gain
         columns = slice(first + row, first + row + count)
-        products = _products(x, expanded)
         added = None if residual is None else residual[:, columns].contiguous()
-        out[:, columns] = finish(products, x.unscale, gain, added, products)
+        out[:, columns] = _products(x, expanded, gain).finish(added)
 
 
-def _products(x: HalfRows, expanded: Tensor) -> Tensor:
-    """fp16 rows [T, K] times fp16 weights [N, K], fp32 sums: fp32 [T, N], not unscaled."""
+def _products(x: HalfRows, expanded: Tensor, gain: float) -> Products:
+    """fp16 rows [T, K] times gain * weights, fp16 [N, K], with fp32 sums."""
     rows = x.row_major(expanded.shape[1])
     if rows.is_cuda:
-        return torch.mm(rows, expanded.T, out_dtype=torch.float32)
-    return rows.float() @ expanded.float().T
+        values = torch.mm(rows, expanded.T, out_dtype=torch.float32)
+    else:
+        values = rows.float() @ expanded.float().T
+    return Products(values, x.unscale, gain)

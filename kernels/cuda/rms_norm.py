@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.cuda.activations import RoundedActivations, round_group, store_rounded
-from quengine.kernels.cuda.half import HalfRows, half_scale, store_half
+from quengine.kernels.cuda.half import HalfRows, Products, half_scale, store_half
 
 _PLAIN = tl.constexpr(0)
 _ROUND = tl.constexpr(1)
@@ -218,20 +218,16 @@ def rms_norm_half(
 
 
 def finish_norm_half(
-    products: torch.Tensor,
-    unscale: torch.Tensor,
-    gain: float,
+    products: Products,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     out: HalfRows,
     pdl: bool = False,
 ) -> HalfRows:
-    """`finish` (half.py) and `rms_norm_half` in one pass: products [T, D] fp32 become the residual stream, products *
-    unscale / gain + residual, and `out` its RMSNorm. `unscale` may be that of `out`."""
+    """`products.finish(residual)` and `rms_norm_half` of it, to `out`, in one pass. They may share their unscale."""
     outputs = (out.values, out.values, out.unscale, out.values)
-    unscaled = (unscale, gain)
-    _launch(products, weight, eps, residual, outputs, out.stride, _HALF.value, pdl, unscaled, out)
+    _launch(products.values, weight, eps, residual, outputs, out.stride, _HALF.value, pdl, products, out)
     return out
 
 
@@ -244,7 +240,7 @@ def _launch(
     out_stride: int,
     form: int,
     pdl: bool,
-    unscaled: tuple[torch.Tensor, float] | None = None,
+    products: Products | None = None,
     half: HalfRows | None = None,
 ) -> None:
     rows, width = x.shape
@@ -254,7 +250,7 @@ def _launch(
     _rms_norm_kernel[(triton.cdiv(rows, shape.block_rows),)](
         x,
         x if residual is None else residual,
-        x if unscaled is None else unscaled[0],
+        x if products is None else products.unscale,
         weight,
         *outputs,
         rows,
@@ -262,13 +258,13 @@ def _launch(
         0 if residual is None else residual.stride(0),
         out_stride,
         0 if half is None else half.values.stride(0),
-        1.0 if unscaled is None else 1.0 / unscaled[1],
+        1.0 if products is None else 1.0 / products.gain,
         eps,
         WIDTH=width,
         BLOCK_ROWS=shape.block_rows,
         HEAD=shape.head,
         TAIL=shape.tail,
-        ADD=_FINISH.value if unscaled else _ALONE.value if residual is None else _ADD.value,
+        ADD=_FINISH.value if products else _ALONE.value if residual is None else _ADD.value,
         FORM=form,
         HALF_FORM=0 if half is None else half.form,
         PDL=pdl,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.half import HalfRows
+from quengine.kernels.cuda.half import HalfRows, Products
 from quengine.kernels.cuda.packed import PackedPart
 
 
@@ -68,15 +68,15 @@ def _swiglu_products_kernel(
     tl.store(out_ptr + row * stride + first + column, y.to(tl.float16), mask=inside)
 
 
-def swiglu_products(z: Tensor, x: HalfRows, part: PackedPart, out: HalfRows, first: int) -> None:
-    """silu(gate)*up of products of x with rows of a part, into columns first .. of out, scaled fp16 [T, F].
+def swiglu_products(z: Products, reach: float, out: HalfRows, first: int) -> None:
+    """silu(gate)*up of products [T, 2n], n gate columns and their up columns, into columns first .. of out, scaled
+    fp16 [T, F].
 
-    z: contiguous fp32 [T, 2n], n gate columns, then their up columns; they stand for z * x.unscale / part.gain. The
-    scale of a row of `out` follows from a bound on its values, |x| |w| (Cauchy-Schwarz), so that no pass over them is
+    The scale of a row of `out` follows from a bound on its values (`reach_of` the weight), so that no pass over them is
     needed: typical values lie 2^12 to 2^26 below it, and fp16 keeps its 11 bits over 2^29.
     """
-    rows, width = z.shape[0], z.shape[1] // 2
+    rows, width = z.values.shape[0], z.values.shape[1] // 2
     _swiglu_products_kernel[(rows, triton.cdiv(width, 1024))](
-        z, x.unscale, out.values, out.unscale, width, out.values.shape[1], first, 1.0 / part.gain, reach_of(part),
+        z.values, z.unscale, out.values, out.unscale, width, out.values.shape[1], first, 1.0 / z.gain, reach,
         BLOCK=1024, num_warps=4,
     )  # fmt: skip

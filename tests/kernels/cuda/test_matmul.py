@@ -8,7 +8,7 @@ from quengine.kernels.cuda import matmul as module
 from quengine.kernels.cuda import matmul_fused, matmul_wgmma
 from quengine.kernels.cuda.attention_prefill import is_hopper
 from quengine.kernels.cuda.expand import dequantize_part
-from quengine.kernels.cuda.half import HalfRows, half_rows, ordered_shape
+from quengine.kernels.cuda.half import HalfRows, half_rows, ordered_shape, tiled_shape
 from quengine.kernels.cuda.launch_table import FusedGeometry, WgmmaGeometry
 from quengine.kernels.cuda.layout import PACKED_FORMATS
 from quengine.kernels.cuda.matmul import (
@@ -110,7 +110,9 @@ def test_parts_of_different_size_share_one_product(
     monkeypatch.setattr(module, "fused_limit", lambda: 0)
     products = []
     multiply = module._products
-    monkeypatch.setattr(module, "_products", lambda x, w: products.append(w.shape) or multiply(x, w))
+    monkeypatch.setattr(
+        module, "_products", lambda x, w, gain: products.append(w.shape) or multiply(x, w, gain)
+    )
     weights = [ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 21, 256)]
     packed = pack(weights, device)
     assert len({part.gain for part in packed.parts if isinstance(part, PackedPart)}) == 2
@@ -226,7 +228,8 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
 @pytest.mark.parametrize(("rows", "cols"), [(1, 64), (9, 576), (17, 256)])
 def test_tiled_rows_are_the_rows(rows: int, cols: int, device: torch.device) -> None:
     x = ordinary_activations(rows, cols).to(device)
-    plain, tiled = half_rows(x), half_rows(x, HalfRows.empty_tiled(rows, cols, device))
+    room = torch.empty(tiled_shape(rows, cols), dtype=torch.float16, device=device)
+    plain, tiled = half_rows(x), half_rows(x, HalfRows(room, torch.empty(rows, device=device)))
     assert torch.equal(tiled.row_major(cols), plain.values) and torch.equal(tiled.unscale, plain.unscale)
     assert torch.equal(plain.as_tiled().row_major(cols), plain.values)
 
