@@ -168,16 +168,13 @@ def sample_step(
     if buffers.full is not None:
         return sample_from_all(logits, state, buffers, buffers.full, pdl)
     batch, vocab = logits.shape
-    assert logits.dtype == torch.float32 and logits.is_contiguous() and vocab == buffers.vocab
-    assert state.tokens.shape == (batch,) and buffers.floats.shape[0] >= batch
+    buffers.check(logits, state)
     assert buffers.keys is not None
-    counts = buffers.counts if buffers.counts is not None else buffers.ints
-    bias = buffers.bias if buffers.bias is not None else buffers.floats
     blocks = triton.cdiv(vocab, block_size(vocab))
     _candidates_kernel[(blocks, batch)](
         logits,
-        bias,
-        counts,
+        buffers.bias_plane,
+        buffers.count_plane,
         buffers.floats,
         buffers.keys,
         vocab,
@@ -195,7 +192,7 @@ def sample_step(
         buffers.keys,
         buffers.floats,
         buffers.ints,
-        counts,
+        buffers.count_plane,
         state.tokens,
         state.positions,
         state.history,

@@ -198,12 +198,10 @@ def sample_from_all(
     logits: torch.Tensor, state: DecodeState, buffers: SamplingBuffers, room: FullRoom, pdl: bool
 ) -> torch.Tensor:
     """`quengine.kernels.cuda.sampling.sample_step` where every token is a candidate: three launches."""
-    batch, vocab = logits.shape
-    assert logits.dtype == torch.float32 and logits.is_contiguous() and vocab == buffers.vocab
-    assert state.tokens.shape == (batch,) and buffers.floats.shape[0] >= batch
+    buffers.check(logits, state)
     x = logits if room.adjusted is None else room.adjusted
     _survey(logits, x, buffers, room, pdl)
-    _tally(x, batch, buffers, room, pdl)
+    _tally(x, logits.shape[0], buffers, room, pdl)
     _choose(x, state, buffers, room, pdl)
     return state.tokens
 
@@ -214,8 +212,8 @@ def _survey(
     blocks = triton.cdiv(buffers.vocab, FULL_BLOCK)
     _survey_kernel[(blocks, logits.shape[0])](
         logits,
-        buffers.bias if buffers.bias is not None else buffers.floats,
-        buffers.counts if buffers.counts is not None else buffers.ints,
+        buffers.bias_plane,
+        buffers.count_plane,
         buffers.floats,
         x,
         room.edges,
@@ -265,7 +263,7 @@ def _choose(x: torch.Tensor, state: DecodeState, buffers: SamplingBuffers, room:
         room.notes,
         buffers.floats,
         buffers.ints,
-        buffers.counts if buffers.counts is not None else buffers.ints,
+        buffers.count_plane,
         state.tokens,
         state.positions,
         state.history,

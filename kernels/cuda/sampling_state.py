@@ -129,6 +129,22 @@ class SamplingBuffers:
     bias: torch.Tensor | None
     counts: torch.Tensor | None
 
+    @property
+    def bias_plane(self) -> torch.Tensor:
+        """What a kernel is given for `bias`; without one, a tensor that it does not read."""
+        return self.floats if self.bias is None else self.bias
+
+    @property
+    def count_plane(self) -> torch.Tensor:
+        """As `bias_plane`, for `counts`."""
+        return self.ints if self.counts is None else self.counts
+
+    def check(self, logits: torch.Tensor, state: DecodeState) -> None:
+        """Assert that rows of logits [B, V] with `state` can be sampled with these."""
+        batch, vocab = logits.shape
+        assert logits.dtype == torch.float32 and logits.is_contiguous() and vocab == self.vocab
+        assert state.tokens.shape == (batch,) and self.floats.shape[0] >= batch
+
     @classmethod
     def allocate(
         cls, batch: int, vocab: int, top_k: int, device: torch.device, bias: bool, penalties: bool

@@ -17,46 +17,29 @@ from quengine.kernels.cuda.attention_decode import (
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.kv_q8_0 import dequantize_rows, quantize_rows
 from quengine.kernels.rms_norm import rms_norm
-from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
+from quengine.kernels.rope import apply_rope
+from tests.kernels.cuda.attention_cases import filled_cache, make_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONTEXT = 700
 
 
-def make_spec(
-    heads: int, kv_heads: int, head_dim: int, rope_dim: int, layout: str, window: int | None, normed: bool
+def spec_of(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    layout: str = "pairs",
+    window: int | None = None,
+    rope_dim: int | None = None,
+    normed: bool = False,
 ) -> AttentionSpec:
-    cos, sin = rope_table(RopeSpec(dim=rope_dim), CONTEXT, DEVICE)
-    generator = torch.Generator().manual_seed(99)
-    q_norm, k_norm = (torch.rand(2, head_dim, generator=generator) + 0.5).to(DEVICE)
-    return AttentionSpec(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        window=window,
-        rope_layout=layout,
-        cos=cos,
-        sin=sin,
-        mask_band=torch.zeros(0, 0, dtype=torch.bool),
-        q_norm=q_norm if normed else None,
-        k_norm=k_norm if normed else None,
-        eps=1e-6,
-    )
+    weights = torch.rand(2, head_dim, generator=torch.Generator().manual_seed(99)) + 0.5
+    norms = (weights[0].to(DEVICE), weights[1].to(DEVICE)) if normed else (None, None)
+    return make_spec(DEVICE, CONTEXT, heads, kv_heads, head_dim, window, layout, rope_dim, norms)
 
 
-def filled_cache(sequences: int, kv_heads: int, head_dim: int, q8_0: bool) -> KVStore:
-    generator = torch.Generator().manual_seed(head_dim + kv_heads)
-    cache = KVStore.allocate(sequences, CONTEXT, kv_heads, head_dim, DEVICE, q8_0)
-    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
-        rows = torch.randn(codes.shape, generator=generator)
-        if scales is None:
-            codes.copy_(rows)
-        else:
-            quantized = quantize_rows(rows)
-            codes.copy_(quantized[0])
-            scales.copy_(quantized[1])
-    return cache
+def cache_of(sequences: int, kv_heads: int, head_dim: int, q8_0: bool) -> KVStore:
+    return filled_cache(DEVICE, sequences, CONTEXT, kv_heads, head_dim, q8_0)
 
 
 def stored(x: torch.Tensor, q8_0: bool) -> torch.Tensor:
@@ -94,7 +77,7 @@ def check(
     spec: AttentionSpec, positions: list[int], q8_0: bool, qkv_dtype: torch.dtype = torch.float32
 ) -> None:
     batch = len(positions)
-    cache = filled_cache(batch, spec.kv_heads, spec.head_dim, q8_0)
+    cache = cache_of(batch, spec.kv_heads, spec.head_dim, q8_0)
     k_old, v_old = cached(cache.k, cache.k_scale), cached(cache.v, cache.v_scale)
     generator = torch.Generator().manual_seed(sum(positions))
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
@@ -129,49 +112,49 @@ def check(
 def test_head_sizes_and_positions(
     heads: int, kv_heads: int, head_dim: int, rope_dim: int, position: int
 ) -> None:
-    check(make_spec(heads, kv_heads, head_dim, rope_dim, "pairs", None, False), [position], False)
+    check(spec_of(heads, kv_heads, head_dim, rope_dim=rope_dim), [position], False)
 
 
 @pytest.mark.parametrize("position", [128, 129, 200])
 def test_more_keys_than_one_slice_takes(position: int) -> None:
-    check(make_spec(4, 2, 64, 64, "pairs", None, False), [position], False)
+    check(spec_of(4, 2, 64), [position], False)
 
 
 @pytest.mark.parametrize("position", [0, 130])
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_q8_0_cache(position: int, head_dim: int) -> None:
-    check(make_spec(4, 2, head_dim, head_dim, "halves", None, False), [position], True)
+    check(spec_of(4, 2, head_dim, "halves"), [position], True)
 
 
 @pytest.mark.parametrize("window", [1, 2, 100])
 def test_sliding_window(window: int) -> None:
-    check(make_spec(4, 2, 64, 64, "halves", window, False), [130], False)
+    check(spec_of(4, 2, 64, "halves", window), [130], False)
 
 
 def test_per_head_norms_and_half_precision_input() -> None:
-    check(make_spec(4, 2, 64, 64, "halves", None, True), [150], False, torch.float16)
+    check(spec_of(4, 2, 64, "halves", normed=True), [150], False, torch.float16)
 
 
 def test_sixteen_query_heads_share_one_key_head() -> None:
-    check(make_spec(16, 1, 64, 64, "pairs", None, False), [137], False)
+    check(spec_of(16, 1, 64), [137], False)
 
 
 def test_a_batch_of_different_lengths() -> None:
-    check(make_spec(4, 2, 64, 64, "pairs", None, False), [3, 250, 0], False)
+    check(spec_of(4, 2, 64), [3, 250, 0], False)
 
 
 def test_many_slices() -> None:
-    check(make_spec(2, 2, 64, 64, "pairs", None, False), [699], False)
+    check(spec_of(2, 2, 64), [699], False)
 
 
 def test_result_does_not_depend_on_the_batch() -> None:
-    spec = make_spec(4, 2, 64, 64, "pairs", None, False)
+    spec = spec_of(4, 2, 64)
     qkv = torch.randn(3, 8 * 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     positions = torch.tensor([100, 260, 41], dtype=torch.int32, device=DEVICE)
     together = torch.empty(3, 256, device=DEVICE)
     workspace = DecodeWorkspace.allocate(3, 4, 2, 64, DEVICE)
-    attention_decode(qkv, spec, filled_cache(3, 2, 64, False), positions, workspace, together)
-    cache = filled_cache(3, 2, 64, False)
+    attention_decode(qkv, spec, cache_of(3, 2, 64, False), positions, workspace, together)
+    cache = cache_of(3, 2, 64, False)
     for b in range(3):
         alone = torch.empty(1, 256, device=DEVICE)
         own = KVStore(cache.k[b : b + 1], cache.v[b : b + 1])
@@ -181,17 +164,15 @@ def test_result_does_not_depend_on_the_batch() -> None:
 
 @pytest.mark.parametrize("heads,kv_heads,head_dim", [(4, 2, 64), (6, 2, 96), (2, 2, 80)])
 def test_rounded_output_is_the_output_rounded(heads: int, kv_heads: int, head_dim: int) -> None:
-    spec = make_spec(heads, kv_heads, head_dim, head_dim, "pairs", None, False)
+    spec = spec_of(heads, kv_heads, head_dim)
     width = (heads + 2 * kv_heads) * head_dim
     qkv = torch.randn(2, width, generator=torch.Generator().manual_seed(6)).to(DEVICE)
     positions = torch.tensor([140, 3], dtype=torch.int32, device=DEVICE)
     workspace = DecodeWorkspace.allocate(2, heads, kv_heads, head_dim, DEVICE)
     plain = torch.empty(2, heads * head_dim, device=DEVICE)
-    attention_decode(qkv, spec, filled_cache(2, kv_heads, head_dim, False), positions, workspace, plain)
+    attention_decode(qkv, spec, cache_of(2, kv_heads, head_dim, False), positions, workspace, plain)
     rounded = RoundedActivations.empty(2, heads * head_dim, DEVICE)
-    attention_decode_round(
-        qkv, spec, filled_cache(2, kv_heads, head_dim, False), positions, workspace, rounded
-    )
+    attention_decode_round(qkv, spec, cache_of(2, kv_heads, head_dim, False), positions, workspace, rounded)
     step = rounded.scale.repeat_interleave(32, dim=1)
     assert bool(((rounded.dequantize() - plain).abs() <= step * 0.51).all())
     sums = rounded.ints().int().view(2, -1, 16).sum(-1)
@@ -199,7 +180,7 @@ def test_rounded_output_is_the_output_rounded(heads: int, kv_heads: int, head_di
 
 
 def test_queries_are_scaled_by_their_position() -> None:
-    spec = make_spec(2, 1, 64, 64, "pairs", None, False)
+    spec = spec_of(2, 1, 64)
     scales = torch.linspace(1.0, 2.0, CONTEXT, device=DEVICE)
     workspace = DecodeWorkspace.allocate(1, 2, 1, 64, DEVICE)
     qkv = torch.randn(1, 256, generator=torch.Generator().manual_seed(8)).to(DEVICE)
@@ -207,9 +188,7 @@ def test_queries_are_scaled_by_their_position() -> None:
     outputs = []
     for variant in (replace(spec, query_scale=scales), replace(spec, scale=spec.scale * float(scales[50]))):
         out = torch.empty(1, 128, device=DEVICE)
-        outputs.append(
-            attention_decode(qkv, variant, filled_cache(1, 1, 64, False), position, workspace, out)
-        )
+        outputs.append(attention_decode(qkv, variant, cache_of(1, 1, 64, False), position, workspace, out))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
 
 

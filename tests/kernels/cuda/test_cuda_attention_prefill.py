@@ -13,36 +13,9 @@ from quengine.kernels.cuda.rope import heads_per_block, rope_store, rope_warps
 from quengine.kernels.kv_q8_0 import dequantize_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
+from tests.kernels.cuda.attention_cases import make_spec
 
 CONTEXT = 256
-
-
-def make_spec(
-    device: torch.device,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    window: int | None = None,
-    layout: str = "pairs",
-    rope_dim: int | None = None,
-    norm: torch.Tensor | None = None,
-) -> AttentionSpec:
-    cos, sin = rope_table(RopeSpec(dim=rope_dim or head_dim), CONTEXT, device)
-    band = causal_mask_band(140, CONTEXT, window, device)
-    return AttentionSpec(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        window=window,
-        rope_layout=layout,
-        cos=cos,
-        sin=sin,
-        mask_band=band,
-        q_norm=norm,
-        k_norm=norm,
-        eps=1e-6,
-    )
 
 
 def test_warps_are_a_power_of_two_for_every_head_size() -> None:
@@ -66,7 +39,7 @@ def test_rope_store_rotates_and_writes(
 ) -> None:
     generator = torch.Generator().manual_seed(rope_dim)
     norm = (torch.rand(64, generator=generator) + 0.5).to(device) if normed else None
-    spec = make_spec(device, 6, 2, 64, None, layout, rope_dim, norm)
+    spec = make_spec(device, CONTEXT, 6, 2, 64, None, layout, rope_dim, (norm, norm))
     wide = torch.randn(5, 10 * 64 + 3, generator=generator).to(device, dtype)
     qkv = wide[:, :640]  # rows of a wider buffer
     cache = KVStore.allocate(2, CONTEXT, 2, 64, device)
@@ -93,7 +66,7 @@ def test_rope_store_rotates_and_writes(
 
 def test_a_position_past_the_context_is_not_written(device: torch.device) -> None:
     cos, sin = rope_table(RopeSpec(dim=64), CONTEXT + 4, device)
-    spec = replace(make_spec(device, 2, 2, 64), cos=cos, sin=sin)
+    spec = replace(make_spec(device, CONTEXT, 2, 2, 64), cos=cos, sin=sin)
     cache = KVStore.allocate(2, CONTEXT, 2, 64, device)
     for tensor in (cache.k, cache.v):
         tensor.fill_(7.0)
@@ -150,7 +123,7 @@ def test_chunked_prefill(
     q8_0: bool,
     device: torch.device,
 ) -> None:
-    spec = make_spec(device, heads, kv_heads, head_dim, window)
+    spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
     cache = KVStore.allocate(1, CONTEXT, kv_heads, head_dim, device, q8_0)
     # Rows that are not written yet must not be read: a NaN there would show.
     for tensor in (cache.k, cache.v) if not q8_0 else (cache.k_scale, cache.v_scale):

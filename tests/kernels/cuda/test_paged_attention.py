@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda import attention_decode as attention_decode_module
 from quengine.kernels.cuda.activations import RoundedActivations
@@ -11,8 +10,7 @@ from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_de
 from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rope_store
-from quengine.kernels.kv_q8_0 import quantize_rows
-from quengine.kernels.rope import RopeSpec, rope_table
+from tests.kernels.cuda.attention_cases import filled_cache, make_spec
 
 BLOCKS = 9
 """Of a sequence, at most."""
@@ -25,39 +23,12 @@ def _few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_decode_module, "_TARGET_BLOCKS", 8)
 
 
-def make_spec(
-    device: torch.device, heads: int, kv_heads: int, head_dim: int, window: int | None = None
-) -> AttentionSpec:
-    cos, sin = rope_table(RopeSpec(dim=head_dim), CONTEXT, device)
-    return AttentionSpec(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        window=window,
-        rope_layout="pairs",
-        cos=cos,
-        sin=sin,
-        mask_band=causal_mask_band(140, CONTEXT, window, device),
-    )
-
-
 def planes(cache: KVStore) -> list[torch.Tensor]:
     return [t for t in (cache.k, cache.v, cache.k_scale, cache.v_scale) if t is not None]
 
 
-def filled_cache(device: torch.device, sequences: int, spec: AttentionSpec, q8_0: bool) -> KVStore:
-    generator = torch.Generator().manual_seed(3)
-    cache = KVStore.allocate(sequences, CONTEXT, spec.kv_heads, spec.head_dim, device, q8_0)
-    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
-        rows = torch.randn(codes.shape, generator=generator)
-        if scales is None:
-            codes.copy_(rows)
-        else:
-            quantized = quantize_rows(rows)
-            codes.copy_(quantized[0])
-            scales.copy_(quantized[1])
-    return cache
+def sequences_of(spec: AttentionSpec, sequences: int, q8_0: bool) -> KVStore:
+    return filled_cache(spec.cos.device, sequences, CONTEXT, spec.kv_heads, spec.head_dim, q8_0)
 
 
 def as_pool(cache: KVStore, spare: int) -> tuple[KVStore, torch.Tensor]:
@@ -128,9 +99,9 @@ def test_decode_over_blocks_is_decode_over_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention_decode_module, "COARSE", 96)
-    spec = make_spec(device, heads, kv_heads, head_dim, window)
+    spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
     positions = [CONTEXT - 1, 0, 103]
-    cache = filled_cache(device, len(positions), spec, q8_0)
+    cache = sequences_of(spec, len(positions), q8_0)
     pool, tables = as_pool(cache, 2)
     qkv = random_qkv(device, spec, len(positions))
     paged = decode(spec, pool, qkv, positions, tables, coarse)
@@ -140,9 +111,9 @@ def test_decode_over_blocks_is_decode_over_rows(
 
 
 def test_a_row_is_the_same_alone_and_in_any_batch(device: torch.device) -> None:
-    spec = make_spec(device, 4, 2, 64)
+    spec = make_spec(device, CONTEXT, 4, 2, 64)
     positions = [200, 31, 287, 64, 5]
-    cache = filled_cache(device, len(positions), spec, False)
+    cache = sequences_of(spec, len(positions), False)
     qkv = random_qkv(device, spec, len(positions))
     alone = []
     for row, position in enumerate(positions):
@@ -158,9 +129,9 @@ def test_a_row_is_the_same_alone_and_in_any_batch(device: torch.device) -> None:
 def test_coarse_slices_are_the_same_sums(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """One slice, two of them, and what is longer than the slices there are."""
     monkeypatch.setattr(attention_decode_module, "COARSE", 64)
-    spec = make_spec(device, 4, 2, 64)
+    spec = make_spec(device, CONTEXT, 4, 2, 64)
     positions = [40, 100, 287]
-    pool, tables = as_pool(filled_cache(device, 3, spec, False), 1)
+    pool, tables = as_pool(sequences_of(spec, 3, False), 1)
     qkv = random_qkv(device, spec, 3)
     fine = decode(spec, pool, qkv, positions, tables)
     coarse = decode(spec, pool, qkv, positions, tables, coarse=True)
@@ -171,8 +142,8 @@ def test_coarse_slices_are_the_same_sums(device: torch.device, monkeypatch: pyte
 
 
 def test_rows_that_fill_a_batch_up_touch_the_spare_block_only(device: torch.device) -> None:
-    spec = make_spec(device, 2, 1, 64)
-    cache = filled_cache(device, 2, spec, False)
+    spec = make_spec(device, CONTEXT, 2, 1, 64)
+    cache = sequences_of(spec, 2, False)
     pool, tables = as_pool(cache, 1)
     (spare,) = set(range(2 * BLOCKS + 1)) - set(tables.flatten().tolist())
     padding = torch.full((3, BLOCKS), spare, dtype=torch.int32, device=device)
@@ -185,8 +156,8 @@ def test_rows_that_fill_a_batch_up_touch_the_spare_block_only(device: torch.devi
 
 
 def test_a_position_past_the_table_is_not_written(device: torch.device) -> None:
-    spec = make_spec(device, 2, 1, 64)
-    pool, tables = as_pool(filled_cache(device, 1, spec, False), 3)
+    spec = make_spec(device, CONTEXT, 2, 1, 64)
+    pool, tables = as_pool(sequences_of(spec, 1, False), 3)
     before = pool.k.clone(), pool.v.clone()
     qkv = random_qkv(device, spec, 1)
     decode(spec, pool, qkv, [64], tables[:, :2].contiguous())
@@ -198,8 +169,8 @@ def test_a_position_past_the_table_is_not_written(device: torch.device) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_rounded_output_is_the_same_too(head_dim: int, device: torch.device) -> None:
     """A head of 80 takes a launch of its own for the rounding."""
-    spec = make_spec(device, 2, 2, head_dim)
-    cache = filled_cache(device, 2, spec, False)
+    spec = make_spec(device, CONTEXT, 2, 2, head_dim)
+    cache = sequences_of(spec, 2, False)
     pool, tables = as_pool(cache, 0)
     qkv = random_qkv(device, spec, 2)
     positions = torch.tensor([70, 3], dtype=torch.int32, device=device)
@@ -231,8 +202,8 @@ def test_prefill_over_blocks_is_prefill_over_rows(
     q8_0: bool,
     device: torch.device,
 ) -> None:
-    spec = make_spec(device, heads, kv_heads, head_dim, window)
-    cache = filled_cache(device, 1, spec, q8_0)
+    spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
+    cache = sequences_of(spec, 1, q8_0)
     pool, tables = as_pool(cache, 2)
     table = tables[0, : -(-sum(chunks) // BLOCK_SIZE)].contiguous()  # no longer than the sequence
     qkv = random_qkv(device, spec, sum(chunks))
