@@ -8,7 +8,9 @@ a compiled grammar refuses is not known here. Those are 400s too.
 from collections.abc import Mapping
 from typing import Any
 
+from quengine.pooling import POOLINGS
 from quengine.serve.chat_messages import ROLES, TEXT_PARTS
+from quengine.serve.embeddings import ENCODINGS
 from quengine.serve.extensions import CONSTRAINTS
 from quengine.serve.request_form import MAX_LOGPROBS
 from quengine.serve.sampling_fields import MAX_BIAS, OFF, SCALARS, WITHOUT_EFFECT
@@ -243,8 +245,8 @@ def _prompt() -> Schema:
 def _embedding() -> dict[str, Schema]:
     return {
         "input": ref("Prompt"),
-        "pooling": {"enum": ["mean", "last"], "description": "Of the hidden rows; mean if it is not said."},
-        "encoding_format": {"enum": ["float", "base64"]},
+        "pooling": {"enum": list(POOLINGS), "description": "Of the hidden rows; mean if it is not said."},
+        "encoding_format": {"enum": list(ENCODINGS)},
         "dimensions": _only(),
         "parse_special": BOOLEAN,
         "user": ANY,

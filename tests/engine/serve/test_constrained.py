@@ -8,29 +8,16 @@ import jsonschema
 import openai
 import pytest
 
-from quengine import LLM
-from quengine.serve.llm_engine import LLMEngine
-from tests.engine.serve.serving import Served, serving
-from tests.gguf_builder import ModelSizes
-from tests.tiny_models import CHATML, write_tiny
+from tests.engine.serve.serving import Served
+from tests.engine.serve.tool_model import SCHEMA, serving_tools
 
-HERMES = "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}" + CHATML
 MESSAGES = [{"role": "user", "content": "the cat"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
-    "required": ["ok", "kind"],
-    "additionalProperties": False,
-}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    sizes = ModelSizes(embedding=64, feed_forward=128, context=1024)
-    file = tmp_path_factory.mktemp("constrained") / "tiny.gguf"
-    path = write_tiny(file, kind="Q8_0", sizes=sizes, changes={"tokenizer.chat_template": HERMES})
-    with serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("tiny",)}) as running:
+    with serving_tools(tmp_path_factory.mktemp("constrained")) as running:
         yield running
 
 

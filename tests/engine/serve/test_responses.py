@@ -7,15 +7,11 @@ import jsonschema
 import openai
 import pytest
 
-from quengine import LLM
 from quengine.serve.errors import ApiError
-from quengine.serve.llm_engine import LLMEngine
 from quengine.serve.response_items import OutputItems, messages_of
 from quengine.tool_calls_parser import ToolCallParser
-from tests.engine.serve.serving import Served, serving
-from tests.engine.serve.test_constrained import HERMES, SCHEMA
-from tests.gguf_builder import ModelSizes
-from tests.tiny_models import write_tiny
+from tests.engine.serve.serving import Served
+from tests.engine.serve.tool_model import SCHEMA, serving_tools
 
 TOOL = {"type": "function", "name": "look", "parameters": SCHEMA}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"ok": true}'}
@@ -28,10 +24,7 @@ ANSWER = (
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    sizes = ModelSizes(embedding=64, feed_forward=128, context=1024)
-    file = tmp_path_factory.mktemp("responses") / "tiny.gguf"
-    path = write_tiny(file, kind="Q8_0", sizes=sizes, changes={"tokenizer.chat_template": HERMES})
-    with serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("tiny",)}) as running:
+    with serving_tools(tmp_path_factory.mktemp("responses")) as running:
         yield running
 
 
