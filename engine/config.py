@@ -1,6 +1,7 @@
 """What a run is asked to be: one frozen record, checked once."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from quengine.errors import EngineError
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType
@@ -14,6 +15,12 @@ MIXED_CHUNK = {"cpu": 256, "cuda": 512}
 MIXED_SECONDS = {"cpu": 0.2, "cuda": None}
 """How long such a chunk may take, going by the last one. On a GPU its length would change the bits, and 512 tokens are
 computed in the time of a few decode steps."""
+
+MOST_DRAFT_NGRAM = 16
+"""Each length of run up to the longest has a table of its own."""
+
+MOST_DRAFT_TOKENS = 31
+"""With the newest token 32 rows of a step, for one sequence."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,14 @@ class EngineConfig:
     cache_type: CacheType = "f16"
     deterministic: bool = False
     parallel: int = 1
+    draft_model: str | Path | None = None
+    draft_ngram: int = 0
+    draft_tokens: int | None = None
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are drafted; the cache is then paged, for one sequence too."""
+        return self.draft_model is not None or self.draft_ngram > 0
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")
@@ -61,3 +76,14 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineError(f"{name} {value}: must be at least 1")
+        if not 0 <= self.draft_ngram <= MOST_DRAFT_NGRAM:
+            raise EngineError(
+                f"draft_ngram {self.draft_ngram}: must be 0 (no look-up) to {MOST_DRAFT_NGRAM} tokens"
+            )
+        if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
+            raise EngineError(f"draft_tokens {self.draft_tokens}: must be from 1 to {MOST_DRAFT_TOKENS}")
+        if self.draft_tokens is not None and not self.speculates:
+            raise EngineError(
+                f"draft_tokens {self.draft_tokens}: nothing drafts; ask for a draft model (--draft-model) or look-up "
+                f"(--draft-ngram)"
+            )

@@ -1,9 +1,10 @@
 """The runner of the CPU backend: prompts eagerly, each further token as one recorded list of compiled kernels.
 
 Over a contiguous cache the decode step is recorded once, when the runner is made; over a paged one a step is recorded
-for each number of sequences as it comes. Sampling is on the host, as in Runner. The tokens of a prompt are computed by
-the same kernels however it is cut into chunks, and a row of a batch as it is alone, so the text depends neither on the
-chunk size, nor on other sequences, nor, as everywhere on the CPU, on the number of threads.
+for each number of rows as it comes: sequences, and the tokens of their drafts. Sampling is on the host, as in Runner.
+The tokens of a prompt are computed by the same kernels however it is cut into chunks, and a row of a batch as it is
+alone, so the text depends neither on the chunk size, nor on drafts and other sequences, nor, as everywhere on the CPU,
+on the number of threads.
 """
 
 from collections.abc import Sequence as Seq
@@ -16,11 +17,9 @@ from quengine.kernels.cpu.step import Buffers, Step
 from quengine.kernels.cpu_backend import CpuBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.ranges import Range
-from quengine.runner import Result, Runner
+from quengine.runner import Row, Runner
 from quengine.sampler import Sample
 from quengine.scheduler import Batch
-from quengine.sequence import Sequence
 
 _EXACT = 16  # up to so many rows each number has a step of its own, beyond it the multiples of 4
 
@@ -64,21 +63,13 @@ class CpuRunner(Runner):
         with self._backend.prompt():
             super().embed(batch)
 
-    def decode_batch(self, sequences: Seq[Sequence]) -> list[Result]:
-        with Range("decode step"):
-            logits = self._logits(sequences)
-        with Range("sample"):
-            return [self.sample_row(s, row) for s, row in zip(sequences, logits, strict=False)]
-
-    def _logits(self, sequences: Seq[Sequence]) -> Tensor:
-        """Of a step's rows: those of the sequences, and behind them what fills the step up."""
-        count = len(sequences)
-        step = self._batch_step(count if count <= _EXACT else -(-count // 4) * 4)
-        more = step.rows - count
-        positions = [s.num_cached_tokens for s in sequences] + [0] * more
-        tokens = [s.token_ids[s.num_cached_tokens] for s in sequences] + [0] * more
-        tables = [s.block_table for s in sequences] + [[self.cache.spare_block]] * more
-        return step.run_batch(tokens, positions, tables)
+    def decode_rows(self, rows: Seq[Row]) -> Tensor:
+        step = self._batch_step(len(rows) if len(rows) <= _EXACT else -(-len(rows) // 4) * 4)
+        more = step.rows - len(rows)  # they fill the step up
+        positions = [row.position for row in rows] + [0] * more
+        tokens = [row.token for row in rows] + [0] * more
+        tables = [row.block_table for row in rows] + [[self.cache.spare_block]] * more
+        return step.run_batch(tokens, positions, tables)[: len(rows)]
 
     def _single_step(self) -> Step:
         """The step of one sequence that has the whole cache."""

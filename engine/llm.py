@@ -23,10 +23,12 @@ from quengine.models.chat_template import encode_chat
 from quengine.output import Completion
 from quengine.paged_scheduler import PagedScheduler
 from quengine.pooling import Pool, Pooling
+from quengine.runner import Result, Verified
 from quengine.sampler import Sample, Sampler
 from quengine.sampling_params import SamplingParams
 from quengine.scheduler import Scheduler
 from quengine.sequence import Sequence
+from quengine.speculation import DRAFT_ROWS, DRAFT_TOKENS, Speculation
 from quengine.text_stream import TextStream
 
 Prompt = str | Seq[int]
@@ -45,9 +47,13 @@ class LLM:
         chunk_size: the most prompt tokens computed at once; None: what suits the device.
         reuse_prefix: compute only what differs from the previous request (conversations).
         cache_type: how keys and values are stored, "f16" or "q8_0".
-        deterministic: the same logits to the last bit for every chunk size (CPU only), without `reuse_prefix`.
+        deterministic: the same logits to the last bit for every chunk size and batch, without `reuse_prefix`.
         parallel: most sequences computed at once. Each may take `ctx_size` positions, from blocks that all share; equal
             beginnings are computed once, whatever `reuse_prefix` says.
+        draft_model: a small model with the same vocabulary, which drafts tokens that this one checks several of in a
+            step. The text stays the same (docs/speculative.md).
+        draft_ngram: look runs of up to so many tokens up in the text itself, for what followed them, as drafts; 0: not.
+        draft_tokens: tokens of a draft at most; None: what suits the device.
         progress: called with a line of text as weights are loaded onto a GPU.
 
     Raises:
@@ -68,10 +74,24 @@ class LLM:
         cache_type: CacheType = "f16",
         deterministic: bool = False,
         parallel: int = 1,
+        draft_model: str | Path | None = None,
+        draft_ngram: int = 0,
+        draft_tokens: int | None = None,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.config = EngineConfig(
-            device, ctx_size, threads, backend, chunk_size, reuse_prefix, cache_type, deterministic, parallel
+            device,
+            ctx_size,
+            threads,
+            backend,
+            chunk_size,
+            reuse_prefix,
+            cache_type,
+            deterministic,
+            parallel,
+            draft_model,
+            draft_ngram,
+            draft_tokens,
         )
         self.loaded = load_model(model, self.config, progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()
@@ -81,6 +101,7 @@ class LLM:
         self.ctx_size = self.loaded.cache.ctx_size
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
+        self.speculation = self._make_speculation()
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None
@@ -195,6 +216,8 @@ class LLM:
         batch = self.scheduler.next_batch()
         if batch is None:
             return []
+        if self.speculation is not None:
+            self.speculation.prepare(batch)
         results = self.runner.run(batch)
         for sequence, result in zip(batch.sequences, results, strict=True):
             if isinstance(result, Exception):
@@ -204,11 +227,18 @@ class LLM:
             if sequence.pooled and not sequence.finished:
                 sequence.end_pooled()
         texts = [
-            (sequence, sequence.advance(result) if isinstance(result, Sample) else "")
+            (sequence, self._take(sequence, result))
             for sequence, result in zip(batch.sequences, results, strict=True)
         ]
         self.scheduler.release()
         return texts
+
+    def _take(self, sequence: Sequence, result: Result) -> str:
+        if isinstance(result, Sample):
+            return sequence.advance(result)
+        if isinstance(result, Verified) and self.speculation is not None:
+            return self.speculation.take(sequence, result)
+        return ""
 
     def completion(self, sequence: Sequence) -> Completion:
         """What a finished or interrupted sequence has come to."""
@@ -225,7 +255,7 @@ class LLM:
 
     def close(self) -> None:
         """Let the mapped file go. The model cannot be used afterwards."""
-        self.loaded.checkpoint.close()
+        self.loaded.close()
 
     def __enter__(self) -> Self:
         return self
@@ -243,6 +273,14 @@ class LLM:
             return PagedScheduler(cache, config.parallel, chunk_size, *mixed, config.deterministic)
         # A kept answer was computed token by token, and a prompt that holds it would not be.
         return Scheduler(cache, chunk_size, config.reuse_prefix and not config.deterministic)
+
+    def _make_speculation(self) -> Speculation | None:
+        config, kind = self.config, self.loaded.device.type
+        if not config.speculates:
+            return None
+        assert isinstance(self.scheduler, PagedScheduler)
+        most = config.draft_tokens or DRAFT_TOKENS[kind]
+        return Speculation(self.scheduler, config.draft_ngram, self.loaded.draft, most, DRAFT_ROWS[kind])
 
     def _sequence(
         self, ids: list[int], params: SamplingParams, index: int, show_special: bool | Collection[int]

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from quengine.config import DEFAULT_CHUNK, EngineConfig
+from quengine.draft_model import DraftModel, DraftSteps, HostDraftSteps
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import BLOCK_SIZE, Backend
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
+from quengine.load_draft import open_draft
 from quengine.machine import available_memory, physical_cores
-from quengine.memory import WORKSPACE, choose_blocks, choose_context, gib
+from quengine.memory import DRAFT_WORKSPACE, WORKSPACE, choose_blocks, choose_context, gib
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub import resolve_model
@@ -28,7 +30,7 @@ MIN_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. `notes` are lines for the user: what was chosen and why."""
+    """A model ready to run, and the one that drafts for it. `notes` are lines for the user: what was chosen and why."""
 
     path: Path
     checkpoint: Checkpoint
@@ -37,6 +39,8 @@ class LoadedModel:
     threads: int
     load_s: float
     notes: list[str]
+    draft: DraftModel | None = None
+    draft_checkpoint: Checkpoint | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -45,6 +49,12 @@ class LoadedModel:
     @property
     def cache(self) -> KVCache:
         return self.runner.cache
+
+    def close(self) -> None:
+        """Let the mapped files go."""
+        self.checkpoint.close()
+        if self.draft_checkpoint is not None:
+            self.draft_checkpoint.close()
 
 
 def load_model(
@@ -59,38 +69,69 @@ def load_model(
     began = time.perf_counter()
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
+    draft = open_draft(config, checkpoint)
     device, why = choose_device(config)
     threads = config.threads or physical_cores()
     torch.set_num_threads(threads)
-    shape = checkpoint.config
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    ctx_size, num_blocks = _choose_cache(config, checkpoint, device, free)
-    backend = _make_backend(config, checkpoint, device, threads, free)
-    cache = KVCache.allocate(shape, ctx_size, device, config.cache_type, num_blocks)
-    chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
-    with _weights(checkpoint, device, progress) as tensors:
-        decoder = Decoder(shape, tensors, backend, ctx_size, chunk_size)
-    runner = _make_runner(config, decoder, cache, device)
-    sizes = _sizes_note(config, checkpoint, cache)
+    ctx_size, num_blocks = _choose_cache(config, checkpoint, draft, device, free)
+    made = _Machine(config, device, threads, free, progress)
+    runner = made.runner(checkpoint, ctx_size, num_blocks)
+    notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
+    drafts = None
+    if draft is not None:
+        drafts_ctx = min(ctx_size, draft.config.context_length)
+        draft_runner = made.runner(draft, drafts_ctx, num_blocks)
+        drafts = DraftModel(draft_runner, made.draft_steps(draft_runner))
+        notes.append(_draft_note(draft, draft_runner.cache, ctx_size))
     load_s = time.perf_counter() - began
-    return LoadedModel(path, checkpoint, runner, device, threads, load_s, [*checkpoint.notes, *why, sizes])
+    return LoadedModel(path, checkpoint, runner, device, threads, load_s, notes, drafts, draft)
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """What models are loaded onto."""
+
+    config: EngineConfig
+    device: torch.device
+    threads: int
+    free: int
+    progress: Callable[[str], None] | None
+
+    def runner(self, checkpoint: Checkpoint, ctx_size: int, num_blocks: int) -> Runner:
+        """The weights on the device, with a cache."""
+        config, device = self.config, self.device
+        backend = _make_backend(config, checkpoint, device, self.threads, self.free)
+        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, num_blocks)
+        chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
+        with _weights(checkpoint, device, self.progress) as tensors:
+            decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size)
+        return _make_runner(config, decoder, cache, device)
+
+    def draft_steps(self, runner: Runner) -> DraftSteps:
+        """What runs a draft model's decode steps."""
+        return HostDraftSteps(runner)
 
 
 def _choose_cache(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, free: int
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device, free: int
 ) -> tuple[int, int]:
     """Positions of a sequence, and blocks of the cache (0: it is one sequence's, contiguous)."""
     shape, cache_type = checkpoint.config, config.cache_type
-    workspace = WORKSPACE[device.type]
-    if config.parallel > 1:  # the last block of a sequence that does not fill it, and the spare one
-        workspace += shape.kv_cache_bytes(2 * BLOCK_SIZE, cache_type)
+    paged = config.parallel > 1 or config.speculates
+    drafts = None if draft is None else draft.config
+    weights, workspace = checkpoint.nbytes, WORKSPACE[device.type]
+    if draft is not None:
+        weights, workspace = weights + draft.nbytes, workspace + DRAFT_WORKSPACE[device.type]
+    room = free - weights - workspace
+    if paged:  # the last block of a sequence that does not fill it, and the spare one
+        for held in (shape, drafts):
+            workspace += 0 if held is None else held.kv_cache_bytes(2 * BLOCK_SIZE, cache_type)
     ctx_size = choose_context(
-        shape, config.ctx_size, checkpoint.nbytes, free, str(device), cache_type, workspace
+        shape, config.ctx_size, weights, free, str(device), cache_type, workspace, drafts
     )
-    if config.parallel == 1:
-        return ctx_size, 0
-    room = free - checkpoint.nbytes - WORKSPACE[device.type]
-    return ctx_size, choose_blocks(shape, ctx_size, config.parallel, room, cache_type)
+    blocks = choose_blocks(shape, ctx_size, config.parallel, room, cache_type, drafts) if paged else 0
+    return ctx_size, blocks
 
 
 def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) -> str:
@@ -98,9 +139,15 @@ def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) ->
     trained = checkpoint.config.context_length
     cut = "" if config.ctx_size or cache.ctx_size == trained else f", cut from {trained} to fit"
     held = f"cache {gib(cache.nbytes)} ({config.cache_type})"
-    if cache.num_blocks:
+    if config.parallel > 1:
         held += f" for {cache.num_blocks * BLOCK_SIZE} tokens of up to {config.parallel} texts at once"
     return f"context {cache.ctx_size} tokens{cut}, {held}, weights {gib(checkpoint.nbytes)}"
+
+
+def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:
+    """What the draft model takes, and where it ends before the other does."""
+    short = "" if cache.ctx_size == ctx_size else f", up to position {cache.ctx_size} only, its own context"
+    return f"drafts by {draft.path.name}: weights {gib(draft.nbytes)}, cache {gib(cache.nbytes)}{short}"
 
 
 def choose_device(config: EngineConfig) -> tuple[torch.device, list[str]]:

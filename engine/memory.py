@@ -1,5 +1,7 @@
 """How much memory a run needs, and how long a context fits, and how many. Refuses before anything is allocated."""
 
+from dataclasses import dataclass
+
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kernels.cache_types import CacheType, can_store
@@ -8,6 +10,9 @@ from quengine.models.config import ModelConfig
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 768 * 2**20}
 """Bytes set aside by kind of device: activations of a prompt's chunk, expanded weights, kernels and graphs, the
 program itself."""
+
+DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+"""The same for a draft model beside another."""
 
 _STEP = 256
 
@@ -25,6 +30,7 @@ def choose_context(
     where: str,
     cache_type: CacheType = "f16",
     workspace: int = WORKSPACE["cpu"],
+    draft: ModelConfig | None = None,
 ) -> int:
     """Positions of the cache: what was asked for, or the model's own context cut to what fits.
 
@@ -35,6 +41,7 @@ def choose_context(
         where: the name of that memory, for the message.
         cache_type: how keys and values are stored.
         workspace: bytes to leave beside weights and cache.
+        draft: a model whose cache has as many positions beside this one's; its weights are in `weight_bytes`.
 
     Raises:
         EngineError: more positions were asked for than the model was made for, or its heads cannot be stored so.
@@ -46,42 +53,68 @@ def choose_context(
             f"was made for; use -c {config.context_length} or less"
         )
     room = free - weight_bytes - workspace
-    fitting = _fitting(config, room, cache_type)
+    models = _Models(config, draft)
+    fitting = models.fitting(room, cache_type)
     wanted = config.context_length if asked is None else asked
     if fitting >= wanted:
         return wanted
     if asked is None and fitting >= _STEP:
         return fitting
     least = wanted if asked is not None else _STEP
-    cache = config.kv_cache_bytes(least, cache_type)
+    cache = models.cache_bytes(least, cache_type)
     raise CannotRunError(
         f"not enough memory on {where}: needs {gib(weight_bytes + workspace + cache)} (weights "
         f"{gib(weight_bytes)}, cache {gib(cache)} for {least} tokens in {cache_type}), free {gib(free)}; "
-        + _advice(config, room, least, fitting, cache_type)
+        + _advice(models, room, least, fitting, cache_type)
     )
 
 
-def choose_blocks(config: ModelConfig, ctx_size: int, parallel: int, room: int, cache_type: CacheType) -> int:
+def choose_blocks(
+    config: ModelConfig,
+    ctx_size: int,
+    parallel: int,
+    room: int,
+    cache_type: CacheType,
+    draft: ModelConfig | None = None,
+) -> int:
     """Blocks of a paged cache: for `parallel` sequences of `ctx_size` positions, or what `room` bytes hold.
 
-    `room` is also for the spare block. At least those of one sequence: `choose_context` has seen to it that they fit.
+    `room` is also for the spare block, and for the `draft` model's cache of as many. At least those of one sequence:
+    `choose_context` has seen to it that they fit.
     """
     one = -(-ctx_size // BLOCK_SIZE)
-    return max(one, min(parallel * one, room // config.kv_cache_bytes(BLOCK_SIZE, cache_type) - 1))
+    block = _Models(config, draft).cache_bytes(BLOCK_SIZE, cache_type)
+    return max(one, min(parallel * one, room // block - 1))
 
 
-def _fitting(config: ModelConfig, room: int, cache_type: CacheType) -> int:
-    """Positions that `room` bytes hold, a multiple of the step."""
-    return max(0, room) // config.kv_cache_bytes(_STEP, cache_type) * _STEP
+@dataclass(frozen=True)
+class _Models:
+    """A model, and the one that drafts for it, if any: their caches hold the same positions."""
+
+    config: ModelConfig
+    draft: ModelConfig | None
+
+    def cache_bytes(self, positions: int, cache_type: CacheType) -> int:
+        nbytes = self.config.kv_cache_bytes(positions, cache_type)
+        return nbytes if self.draft is None else nbytes + self.draft.kv_cache_bytes(positions, cache_type)
+
+    def can_store(self, cache_type: CacheType) -> bool:
+        return all(can_store(cache_type, m.head_dim) for m in (self.config, self.draft) if m is not None)
+
+    def fitting(self, room: int, cache_type: CacheType) -> int:
+        """Positions that `room` bytes hold, a multiple of the step."""
+        return max(0, room) // self.cache_bytes(_STEP, cache_type) * _STEP
 
 
-def _advice(config: ModelConfig, room: int, wanted: int, fitting: int, cache_type: CacheType) -> str:
+def _advice(models: _Models, room: int, wanted: int, fitting: int, cache_type: CacheType) -> str:
     """What would let the run start: fewer positions, a smaller cache type, or else a smaller model."""
     ways = [f"-c {fitting}"] if fitting >= _STEP else []
-    if cache_type == "f16" and can_store("q8_0", config.head_dim):
-        smaller = _fitting(config, room, "q8_0")
-        if config.kv_cache_bytes(wanted, "q8_0") <= room:
+    if cache_type == "f16" and models.can_store("q8_0"):
+        smaller = models.fitting(room, "q8_0")
+        if models.cache_bytes(wanted, "q8_0") <= room:
             ways.append("--cache-type q8_0")
         elif smaller >= _STEP:
             ways.append(f"--cache-type q8_0 -c {smaller}")
+    if models.draft is not None:
+        ways.append("no --draft-model")
     return "try " + " or ".join(ways) if ways else "use a smaller model or a smaller quantization"

@@ -12,7 +12,8 @@ class Timings:
     `prompt_s` is the time to compute the prompt's tokens that were not cached, `ttft_s` the time from the request
     to its first token, `decode_s` the time of the tokens after the first. `gb_s` is `bytes_per_token` (weights,
     and the cache read on average) over the time of a decoded token, in 1e9 bytes per second. Rates of phases
-    that did not happen are 0.
+    that did not happen are 0. `drafts` are the decode steps that also computed drafted tokens, `drafted_tokens` those
+    tokens, `accepted_tokens` the ones among them that the text then took.
     """
 
     load_s: float = 0.0
@@ -24,6 +25,9 @@ class Timings:
     decode_s: float = 0.0
     bytes_per_token: int = 0
     peak_bytes: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prompt_tok_s(self) -> float:
@@ -37,6 +41,16 @@ class Timings:
     @property
     def gb_s(self) -> float:
         return self.bytes_per_token * self.decode_tok_s / 1e9
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted tokens a drafted one; 0 without any."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a step with a draft gave on average, the model's own behind the accepted ones among them."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 0.0
 
 
 @dataclass(frozen=True)

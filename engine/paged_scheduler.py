@@ -110,14 +110,25 @@ class PagedScheduler:
         for sequence in batch.sequences:
             if sequence.finished:
                 continue
-            before = sequence.num_cached_tokens
-            sequence.num_cached_tokens += len(batch.ids) if isinstance(batch, Batch) else 1
-            if sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
-                shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
-                self.blocks.computed(sequence.block_table, sequence.token_ids[:shareable])
+            self._cached(sequence, len(batch.ids) if isinstance(batch, Batch) else 1)
             if sequence is self.prefilling and sequence.num_cached_tokens >= self._prompt_end(sequence):
                 self.prefilling = None
                 self.decoding.append(sequence)
+
+    def accepted(self, sequence: Sequence) -> None:
+        """Note that its newest token was a drafted one: its keys and values are in the cache since this step."""
+        self._cached(sequence, 1)
+
+    def draft_room(self, sequence: Sequence, most: int) -> int:
+        """How many drafted tokens, up to `most`, the sequence has blocks for behind its newest token.
+
+        It is given further ones for them while each running sequence could still be given one.
+        """
+        reach = min(len(sequence.token_ids) + most, sequence.max_positions)
+        if self.blocks.num_free > len(self._running):
+            self.blocks.grow(sequence.block_table, reach)
+        held = len(sequence.block_table) * BLOCK_SIZE
+        return max(0, min(most, held - len(sequence.token_ids)))
 
     def release(self) -> None:
         """Let finished sequences go."""
@@ -153,6 +164,14 @@ class PagedScheduler:
             return sequence.num_prompt_tokens
         end = sequence.num_prompt_tokens if self.deterministic else len(sequence.token_ids)
         return end if end > 1 else 0
+
+    def _cached(self, sequence: Sequence, count: int) -> None:
+        """So many tokens more are in the cache: blocks that they fill can be shared."""
+        before = sequence.num_cached_tokens
+        sequence.num_cached_tokens += count
+        if sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
+            shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
+            self.blocks.computed(sequence.block_table, sequence.token_ids[:shareable])
 
     def _next_alone(self) -> DecodeStep | None:
         while self._alone:

@@ -1,6 +1,8 @@
 """Turns a batch into the next token: the only place where the decoder and its cache meet."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -15,8 +17,40 @@ from quengine.sampler import Sample
 from quengine.scheduler import Batch, DecodeStep
 from quengine.sequence import Sequence
 
-Result: TypeAlias = "Sample | Exception | None"
-"""What a step came to for one sequence: its next token, why it cannot go on, or None where no token was due."""
+Result: TypeAlias = "Sample | Verified | Exception | None"
+"""What a step came to for one sequence: its next token, several where it had a draft, why it cannot go on, or None
+where no token was due."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a step came to for a sequence with a draft: the token behind its newest one, and those behind the drafted
+    ones, asked for one by one.
+
+    `later(n)`: the token behind the first n drafted ones, once the sequence has taken just these; or why there is
+    none. Valid until the runner's next step.
+    """
+
+    first: Sample
+    later: "Callable[[int], Result]"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a decode step: `token` at `position` of the sequence whose cache lies in `block_table`."""
+
+    token: int
+    position: int
+    block_table: list[int]
+
+
+def rows_of(sequences: Seq[Sequence]) -> list[Row]:
+    """Of each sequence the first token that is not in the cache, and behind it its draft."""
+    return [
+        Row(token, sequence.num_cached_tokens + number, sequence.block_table)
+        for sequence in sequences
+        for number, token in enumerate([sequence.token_ids[sequence.num_cached_tokens], *sequence.draft])
+    ]
 
 
 class Runner:
@@ -73,15 +107,20 @@ class Runner:
             EngineError: the logits are not finite (with the token's position).
         """
         sequence = batch.sequence
-        device = self.decoder.backend.device
-        ids = torch.tensor(batch.ids, device=device)
-        start = Chunk(batch.start, torch.tensor(sequence.block_table, dtype=torch.int32, device=device))
         with Range("prefill chunk"):
-            logits = self.decoder.forward(ids, self.cache.layers, start)[0].float()
+            logits = self.compute_chunk(batch.ids, batch.start, sequence.block_table)
         if not batch.samples:
             return None
         with Range("sample"):
             return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
+
+    @torch.no_grad()
+    def compute_chunk(self, ids: Seq[int], start: int, block_table: Seq[int]) -> Tensor:
+        """Logits [vocab] fp32 after the last of `ids` at positions `start`, ... of a sequence (paged cache)."""
+        device = self.decoder.backend.device
+        chunk = Chunk(start, torch.tensor(block_table, dtype=torch.int32, device=device))
+        given = torch.tensor(ids, device=device)
+        return self.decoder.forward(given, self.cache.layers, chunk)[0].float()
 
     @torch.no_grad()
     def embed(self, batch: Batch) -> None:
@@ -100,29 +139,54 @@ class Runner:
             ids = torch.tensor(batch.ids, device=device)
             sequence.pool.add(self.decoder.hidden(ids, self.cache.layers, start))
 
-    @torch.no_grad()
     def decode_batch(self, sequences: Seq[Sequence]) -> list[Result]:
         """One more token in the cache of each of B sequences, in one step (paged cache); a result each, in order.
 
-        Row i's input is `token_ids[num_cached_tokens]` of its sequence, at position `num_cached_tokens`: its newest
-        token, of which a Sample follows; or, when what was generated is computed again, an earlier one
-        (`next_is_newest` is false), and the result is None. A row fails alone: its result is then the exception, an
+        A sequence's first row is `token_ids[num_cached_tokens]` at position `num_cached_tokens`: its newest token, of
+        which a Sample follows; or, when what was generated is computed again, an earlier one (`next_is_newest` is
+        false), and the result is None. The tokens of its `draft` are further rows, which are computed as if they had
+        been generated; the result is then Verified. A sequence fails alone: its result is then the exception, an
         EngineError where its logits are not finite. What is raised concerns all rows; none has then advanced, and the
         call may be repeated with fewer of them.
 
-        `block_table` covers that position and the one after it, if the sequence can come to it, so that a runner may
-        be a step ahead. From call to call sequences come and go; one that stayed has its Sample's token appended.
+        `block_table` covers these positions, and without a draft the one after them, if the sequence can come to it, so
+        that a runner may be a step ahead. From call to call sequences come and go; one that stayed has its Sample's
+        token appended.
+        """
+        with Range("decode step"):
+            logits = self.decode_rows(rows_of(sequences))
+        with Range("sample"):
+            return self.sample_rows(sequences, logits)
+
+    @torch.no_grad()
+    def decode_rows(self, rows: Seq[Row]) -> Tensor:
+        """Logits [rows, vocab] fp32 on the host after each row's token, all written to the cache (paged).
+
+        Rows of one sequence stand in order. Valid until the runner's next step.
         """
         device = self.decoder.backend.device
-        ids = torch.tensor([s.token_ids[s.num_cached_tokens] for s in sequences], device=device)
-        positions = torch.tensor([s.num_cached_tokens for s in sequences], dtype=torch.int32, device=device)
-        most = max(len(s.block_table) for s in sequences)
-        tables = [s.block_table + [0] * (most - len(s.block_table)) for s in sequences]
-        start = DecodeBatch(positions, torch.tensor(tables, dtype=torch.int32, device=device))
-        with Range("decode step"):
-            logits = self.decoder.forward(ids, self.cache.layers, start, last_only=False).float().cpu()
-        with Range("sample"):
-            return [self.sample_row(s, row) for s, row in zip(sequences, logits, strict=True)]
+        ids = torch.tensor([row.token for row in rows], device=device)
+        positions = torch.tensor([row.position for row in rows], dtype=torch.int32, device=device)
+        most = max(len(row.block_table) for row in rows)
+        tables = [row.block_table + [0] * (most - len(row.block_table)) for row in rows]
+        consecutive = len({id(row.block_table) for row in rows}) < len(rows)
+        start = DecodeBatch(positions, torch.tensor(tables, dtype=torch.int32, device=device), consecutive)
+        return self.decoder.forward(ids, self.cache.layers, start, last_only=False).float().cpu()
+
+    def sample_rows(self, sequences: Seq[Sequence], logits: Tensor) -> list[Result]:
+        """The results of sequences, given the logits of `rows_of` them."""
+        results, start = [], 0
+        for sequence in sequences:
+            end = start + 1 + len(sequence.draft)
+            results.append(self._sample_rows(sequence, logits[start:end]))
+            start = end
+        return results
+
+    def _sample_rows(self, sequence: Sequence, rows: Tensor) -> Result:
+        first = self.sample_row(sequence, rows[0])
+        if not sequence.draft or not isinstance(first, Sample):
+            return first
+        return Verified(first, lambda number: self.sample_row(sequence, rows[number]))
 
     def sample_row(self, sequence: Sequence, logits: Tensor) -> Result:
         """The token after a sequence's newest one, given the host's logits [vocab] there; what fails is returned."""

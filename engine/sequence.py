@@ -18,6 +18,8 @@ class Sequence:
     `block_table` names the blocks of a paged cache that hold it, in order: while the sequence runs the list only grows,
     and a sequence that lost its blocks gets a new list. `end_ids` end the text and are no part of it; so does a
     constraint that nothing can follow. The constraint's state is the sampler's, and is advanced here.
+    `draft` are tokens that may come to follow the newest one, to be computed with it in the next step; the counts are
+    of steps with a draft, of tokens drafted in all, of those that the sequence then took, and of bytes read for drafts.
     `error` is why the sequence could not go on. With a `pool` no text follows the prompt: its hidden rows are pooled,
     all of them computed, and the sequence ends with the prompt.
     """
@@ -41,6 +43,11 @@ class Sequence:
     last_token: float = 0.0
     cached_at_token: int = 0
     pool: Pool | None = None
+    draft: list[int] = field(default_factory=list)
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -111,6 +118,8 @@ class Sequence:
         """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on."""
         count = len(self.generated)
         mean_context = self.cached_at_token // count if count else 0
+        # A step that took drafted tokens read the weights once for all of them.
+        read = weight_bytes * max(1, count - self.accepted_tokens) + self.draft_bytes
         timings = Timings(
             load_s=load_s,
             prompt_tokens=self.num_prompt_tokens,
@@ -119,8 +128,12 @@ class Sequence:
             ttft_s=max(0.0, self.first_token - self.arrived),
             generated_tokens=count,
             decode_s=max(0.0, self.last_token - self.first_token),
-            bytes_per_token=weight_bytes + mean_context * cache_bytes_per_position,
+            bytes_per_token=(read // count if count else weight_bytes)
+            + mean_context * cache_bytes_per_position,
             peak_bytes=peak,
+            drafts=self.drafts,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
         return Completion(
             text=self.stream.text,

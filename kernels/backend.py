@@ -45,10 +45,14 @@ class DecodeBatch:
     `positions`: int32 [B]; `block_tables`: int32 [B, most blocks of a sequence], each row as in `Chunk`, any block
     behind its end; both on the device. Rows that only fill a batch up share a spare block. A result row depends on
     its own sequence only.
+
+    `consecutive`: a sequence may have several rows, tokens at positions that follow each other. Each sees those before
+    it, so all keys and values of the batch must be written before any are read.
     """
 
     positions: Tensor
     block_tables: Tensor
+    consecutive: bool = False
 
 
 Position: TypeAlias = "int | Tensor | Chunk | DecodeBatch"

@@ -1,0 +1,48 @@
+"""Drafts from a text itself: what followed the same tokens the last time (prompt lookup, Saxena 2023).
+
+Knows token ids; not what they mean, nor whether a draft was right.
+"""
+
+from collections.abc import Sequence
+
+
+class NgramIndex:
+    """Where each run of 1 to `longest` tokens of a growing text was last followed by another token.
+
+    A token is indexed once, when it comes; a draft takes one look-up for each length of run.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._lengths = range(longest, 0, -1)
+        self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest + 1)]
+        self._indexed = 1  # tokens before this one are in it, each as what follows the runs before it
+
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Up to `most` tokens that may follow `tokens`; none where not even the last of them came before.
+
+        The longest run of tokens at the end that was there before counts, at its latest place. From call to call
+        `tokens` grows. What followed may reach the end of the text: a text that repeats itself goes on doing so.
+        """
+        self._index(tokens)
+        place = self._place(tokens)
+        if place is None:
+            return []
+        found: list[int] = []
+        for index in range(place, place + most):
+            found.append(tokens[index] if index < len(tokens) else found[index - len(tokens)])
+        return found
+
+    def _index(self, tokens: Sequence[int]) -> None:
+        for place in range(self._indexed, len(tokens)):
+            for length in self._lengths:
+                if length <= place:
+                    self._next[length][tuple(tokens[place - length : place])] = place
+        self._indexed = max(self._indexed, len(tokens))
+
+    def _place(self, tokens: Sequence[int]) -> int | None:
+        for length in self._lengths:
+            if length < len(tokens):
+                place = self._next[length].get(tuple(tokens[len(tokens) - length :]))
+                if place is not None:
+                    return place
+        return None

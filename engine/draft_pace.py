@@ -1,0 +1,51 @@
+"""How many tokens are worth drafting, for one text after how its drafts went, and for all texts of a step together.
+
+Knows numbers of tokens; not which ones, nor who drafts them. It changes the time that a text takes, never the text.
+"""
+
+from collections.abc import Sequence
+
+LONGEST_PAUSE = 16
+"""Steps without a draft, at most, while none is right: after so many a row more costs little on average."""
+
+
+class Pace:
+    """The length of one text's drafts: `most` at first, longer after one that was right to its end, else shorter.
+
+    After drafts of which nothing was right there is a pause, each time twice as long.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._length = most
+        self._pause = 0  # the last one
+        self._left = 0
+
+    def next(self) -> int:
+        """Tokens to draft in this step."""
+        if self._left:
+            self._left -= 1
+            return 0
+        return self._length
+
+    def saw(self, drafted: int, accepted: int) -> None:
+        """Note how a draft of one token or more went."""
+        if accepted == drafted:
+            self._length = min(self._most, max(self._length, 2 * drafted))
+        else:
+            self._length = max(1, min(self._most, accepted + 1))
+        if accepted:
+            self._pause = 0
+        else:
+            self._pause = self._left = min(LONGEST_PAUSE, 2 * self._pause or 1)
+
+
+def shares(wanted: Sequence[int], room: int) -> list[int]:
+    """Of `room` tokens in all what each text gets of those it wants: the first for everybody, then the second."""
+    granted = [0] * len(wanted)
+    for length in range(max(wanted, default=0)):
+        for index, want in enumerate(wanted):
+            if want > length and room > 0:
+                granted[index] += 1
+                room -= 1
+    return granted
