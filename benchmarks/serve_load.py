@@ -142,14 +142,15 @@ async def watch(load: Load, process: psutil.Process, memory: list[float]) -> Non
 
 
 async def left_after(url: str, seconds: float) -> float:
-    """What still runs, waits or sits in a slot after so many seconds."""
+    """What still runs, waits, sits in a slot or holds positions of the cache after so many seconds."""
     await asyncio.sleep(seconds)
     async with httpx.AsyncClient(base_url=url) as http:
         metrics = (await http.get("/metrics")).text.splitlines()
         slots = (await http.get("/slots")).json()
     values = dict(line.rsplit(" ", 1) for line in metrics if not line.startswith("#"))
     busy = sum(slot["is_processing"] for slot in slots)
-    return float(values["quengine_running"]) + float(values["quengine_waiting"]) + busy
+    held = sum(float(values[f"quengine_{name}"]) for name in ("running", "waiting", "cache_used_tokens"))
+    return held + busy
 
 
 async def run(url: str, pid: int, streams: int, seconds: float, fake: bool) -> dict[str, Any]:
