@@ -6,6 +6,7 @@ behind them, and the matmul that reads it ends it. The residual stream is fp32. 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -119,7 +120,10 @@ class CudaBackend:
     def attention(self, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer, start: Position) -> Rows:
         cache = KVStore.of_layer(layer)
         if isinstance(start, DecodeBatch):
-            return self._decode(qkv, spec, cache, start.positions, start.block_tables, self.pdl)
+            if start.consecutive:
+                qkv = self._write_rows(qkv, spec, cache, start)
+            overlaps = self.pdl and not start.consecutive
+            return self._decode(qkv, spec, cache, start.positions, start.block_tables, overlaps)
         if isinstance(start, Tensor):
             return self._decode(qkv, spec, cache, start, None, self.pdl)
         first, table = (start.start, start.block_table) if isinstance(start, Chunk) else (start, None)
@@ -143,6 +147,24 @@ class CudaBackend:
         if last_only:
             x = _last_row(x)
         return self._matmul(self._normed(x, norm, eps), weight, None)
+
+    def _write_rows(
+        self, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore, start: DecodeBatch
+    ) -> Tensor:
+        """All rows' keys and values into the cache, ahead of an attention that reads those of other rows.
+
+        It is the attention of each row to itself alone, whose result nobody wants. The launch behind it writes the same
+        bits once more, so it does not matter which of the two a row reads.
+        """
+        qkv = qkv.finish() if isinstance(qkv, Products) else qkv
+        rows = qkv.shape[0]
+        unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
+        alone, workspace = replace(spec, window=1), self._decode_workspace(spec, rows)
+        tables = start.block_tables
+        attention_decode(
+            qkv, alone, cache, start.positions, workspace, unused, self.pdl, tables, coarse=True
+        )
+        return qkv
 
     def _decode(
         self,
