@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quengine.graph_sampling import GREEDY, GraphKey
+from quengine.graph_sampling import GREEDY, GraphKey, Sampled
 from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kernels.cuda.sampling import NO_TOKEN
 from quengine.runner import Result
@@ -69,7 +69,7 @@ class BatchDevice(Protocol):
         """The row's next input."""
         ...
 
-    def configure(self, row: int, key: GraphKey, sequence: Sequence, ids: list[int]) -> None:
+    def configure(self, row: int, key: GraphKey, sequence: Sampled, ids: list[int]) -> None:
         """How steps of `key` sample the row; `ids` are its tokens with the next input."""
         ...
 
@@ -153,7 +153,7 @@ class BatchDecoder:
                 wanted = GraphKey.of(sequence.params)
                 row = _Row(sequence, next(places), wanted, sequence.block_table, len(sequence.block_table))
                 self._rows[sequence] = row
-                self._device.seat(row.number, row.blocks, _entries(sequence))
+                self._device.seat(row.number, row.blocks, entries_of(sequence))
                 self._uneven = 0
         return [self._rows[sequence] for sequence in sequences]
 
@@ -166,7 +166,7 @@ class BatchDecoder:
         newest = row.chosen()[-1] if row.ready else row.token
         self._device.clear(row.number)
         row.number, row.key = number, None
-        self._device.seat(number, row.blocks, _entries(row.sequence))
+        self._device.seat(number, row.blocks, entries_of(row.sequence))
         self._device.place(number, max(newest, 0), row.position)
 
     def _choose_key(self, rows: list[_Row]) -> None:
@@ -249,6 +249,6 @@ def _goes_on(sequence: Sequence) -> bool:
     return len(sequence.token_ids) + 1 < sequence.max_positions
 
 
-def _entries(sequence: Sequence) -> int:
+def entries_of(sequence: Sequence) -> int:
     """Entries of its block table that a step may come to read, one launched ahead included."""
     return sequence.max_positions // BLOCK_SIZE + 1

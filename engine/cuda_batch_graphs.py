@@ -12,20 +12,19 @@ from torch import Tensor
 
 from quengine.graph_capture import capture
 from quengine.graph_nodes import GraphNodes, count_nodes
-from quengine.graph_sampling import GraphKey, settings_of
+from quengine.graph_sampling import GraphKey, Sampled, settings_of
 from quengine.kernels.backend import BLOCK_SIZE, DecodeBatch
 from quengine.kernels.cuda.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda_backend import has_dependent_launch
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.sequence import Sequence
 
 _ALIGNED = 8
 """Rows are a multiple of this, so that each vector begins where a kernel may read 16 bytes at once."""
 
 _PENDING = 4
-"""Steps whose tokens are not read yet, at most."""
+"""Steps whose tokens are not read yet, at most, where it is not said otherwise."""
 
 
 class _Board:
@@ -84,9 +83,19 @@ class _HostTokens:
 
 
 class BatchGraphs:
-    """`cuda_batch.BatchDevice` for up to `rows` sequences of a paged cache. Graphs are captured as they are needed."""
+    """`cuda_batch.BatchDevice` for up to `rows` sequences of a paged cache. Graphs are captured as they are needed.
 
-    def __init__(self, decoder: Decoder, cache: KVCache, rows: int) -> None:
+    `consecutive`: a sequence may have several rows of a step. `pending`: steps whose tokens are not read yet, at most.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        rows: int,
+        consecutive: bool = False,
+        pending: int = _PENDING,
+    ) -> None:
         device = decoder.backend.device
         self.decoder, self.cache = decoder, cache
         self.board = _Board(rows, -(-cache.ctx_size // BLOCK_SIZE), cache.spare_block, device)
@@ -94,8 +103,9 @@ class BatchGraphs:
         self.history = torch.zeros(self.rows, cache.ctx_size, dtype=torch.int32, device=device)
         self.chosen = torch.zeros(self.rows, dtype=torch.int64, device=device)
         self.nodes: GraphNodes | None = None
-        self._host = torch.empty(_PENDING, self.rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._events = [torch.cuda.Event() for _ in range(_PENDING)]  # type: ignore[no-untyped-call]
+        self.consecutive = consecutive
+        self._host = torch.empty(pending, self.rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._events = [torch.cuda.Event() for _ in range(pending)]  # type: ignore[no-untyped-call]
         self._buffers: dict[GraphKey, SamplingBuffers] = {}
         self._graphs: dict[tuple[int, GraphKey], tuple[torch.cuda.CUDAGraph, Tensor, GraphNodes]] = {}
         self._pool: Any = None
@@ -117,7 +127,7 @@ class BatchGraphs:
     def place(self, row: int, token: int, position: int) -> None:
         self.board.set_input(row, token, position)
 
-    def configure(self, row: int, key: GraphKey, sequence: Sequence, ids: list[int]) -> None:
+    def configure(self, row: int, key: GraphKey, sequence: Sampled, ids: list[int]) -> None:
         if sequence.params.penalizes:
             self.history[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
         self._room(key).set(row, settings_of(sequence), ids, dict(sequence.params.logit_bias))
@@ -129,7 +139,7 @@ class BatchGraphs:
         graph, logits, self.nodes = self._graphs[rows, key]
         self.board.send()
         graph.replay()
-        slot = self._launched % _PENDING
+        slot = self._launched % len(self._events)
         self._launched += 1
         self._host[slot].copy_(self.chosen, non_blocking=True)
         self._events[slot].record()
@@ -138,7 +148,7 @@ class BatchGraphs:
     def compute(self, board: _Board, rows: int, history: Tensor, buffers: SamplingBuffers) -> Tensor:
         """A step of the first `rows` rows of a board: logits fp32 [rows, vocab]; `chosen` has the tokens."""
         tokens, positions = board.tokens[:rows], board.positions[:rows]
-        start = DecodeBatch(positions, board.tables[:rows])
+        start = DecodeBatch(positions, board.tables[:rows], self.consecutive and rows > 1)
         logits = self.decoder.forward(tokens, self.cache.layers, start, last_only=False)
         state = DecodeState(tokens, positions, history[:rows])
         sample_step(logits, state, buffers, has_dependent_launch(self.decoder.backend.device))

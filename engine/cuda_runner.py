@@ -19,6 +19,7 @@ import torch
 
 from quengine.cuda_batch import BUCKETS, BatchDecoder, bucket_of
 from quengine.cuda_batch_graphs import BatchGraphs
+from quengine.cuda_drafts import DraftedDecoder
 from quengine.graph_capture import capture
 from quengine.graph_nodes import GraphNodes, count_nodes
 from quengine.graph_sampling import GREEDY, GraphKey, settings_of
@@ -65,14 +66,18 @@ _COMPILERS = 8
 
 
 class CudaRunner(Runner):
-    """See the module docstring."""
+    """See the module docstring.
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    `draft_rows`: rows of a step up to which sequences have drafts, a row a token (cuda_drafts.py); 0: they have none.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, draft_rows: int = 0) -> None:
         super().__init__(decoder, cache)
+        self._draft_rows = draft_rows
         self.graphs: dict[GraphKey, DecodeGraph] = {}
         self._run = _Run(None, None)
         self.batches: BatchGraphs | None = None
-        self._batch_decoder: BatchDecoder | None = None
+        self._batch_decoder: BatchDecoder | DraftedDecoder | None = None
 
     @torch.no_grad()
     def compile_kernels(self) -> None:
@@ -83,7 +88,7 @@ class CudaRunner(Runner):
         decoder, device = self.decoder, self.decoder.backend.device
         chunk = min(self.cache.ctx_size, decoder.chunk_size)
         shape = (decoder.config, decoder.bytes_per_token, chunk, self.cache.nbytes // self.cache.ctx_size)
-        batches = (self._expected_rows(),) if self.cache.num_blocks else ()
+        batches = (self._expected_rows(), self._draft_rows) if self.cache.num_blocks else ()
         done = marker(torch.cuda.get_device_name(device), *shape, *batches)
         if done.is_file():
             return
@@ -109,7 +114,7 @@ class CudaRunner(Runner):
 
     def _rehearse_batches(self) -> None:
         most = self._expected_rows()
-        batches = BatchGraphs(self.decoder, self.cache, most)
+        batches = BatchGraphs(self.decoder, self.cache, most, self._draft_rows > 0)
         for bucket in BUCKETS[: BUCKETS.index(bucket_of(most)) + 1]:
             batches.rehearse(bucket, GREEDY)
         for top_k in _COMPILED_TOP_K:
@@ -126,23 +131,29 @@ class CudaRunner(Runner):
         self.decoder.forward(ids, self.cache.layers, Chunk(0, table))
 
     def _expected_rows(self) -> int:
-        """Sequences that run at once, as far as the size of the cache tells."""
+        """Sequences that run at once, as far as the size of the cache tells, or their drafts' rows."""
         whole = -(-self.cache.ctx_size // BLOCK_SIZE)
-        return min(BUCKETS[-1], -(-self.cache.num_blocks // whole))
+        return min(BUCKETS[-1], max(self._draft_rows, -(-self.cache.num_blocks // whole)))
 
     def decode_batch(self, sequences: Seq[Sequence]) -> list[Result]:
-        if len(sequences) > BUCKETS[-1]:
+        rows = sum(1 + len(sequence.draft) for sequence in sequences)
+        if rows > BUCKETS[-1]:
             self.batches = self._batch_decoder = None
             return super().decode_batch(sequences)
         with Range("decode step"):
-            return self._decoder_of(len(sequences)).step(sequences)
+            return self._decoder_of(rows).step(sequences)
 
-    def _decoder_of(self, count: int) -> BatchDecoder:
+    def _decoder_of(self, count: int) -> BatchDecoder | DraftedDecoder:
         """With room for so many rows; what a smaller one had under way is computed again."""
         if self._batch_decoder is None or self.batches is None or self.batches.rows < count:
             rows = bucket_of(max(count, self._expected_rows()))
-            self.batches = BatchGraphs(self.decoder, self.cache, rows)
-            self._batch_decoder = BatchDecoder(self.batches, self._alone, self.sample_row)
+            drafts = self._draft_rows > 0
+            device = self.batches = BatchGraphs(self.decoder, self.cache, rows, drafts)
+            if drafts:
+                most = device.board.blocks
+                self._batch_decoder = DraftedDecoder(device, most, self._alone, self.sample_row)
+            else:
+                self._batch_decoder = BatchDecoder(device, self._alone, self.sample_row)
         return self._batch_decoder
 
     def _alone(self, sequence: Sequence) -> Result:

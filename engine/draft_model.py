@@ -23,7 +23,7 @@ from quengine.sampler import Sampler
 from quengine.sampling_params import SamplingParams
 from quengine.sequence import Sequence
 
-_MOST_ROWS = 4
+MOST_ROWS = 4
 """Tokens that a first step makes up for, as rows of it; more are computed as a chunk."""
 
 
@@ -152,7 +152,7 @@ class DraftModel:
     def _job(self, sequence: Sequence, count: int) -> DraftJob:
         newest = len(sequence.token_ids) - 1
         text = self._progress(sequence)
-        if newest - text.cached >= _MOST_ROWS:
+        if newest - text.cached >= MOST_ROWS:
             self.follow(sequence, newest)
         text.cached = min(
             text.cached, newest

@@ -5,8 +5,27 @@ Knows numbers of tokens; not which ones, nor who drafts them. It changes the tim
 
 from collections.abc import Sequence
 
+from quengine.config import EngineConfig
+
+DRAFT_TOKENS = {"cpu": 4, "cuda": 7}
+"""Tokens of a draft, at most, by kind of device, where nobody says otherwise. On a CPU a further row costs a quarter of
+the first; a GPU's matmuls take 8 rows at a time."""
+
+DRAFT_ROWS = {"cpu": 8, "cuda": 32}
+"""Rows of a step up to which drafts are added to it. More of them cost a CPU as much each as a step's average row."""
+
 LONGEST_PAUSE = 16
 """Steps without a draft, at most, while none is right: after so many a row more costs little on average."""
+
+
+def draft_tokens(config: EngineConfig, kind: str) -> int:
+    """Tokens of a draft at most."""
+    return config.draft_tokens or DRAFT_TOKENS[kind]
+
+
+def draft_rows(config: EngineConfig, kind: str) -> int:
+    """Rows of a step up to which there are drafts, a row a sequence and one a drafted token; 0: there are none."""
+    return max(DRAFT_ROWS[kind], 1 + draft_tokens(config, kind)) if config.speculates else 0
 
 
 class Pace:

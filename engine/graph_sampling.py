@@ -4,10 +4,21 @@ Knows requests; not graphs, nor how a token is chosen.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from quengine.kernels.cuda.sampling import MAX_CAPACITY, Settings
+from quengine.sampler import Sampler
 from quengine.sampling_params import SamplingParams
-from quengine.sequence import Sequence
+
+
+class Sampled(Protocol):
+    """What samples: a sequence, or drafts for one."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def sampler(self) -> Sampler: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class GraphKey:
 GREEDY = GraphKey(1, bias=False, penalties=False)
 
 
-def settings_of(sequence: Sequence) -> Settings:
+def settings_of(sequence: Sampled) -> Settings:
     """How a sequence samples, as the device takes it."""
     params = sequence.params
     return Settings(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quengine.config import MIXED_CHUNK, MIXED_SECONDS, EngineConfig
 from quengine.constraint import ConstraintCompiler
+from quengine.draft_pace import draft_rows, draft_tokens
 from quengine.errors import EngineError
 from quengine.kernels.cache_types import CacheType
 from quengine.load import load_model
@@ -28,7 +29,7 @@ from quengine.sampler import Sample, Sampler
 from quengine.sampling_params import SamplingParams
 from quengine.scheduler import Scheduler
 from quengine.sequence import Sequence
-from quengine.speculation import DRAFT_ROWS, DRAFT_TOKENS, Speculation
+from quengine.speculation import Speculation
 from quengine.text_stream import TextStream
 
 Prompt = str | Seq[int]
@@ -279,8 +280,8 @@ class LLM:
         if not config.speculates:
             return None
         assert isinstance(self.scheduler, PagedScheduler)
-        most = config.draft_tokens or DRAFT_TOKENS[kind]
-        return Speculation(self.scheduler, config.draft_ngram, self.loaded.draft, most, DRAFT_ROWS[kind])
+        most, rows = draft_tokens(config, kind), draft_rows(config, kind)
+        return Speculation(self.scheduler, config.draft_ngram, self.loaded.draft, most, rows)
 
     def _sequence(
         self, ids: list[int], params: SamplingParams, index: int, show_special: bool | Collection[int]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from quengine.config import DEFAULT_CHUNK, EngineConfig
-from quengine.draft_model import DraftModel, DraftSteps, HostDraftSteps
+from quengine.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
+from quengine.draft_pace import draft_rows, draft_tokens
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import BLOCK_SIZE, Backend
 from quengine.kernels.quant_tensor import QuantTensor
@@ -110,7 +111,19 @@ class _Machine:
 
     def draft_steps(self, runner: Runner) -> DraftSteps:
         """What runs a draft model's decode steps."""
-        return HostDraftSteps(runner)
+        if self.device.type != "cuda":
+            return HostDraftSteps(runner)
+        from quengine.cuda_batch import BUCKETS
+        from quengine.cuda_batch_graphs import BatchGraphs
+        from quengine.cuda_drafts import DeviceDraftSteps
+
+        # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
+        jobs = min(self.config.parallel, draft_rows(self.config, self.device.type))
+        rows = min(BUCKETS[-1], MOST_ROWS * jobs)
+        graphs = BatchGraphs(
+            runner.decoder, runner.cache, rows, True, draft_tokens(self.config, self.device.type)
+        )
+        return DeviceDraftSteps(graphs, graphs.board.blocks)
 
 
 def _choose_cache(
@@ -234,7 +247,7 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, device:
     if device.type == "cuda":
         from quengine.cuda_runner import CudaRunner
 
-        runner = CudaRunner(decoder, cache)
+        runner = CudaRunner(decoder, cache, draft_rows(config, device.type))
         runner.compile_kernels()
         return runner
     from quengine.cpu_runner import CpuRunner

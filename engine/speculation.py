@@ -22,13 +22,6 @@ from quengine.sampler import Sample
 from quengine.scheduler import Batch, DecodeStep
 from quengine.sequence import Sequence
 
-DRAFT_TOKENS = {"cpu": 4, "cuda": 7}
-"""Tokens drafted for a sequence in a step, at most, by kind of device. On a CPU a further row costs a quarter of the
-first; a GPU's matmuls take 8 rows at a time."""
-
-DRAFT_ROWS = {"cpu": 8, "cuda": 32}
-"""Rows of a step up to which drafts are added to it. More of them cost a CPU as much each as a step's average row."""
-
 
 @dataclass
 class _Drafting:
@@ -67,7 +60,7 @@ class Speculation:
         self._longest = longest
         self._model = model
         self._most = most
-        self._rows = max(rows, most + 1)
+        self._rows = rows
         self._texts: WeakKeyDictionary[Sequence, _Drafting] = WeakKeyDictionary()
         self._paces: WeakKeyDictionary[Sequence, Pace] = WeakKeyDictionary()  # of the drafts under way
 
