@@ -16,6 +16,7 @@ import triton.language as tl
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, table_rows
 from quengine.kernels.cuda.mma import uses_assembly
+from quengine.kernels.cuda.relaunch import Relaunched
 from quengine.kernels.cuda.rope import sequence_pointers, table_arguments
 
 
@@ -81,6 +82,7 @@ def _attend_tiles(
     return largest, total, mixed
 
 
+@Relaunched
 @triton.jit(do_not_specialize=["start", "rows", "context", "blocks", "mask_stride", "mask_origin"])
 def _attention_prefill_kernel(
     q_ptr,

@@ -10,6 +10,7 @@ from torch import Tensor
 from quengine.kernels.cuda.fragments import chunk_scales, load_chunk, step_codes
 from quengine.kernels.cuda.mma import pack_halves, uses_assembly
 from quengine.kernels.cuda.packed import PackedPart
+from quengine.kernels.cuda.relaunch import Relaunched
 
 
 @triton.jit
@@ -39,6 +40,7 @@ def _store_group(pointer, values, inside, STEPS: tl.constexpr):
     tl.store(pointer[:, None] + tl.arange(0, 2 * STEPS)[None, :], run, mask=inside[:, None])
 
 
+@Relaunched
 @triton.jit
 def _dequantize_kernel(
     low, high, scales, supers, out_ptr, chunk_count, first_tile, rows, gain,

@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quengine.kernels.cuda.relaunch import Relaunched
+
 ROW_MAJOR = tl.constexpr(0)
 TILED = tl.constexpr(1)
 ORDERED_32 = tl.constexpr(2)
@@ -188,6 +190,7 @@ def half_scale(peak):
     return scale, ((exponent - 13) << 23).to(tl.float32, bitcast=True)
 
 
+@Relaunched
 @triton.jit
 def _half_rows_kernel(
     x_ptr, half_ptr, unscale_ptr, K, half_stride, copy, BLOCK: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr
@@ -221,6 +224,7 @@ def half_rows(x: Tensor, out: HalfRows | None = None, pdl: bool = False) -> Half
     return rows
 
 
+@Relaunched
 @triton.jit
 def _finish_kernel(y_ptr, unscale_ptr, residual_ptr, N, gain, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from quengine.kernels.cuda.activations import RoundedActivations, round_group, store_rounded
 from quengine.kernels.cuda.half import HalfRows, Products, half_scale, store_half
+from quengine.kernels.cuda.relaunch import Relaunched
 
 _PLAIN = tl.constexpr(0)
 _ROUND = tl.constexpr(1)
@@ -93,6 +94,7 @@ def _store_round(y, high_ptr, low_ptr, scale_ptr, sums_ptr, first, end):
     store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, group < end, high, low, scale, sums)
 
 
+@Relaunched
 @triton.jit
 def _rms_norm_kernel(
     x_ptr,

@@ -12,6 +12,7 @@ import triton.language as tl
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda.half import Products
 from quengine.kernels.cuda.kv_store import BLOCK, KVStore, store_rows, table_rows
+from quengine.kernels.cuda.relaunch import Relaunched
 
 
 @triton.jit
@@ -74,6 +75,7 @@ def load_heads(head_ptr, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
     return tl.load(head_ptr[:, None] + d, mask=live[:, None] & (d < HEAD_DIM), other=0.0).to(tl.float32)
 
 
+@Relaunched
 @triton.jit(do_not_specialize=["context", "blocks"])
 def _rope_store_kernel(
     qkv_ptr,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quengine.kernels.cuda.half import HalfRows, Products
 from quengine.kernels.cuda.packed import PackedPart
+from quengine.kernels.cuda.relaunch import Relaunched
 
 
 @triton.jit
@@ -51,6 +52,7 @@ def reach_of(part: PackedPart) -> float:
     return 2.0**14 * math.sqrt(part.cols) * part.norm
 
 
+@Relaunched
 @triton.jit
 def _swiglu_products_kernel(
     z_ptr, unscale_ptr, out_ptr, out_unscale_ptr, width, stride, first, inverse_gain, reach, BLOCK: tl.constexpr
