@@ -164,7 +164,7 @@ class Backend(Protocol[WeightT]):
         """x [T, K] times weight [N, K], plus residual [T, N].
 
         `norm`, `eps`: the RMSNorm through which the result is read next, for a backend that begins it here. The next
-        operation is given the same norm all the same.
+        operation is given the same norm all the same. The result may be written over the residual.
         """
         ...
 

@@ -36,8 +36,9 @@ DECODE_ROWS = 1
 """Rows up to which the q-dot is used. Its kernel takes 8, but compiling the one for 4 rows of Q4_K takes over a minute,
 which nobody should wait for in front of a short prompt."""
 
-MAX_EXPANDED = 1 << 26
-"""Weights expanded to fp16 at a time in prefill, at most: 128 MiB."""
+MAX_EXPANDED = 80 << 20
+"""Weights expanded to fp16 at once in prefill, at most: 160 MiB. A matrix that has more is expanded in pieces, and so
+are gate and up, which lose nothing by it; pieces have half as many where nothing else needs the room."""
 
 Rows = Tensor | RoundedActivations | HalfRows
 """What feeds a matmul: rounded rows where the q-dot reads them; elsewhere scaled fp16 rows after a norm, else fp32."""
@@ -133,10 +134,13 @@ class CudaBackend:
             tables = None if table is None else table[None]
             # Positions made just now must be complete before the launch that reads them begins.
             return self._decode(qkv, spec, cache, positions, tables, False)
-        q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table)
         if isinstance(qkv, Products):
-            out = attention_prefill(q, spec, cache, 0, first, torch.float16, self.pdl, table)
-            return self._workspace().as_they_are(out)
+            room = self._workspace()
+            q = room.wide(tokens, spec.heads * spec.head_dim)
+            q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q)
+            out = attention_prefill(q, spec, cache, 0, first, torch.float16, self.pdl, table, in_place=True)
+            return room.as_they_are(out)
+        q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table)
         return attention_prefill(q, spec, cache, 0, first, torch.float32, self.pdl, table)
 
     def normed(self, x: Residual, norm: Tensor, eps: float) -> Tensor:
@@ -211,7 +215,9 @@ class CudaBackend:
     def _noted(self, weight: PackedWeight) -> PackedWeight:
         """Remember how much room the prefill needs for this weight."""
         self._widest = max(self._widest, weight.cols)
-        self._largest = max(self._largest, min(weight.rows * weight.cols, MAX_EXPANDED))
+        size = weight.rows * weight.cols
+        whole = size <= MAX_EXPANDED and not weight.paired
+        self._largest = max(self._largest, size if whole else min(size, MAX_EXPANDED // 2))
         return weight
 
     def _workspace(self) -> MatmulWorkspace:

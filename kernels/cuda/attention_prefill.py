@@ -178,12 +178,13 @@ def attention_prefill(
     out_dtype: torch.dtype = torch.float16,
     pdl: bool = False,
     block_table: torch.Tensor | None = None,
+    in_place: bool = False,
 ) -> torch.Tensor:
     """Causal attention of T query rows at positions start..start+T of one sequence over cache rows 0..start+T.
 
     q: [T, heads, head_dim] fp16, rotated (`rope_store` makes it and has written the chunk's keys and values);
     `spec.mask_band` must have at least T rows and reach `start`. `block_table`: as in `rope_store`. Returns
-    [T, heads * head_dim] of `out_dtype`.
+    [T, heads * head_dim] of `out_dtype`; `in_place`: where q was.
     Source: Dao 2023 (FlashAttention-2).
     """
     rows, heads, head_dim = q.shape
@@ -193,7 +194,11 @@ def attention_prefill(
     room = cache.k.shape[2] if block_table is None else block_table.shape[0] * BLOCK_SIZE
     assert 0 < rows <= chunk and 0 <= start <= width - chunk and start + rows <= room
     assert spec.mask_band.dtype == torch.bool and spec.mask_band.stride(1) == 1
-    out = torch.empty(rows, heads * head_dim, dtype=out_dtype, device=q.device)
+    if in_place:  # a program reads the queries whose results it writes, and no others
+        out = q.view(rows, heads * head_dim)
+        assert out_dtype == q.dtype
+    else:
+        out = torch.empty(rows, heads * head_dim, dtype=out_dtype, device=q.device)
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
     table, blocks = table_arguments(cache, block_table, spec.mask_band)
     launch = prefill_launch(head_dim, rows, is_hopper(q.device))

@@ -61,6 +61,15 @@ class MatmulWorkspace:
     def gated_unscale(self, rows: int) -> Tensor:
         return self._take("gated unscale", torch.float32, rows, rows)
 
+    def wide(self, rows: int, width: int) -> Tensor:
+        """fp16 [rows, width], contiguous: queries and what attention makes of them; later in a layer, SwiGLU's rows.
+        None of them outlives the matmul that reads it."""
+        return self._take("wide", torch.float16, rows, rows, width)
+
+    def products(self, rows: int, width: int) -> Tensor:
+        """fp32 [rows, width], contiguous: products that the next launch reads."""
+        return self._take("products", torch.float32, rows, rows, width)
+
     def as_they_are(self, values: Tensor) -> HalfRows:
         """fp16 rows that need no scale."""
         rows = values.shape[0]
@@ -76,6 +85,8 @@ class MatmulWorkspace:
         if held is None or held.numel() < size:
             self._room.pop(name, None)  # free the smaller one first
             del held
+            if self.weights.is_cuda and rows > _FEW_ROWS:
+                torch.cuda.empty_cache()  # nothing else is of its size: kept, it would only take room
             wanted = _FEW_ROWS * triton.cdiv(size, rows) if rows <= _FEW_ROWS else size
             held = self._room[name] = torch.empty(wanted, dtype=dtype, device=self.weights.device)
         return held[:size].view(shape)
@@ -84,10 +95,10 @@ class MatmulWorkspace:
 def matmul_products(
     x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool = False
 ) -> Products | Tensor:
-    """`matmul`, left unscaled where that saves a pass. The scale lies in the workspace, until the next rows there."""
+    """`matmul`, left unscaled where that saves a pass. They then lie in the workspace, until the next rows there."""
     half = _halved(x, weight, workspace, pdl)
     if _expands_at_once(half, weight, workspace):
-        return _multiply_all(half, weight, workspace)
+        return _multiply_all(half, weight, workspace, workspace.products(half.rows, weight.rows))
     return matmul(half, weight, workspace, pdl=pdl)
 
 
@@ -131,14 +142,15 @@ def matmul_norm(
 ) -> tuple[Tensor, HalfRows]:
     """`matmul` with a residual, and the RMSNorm behind it: fp32 [T, N], and its normed rows as scaled fp16.
 
-    The norm's rows lie in the workspace, until the next rows that are made there. `norm`: fp32 [N].
+    The former may be written over the residual. The latter lie in the workspace, until the next rows that are made
+    there. `norm`: fp32 [N].
     """
     half = _halved(x, weight, workspace, pdl)
     rows = half.rows
     if _expands_at_once(half, weight, workspace):
-        products = _multiply_all(half, weight, workspace)
+        products = _multiply_all(half, weight, workspace, workspace.products(rows, weight.rows))
         room = workspace.half_rows(rows, weight.rows)
-        return products.values, finish_norm_half(products, residual, norm, eps, room, pdl)
+        return residual, finish_norm_half(products, residual, norm, eps, room, pdl)
     y = matmul(half, weight, workspace, residual, pdl)
     return y, rms_norm_half(y, norm, eps, workspace.half_rows(rows, weight.rows), pdl)
 
@@ -177,8 +189,7 @@ def matmul_swiglu(
         products = workspace.gated(rows, gate_up.rows // 2)
         launch_fused(half, part, True, products, 0, workspace.scratch, swiglu=True, pdl=pdl)
         return half_rows(products, workspace.half_rows(rows, gate_up.rows // 2), pdl)
-    values = torch.empty(rows, gate_up.rows // 2, dtype=torch.float16, device=half.values.device)
-    out = HalfRows(values, workspace.gated_unscale(rows))
+    out = HalfRows(workspace.wide(rows, gate_up.rows // 2), workspace.gated_unscale(rows))
     # Some gate rows and their up rows at a time, so that neither they nor their products take much memory.
     most = max(16, min(workspace.weights.numel() // part.cols, _PRODUCTS // rows))
     pieces = triton.cdiv(part.rows, most)
@@ -187,7 +198,8 @@ def matmul_swiglu(
         count = min(tiles, part.tiles - tile)
         expanded = workspace.weights[: 16 * count * part.cols].view(16 * count, part.cols)
         dequantize_part(part, True, expanded, tile, count)
-        swiglu_products(_products(half, expanded, part.gain), reach_of(part), out, 8 * tile)
+        z = _products(half, expanded, part.gain, workspace.products(rows, 16 * count))
+        swiglu_products(z, reach_of(part), out, 8 * tile)
     return out
 
 
@@ -206,7 +218,9 @@ def _expands_at_once(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspa
     return packed and not weight.paired and weight.rows * weight.cols <= workspace.weights.numel()
 
 
-def _multiply_all(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace) -> Products:
+def _multiply_all(
+    x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace, out: Tensor | None = None
+) -> Products:
     """Rows times the whole weight, expanded with the smallest of the parts' gains, so that none leaves fp16's range."""
     expanded = workspace.weights[: weight.rows * weight.cols].view(weight.rows, weight.cols)
     parts = [part for part in weight.parts if isinstance(part, PackedPart)]
@@ -214,7 +228,7 @@ def _multiply_all(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace)
     for part in parts:
         dequantize_part(part, False, expanded[first : first + part.rows], gain=gain)
         first += part.rows
-    return _products(x, expanded, gain)
+    return _products(x, expanded, gain, out)
 
 
 def _expand_and_multiply(
@@ -245,11 +259,11 @@ def _expand_and_multiply(
         out[:, columns] = _products(x, expanded, gain).finish(added)
 
 
-def _products(x: HalfRows, expanded: Tensor, gain: float) -> Products:
-    """fp16 rows [T, K] times gain * weights, fp16 [N, K], with fp32 sums."""
+def _products(x: HalfRows, expanded: Tensor, gain: float, out: Tensor | None = None) -> Products:
+    """fp16 rows [T, K] times gain * weights, fp16 [N, K], with fp32 sums, to `out` where that is given."""
     rows = x.row_major(expanded.shape[1])
     if rows.is_cuda:
-        values = torch.mm(rows, expanded.T, out_dtype=torch.float32)
+        values = torch.mm(rows, expanded.T, out_dtype=torch.float32, out=out)
     else:
-        values = rows.float() @ expanded.float().T
+        values = torch.mm(rows.float(), expanded.float().T, out=out)
     return Products(values, x.unscale, gain)

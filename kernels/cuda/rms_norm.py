@@ -69,20 +69,17 @@ def geometry(rows: int, width: int) -> Geometry:
 
 @triton.jit
 def _load_part(x_ptr, residual_ptr, factor, row, column, mask, x_stride, residual_stride, ADD: tl.constexpr):
-    """A part of the rows in fp32. _ADD: the sum with the residual, which is written to the residual. _FINISH: x times
-    `factor`, plus the residual, which is written to x."""
-    at_x = x_ptr + row * x_stride + column
-    x = tl.load(at_x, mask=mask, other=0.0).to(tl.float32)
+    """A part of the rows in fp32. _ADD: the sum with the residual, which is written to the residual. _FINISH: the same
+    of x times `factor`."""
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if ADD != _ALONE:
         at = residual_ptr + row * residual_stride + column
         added = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if ADD == _FINISH:
-            x = x * factor + added
-            tl.store(at_x, x, mask=mask)
-        else:
-            total = (added + x).to(residual_ptr.dtype.element_ty)
-            tl.store(at, total, mask=mask)
-            x = total.to(tl.float32)
+            x = x * factor
+        total = (added + x).to(residual_ptr.dtype.element_ty)
+        tl.store(at, total, mask=mask)
+        x = total.to(tl.float32)
     return x
 
 
@@ -227,7 +224,8 @@ def finish_norm_half(
     out: HalfRows,
     pdl: bool = False,
 ) -> HalfRows:
-    """`products.finish(residual)` and `rms_norm_half` of it, to `out`, in one pass. They may share their unscale."""
+    """`products.finish(residual)`, to the residual, and `rms_norm_half` of it, to `out`, in one pass. Products and
+    `out` may share their unscale."""
     outputs = (out.values, out.values, out.unscale, out.values)
     _launch(products.values, weight, eps, residual, outputs, out.stride, _HALF.value, pdl, products, out)
     return out

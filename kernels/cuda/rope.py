@@ -169,13 +169,15 @@ def rope_store(
     positions: torch.Tensor,
     pdl: bool = False,
     block_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys of T tokens of one sequence and write its keys and values to the cache.
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride, or products of that shape that are
     unscaled here; positions: int32 [T] on the device (a position past the context is not written). With
     `block_table`, int32 on the device, `cache` is a pool and `sequence` 0: position p is row
-    `block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. Returns the rotated queries [T, heads, head_dim] fp16.
+    `block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. Returns the rotated queries [T, heads, head_dim] fp16,
+    in `out` where that is given, contiguous.
     With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
     gain, unscale = 1.0, None
@@ -187,7 +189,8 @@ def rope_store(
     assert positions.shape == (tokens,) and positions.dtype == torch.int32
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
     table, blocks = table_arguments(cache, block_table, positions)
-    q = torch.empty(tokens, spec.heads, head_dim, dtype=torch.float16, device=qkv.device)
+    shape = (tokens, spec.heads, head_dim)
+    q = torch.empty(shape, dtype=torch.float16, device=qkv.device) if out is None else out.view(shape)
     block_heads = heads_per_block(spec.heads, kv_heads)
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
     grid = (tokens, (spec.heads + 2 * kv_heads) // block_heads)

@@ -153,10 +153,10 @@ def test_swiglu_of_rows_of_any_size(size: float, device: torch.device) -> None:
 def test_the_norm_behind_a_matmul(rows: int, device: torch.device) -> None:
     weight, x = ordinary_weight("Q4_K", 64, 256), ordinary_activations(rows, 256)
     residual, norm = torch.randn(rows, 64), torch.rand(64) + 0.5
+    exact = expected(x, [weight]) + residual
     hidden, normed = matmul_norm(
         x.to(device), pack(weight, device), workspace(device), residual.to(device), norm.to(device), 1e-5
     )
-    exact = expected(x, [weight]) + residual
     assert nmse(hidden, exact) < FP16_ROUNDING
     assert nmse(normed.dequantize(64), rms_norm(exact, norm.double(), 1e-5)) < 4 * FP16_ROUNDING
 
