@@ -67,6 +67,9 @@ def bench(
     warm_up: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before.")] = True,
     device: options.Device = "auto",
     cache_type: options.CacheTypeName = "f16",
+    draft_model: options.DraftModel = None,
+    draft_ngram: options.DraftNgram = 0,
+    draft_tokens: options.DraftTokens = None,
     backend: options.BackendName = "auto",
 ) -> None:
     """Time prompt processing and token generation."""
@@ -100,6 +103,9 @@ def bench(
         profile=profile,
         trace=trace,
         cache_type=options.cache_type(cache_type),
+        draft_model=draft_model,
+        draft_ngram=draft_ngram,
+        draft_tokens=draft_tokens,
     )
     try:
         _WRITERS[output](_cleared(run_bench(plan, progress), progress))
@@ -173,6 +179,13 @@ _CUDA_COLUMNS: tuple[_Column, ...] = (
 )
 """What only a CUDA device has."""
 
+_DRAFT_COLUMNS: tuple[_Column, ...] = (
+    ("drafted", 7, lambda row: "-" if row.drafts is None else str(row.drafts.drafted)),
+    ("accepted", 8, lambda row: "-" if row.drafts is None else str(row.drafts.accepted)),
+    ("accept length", 13, lambda row: _number(None if row.drafts is None else row.drafts.accept_length, 2)),
+)
+"""What became of drafts, of all repetitions, where there are any."""
+
 _LEFT = {"model", "type", "device", "test"}
 
 
@@ -194,7 +207,8 @@ def _write_md(rows: "Iterator[BenchRow]") -> None:
     """The table as it grows; what the percentages are of, and profiles, below it."""
     shown: list[BenchRow] = []
     for row in rows:
-        columns = _COLUMNS + _CUDA_COLUMNS if row.device.startswith("cuda") else _COLUMNS
+        columns = _COLUMNS + (_CUDA_COLUMNS if row.device.startswith("cuda") else ())
+        columns += _DRAFT_COLUMNS if row.drafts is not None else ()
         if not shown:
             print(_line(columns, [heading for heading, _, _ in columns]))
             rules = ["-" * (w + 2) if h in _LEFT else "-" * (w + 1) + ":" for h, w, _ in columns]

@@ -58,6 +58,9 @@ def chat(
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
     deterministic: options.Deterministic = False,
+    draft_model: options.DraftModel = None,
+    draft_ngram: options.DraftNgram = 0,
+    draft_tokens: options.DraftTokens = None,
     device: options.Device = "auto",
     threads: options.Threads = None,
     backend: options.BackendName = "auto",
@@ -83,10 +86,9 @@ def chat(
     )
     from quengine.chat_session import ChatSession
 
-    held = options.cache_type(cache_type)
-    with load_llm(
-        model, device, ctx_size, threads, backend, held, deterministic=deterministic, reuse_prefix=True
-    ) as llm:
+    held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)
+    asked = (model, device, ctx_size, threads, backend, held)
+    with load_llm(*asked, drafts=drafts, deterministic=deterministic, reuse_prefix=True) as llm:
         if llm.chat_template is None:
             raise EngineError(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "

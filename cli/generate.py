@@ -67,6 +67,9 @@ def generate(
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
     deterministic: options.Deterministic = False,
+    draft_model: options.DraftModel = None,
+    draft_ngram: options.DraftNgram = 0,
+    draft_tokens: options.DraftTokens = None,
     device: options.Device = "auto",
     threads: options.Threads = None,
     backend: options.BackendName = "auto",
@@ -92,8 +95,10 @@ def generate(
         logprobs=logprobs,
     )
     source = _prompt_text(text, prompt, file)
-    held = options.cache_type(cache_type)
-    with load_llm(model, device, ctx_size, threads, backend, held, deterministic=deterministic) as llm:
+    held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)
+    with load_llm(
+        model, device, ctx_size, threads, backend, held, drafts=drafts, deterministic=deterministic
+    ) as llm:
         ids = _prompt_ids(llm, source, system, chat, special)
         if show_prompt:
             print(llm.tokenizer.decode(ids, skip_special=False), file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from quengine.cli.options import Drafts
 from quengine.cli.progress import ProgressLine
 from quengine.kernels.cache_types import CacheType
 
@@ -17,6 +18,7 @@ def load_llm(
     backend: str,
     cache_type: CacheType,
     *,
+    drafts: Drafts,
     deterministic: bool,
     reuse_prefix: bool = False,
     parallel: int = 1,
@@ -35,6 +37,9 @@ def load_llm(
         cache_type=cache_type,
         deterministic=deterministic,
         parallel=parallel,
+        draft_model=drafts.draft_model,
+        draft_ngram=drafts.draft_ngram,
+        draft_tokens=drafts.draft_tokens,
         progress=progress,
     )
     progress.clear()

@@ -1,6 +1,7 @@
 """The flags that several commands share, spelled as llama.cpp's users type them, and what they turn into."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _SAMPLING = "Sampling"
 _RUN = "How it runs"
+_DRAFTS = "Drafts: several tokens checked in a step, the text stays the same"
 
 Model = Annotated[
     str,
@@ -49,6 +51,37 @@ Threads = Annotated[
 ]
 BackendName = Annotated[
     str, typer.Option("--backend", help="auto, or reference (float64, slow).", rich_help_panel=_RUN)
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        "--model-draft",
+        "-md",
+        metavar="MODEL",
+        help="A small model of the same vocabulary that drafts tokens.",
+        rich_help_panel=_DRAFTS,
+    ),
+]
+DraftNgram = Annotated[
+    int,
+    typer.Option(
+        "--draft-ngram",
+        metavar="N",
+        help="Look runs of up to N tokens up in the text itself, for what followed; 0: off.",
+        rich_help_panel=_DRAFTS,
+    ),
+]
+DraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-tokens",
+        "--draft-max",
+        "--draft",
+        metavar="K",
+        help="Tokens of a draft at most. [default: 4; CUDA: 7]",
+        rich_help_panel=_DRAFTS,
+    ),
 ]
 MaxTokens = Annotated[
     int,
@@ -125,6 +158,15 @@ Grammar = Annotated[
     ),
 ]
 System = Annotated[str | None, typer.Option("--system", "-sys", help="System message.")]
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What the flags on drafts say, by the names that `LLM` has for it."""
+
+    draft_model: str | None = None
+    draft_ngram: int = 0
+    draft_tokens: int | None = None
 
 
 def sampling_params(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
-    from quengine.output import Completion
+    from quengine.output import Completion, Timings
 
 
 def print_report(completion: "Completion", llm: "LLM") -> None:
@@ -20,12 +20,23 @@ def print_report(completion: "Completion", llm: "LLM") -> None:
         f"first token after {t.ttft_s:.2f} s",
         f"generated  {t.generated_tokens} tokens in {t.decode_s:.2f} s, {t.decode_tok_s:.1f} tok/s, "
         f"{per_token:.1f} ms/token; ended by {completion.finish_reason}, seed {completion.seed}",
+        *_drafts(t),
         f"read       {gib(t.bytes_per_token)} a token, {t.gb_s:.1f} GB/s",
         f"load       {t.load_s:.2f} s; peak memory {gib(t.peak_bytes)}; {llm.loaded.device}, "
         f"{llm.loaded.threads} threads, {llm.loaded.decoder.backend.name} backend",
         *llm.loaded.notes,
     ]
     print("\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr)
+
+
+def _drafts(t: "Timings") -> list[str]:
+    """What became of drafted tokens, if any were."""
+    if not t.drafts:
+        return []
+    return [
+        f"drafted    {t.drafted_tokens} tokens in {t.drafts} steps, {t.accepted_tokens} accepted "
+        f"({100 * t.accept_rate:.0f}%); {t.accept_length:.2f} tokens a step with a draft"
+    ]
 
 
 def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
@@ -48,6 +59,11 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
             "bytes_per_token": t.bytes_per_token,
             "cached_tokens": t.cached_tokens,
             "peak_bytes": t.peak_bytes,
+            "drafts": t.drafts,
+            "drafted_tokens": t.drafted_tokens,
+            "accepted_tokens": t.accepted_tokens,
+            "accept_rate": t.accept_rate,
+            "accept_length": t.accept_length,
         },
         "model": str(llm.loaded.path),
         "device": str(llm.loaded.device),

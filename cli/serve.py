@@ -104,6 +104,9 @@ def serve(
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
     deterministic: options.Deterministic = False,
+    draft_model: options.DraftModel = None,
+    draft_ngram: options.DraftNgram = 0,
+    draft_tokens: options.DraftTokens = None,
     device: options.Device = "auto",
     threads: options.Threads = None,
     backend: options.BackendName = "auto",
@@ -145,13 +148,18 @@ def serve(
         limits=limits,
     )
     resolve_model(model)  # what is wrong with the name is said before anything listens
-    held = options.cache_type(cache_type)
+    held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)
+    if draft_model is not None:
+        resolve_model(draft_model)
 
     def make_engine() -> "Engine":
         from quengine.serve.llm_engine import LLMEngine
 
         asked = (model, device, ctx_size, threads, backend, held)
-        return LLMEngine(load_llm(*asked, deterministic=deterministic, reuse_prefix=True, parallel=parallel))
+        llm = load_llm(
+            *asked, drafts=drafts, deterministic=deterministic, reuse_prefix=True, parallel=parallel
+        )
+        return LLMEngine(llm)
 
     _run(settings, make_engine)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from quengine.bench_batch import batch_positions, check_batch, time_batch
+from quengine.bench_drafts import time_drafts
 from quengine.bench_machine import bandwidth, forget_peak, matrix_rate, peak
 from quengine.bench_row import BenchRow, BenchTest, ModelFacts
 from quengine.bench_work import bytes_per_token, prompt_operations
@@ -46,7 +47,8 @@ class BenchPlan:
 
     batches: numbers of sequences computed at once.
 
-    profile: also time each kernel of every test. trace: the file for those times as a timeline.
+    profile: also time each kernel of every test. trace: the file for those times as a timeline. draft_model,
+    draft_ngram, draft_tokens: as `LLM` has them.
     """
 
     models: Seq[str | Path]
@@ -60,6 +62,13 @@ class BenchPlan:
     profile: bool = False
     trace: Path | None = None
     cache_type: CacheType = "f16"
+    draft_model: str | Path | None = None
+    draft_ngram: int = 0
+    draft_tokens: int | None = None
+
+    @property
+    def drafts(self) -> bool:
+        return self.draft_model is not None or self.draft_ngram > 0
 
     @property
     def profiled(self) -> bool:
@@ -67,7 +76,7 @@ class BenchPlan:
 
     def positions(self, test: BenchTest, batch: int, device: str) -> int:
         """Positions that a sequence of the test needs in the cache, and its profile."""
-        if batch > 1:
+        if batch > 1 and not self.drafts:
             return batch_positions(test, batch, device)
         profiled = test.depth + test.prompt + 1 + PROFILED_TOKENS
         return max(test.positions, profiled if self.profiled and test.generate else 0)
@@ -85,6 +94,8 @@ class BenchPlan:
             raise EngineError(f"-r {self.repetitions}: must be at least 1")
         if min(self.batches) < 1:
             raise EngineError(f"-b {min(self.batches)}: must be at least 1")
+        if self.drafts and self.profiled:
+            raise EngineError("--profile and --trace time steps without drafts; leave out the --draft flags")
         if max(self.batches) > 1:
             if self.profiled:
                 raise EngineError("--profile and --trace time the kernels of one sequence; leave out -b")
@@ -125,6 +136,9 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
             reuse_prefix=True,
             cache_type=plan.cache_type,
             parallel=max(batches),
+            draft_model=plan.draft_model,
+            draft_ngram=plan.draft_ngram,
+            draft_tokens=plan.draft_tokens,
             progress=progress,
         ) as llm:
             for batch, test in product(batches, plan.tests):
@@ -148,9 +162,17 @@ def _timed(
     label = f"{facts.name}, {llm.loaded.threads} threads: {test.name}"
     if batch > 1:
         label += f" x {batch}"
-        times = time_batch(
-            llm, test, batch, plan.repetitions, plan.warm_up, lambda what: progress(f"{label}, {what}")
+
+    def tell(what: str) -> None:
+        progress(f"{label}, {what}")
+
+    if plan.drafts:
+        seconds, drafts = time_drafts(llm, test, batch, plan.repetitions, plan.warm_up, tell)
+        return replace(
+            _row(llm, facts, test, batch, seconds, bandwidth, rate), bytes_per_token=0, drafts=drafts
         )
+    if batch > 1:
+        times = time_batch(llm, test, batch, plan.repetitions, plan.warm_up, tell)
     else:
         times = time_test(llm, test, plan.repetitions, plan.warm_up, label, progress)
     row = _row(llm, facts, test, batch, tuple(times), bandwidth, rate)

@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from quengine.errors import EngineError
+from quengine.output import Timings
 from quengine.profile import Profile
 
 
@@ -66,6 +67,41 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class DraftCounts:
+    """Of all repetitions: steps that checked a draft, tokens drafted, and those of them that texts took."""
+
+    steps: int
+    drafted: int
+    accepted: int
+
+    @classmethod
+    def of(cls, timings: Seq[Timings]) -> "DraftCounts":
+        return cls(
+            sum(t.drafts for t in timings),
+            sum(t.drafted_tokens for t in timings),
+            sum(t.accepted_tokens for t in timings),
+        )
+
+    @property
+    def accept_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens that a step with a draft gave on average, the model's own among them."""
+        return 1 + self.accepted / self.steps if self.steps else None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "draft_steps": self.steps,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "accept_rate": self.accept_rate,
+            "accept_length": self.accept_length,
+        }
+
+
+@dataclass(frozen=True)
 class BenchRow:
     """One test on one model with one thread count, of one sequence or of `batch` at once.
 
@@ -76,6 +112,7 @@ class BenchRow:
     single prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
     on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of
     which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
+    drafts: what was drafted and accepted; None where nothing drafts.
     """
 
     model: ModelFacts
@@ -95,6 +132,7 @@ class BenchRow:
     profile: tuple[Profile, ...] = ()
     batch: int = 1
     cache_type: str = "f16"
+    drafts: DraftCounts | None = None
 
     @property
     def name(self) -> str:
@@ -169,6 +207,8 @@ class BenchRow:
             "matrix_percent": self.matrix_percent,
             "kernels_per_step": self.kernels_per_step,
         }
+        if self.drafts is not None:
+            fields |= self.drafts.as_dict()
         if self.profile:
             fields["profile"] = [profile.as_dict() for profile in self.profile]
         return fields if machine is None else {**fields, **machine}

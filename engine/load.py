@@ -79,6 +79,8 @@ def load_model(
     made = _Machine(config, device, threads, free, progress)
     runner = made.runner(checkpoint, ctx_size, num_blocks)
     notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
+    if config.draft_ngram:
+        notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
     drafts = None
     if draft is not None:
         drafts_ctx = min(ctx_size, draft.config.context_length)

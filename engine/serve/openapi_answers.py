@@ -99,7 +99,9 @@ def _piece() -> Schema:
 def _timings() -> Schema:
     phases = [f"{p}_{what}" for p in ("prompt", "predicted") for what in ("ms", "per_token_ms", "per_second")]
     numbers = {key: {"type": "number", "minimum": 0} for key in phases}
-    return _object(cache_n=_COUNT, prompt_n=_COUNT, predicted_n=_COUNT, **numbers)
+    drafts = dict.fromkeys(("draft_n", "draft_n_accepted", "draft_steps"), _COUNT)
+    rates = {key: {"type": "number", "minimum": 0} for key in ("draft_accept_rate", "draft_accept_length")}
+    return _object({**drafts, **rates}, cache_n=_COUNT, prompt_n=_COUNT, predicted_n=_COUNT, **numbers)
 
 
 def _chat() -> dict[str, Schema]:

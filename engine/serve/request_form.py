@@ -118,4 +118,17 @@ def timings_body(timings: Timings) -> dict[str, Any]:
         "predicted_ms": 1e3 * timings.decode_s,
         "predicted_per_token_ms": 1e3 * timings.decode_s / decoded if decoded else 0.0,
         "predicted_per_second": timings.decode_tok_s,
+    } | _drafts_body(timings)
+
+
+def _drafts_body(timings: Timings) -> dict[str, Any]:
+    """What became of drafted tokens; nothing where none were."""
+    if not timings.drafts:
+        return {}
+    return {
+        "draft_n": timings.drafted_tokens,
+        "draft_n_accepted": timings.accepted_tokens,
+        "draft_steps": timings.drafts,
+        "draft_accept_rate": timings.accept_rate,
+        "draft_accept_length": timings.accept_length,
     }

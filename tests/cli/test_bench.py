@@ -184,3 +184,41 @@ def test_profiles_are_in_json_and_in_a_cell_of_csv(
     _write_csv(iter([cuda_row()]))
     (cells,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert json.loads(cells["profile"]) == found["profile"]
+
+
+def test_drafts_have_columns_of_their_own_and_fields_in_json(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "bench",
+        "-m",
+        model,
+        "-p",
+        "6",
+        "-n",
+        "12",
+        "-r",
+        "2",
+        "-t",
+        "1",
+        "--device",
+        "cpu",
+        "-b",
+        "1,2",
+    ]
+    flags += ["--draft-model", model, "--draft-tokens", "3"]
+    assert run(flags) == 0
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()
+    ]
+    assert cells[0][-3:] == ["drafted", "accepted", "accept length"]
+    rows = {row[6]: row for row in cells[2:]}
+    assert list(rows) == ["pp6", "tg12", "pp6 x 2", "tg12 x 2"]
+    assert rows["pp6"][-3:] == ["0", "0", "-"]
+    # Two repetitions of 12 tokens, each of three steps of four.
+    assert rows["tg12"][-3:] == ["18", "18", "4.00"] and rows["tg12 x 2"][-3:-1] == ["36", "36"]
+    assert run([*flags, "-o", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[1]["drafted_tokens"] == 18 and found[1]["accept_rate"] == 1
+    assert run([*flags, "--profile"]) == 1
+    assert "without drafts" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`engine generate`: where text and everything else go, what the flags mean, how it fails."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,9 @@ def test_user_text_becomes_control_tokens_only_with_special(
         (["--logit-bias", "x"], 1, "--logit-bias"),
         (["-n", "0"], 1, "max_tokens"),
         (["-t", "0"], 1, "threads"),
+        (["--draft-tokens", "4"], 1, "draft_tokens"),
+        (["--draft-ngram", "99"], 1, "draft_ngram"),
+        (["--draft-model", "none.gguf"], 1, "draft model"),
     ],
 )
 def test_bad_flags_end_with_one_line(
@@ -253,3 +257,25 @@ def test_a_wrong_constraint_is_one_line(
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err
     assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_drafts_leave_the_text_as_it_is_and_are_in_the_report(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["generate", "-m", model, "the the the", *COMMON, "-n", "30"]
+    assert run(args) == 0
+    plain = capsys.readouterr()
+    assert "drafted" not in plain.err
+    for flags in (["--draft-ngram", "2"], ["-md", model, "--draft-max", "3"]):
+        assert run([*args, *flags]) == 0
+        drafted = capsys.readouterr()
+        assert drafted.out == plain.out
+        assert re.search(
+            r"drafted    \d+ tokens in \d+ steps, \d+ accepted \(\d+%\); \d\.\d\d tokens", drafted.err
+        )
+        assert "drafts by " in drafted.err
+    assert "(100%)" in drafted.err
+    timings = as_json(capsys, "-m", model, "the", "-md", model, "--draft", "2")["timings"]
+    assert isinstance(timings, dict)
+    assert timings["drafted_tokens"] == timings["accepted_tokens"] > 0
+    assert timings["accept_rate"] == 1 and timings["accept_length"] > 2

@@ -307,3 +307,68 @@ def test_a_step_that_failed_is_tried_for_each_of_its_sequences() -> None:
     assert [b.sequences for b in alone if b is not None] == [[added[0]], [added[2]], [added[0], added[2]]]
     run(scheduler)
     assert scheduler.blocks.num_used == 0
+
+
+def drafted_step(scheduler: PagedScheduler, numbers: random.Random) -> Batch | DecodeStep | None:
+    """One step in which sequences have drafts of any length, right up to any place."""
+    batch = scheduler.next_batch()
+    if batch is None:
+        return None
+    drafts = {}
+    if isinstance(batch, DecodeStep):
+        for sequence in batch.sequences:
+            left = sequence.max_positions - len(sequence.token_ids) - 1
+            before = len(sequence.block_table)
+            free = scheduler.blocks.num_free
+            if left > 0 and sequence.num_cached_tokens + 1 == len(sequence.token_ids):
+                drafts[sequence] = scheduler.draft_room(sequence, min(left, numbers.randrange(1, 70)))
+            taken = len(sequence.block_table) - before
+            assert not taken or free > len(scheduler._running), "nobody is put out for a draft"
+            end = len(sequence.token_ids) + drafts.get(sequence, 0)
+            assert end <= len(sequence.block_table) * BLOCK and end < sequence.max_positions
+    scheduler.computed()
+    for sequence in batch.sequences:
+        if sequence.num_cached_tokens < len(sequence.token_ids):
+            continue
+        sequence.token_ids.append(numbers.randrange(10**6))
+        for _ in range(numbers.randint(0, drafts.get(sequence, 0))):
+            if sequence.finished:
+                break
+            scheduler.accepted(sequence)
+            sequence.token_ids.append(numbers.randrange(10**6))
+    scheduler.release()
+    return batch
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_that_are_taken_and_rejected_lose_no_block_and_share_only_what_was_taken(
+    seed: int, deterministic: bool
+) -> None:
+    scheduler = make(blocks=14, parallel=5, deterministic=deterministic)
+    numbers = random.Random(seed)
+    live: list[FakeSequence] = []
+    finished: list[FakeSequence] = []
+    for _ in range(300):
+        if len(live) < 9 and numbers.random() < 0.3:
+            again = numbers.choice(finished).token_ids if finished and numbers.random() < 0.5 else []
+            ids = [*again[: numbers.randrange(120)], *prompt(numbers.randrange(1, 90), seed)]
+            live.append(FakeSequence(ids, numbers.randrange(1, 120)))
+            scheduler.add(live[-1])
+        if live and numbers.random() < 0.03:
+            scheduler.cancel(live.pop(numbers.randrange(len(live))))
+        drafted_step(scheduler, numbers)
+        finished += [sequence for sequence in live if sequence.finished]
+        live = [sequence for sequence in live if not sequence.finished]
+        tables = {block for sequence in scheduler._running for block in sequence.block_table}
+        assert scheduler.blocks.num_used == len(tables)
+        by_block: dict[int, list[int]] = {}
+        for sequence in scheduler._running:
+            assert sequence.num_cached_tokens < len(sequence.token_ids)
+            for index, block in enumerate(sequence.block_table):
+                held = sequence.token_ids[: (index + 1) * BLOCK]
+                assert by_block.setdefault(block, held) == held, "a shared block is the same text"
+    while drafted_step(scheduler, numbers) is not None:
+        pass
+    assert all(sequence.finished for sequence in live) and scheduler.blocks.num_used == 0
+    assert any(sequence.reused_tokens for sequence in finished)

@@ -1,5 +1,6 @@
 """The server in front of a real, tiny model: the same texts as LLM itself gives."""
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -268,3 +269,32 @@ def test_many_readers_of_four_slots_each_get_their_own_text(path: Path, llm: LLM
         worker = served.server.worker
         assert served.wait_until(lambda: worker.idle and not worker.stats.cache_used)
     assert got == [completion.text for completion in llm.generate(texts, params)]
+
+
+def test_drafts_leave_texts_as_they_are_and_are_counted(path: Path, llm: LLM) -> None:
+    def make_engine() -> LLMEngine:
+        return LLMEngine(LLM(path, device="cpu", parallel=2, draft_model=path, draft_ngram=2))
+
+    body = {"prompt": "the cat", "n_predict": 40, "temperature": 0, "ignore_eos": True}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with serving(make_engine) as running, running.http() as client:
+        answer = client.post("/completion", json=body).json()
+        streamed = client.post("/completion", json=body | {"stream": True}).text
+        metrics = client.get("/metrics").text
+    expected = llm.generate("the cat", params)[0]
+    assert answer["content"] == expected.text and answer["tokens_predicted"] == 40
+    pieces = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
+    assert "".join(piece["content"] for piece in pieces) == expected.text
+    assert [token for piece in pieces for token in piece["tokens"]] == expected.tokens
+    timings = answer["timings"]
+    assert timings["draft_n"] > timings["draft_steps"] and timings["draft_n_accepted"] > 0
+    assert timings["draft_accept_rate"] == timings["draft_n_accepted"] / timings["draft_n"]
+    assert timings["draft_accept_length"] == 1 + timings["draft_n_accepted"] / timings["draft_steps"]
+    for name, value in [
+        ("draft_steps_total", 2 * timings["draft_steps"]),
+        ("drafted_tokens_total", 2 * timings["draft_n"]),
+        ("accepted_tokens_total", 2 * timings["draft_n_accepted"]),
+        ("accept_rate", timings["draft_accept_rate"]),
+        ("accept_length", timings["draft_accept_length"]),
+    ]:
+        assert f"quengine_{name} {float(value)}" in metrics
