@@ -16,6 +16,9 @@ import triton.language as tl
 from quengine.kernels.cuda.fragments import load_chunk, set_scales, step_codes, super_scales
 from quengine.kernels.cuda.mma import mma_int8
 
+MOST_UNROLLED = tl.constexpr(8)
+"""Chunks a warp up to which one or two rows are unrolled: each takes some seconds to compile."""
+
 
 @triton.jit
 def _activation_words(
@@ -220,7 +223,8 @@ def tile_dots(
     ...; AHEAD of them are read before they are used, the first ones by `start_tile`, whose result is `queue`.
     EARLY: the activations of the next chunk are asked for before the weights behind them. Loads come back in order, so
     near ones asked for behind far ones wait; but they take 20 registers, which can cost more.
-    More than two rows run as a loop, one chunk ahead, whatever AHEAD and EARLY say.
+    More than two rows, or more than MOST_UNROLLED chunks a warp, run as a loop, one chunk ahead, whatever AHEAD and
+    EARLY say.
     EVEN: no tile and no chunk lies past the edge. ROWS is 1, 2, 4 or 8 and at least T.
     """
     CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
@@ -231,8 +235,8 @@ def tile_dots(
     totals = ()
     for i in tl.static_range(2 * ROWS):
         totals = totals + (nothing,)
-    if ROWS > 2:
-        return _many_rows(
+    if ROWS > 2 or ROUNDS > MOST_UNROLLED:
+        return _in_a_loop(
             totals, queue[0], planes, plane, t_ptr, sums_ptr, tile, tiles, k_warp, T, lane, FMT, ROWS, K, K_WARPS, ASM
         )  # fmt: skip
     if EARLY:
@@ -259,12 +263,12 @@ def tile_dots(
 
 
 @triton.jit
-def _many_rows(
+def _in_a_loop(
     totals, words, planes, plane, t_ptr, sums_ptr, tile, tiles, k_warp, T, lane,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, K_WARPS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`tile_dots` as a loop, one chunk ahead, its first one being `words`: unrolled, more than two rows compile for
-    minutes."""
+    minutes, and ten chunks for one."""
     CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
     PADDED: tl.constexpr = CHUNKS * FMT.chunk != K
     ROUNDS: tl.constexpr = (CHUNKS + K_WARPS - 1) // K_WARPS

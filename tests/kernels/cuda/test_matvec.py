@@ -14,6 +14,7 @@ from quengine.kernels.cuda.matvec import matvec
 from quengine.kernels.cuda.matvec_program import RoundingScratch
 from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.packed import pack
+from quengine.kernels.cuda.q_dot import MOST_UNROLLED
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.swiglu import swiglu
@@ -77,6 +78,17 @@ def test_every_geometry_gives_the_definition(
 ) -> None:
     use_geometry(monkeypatch, *geometry)
     weight, x = ordinary_weight("Q4_K", 40, 1280), ordinary_activations(1, 1280)
+    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    assert nmse(y, expected(x, [weight])) < FP32_NOISE
+
+
+@pytest.mark.parametrize(("name", "k_warps", "chunks"), [("Q4_K", 1, 9), ("Q6_K", 2, 17)])
+def test_more_chunks_a_warp_than_are_unrolled(
+    name: str, k_warps: int, chunks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_geometry(monkeypatch, 1, k_warps, 2)
+    assert -(-chunks // k_warps) > MOST_UNROLLED.value
+    weight, x = ordinary_weight(name, 16, 256 * chunks), ordinary_activations(1, 256 * chunks)
     y = matvec(round_activations(x.to(device)), pack(weight, device))
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
 
