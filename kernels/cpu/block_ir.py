@@ -1,4 +1,4 @@
-"""Each block format as vector code: from the bytes of blocks to slices of 32 integers and their scales.
+"""Each block format as vector code: from the bytes of blocks to slices of 32 codes and their scales.
 
 One description per format serves the dot product and the dequantization. It follows the byte layouts of
 `kernels/block_formats.py`.
@@ -22,19 +22,22 @@ from quengine.kernels.cpu.vector_ir import F32, I1, I8, I16, I32, I64, Emitter, 
 class Slices:
     """The contents of a run of blocks while code is being written for it.
 
-    ints(i)   the weights 32i .. 32i+31 of the run as two int16 vectors of 16: the first and the last 16 of them, or
-              where `paired` those at even and at odd places (what widening bytes in place gives)
-    scales    fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, of slices
-              0..3 and 4..7, two lanes a slice
-    mins      the minimums to subtract, in the same form, or None
-    joint     where the same bytes hold slices i and i + 1 (i even): ints(i) with ints(i + 1) behind, made together
+    codes(i, n)  n slices (1; or 2, i even) from weight 32i of the run on: uint8 lanes in order, a weight's integer plus
+                 `offset`
+    scales       fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, of slices
+                 0..3 and 4..7, two lanes a slice
+    mins         the minimums to subtract, in the same form, or None
     """
 
-    ints: Callable[[int], tuple[ir.Value, ir.Value]]
+    codes: Callable[[int, int], ir.Value]
     scales: tuple[ir.Value, ...]
     mins: tuple[ir.Value, ...] | None = None
-    paired: bool = False
-    joint: Callable[[int], tuple[ir.Value, ir.Value]] | None = None
+    offset: int = 0
+
+    def ints(self, e: Emitter, i: int, n: int) -> ir.Value:
+        """The integers themselves: int8 lanes."""
+        codes = self.codes(i, n)
+        return e.b.sub(codes, e.const(codes.type, self.offset)) if self.offset else codes
 
 
 def emit_blocks(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> Slices:
@@ -44,45 +47,72 @@ def emit_blocks(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> 
     """
     if fmt.block == 256:
         return _EMIT_256[fmt.name](e, fmt, address)
-    ints, scales_and_mins = _EMIT_32[fmt.name]
+    emit_codes, scales_and_mins = _EMIT_32[fmt.name]
     scales, mins = scales_and_mins(e, fmt, address, count)
-    return Slices(lambda i: ints(e, fmt, e.at(address, i * fmt.nbytes)), (scales,), mins)
+
+    def codes(i: int, n: int) -> ir.Value:
+        return emit_codes(e, fmt, [e.at(address, (i + k) * fmt.nbytes) for k in range(n)])
+
+    return Slices(codes, (scales,), mins, _code_offset(fmt))
 
 
-def _signed_halves(e: Emitter, v: ir.Value) -> tuple[ir.Value, ir.Value]:
-    low, high = e.halves(v)
-    return e.widen(low, I16, True), e.widen(high, I16, True)
+_TABLE_OFFSET = 128  # of integers that are stored, or looked up, as signed bytes
 
 
-def _pairs(e: Emitter, v: ir.Value, signed: bool) -> tuple[ir.Value, ir.Value]:
-    """int8 lanes at even and at odd places, as int16."""
-    wide, eight = e.b.bitcast(v, vec(I16, v.type.count // 2)), e.const(vec(I16, v.type.count // 2), 8)
-    if signed:
-        return e.b.ashr(e.b.shl(wide, eight), eight), e.b.ashr(wide, eight)
-    return e.and_(wide, 0xFF), e.b.lshr(wide, eight)
+def _code_offset(fmt: BlockFormat) -> int:
+    return _TABLE_OFFSET if fmt.table is not None or fmt.name == "Q8_0" else fmt.offset
 
 
-def _offset(e: Emitter, codes: ir.Value, offset: int) -> ir.Value:
-    return e.b.sub(codes, e.const(codes.type, offset)) if offset else codes
+def _nibbles(e: Emitter, raw: ir.Value, run: int) -> ir.Value:
+    """Codes from bytes given twice: of each run of as many lanes the low nibbles, of the next the high ones."""
+    wide = vec(I16, raw.type.count // 2)
+    shifts = [4 * (i // (run // 2) % 2) for i in range(wide.count)]
+    return e.and_(e.b.bitcast(e.b.lshr(e.b.bitcast(raw, wide), e.const(wide, shifts)), raw.type), 15)
+
+
+def _nibbles_16(e: Emitter, starts: list[ir.Value], offset: int) -> ir.Value:
+    """Of each address 16 bytes: low nibbles are weights 0..15 of a slice, high nibbles 16..31."""
+    twice = [e.join(raw, raw) for raw in (e.load(vec(I8, 16), start, offset) for start in starts)]
+    return _nibbles(e, _row(e, twice), 16)
+
+
+def _row(e: Emitter, vectors: list[ir.Value]) -> ir.Value:
+    """One or two vectors side by side."""
+    return vectors[0] if len(vectors) == 1 else e.join(*vectors)
+
+
+def _twice(e: Emitter, v: ir.Value, n: int) -> ir.Value:
+    """A vector n (1 or 2) times."""
+    return _row(e, [v] * n)
+
+
+def _shifted(e: Emitter, v: ir.Value, by: list[int]) -> ir.Value:
+    """Runs of 32 bytes shifted by so many bits each, left, or right where negative; bits cross the bytes' borders.
+
+    All amounts have one sign.
+    """
+    if not any(by):
+        return v
+    wide = vec(I16, v.type.count // 2)
+    amounts = e.const(wide, [abs(bits) for bits in by for _ in range(16)])
+    shift = e.b.shl if max(by) > 0 else e.b.lshr
+    return e.b.bitcast(shift(e.b.bitcast(v, wide), amounts), v.type)
 
 
 def _lookup(e: Emitter, table: tuple[int, ...], codes: ir.Value) -> ir.Value:
-    """table[code] of 16 int8 lanes, int16. LLVM turns this chain of single-lane picks into one byte shuffle."""
-    entries = e.const(vec(I8, 16), list(table))
+    """table[code] + _TABLE_OFFSET of int8 lanes. LLVM turns 16 such single-lane picks into one byte shuffle."""
+    if codes.type.count > 16:
+        return e.join(*(_lookup(e, table, half) for half in e.halves(codes)))
+    entries = e.const(vec(I8, 16), [(entry + _TABLE_OFFSET) % 256 for entry in table])
     picked: ir.Value = ir.Constant(vec(I8, 16), ir.Undefined)
     for i in range(16):
         index = e.b.extract_element(codes, ir.Constant(I32, i))
         picked = e.b.insert_element(picked, e.b.extract_element(entries, index), ir.Constant(I32, i))
-    return e.widen(picked, I16, True)
+    return picked
 
 
-def _nibbles_16(e: Emitter, fmt: BlockFormat, address: ir.Value, offset: int) -> tuple[ir.Value, ir.Value]:
-    """16 bytes: low nibbles are weights 0..15 of a slice, high nibbles 16..31."""
-    raw = e.load(vec(I8, 16), address, offset)
-    if fmt.table is not None:
-        return _lookup(e, fmt.table, e.and_(raw, 15)), _lookup(e, fmt.table, e.shift_left(raw, -4))
-    codes = e.widen(raw, I16, False)
-    return _offset(e, e.and_(codes, 15), fmt.offset), _offset(e, e.shift_left(codes, -4), fmt.offset)
+def _offset(e: Emitter, codes: ir.Value, offset: int) -> ir.Value:
+    return e.b.sub(codes, e.const(codes.type, offset))
 
 
 def _gather(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int, lane: ir.IntType) -> ir.Value:
@@ -113,23 +143,21 @@ def _e8m0(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> tuple[
     ), None
 
 
-def _q4(e: Emitter, fmt: BlockFormat, block: ir.Value) -> tuple[ir.Value, ir.Value]:
-    return _nibbles_16(e, fmt, block, fmt.layout["codes"][0])
+def _q4(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
+    codes = _nibbles_16(e, blocks, fmt.layout["codes"][0])
+    return codes if fmt.table is None else _lookup(e, fmt.table, codes)
 
 
-def _q5(e: Emitter, fmt: BlockFormat, block: ir.Value) -> tuple[ir.Value, ir.Value]:
-    raw = e.load(vec(I8, 16), block, fmt.layout["codes"][0])
-    low = e.join(e.and_(raw, 15), e.shift_left(raw, -4))
+def _q5(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
+    low = _nibbles_16(e, blocks, fmt.layout["codes"][0])
     # Bit j of the 32 is the fifth bit of weight j.
-    mask = e.b.bitcast(e.load(I32, block, fmt.layout["high"][0]), vec(I1, 32))
-    high = e.b.select(mask, e.const(low.type, 16), e.const(low.type, 0))
-    return _signed_halves(e, _offset(e, e.b.or_(low, high), fmt.offset))
+    masks = [e.b.bitcast(e.load(I32, block, fmt.layout["high"][0]), vec(I1, 32)) for block in blocks]
+    return e.b.or_(low, e.b.select(_row(e, masks), e.const(low.type, 16), e.const(low.type, 0)))
 
 
-def _q8(e: Emitter, fmt: BlockFormat, block: ir.Value) -> tuple[ir.Value, ir.Value]:
-    at = fmt.layout["codes"][0]
-    low, high = e.load(vec(I8, 16), block, at), e.load(vec(I8, 16), block, at + 16)
-    return e.widen(low, I16, True), e.widen(high, I16, True)
+def _q8(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
+    ints = _row(e, [e.load(vec(I8, 32), block, fmt.layout["codes"][0]) for block in blocks])
+    return e.b.xor(ints, e.const(ints.type, _TABLE_OFFSET))
 
 
 def _splat_half(e: Emitter, fmt: BlockFormat, block: ir.Value, field: str) -> ir.Value:
@@ -169,21 +197,18 @@ def _emit_q4_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     scales = _to_scales(e, sc, False, _splat_half(e, fmt, block, "d"))
     mins = _to_scales(e, mn, False, _splat_half(e, fmt, block, "dmin"))
 
-    def ints(i: int) -> tuple[ir.Value, ir.Value]:
-        # 32 bytes hold slices 2j (low nibbles) and 2j+1 (high nibbles).
-        parts = (e.load(vec(I8, 16), block, codes_at + 32 * (i // 2) + 16 * k) for k in (0, 1))
-        low, high = (e.widen(part, I16, False) for part in parts)
-        if i % 2:
-            return e.shift_left(low, -4), e.shift_left(high, -4)
-        return e.and_(low, 15), e.and_(high, 15)
+    def codes(i: int, n: int) -> ir.Value:
+        return _four_bits(e, block, codes_at + 32 * (i // 2), i, n)
 
-    def joint(i: int) -> tuple[ir.Value, ir.Value]:
-        shifts = e.const(vec(I16, 32), [0] * 16 + [4] * 16)
-        parts = (e.load(vec(I8, 16), block, codes_at + 16 * i + 16 * k) for k in (0, 1))
-        low, high = (e.and_(e.b.lshr(e.widen(e.join(part, part), I16, False), shifts), 15) for part in parts)
-        return low, high
+    return Slices(codes, (scales,), (mins,))
 
-    return Slices(ints, (scales,), (mins,), joint=joint)
+
+def _four_bits(e: Emitter, block: ir.Value, at: int, i: int, n: int) -> ir.Value:
+    """32 bytes hold slices 2j (low nibbles) and 2j+1 (high nibbles): slice i, or both."""
+    raw = e.load(vec(I8, 32), block, at)
+    if n == 1:
+        return e.shift_left(raw, -4) if i % 2 else e.and_(raw, 15)
+    return _nibbles(e, e.join(raw, raw), 32)
 
 
 def _emit_q5_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
@@ -192,42 +217,43 @@ def _emit_q5_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     mins = _to_scales(e, mn, False, _splat_half(e, fmt, block, "dmin"))
     high = e.load(vec(I8, 32), block, fmt.layout["high"][0])
 
-    def ints(i: int) -> tuple[ir.Value, ir.Value]:
-        raw = e.load(vec(I8, 32), block, fmt.layout["codes"][0] + 32 * (i // 2))
-        low = e.shift_left(raw, -4) if i % 2 else e.and_(raw, 15)
+    def codes(i: int, n: int) -> ir.Value:
+        low = _four_bits(e, block, fmt.layout["codes"][0] + 32 * (i // 2), i, n)
         # Bit i of byte j is the fifth bit of weight j of slice i.
-        return _pairs(e, e.b.or_(low, e.and_(e.shift_left(high, 4 - i), 16)), False)
+        fifth = _shifted(e, _twice(e, high, n), [4 - i - k for k in range(n)])
+        return e.b.or_(low, e.and_(fifth, 16))
 
-    return Slices(ints, (scales,), (mins,), paired=True)
+    return Slices(codes, (scales,), (mins,))
 
 
 def _emit_q6_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     sub = e.load(vec(I8, 16), block, fmt.layout["scales"][0])
 
-    def ints(i: int) -> tuple[ir.Value, ir.Value]:
+    def codes(i: int, n: int) -> ir.Value:
         # Half h of the block: nibbles of slices 0 and 2 in its first 32 bytes, of 1 and 3 in the next 32; the upper
         # two bits of slice j in bits 2j of its 32 bytes of planes.
         h, j = divmod(i, 4)
-        raw = e.load(vec(I8, 32), block, 64 * h + 32 * (j % 2))
+        raw = e.load(vec(I8, 32 * n), block, 64 * h + 32 * (j % 2))
         planes = e.load(vec(I8, 32), block, fmt.layout["high"][0] + 32 * h)
         low = e.shift_left(raw, -4) if j >= 2 else e.and_(raw, 15)
-        codes = e.b.or_(low, e.and_(e.shift_left(planes, 4 - 2 * j), 0x30))
-        return _pairs(e, _offset(e, codes, fmt.offset), True)
+        top = _shifted(e, _twice(e, planes, n), [4 - 2 * (j + k) for k in range(n)])
+        return e.b.or_(low, e.and_(top, 0x30))
 
-    return Slices(ints, _scales_16(e, sub, True, _splat_half(e, fmt, block, "d")), paired=True)
+    scales = _scales_16(e, sub, True, _splat_half(e, fmt, block, "d"))
+    return Slices(codes, scales, offset=fmt.offset)
 
 
-def _two_bits(e: Emitter, fmt: BlockFormat, block: ir.Value, i: int) -> ir.Value:
+def _two_bits(e: Emitter, fmt: BlockFormat, block: ir.Value, i: int, n: int) -> ir.Value:
     """Q2_K, Q3_K: 32 bytes hold four slices, two bits each."""
     raw = e.load(vec(I8, 32), block, fmt.layout["codes"][0] + 32 * (i // 4))
-    return e.and_(e.shift_left(raw, -2 * (i % 4)), 3)
+    return e.and_(_shifted(e, _twice(e, raw, n), [-2 * ((i + k) % 4) for k in range(n)]), 3)
 
 
 def _emit_q2_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     packed = e.load(vec(I8, 16), block, fmt.layout["scales"][0])
     scales = _scales_16(e, e.and_(packed, 15), False, _splat_half(e, fmt, block, "d"))
     mins = _scales_16(e, e.shift_left(packed, -4), False, _splat_half(e, fmt, block, "dmin"))
-    return Slices(lambda i: _pairs(e, _two_bits(e, fmt, block, i), False), scales, mins, paired=True)
+    return Slices(lambda i, n: _two_bits(e, fmt, block, i, n), scales, mins)
 
 
 def _emit_q3_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
@@ -237,14 +263,14 @@ def _emit_q3_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     nibbles, top = e.load(vec(I8, 8), block, at), e.load(vec(I8, 4), block, at + 8)
     low = e.join(e.and_(nibbles, 15), e.shift_left(nibbles, -4))
     planes = [e.and_(e.shift_left(top, 4 - 2 * k), 0x30) for k in range(4)]
-    codes = e.b.or_(low, e.join(e.join(*planes[:2]), e.join(*planes[2:])))
-    scales = _scales_16(e, _offset(e, codes, 32), True, _splat_half(e, fmt, block, "d"))
+    sub = e.b.or_(low, e.join(e.join(*planes[:2]), e.join(*planes[2:])))
+    scales = _scales_16(e, _offset(e, sub, 32), True, _splat_half(e, fmt, block, "d"))
 
-    def ints(i: int) -> tuple[ir.Value, ir.Value]:
-        third = e.and_(e.shift_left(high, 2 - i), 4)
-        return _pairs(e, _offset(e, e.b.or_(_two_bits(e, fmt, block, i), third), fmt.offset), True)
+    def codes(i: int, n: int) -> ir.Value:
+        third = _shifted(e, _twice(e, high, n), [2 - i - k for k in range(n)])
+        return e.b.or_(_two_bits(e, fmt, block, i, n), e.and_(third, 4))
 
-    return Slices(ints, scales, paired=True)
+    return Slices(codes, scales, offset=fmt.offset)
 
 
 def _emit_iq4_xs(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
@@ -256,13 +282,15 @@ def _emit_iq4_xs(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     high = e.b.shl(e.and_(top, 3), e.const(vec(I16, 8), 4))
     sub = _offset(e, e.b.or_(e.widen(low, I16, False), high), 32)
     scales = _to_scales(e, sub, True, _splat_half(e, fmt, block, "d"))
-    codes_at = fmt.layout["codes"][0]
-    return Slices(lambda i: _nibbles_16(e, fmt, block, codes_at + 16 * i), (scales,))
+
+    def codes(i: int, n: int) -> ir.Value:
+        starts = [e.at(block, 16 * (i + k)) for k in range(n)]
+        return _q4(e, fmt, starts)
+
+    return Slices(codes, (scales,), offset=_code_offset(fmt))
 
 
-_EMIT_32: Mapping[
-    str, tuple[Callable[..., tuple[ir.Value, ir.Value]], Callable[..., tuple[ir.Value, Any]]]
-] = {
+_EMIT_32: Mapping[str, tuple[Callable[..., ir.Value], Callable[..., tuple[ir.Value, Any]]]] = {
     "Q4_0": (_q4, _d),
     "Q4_1": (_q4, _d_min),
     "Q5_0": (_q5, _d),

@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
-from quengine.kernels.cpu.block_ir import Slices, emit_blocks
+from quengine.kernels.cpu.block_ir import emit_blocks
 from quengine.kernels.cpu.compiled import host_tile
 from quengine.kernels.cpu.row_ir import emitter
 from quengine.kernels.cpu.tile_ir import transposed
@@ -42,7 +42,7 @@ def unpack_row(typingctx: Any, variant: Any, w: Any, blocks: Any, codes: Any, sc
             content = emit_blocks(e, fmt, e.at(w, builder.mul(i, e.i64(fmt.nbytes))), 1)
             target = e.at(codes, builder.mul(i, e.i64(fmt.block)))
             for j in range(fmt.block // 32):
-                e.store(_slice_bytes(e, content, j), target, 32 * j)
+                e.store(content.ints(e, j, 1), target, 32 * j)
             first = builder.mul(i, e.i64(4 * fmt.block // fmt.group))
             for out, vectors in ((scales, content.scales), (mins, content.mins or ())):
                 for k, vector in enumerate(vectors):
@@ -53,11 +53,6 @@ def unpack_row(typingctx: Any, variant: Any, w: Any, blocks: Any, codes: Any, sc
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 5), codegen
-
-
-def _slice_bytes(e: Emitter, content: Slices, j: int) -> ir.Value:
-    first, second = (e.b.trunc(part, vec(I8, 16)) for part in content.ints(j))
-    return e.interleave(first, second) if content.paired else e.join(first, second)
 
 
 @intrinsic(prefer_literal=True)

@@ -2,13 +2,15 @@
 
 Rounded activations lie in memory as one record per row of K values:
 
-    byte 0              a, int16, of two groups of 32 at a time the first halves, then the last halves
-    byte 2K             a again, of two groups the even places, then the odd places (read by `paired` formats)
-    byte 4K             per group of 32: t, fp32
-    byte 4K + K/8       per group of 32: t * sum(a), fp32
-    byte 4K + K/4       per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
+    byte 0              a, in the form that is multiplied with (below)
+    byte 2K             per 4 columns: -32 times the sum of a, int32 (where bytes are multiplied)
+    byte 3K             per group of 32: t, fp32
+    byte 3K + K/8       per group of 32: t * sum(a), fp32
+    byte 3K + K/4       per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
 
-A last group without a partner has its own halves side by side.
+Where the processor multiplies bytes (`Emitter.quads`), a = 256 * high + low is two planes of K signed bytes, the high
+ones first. Elsewhere it is int16, of two groups of 32 at a time (of a last one alone) the even places, then the odd
+ones, which is how widening bytes in place gives the weights.
 
 Does not know: how rows are shared among threads.
 """
@@ -25,21 +27,26 @@ from numba.extending import intrinsic
 from quengine.kernels.activations import ACTIVATION_MAX
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.block_ir import emit_blocks
-from quengine.kernels.cpu.vector_ir import F32, I16, I32, I64, Emitter, vec
+from quengine.kernels.cpu.compiled import host_tile
+from quengine.kernels.cpu.vector_ir import F32, I8, I16, I32, I64, Emitter, vec
 
 # Bytes that weights are asked for ahead of their use; processors' own prefetching stops at the end of a page. Measured
 # on a Cascade Lake Xeon: without it rows take 1.5 to 1.8 times as long; 1 to 8 KiB do equally well.
 PREFETCH = 2048
+QUAD_OFFSET = (
+    32  # what the sums of four activations in a record are times: the offset of Q6_K, the negative of it
+)
 
 
 def record_bytes(cols: int) -> int:
     """Bytes from one activation record to the next; a multiple of 64."""
-    return (9 * cols // 2 + 63) // 64 * 64
+    return (7 * cols // 2 + 63) // 64 * 64
 
 
 def emitter(context: Any, builder: ir.IRBuilder) -> Emitter:
     triple, _, features = context.codegen().magic_tuple()
-    return Emitter(builder, has_half="+f16c" in features or triple.startswith(("aarch64", "arm64")))
+    has_half = "+f16c" in features or triple.startswith(("aarch64", "arm64"))
+    return Emitter(builder, has_half, host_tile().quads)
 
 
 @intrinsic(prefer_literal=True)
@@ -118,10 +125,7 @@ def dequantize_row(typingctx: Any, variant: Any, w: Any, blocks: Any, out: Any) 
 def _emit_dequantized(e: Emitter, fmt: BlockFormat, block: ir.Value, target: ir.Value) -> None:
     content = emit_blocks(e, fmt, block, 1)
     for j in range(fmt.block // 32):
-        parts = content.ints(j)
-        if content.paired:
-            parts = e.halves(e.interleave(*parts))
-        for half, ints in enumerate(parts):
+        for half, ints in enumerate(e.halves(content.ints(e, j, 1))):
             # Lanes 2j and 2j+1 over two vectors for groups of 16, lane j of one for groups of 32.
             vector, lane = divmod(2 * j + half, 8) if len(content.scales) == 2 else (0, j)
             value = e.to_float(e.widen(ints, I32, True))
@@ -141,27 +145,24 @@ def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, first: Any, last:
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, x, cols, first, last, record = args
         e = emitter(context, builder)
-        paired = builder.add(record, builder.mul(cols, e.i64(2)))
-        scales = builder.add(record, builder.mul(cols, e.i64(4)))
+        quads, scales = (builder.add(record, builder.mul(cols, e.i64(k))) for k in (2, 3))
         by_32 = builder.add(scales, builder.lshr(cols, e.i64(3)))
         by_16 = builder.add(scales, builder.lshr(cols, e.i64(2)))
 
         def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             values = e.load(vec(F32, 32), e.at(x, builder.mul(i, e.i64(4))))
             a, t = _emit_rounding(e, values)
-            # Columns i .. i + 31: halves of 32 bytes, 64 bytes apart if the group has a partner, else side by side.
-            first = builder.and_(i, e.i64(-64))
-            lone = builder.icmp_signed(">", builder.add(first, e.i64(64)), cols)
-            at = builder.mul(builder.add(first, builder.lshr(builder.sub(i, first), e.i64(1))), e.i64(2))
-            apart = builder.select(lone, e.i64(32), e.i64(64))
-            for plane, parts in ((record, e.halves(a)), (paired, e.evens_odds(a))):
-                e.store(parts[0], e.at(plane, at))
-                e.store(parts[1], e.at(e.at(plane, at), apart))
-            sums = [e.to_float(_sum_int16(e, part)) for part in e.halves(a)]
+            sums = _quad_sums(e, a)
+            if e.quads:
+                _store_bytes(e, a, record, cols, i)
+                e.store(builder.mul(sums, e.const(sums.type, -QUAD_OFFSET)), e.at(quads, i))
+            else:
+                _store_pairs(e, a, record, cols, i)
+            parts = [e.to_float(_total_int(e, part)) for part in e.halves(sums)]
             offset = builder.lshr(i, e.i64(3))  # 4 bytes per group of 32
             e.store(t, e.at(scales, offset))
-            e.store(builder.fmul(t, builder.fadd(*sums)), e.at(by_32, offset))
-            for k, part in enumerate(sums):
+            e.store(builder.fmul(t, builder.fadd(*parts)), e.at(by_32, offset))
+            for k, part in enumerate(parts):
                 e.store(builder.fmul(t, part), e.at(by_16, builder.lshr(i, e.i64(2))), 4 * k)
             return []
 
@@ -192,8 +193,34 @@ def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     return b.trunc(shifted, vec(I16, 32)), t
 
 
-def _sum_int16(e: Emitter, v: ir.Value) -> ir.Value:
-    total = e.widen(v, I32, True)
+def _store_bytes(e: Emitter, a: ir.Value, record: ir.Value, cols: ir.Value, i: ir.Value) -> None:
+    """Columns i .. i + 31 as two signed bytes each: the low one is a modulo 256, the high one makes up for its sign."""
+    low = e.b.trunc(a, vec(I8, 32))
+    rest = e.b.sub(a, e.widen(low, I16, True))
+    high = e.b.trunc(e.b.ashr(rest, e.const(rest.type, 8)), vec(I8, 32))
+    at = e.at(record, i)
+    e.store(high, at)
+    e.store(low, e.at(at, cols))
+
+
+def _store_pairs(e: Emitter, a: ir.Value, record: ir.Value, cols: ir.Value, i: ir.Value) -> None:
+    """Columns i .. i + 31: halves of 32 bytes, 64 bytes apart if the group has a partner, else side by side."""
+    b = e.b
+    first = b.and_(i, e.i64(-64))
+    lone = b.icmp_signed(">", b.add(first, e.i64(64)), cols)
+    at = e.at(record, b.mul(b.add(first, b.lshr(b.sub(i, first), e.i64(1))), e.i64(2)))
+    evens, odds = e.evens_odds(a)
+    e.store(evens, at)
+    e.store(odds, e.at(at, b.select(lone, e.i64(32), e.i64(64))))
+
+
+def _quad_sums(e: Emitter, a: ir.Value) -> ir.Value:
+    """Sums of four neighbours of int16 lanes, int32."""
+    pairs = e.b.add(*e.evens_odds(e.widen(a, I32, True)))
+    return e.b.add(*e.evens_odds(pairs))
+
+
+def _total_int(e: Emitter, total: ir.Value) -> ir.Value:
     while total.type.count > 1:
         low, high = e.halves(total)
         total = e.b.add(low, high)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from functools import cache
 
+from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
-from quengine.kernels.cpu.row_dot_ir import INTS_BYTES, SUMS_BYTES, dot_row, dot_rows_with_many
+from quengine.kernels.cpu.row_dot_ir import INTS_BYTES, SUMS_BYTES, dot_rows, dot_rows_with_many, rows_at_once
 from quengine.kernels.cpu.row_ir import dequantize_row, dot_float_row, get, round_row, store_f32
 from quengine.kernels.cpu.tile_ir import stack_floats
 
@@ -26,13 +27,16 @@ def matvec_kernel(format_name: str, many: bool) -> int:
     last record, 8 y (fp32), 9 y stride from record to record.
     """
     variant = f"{format_name}/{source_stamp()}"
+    at_once = rows_at_once(FORMATS[format_name])
     memory_floats = (INTS_BYTES + _RECORDS * SUMS_BYTES) // 4
 
     def matvec(context: int, task: int) -> None:
         w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
         blocks, records, y = get(context, 4), get(context, 5), get(context, 8)
-        for row in range(task * step, min(rows, (task + 1) * step)):
-            dot_row(variant, w + row * row_bytes, blocks, records, y + 4 * row)
+        end = min(rows, (task + 1) * step)
+        for row in range(task * step, end, at_once):
+            apart = row_bytes if row + 1 < end else 0
+            dot_rows(variant, w + row * row_bytes, apart, blocks, records, y + 4 * row)
 
     def matvec_with_many(context: int, task: int) -> None:
         w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)

@@ -164,7 +164,7 @@ class StepRecorder:
 
     def _matvecs(self, x: Rows, weight: Parts, y: Tensor, addend: Tensor | None) -> Stage:
         parts, column = [], 0
-        fair = -(-_rows(weight) // _SHARES)
+        fair = -(-_rows(weight) // (2 * _SHARES)) * 2
         for w in weight.parts:
             step = min(task_rows(w), fair)
             part = [matvec_launch(self._input(x, w), w, y, column, step=step)]

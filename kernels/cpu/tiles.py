@@ -17,11 +17,16 @@ DEPTH = 256  # of a panel: one block of the K-quants
 
 @dataclass(frozen=True)
 class Tile:
-    """rows * vectors accumulators of `lanes` fp32 stay in registers; `vectors` and one more are operands."""
+    """rows * vectors accumulators of `lanes` fp32 stay in registers; `vectors` and one more are operands.
+
+    quads: int32 lanes of the instruction that adds the products of four unsigned with four signed bytes to each
+    (vpdpbusd); 0: the processor has none.
+    """
 
     lanes: int
     vectors: int
     rows: int
+    quads: int = 0
 
     @property
     def columns(self) -> int:
@@ -32,10 +37,9 @@ def tile_for(triple: str, features: str) -> Tile:
     """The tile for a target as LLVM names it: 24 of 32 registers are accumulators, or 12 of 16."""
     if triple.startswith(("aarch64", "arm64")):
         return Tile(lanes=4, vectors=4, rows=6)
-    if "+avx512f" in features:
-        return Tile(lanes=16, vectors=2, rows=12)
-    return (
-        Tile(lanes=8, vectors=2, rows=6)
-        if "+avx" in features.split(",")
-        else Tile(lanes=4, vectors=2, rows=6)
-    )
+    has = set(features.split(","))
+    if "+avx512f" in has:
+        return Tile(lanes=16, vectors=2, rows=12, quads=16 if has >= {"+avx512vnni", "+avx512vl"} else 0)
+    if "+avx" in has:
+        return Tile(lanes=8, vectors=2, rows=6, quads=8 if "+avxvnni" in has else 0)
+    return Tile(lanes=4, vectors=2, rows=6)

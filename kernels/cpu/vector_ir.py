@@ -1,8 +1,9 @@
 """Short names for the LLVM vector instructions that the CPU kernels are written in.
 
-Only target-independent instructions and intrinsics are emitted: LLVM lowers 8-lane fp32 and 16-lane int16 vectors
-to AVX-512, AVX2, SSE or NEON alike. Nothing is marked `fast` or `contract`: where a multiply and an add are to be
-one rounding it says `fma`, so a kernel gives the same bits whatever it is inlined into.
+Instructions and intrinsics are target-independent but for one that has to be asked for (`add_quad_products`): LLVM
+lowers 8-lane fp32 and 16-lane int16 vectors to AVX-512, AVX2, SSE or NEON alike. Nothing is marked `fast` or
+`contract`: where a multiply and an add are to be one rounding it says `fma`, so a kernel gives the same bits whatever
+it is inlined into.
 
 Does not know: block formats or what the numbers mean.
 """
@@ -31,8 +32,9 @@ def fp32_bits(value: float) -> int:
 class Emitter:
     """Appends instructions at a builder's position. Addresses are i64 values; loads and stores are unaligned."""
 
-    def __init__(self, builder: ir.IRBuilder, has_half: bool) -> None:
+    def __init__(self, builder: ir.IRBuilder, has_half: bool, quads: int = 0) -> None:
         self.b = builder
+        self.quads = quads  # as Tile.quads
         self._has_half = has_half
 
     # ---- constants, memory -------------------------------------------------------------------------------
@@ -125,6 +127,18 @@ class Emitter:
         product = self.b.mul(self.widen(x, I32, True), self.widen(y, I32, True))
         even, odd = self.evens_odds(product)
         return self.b.add(even, odd)
+
+    def add_quad_products(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+        """total[i] + sum of x[k]*y[k], k = 4i .. 4i+3: uint8 x, int8 y, int32 total. Only where there are `quads`."""
+        count = total.type.count
+        if count > self.quads:
+            parts = zip(*(self.halves(v) for v in (total, x, y)), strict=True)
+            return self.join(*[self.add_quad_products(*part) for part in parts])
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * count}"
+        declared = self.b.module.globals.get(name)
+        if declared is None:
+            declared = ir.Function(self.b.module, ir.FunctionType(total.type, [total.type] * 3), name)
+        return self.b.call(declared, [total, *(self.b.bitcast(v, total.type) for v in (x, y))])
 
     # ---- floats ------------------------------------------------------------------------------------------
     def to_float(self, v: ir.Value) -> ir.Value:

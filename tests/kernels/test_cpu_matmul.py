@@ -9,6 +9,7 @@ from torch import Tensor
 from quengine.kernels.activations import round_activations
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import embed, linear, linear_launches, matmul, prompt_linear, set_threads
+from quengine.kernels.cpu.compiled import host_tile
 from quengine.kernels.cpu.row_ir import record_bytes
 from quengine.kernels.cpu.threads import max_threads, run
 from quengine.kernels.q_dot import q_dot
@@ -140,19 +141,27 @@ def test_rounding_is_the_definition_to_the_bit(scale: float) -> None:
     records = torch.zeros(4, record_bytes(160), dtype=torch.uint8)
     run([matmul.round_launch(x, records)])
     expected = round_activations(x)
-    # Two groups of 32 at a time, the fifth alone: first and last halves, then even and odd places.
-    for start, halves in (
-        (0, expected.a.view(4, 5, 2, 16)),
-        (320, expected.a.view(4, 5, 16, 2).transpose(2, 3)),
-    ):
-        by_two = halves[:, :4].reshape(4, 2, 2, 2, 16).transpose(2, 3).reshape(4, 128)
-        plane = torch.cat([by_two, halves[:, 4].reshape(4, 32)], 1)
-        assert torch.equal(records[:, start : start + 320].contiguous().view(torch.int16), plane)
-    assert torch.equal(records[:, 640:660].contiguous().view(torch.float32), expected.t)
-    for group, start, stop in ((32, 660, 680), (16, 680, 720)):
+    assert torch.equal(activation_plane(records, 160), expected.a)
+    if host_tile().quads:
+        quads = records[:, 320:480].contiguous().view(torch.int32)
+        assert torch.equal(quads, -32 * expected.a.view(4, 40, 4).sum(-1, dtype=torch.int32))
+    assert torch.equal(records[:, 480:500].contiguous().view(torch.float32), expected.t)
+    for group, start, stop in ((32, 500, 520), (16, 520, 560)):
         sums = records[:, start:stop].contiguous().view(torch.float32)
         t = expected.t.repeat_interleave(32 // group, dim=1)
         assert torch.equal(sums, t * expected.sums(group))
+
+
+def activation_plane(records: Tensor, cols: int) -> Tensor:
+    """The integers in activation records, int16 [T, K]; K is an odd number of groups of 32."""
+    if host_tile().quads:
+        high, low = records[:, : 2 * cols].view(torch.int8).view(-1, 2, cols).to(torch.int16).unbind(1)
+        return 256 * high + low
+    # Of two groups of 32 at a time, of the last one alone, the even and then the odd places.
+    a = records[:, : 2 * cols].contiguous().view(torch.int16)
+    pairs = a[:, :-32].reshape(len(a), -1, 2, 32).transpose(2, 3).reshape(len(a), -1)
+    last = a[:, -32:].reshape(len(a), 2, 16).transpose(1, 2).reshape(len(a), 32)
+    return torch.cat([pairs, last], 1)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
