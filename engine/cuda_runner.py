@@ -61,7 +61,8 @@ _COMPILED_ROWS = (12, 130, 144)
 """Lengths of prompts whose kernels are compiled ahead: short, long, and long in whole groups of 16, which Triton
 compiles apart."""
 
-_COMPILED_TOP_K = (1, 64)
+_COMPILED_TOP_K = (1, 64, 0)
+"""Samplings compiled ahead: greedy, with a top-k, and without one, which takes a thread some seconds."""
 _COMPILERS = 8
 
 
