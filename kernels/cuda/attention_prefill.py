@@ -194,6 +194,7 @@ def attention_prefill(
     room = cache.k.shape[2] if block_table is None else block_table.shape[0] * BLOCK_SIZE
     assert 0 < rows <= chunk and 0 <= start <= width - chunk and start + rows <= room
     assert spec.mask_band.dtype == torch.bool and spec.mask_band.stride(1) == 1
+    row_step = -spec.mask_band.stride(0)  # the band begins with the last row
     if in_place:  # a program reads the queries whose results it writes, and no others
         out = q.view(rows, heads * head_dim)
         assert out_dtype == q.dtype
@@ -216,8 +217,8 @@ def attention_prefill(
         rows,
         cache.k.shape[2],
         blocks,
-        spec.mask_band.stride(0),
-        width - chunk - start,
+        row_step,
+        width - chunk - start - (chunk - 1) * row_step,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,

@@ -17,6 +17,11 @@ def test_band_slice_is_the_visibility_rule(window: int | None, start: int, rows:
             assert bool(mask[r, key]) == (0 <= distance < (window or 10**9))
 
 
+def test_a_band_takes_the_memory_of_one_line() -> None:
+    band = causal_mask_band(2048, 32768, 4096)
+    assert band.shape == (2048, 34816) and band.untyped_storage().nbytes() < 40000
+
+
 def test_slice_outside_the_band_is_refused() -> None:
     band = causal_mask_band(4, 8)
     for start, rows in ((9, 1), (0, 5), (-1, 2)):
