@@ -157,6 +157,7 @@ class DraftModel:
         text.cached = min(
             text.cached, newest
         )  # the newest token is computed for what follows it, again if need be
+        text.sampler.forget()  # of tokens that were drafted and not taken
         tokens = sequence.token_ids[text.cached :]
         return DraftJob(tokens, text.cached, text.block_table, count, list(sequence.token_ids), text.sampler)
 

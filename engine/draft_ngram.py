@@ -7,20 +7,21 @@ from collections.abc import Sequence
 
 
 class NgramIndex:
-    """Where each run of 1 to `longest` tokens of a growing text was last followed by another token.
+    """Where each run of `longest` tokens, and of fewer down to half of them, was last followed in a growing text.
 
-    A token is indexed once, when it comes; a draft takes one look-up for each length of run.
+    Shorter ones, which recur by chance, gave drafts that were wrong too often (docs/speculative.md). A token is indexed
+    once, when it comes; a draft takes one look-up for each length of run.
     """
 
     def __init__(self, longest: int) -> None:
-        self._lengths = range(longest, 0, -1)
+        self._lengths = range(longest, (longest - 1) // 2, -1)
         self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest + 1)]
         self._indexed = 1  # tokens before this one are in it, each as what follows the runs before it
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow `tokens`; none where not even the last of them came before.
+        """Up to `most` tokens that may follow `tokens`; none where no run at their end was there before.
 
-        The longest run of tokens at the end that was there before counts, at its latest place. From call to call
+        The longest such run counts, at its latest place. From call to call
         `tokens` grows. What followed may reach the end of the text: a text that repeats itself goes on doing so.
         """
         self._index(tokens)

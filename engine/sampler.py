@@ -115,6 +115,10 @@ class Sampler:
             token, None if params.logprobs is None else token_logprobs(given, token, params.logprobs)
         )
 
+    def forget(self) -> None:
+        """The next history need not begin as the last one did, where that was as short."""
+        self._recent = RecentTokens(self.params.repeat_last_n)
+
     def _why_none(self) -> str:
         if self.constraint is None:
             return "logit_bias bans every token, none is left to choose"

@@ -170,3 +170,13 @@ def test_a_token_outside_the_vocabulary_is_an_error(field: str) -> None:
 def test_a_sampler_without_a_seed_is_refused() -> None:
     with pytest.raises(ValueError, match="with_seed"):
         Sampler(SamplingParams(), VOCAB)
+
+
+def test_a_sampler_that_forgets_takes_another_history_of_the_same_length() -> None:
+    params = SamplingParams(temperature=0, seed=1, presence_penalty=100.0)
+    logits = torch.zeros(VOCAB)
+    logits[5], logits[6] = 2.0, 1.0
+    sampler = Sampler(params, VOCAB)
+    assert sampler.sample(logits, [1, 5], 2).token == 6
+    sampler.forget()
+    assert sampler.sample(logits, [1, 6], 2).token == 5

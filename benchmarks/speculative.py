@@ -1,0 +1,170 @@
+"""Accept rate, accept length and speed of drafts against none, in turns, on texts that copy and texts that do not.
+
+    python benchmarks/speculative.py [-m MODEL] [--draft-model MODEL] [--ngram 5] [--draft-tokens 4 7] [-n 128] [-r 3]
+        [-b 1] [--temp 0] [--device DEVICE] [-t THREADS] [-c CTX] [--deterministic]
+
+Each way (no drafts, look-up, the draft model) is a loaded model of its own. In every round each completes every prompt,
+`-b` requests at once with seeds of their own; the decode rate counts from the first token. It also says whether a way's
+texts are those without drafts, to the token. Medians of the rounds; one JSON line at the end.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from statistics import median
+
+from quengine import LLM, SamplingParams
+from quengine.errors import EngineError
+from quengine.output import Completion
+
+_CODE = """def area(shape):
+    if shape.kind == "circle":
+        return 3.14159 * shape.radius * shape.radius
+    if shape.kind == "square":
+        return shape.side * shape.side
+    if shape.kind == "rectangle":
+        return shape.width * shape.height
+    raise ValueError("unknown shape: " + shape.kind)
+"""
+
+PROMPTS = {
+    "copy": f"Repeat this program exactly, and change nothing:\n\n```python\n{_CODE}```",
+    "edit": f"Rewrite this program with the name `measure` instead of `area`:\n\n```python\n{_CODE}```",
+    "open": "Tell a short story about a lighthouse keeper who finds a letter in a bottle.",
+    "list": "List the planets of the solar system, each with one sentence about it.",
+}
+
+
+@dataclass
+class Way:
+    """One way to generate, and what it came to, by prompt."""
+
+    name: str
+    llm: LLM
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    completions: dict[str, list[Completion]] = field(default_factory=dict)
+
+    def run(self, prompt: str, params: SamplingParams, batch: int) -> None:
+        """Complete a prompt `batch` times at once; greedy texts of a batch are the same."""
+        ids = prompt_ids(self.llm, PROMPTS[prompt])
+        streams = [self.llm.stream(ids, params, index=index) for index in range(batch)]
+        for stream in streams:
+            stream.start()
+        while not all(stream.sequence.generated or stream.sequence.finished for stream in streams):
+            self.llm.step()
+        before = sum(len(stream.sequence.generated) for stream in streams)
+        began = time.perf_counter()
+        completions = [stream.finish() for stream in streams]
+        seconds = time.perf_counter() - began
+        made = sum(len(completion.tokens) for completion in completions) - before
+        self.rates.setdefault(prompt, []).append(made / seconds)
+        self.completions[prompt] = completions
+
+
+def prompt_ids(llm: LLM, text: str) -> list[int]:
+    if llm.chat_template is None:
+        return llm.encode(text)
+    return llm.encode_chat([{"role": "user", "content": text}])
+
+
+def ways(args: argparse.Namespace) -> list[Way]:
+    def load(name: str, **drafts: object) -> Way:
+        print(f"loading {name}", file=sys.stderr)
+        shared = {"device": args.device, "threads": args.threads, "ctx_size": args.ctx_size}
+        fixed = {"parallel": args.batch, "deterministic": args.deterministic}
+        return Way(name, LLM(args.model, **shared, **fixed, **drafts))  # type: ignore[arg-type]
+
+    found = [load("none")]
+    for tokens in args.draft_tokens:
+        if args.ngram:
+            found.append(load(f"ngram {args.ngram}, {tokens}", draft_ngram=args.ngram, draft_tokens=tokens))
+        if args.draft_model:
+            found.append(load(f"model, {tokens}", draft_model=args.draft_model, draft_tokens=tokens))
+    return found
+
+
+def row(way: Way, base: Way, prompt: str) -> dict[str, object]:
+    timings = [completion.timings for completion in way.completions[prompt]]
+    drafts, drafted = sum(t.drafts for t in timings), sum(t.drafted_tokens for t in timings)
+    accepted = sum(t.accepted_tokens for t in timings)
+    pairs = zip(way.completions[prompt], base.completions[prompt], strict=True)
+    return {
+        "prompt": prompt,
+        "drafts": way.name,
+        "tokens": sum(t.generated_tokens for t in timings),
+        "tok_s": median(way.rates[prompt]),
+        "samples_tok_s": way.rates[prompt],
+        "speed": median(way.rates[prompt]) / median(base.rates[prompt]),
+        "draft_steps": drafts,
+        "drafted": drafted,
+        "accepted": accepted,
+        "accept_rate": accepted / drafted if drafted else None,
+        "accept_length": 1 + accepted / drafts if drafts else None,
+        "same_text": all(ours.tokens == theirs.tokens for ours, theirs in pairs),
+    }
+
+
+def shown(row: dict[str, object]) -> str:
+    rate, length = row["accept_rate"], row["accept_length"]
+    cells = [f"{row['prompt']:6}", f"{row['drafts']:12}", f"{row['tokens']:6}", f"{row['tok_s']:8.1f}"]
+    cells += [f"{row['speed']:5.2f}", f"{row['drafted']:7}", f"{row['accepted']:8}"]
+    cells += ["   -" if rate is None else f"{100 * rate:3.0f}%"]  # type: ignore[operator]
+    cells += ["    -" if length is None else f"{length:5.2f}", "yes" if row["same_text"] else "NO"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("-m", "--model", default="smollm2-135m")
+    parser.add_argument("--draft-model")
+    parser.add_argument("--ngram", type=int, default=5)
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4])
+    parser.add_argument("-n", "--max-tokens", type=int, default=128)
+    parser.add_argument("-r", "--rounds", type=int, default=3)
+    parser.add_argument("-b", "--batch", type=int, default=1)
+    parser.add_argument("--temp", type=float, default=0.0)
+    parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("-t", "--threads", type=int)
+    parser.add_argument("-c", "--ctx-size", type=int, default=1024)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--ignore-eos", action="store_true", help="for random weights")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    params = SamplingParams(
+        temperature=args.temp, seed=1, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos
+    )
+    try:
+        all_ways = ways(args)
+        for number in range(-1, args.rounds):  # the first is not counted
+            for prompt in args.prompts:
+                for way in all_ways if number % 2 else all_ways[::-1]:
+                    way.run(prompt, params, args.batch)
+                    if number < 0:
+                        way.rates.clear()
+    except EngineError as error:
+        print(f"speculative: {error}", file=sys.stderr)
+        return error.exit_code
+    rows = [row(way, all_ways[0], prompt) for prompt in args.prompts for way in all_ways]
+    print(
+        "| prompt | drafts       | tokens |    tok/s | speed | drafted | accepted | rate | length | same text |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for entry in rows:
+        print(shown(entry))
+    about = {
+        "model": args.model,
+        "draft_model": args.draft_model,
+        "device": str(all_ways[0].llm.loaded.device),
+    }
+    print(json.dumps({**about, "threads": all_ways[0].llm.loaded.threads, "batch": args.batch, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
