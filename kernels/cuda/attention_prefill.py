@@ -203,7 +203,7 @@ def attention_prefill(
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
     table, blocks = table_arguments(cache, block_table, spec.mask_band)
     launch = prefill_launch(head_dim, rows, is_hopper(q.device))
-    _attention_prefill_kernel[(heads, triton.cdiv(rows, launch.block_rows))](
+    _attention_prefill_kernel[(heads, -(-rows // launch.block_rows))](
         q,
         k,
         v,
@@ -222,7 +222,7 @@ def attention_prefill(
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        PADDED=triton.next_power_of_2(head_dim),
+        PADDED=1 << (head_dim - 1).bit_length(),
         WINDOW=spec.window or 0,
         Q8=cache.q8_0,
         PAGED=block_table is not None,

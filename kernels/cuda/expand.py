@@ -102,7 +102,7 @@ def dequantize_part(
     count = part.tiles - first_tile if tiles is None else tiles
     chunk_count, warps = count * part.chunks, 4
     rows = min(part.rows - 16 * first_tile, 16 * count)
-    _dequantize_kernel[(triton.cdiv(chunk_count, warps),)](
+    _dequantize_kernel[(-(-chunk_count // warps),)](
         part.low, part.high, part.scales, part.supers, out, chunk_count, first_tile, rows,
         part.gain if gain is None else gain,
         FMT=part.layout, K=part.cols, WARPS=warps, PAIRED=paired, ASM=uses_assembly(), num_warps=warps,

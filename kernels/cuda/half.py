@@ -128,7 +128,7 @@ class Products:
     def finish(self, residual: Tensor | None = None) -> Tensor:
         """As `dequantize`, plus a residual fp32 [T, N], in their place."""
         y = self.values
-        _finish_kernel[(y.shape[0], triton.cdiv(y.shape[1], 1024))](
+        _finish_kernel[(y.shape[0], -(-y.shape[1] // 1024))](
             y, self.unscale, y if residual is None else residual, y.shape[1], 1.0 / self.gain,
             BLOCK=1024, RESIDUAL=residual is not None, num_warps=4,
         )  # fmt: skip

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from quengine.kernels.cuda.expand import dequantize_part
@@ -25,6 +24,7 @@ from quengine.kernels.cuda.rms_norm import finish_norm_half, rms_norm_half
 from quengine.kernels.cuda.swiglu import reach_of, swiglu_products, swiglu_rows
 
 _FEW_ROWS = 128
+_MOST_VIEWS = 64
 _PRODUCTS = 1 << 23
 """Products of rows with gate and up weights held at a time: 32 MiB, which an L2 cache holds."""
 
@@ -38,6 +38,7 @@ class MatmulWorkspace:
         self.weights = torch.empty(max_weights, dtype=torch.float16, device=device)
         self.scratch = FusedScratch(device)
         self._room: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._ones: Tensor | None = None
 
     def half_rows(self, rows: int, cols: int) -> HalfRows:
@@ -77,19 +78,34 @@ class MatmulWorkspace:
             self._ones = torch.ones(rows, dtype=torch.float32, device=values.device)
         return HalfRows(values, self._ones[:rows])
 
+    def expanded(self, rows: int, cols: int) -> Tensor:
+        """Where weights are expanded to: fp16 [rows, cols]."""
+        view = self._views.get(("weights", (rows, cols)))
+        return self._seen("weights", self.weights, (rows, cols)) if view is None else view
+
     def _take(self, name: str, dtype: torch.dtype, rows: int, *shape: int) -> Tensor:
+        view = self._views.get((name, shape))
+        if view is not None:
+            return view
         size = math.prod(shape)
-        if rows <= _FEW_ROWS:
-            name = f"few {name}"
-        held = self._room.get(name)
+        place = f"few {name}" if rows <= _FEW_ROWS else name
+        held = self._room.get(place)
         if held is None or held.numel() < size:
-            self._room.pop(name, None)  # free the smaller one first
+            self._views.clear()
+            self._room.pop(place, None)  # free the smaller one first
             del held
             if self.weights.is_cuda and rows > _FEW_ROWS:
                 torch.cuda.empty_cache()  # nothing else is of its size: kept, it would only take room
-            wanted = _FEW_ROWS * triton.cdiv(size, rows) if rows <= _FEW_ROWS else size
-            held = self._room[name] = torch.empty(wanted, dtype=dtype, device=self.weights.device)
-        return held[:size].view(shape)
+            wanted = _FEW_ROWS * -(-size // rows) if rows <= _FEW_ROWS else size
+            held = self._room[place] = torch.empty(wanted, dtype=dtype, device=self.weights.device)
+        return self._seen(name, held, shape)
+
+    def _seen(self, name: str, held: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The beginning of some memory in a shape, made once for all layers: it takes the host some microseconds."""
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        view = self._views[name, shape] = held[: math.prod(shape)].view(shape)
+        return view
 
 
 def matmul_products(
@@ -192,11 +208,11 @@ def matmul_swiglu(
     out = HalfRows(workspace.wide(rows, gate_up.rows // 2), workspace.gated_unscale(rows))
     # Some gate rows and their up rows at a time, so that neither they nor their products take much memory.
     most = max(16, min(workspace.weights.numel() // part.cols, _PRODUCTS // rows))
-    pieces = triton.cdiv(part.rows, most)
-    tiles = triton.cdiv(part.tiles, pieces)
+    pieces = -(-part.rows // most)
+    tiles = -(-part.tiles // pieces)
     for tile in range(0, part.tiles, tiles):
         count = min(tiles, part.tiles - tile)
-        expanded = workspace.weights[: 16 * count * part.cols].view(16 * count, part.cols)
+        expanded = workspace.expanded(16 * count, part.cols)
         dequantize_part(part, True, expanded, tile, count)
         z = _products(half, expanded, part.gain, workspace.products(rows, 16 * count))
         swiglu_products(z, reach_of(part), out, 8 * tile)
@@ -222,7 +238,7 @@ def _multiply_all(
     x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace, out: Tensor | None = None
 ) -> Products:
     """Rows times the whole weight, expanded with the smallest of the parts' gains, so that none leaves fp16's range."""
-    expanded = workspace.weights[: weight.rows * weight.cols].view(weight.rows, weight.cols)
+    expanded = workspace.expanded(weight.rows, weight.cols)
     parts = [part for part in weight.parts if isinstance(part, PackedPart)]
     gain, first = min(part.gain for part in parts), 0
     for part in parts:
@@ -248,11 +264,11 @@ def _expand_and_multiply(
         raise ValueError(f"the workspace expands {workspace.weights.numel()} weights; rows have {part.cols}")
     for row in range(0, part.rows, at_a_time):
         count = min(at_a_time, part.rows - row)
-        expanded = workspace.weights[: count * part.cols].view(count, part.cols)
+        expanded = workspace.expanded(count, part.cols)
         if isinstance(part, FloatPart):
             expanded.copy_(part.weight[row : row + count])
         else:
-            dequantize_part(part, paired, expanded, row // 16, triton.cdiv(count, 16))
+            dequantize_part(part, paired, expanded, row // 16, -(-count // 16))
         gain = 1.0 if isinstance(part, FloatPart) else part.gain
         columns = slice(first + row, first + row + count)
         added = None if residual is None else residual[:, columns].contiguous()

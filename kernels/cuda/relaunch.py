@@ -20,8 +20,8 @@ _LAUNCH = JITFunction.run
 class Relaunched:
     """A Triton kernel, launched as any other: `kernel[grid](*arguments, **constants_and_options)`.
 
-    Everything that is no constant must be given by position, every constant by name. Under the interpreter, or while
-    launches are only recorded or compiled, Triton's own launch is taken.
+    Everything that is no constant must be given by position, a tensor first, every constant by name. Under the
+    interpreter, or while launches are only recorded or compiled, Triton's own launch is taken.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -33,7 +33,16 @@ class Relaunched:
             if JITFunction.run is not _LAUNCH:
                 self.kernel[grid](*arguments, **named)
                 return
-            key = (tuple([_kind(argument) for argument in arguments]), tuple(named.items()))
+            # Written out: a call for each argument would take as long as all the rest.
+            kinds = [
+                (argument.dtype, argument.data_ptr() & 15 == 0)
+                if isinstance(argument, Tensor)
+                else (argument == 1, argument & 15 == 0, -(2**31) <= argument < 2**31)
+                if type(argument) is int
+                else _kind(argument)
+                for argument in arguments
+            ]
+            key = (arguments[0].get_device(), tuple(kinds), tuple(named.items()))
             found = self._compiled.get(key)
             if found is not None:
                 compiled, constants = found
@@ -48,12 +57,8 @@ class Relaunched:
         return launch
 
 
-def _kind(argument: Any) -> object:
-    """What Triton looks at in an argument that is no constant."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0, argument.get_device()
-    if isinstance(argument, int):
-        return type(argument), argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+def _kind(argument: object) -> object:
+    """What Triton looks at in an argument that is neither a constant nor a tensor nor a whole number."""
     if isinstance(argument, float):
         return float
     raise TypeError(f"a kernel is launched with tensors and numbers, not with {type(argument).__name__}")

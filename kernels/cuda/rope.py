@@ -217,7 +217,7 @@ def rope_store(
         HEADS=spec.heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
-        PADDED=triton.next_power_of_2(head_dim),
+        PADDED=1 << (head_dim - 1).bit_length(),
         ROPE_DIM=2 * spec.cos.shape[1],
         HALVES=spec.rope_layout == "halves",
         NORM=spec.q_norm is not None,

@@ -78,7 +78,7 @@ def swiglu_products(z: Products, reach: float, out: HalfRows, first: int) -> Non
     needed: typical values lie 2^12 to 2^26 below it, and fp16 keeps its 11 bits over 2^29.
     """
     rows, width = z.values.shape[0], z.values.shape[1] // 2
-    _swiglu_products_kernel[(rows, triton.cdiv(width, 1024))](
+    _swiglu_products_kernel[(rows, -(-width // 1024))](
         z.values, z.unscale, out.values, out.unscale, width, out.values.shape[1], first, 1.0 / z.gain, reach,
         BLOCK=1024, num_warps=4,
     )  # fmt: skip

@@ -256,6 +256,17 @@ def test_short_batches_keep_their_room_when_a_long_prompt_comes(device: torch.de
     assert room.half_rows(100, 256).values.data_ptr() == few.values.data_ptr()
 
 
+def test_a_longer_chunk_takes_the_room_of_a_shorter_one_along(device: torch.device) -> None:
+    room = workspace(device)
+    for rows, width in ((512, 64), (512, 96), (2048, 64)):
+        room.products(rows, width).fill_(rows)
+    long, short = room.products(2048, 64), room.products(512, 64)
+    assert (long == 2048).all() and (short == 2048).all()
+    assert short.data_ptr() == long.data_ptr() and short.shape == (512, 64)
+    for rows in range(129, 300):  # more lengths than views are kept of
+        assert room.products(rows, 64).data_ptr() == long.data_ptr()
+
+
 def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:
     x = ordinary_activations(4, 96)
     x[1] *= 1e-20
