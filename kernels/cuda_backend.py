@@ -3,9 +3,13 @@
 A decode layer is five launches: QKV, attention (rotation, cache write, slices and their combination, rounding), output
 with the residual, gate and up with SwiGLU and rounding, down with the residual. Output and down also begin the norm
 behind them, and the matmul that reads it ends it. The residual stream is fp32. Implements kernels.backend.Backend.
+
+Which kernels compute a row, and so its last bits, depend on how many rows there are, unless `fixed_kernels` are asked
+for: then one family of kernels computes every number of rows, and a row's bits follow from its own sequence alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -64,11 +68,18 @@ def _last_row(x: Residual) -> Residual:
 
 
 class CudaBackend:
-    """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later."""
+    """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later.
 
-    def __init__(self, device: torch.device) -> None:
+    `fixed_kernels`: the result of a decode step's row is the same, to the last bit, alone and in every batch, captured
+    or not; that of a prompt's row in every chunk, where a chunk of a single token is computed inside `prompt`. Batches
+    and prompts share all kernels but attention's. Prompts and single sequences are slower then, and a single sequence's
+    rows are rounded to fp16, as a batch's are.
+    """
+
+    def __init__(self, device: torch.device, fixed_kernels: bool = False) -> None:
         self.name = "cuda"
         self.device = device
+        self.fixed_kernels = fixed_kernels
         self.dtype = torch.float32
         self.pdl = has_dependent_launch(device)
         self._slices: list[DecodeWorkspace] = []
@@ -77,6 +88,16 @@ class CudaBackend:
         self._made_positions: tuple[int, int, Tensor] | None = None
         self._widest = 0
         self._largest = 0
+        self._in_prompt = False
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """Inside, `fixed_kernels` compute a single token as they would among others of a prompt."""
+        self._in_prompt = True
+        try:
+            yield
+        finally:
+            self._in_prompt = False
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
@@ -130,7 +151,7 @@ class CudaBackend:
         first, table = (start.start, start.block_table) if isinstance(start, Chunk) else (start, None)
         tokens = (qkv.values if isinstance(qkv, Products) else qkv).shape[0]
         positions = self._positions(first, tokens)
-        if tokens == 1:
+        if tokens == 1 and not (self.fixed_kernels and self._in_prompt):
             tables = None if table is None else table[None]
             # Positions made just now must be complete before the launch that reads them begins.
             return self._decode(qkv, spec, cache, positions, tables, False)
@@ -141,11 +162,13 @@ class CudaBackend:
             out = attention_prefill(q, spec, cache, 0, first, torch.float16, self.pdl, table, in_place=True)
             return room.as_they_are(out)
         q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table)
-        return attention_prefill(q, spec, cache, 0, first, torch.float32, self.pdl, table)
+        return attention_prefill(
+            q, spec, cache, 0, first, torch.float32, self.pdl, table, fixed=self.fixed_kernels
+        )
 
     def normed(self, x: Residual, norm: Tensor, eps: float) -> Tensor:
         stream = x.hidden if isinstance(x, NormedRows) else x
-        return rms_norm(stream, norm, eps, pdl=self.pdl)
+        return rms_norm(stream, norm, eps, pdl=self.pdl, fixed=self.fixed_kernels)
 
     def logits(self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, last_only: bool) -> Tensor:
         if last_only:
@@ -165,9 +188,7 @@ class CudaBackend:
         unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
         alone, workspace = replace(spec, window=1), self._decode_workspace(spec, rows)
         tables = start.block_tables
-        attention_decode(
-            qkv, alone, cache, start.positions, workspace, unused, self.pdl, tables, coarse=True
-        )
+        attention_decode(qkv, alone, cache, start.positions, workspace, unused, self.pdl, tables, coarse=True)
         return qkv
 
     def _decode(
@@ -183,7 +204,7 @@ class CudaBackend:
         qkv = qkv.finish() if isinstance(qkv, Products) else qkv
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
         workspace = self._decode_workspace(spec, rows)
-        if takes_q_dot(rows):
+        if self._takes_q_dot(rows):
             rounded = RoundedActivations.empty(rows, width, self.device)
             return attention_decode_round(qkv, spec, cache, positions, workspace, rounded, pdl, tables)
         out = torch.empty(rows, width, dtype=torch.float32, device=self.device)
@@ -192,12 +213,16 @@ class CudaBackend:
     def _normed(self, x: Residual, norm: Tensor, eps: float) -> Rows:
         if isinstance(x, NormedRows):
             return x.normed
-        if takes_q_dot(x.shape[0]):
+        if self._takes_q_dot(x.shape[0]):
             return rms_norm_round(x, norm, eps, pdl=self.pdl)
-        return rms_norm_half(x, norm, eps, self._workspace().half_rows(*x.shape), pdl=self.pdl)
+        room = self._workspace().half_rows(*x.shape)
+        return rms_norm_half(x, norm, eps, room, self.pdl, self.fixed_kernels)
 
     def _rounded(self, x: Rows) -> Rows:
-        return round_activations(x) if isinstance(x, Tensor) and takes_q_dot(x.shape[0]) else x
+        return round_activations(x) if isinstance(x, Tensor) and self._takes_q_dot(x.shape[0]) else x
+
+    def _takes_q_dot(self, rows: int) -> bool:
+        return not self.fixed_kernels and takes_q_dot(rows)
 
     def _matmul(self, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
         x = self._rounded(x)
@@ -223,7 +248,7 @@ class CudaBackend:
     def _workspace(self) -> MatmulWorkspace:
         """Room for prefill, kept from layer to layer."""
         if self._matmul_workspace is None:
-            self._matmul_workspace = MatmulWorkspace(self._largest, self.device)
+            self._matmul_workspace = MatmulWorkspace(self._largest, self.device, self.fixed_kernels)
         return self._matmul_workspace
 
     def _rounding_scratch(self) -> RoundingScratch:

@@ -2,8 +2,9 @@
 
 Online softmax over key tiles on the matrix units, fp16 operands and fp32 sums. The causal mask (and the
 window's) is the band built once at load; it is read only in the tiles that the diagonal or the window's edge
-crosses, and tiles wholly outside are not visited. Knows a chunk of one sequence, whose cache may lie in blocks;
-rotation and the cache write come before.
+crosses, and tiles wholly outside are not visited. Where a row's bits may not depend on its chunk (`fixed`), all tiles
+run through one loop, which compares positions: to compilers, a loop with a mask and one without are two, with sums in
+two orders. Knows a chunk of one sequence, whose cache may lie in blocks; rotation and the cache write come before.
 """
 
 from dataclasses import dataclass
@@ -34,23 +35,26 @@ def _attend_tiles(
     table_ptr,
     blocks,
     row_live,
+    position,
     begin,
     end,
     keys,
     scale,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
     Q8: tl.constexpr,
     PAGED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
+    FIXED: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Online softmax (Milakov & Gimelshein 2018) over key tiles begin..end, onto the rows' running state.
 
     `mask_ptr` [rows, 1] points to each row's mask at key 0; only MASKED tiles read it, and only they may hold
-    keys from `keys` on or rows that see nothing yet.
+    keys from `keys` on or rows that see nothing yet. FIXED: they compare the keys with the rows' `position` instead.
     """
     for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_KEYS)
@@ -64,8 +68,14 @@ def _attend_tiles(
             k, _ = expand_codes(k, k_scale, ASM)
         scores = tl.dot(q, tl.trans(k))
         if MASKED:
-            visible = tl.load(mask_ptr + key[None, :], mask=row_live[:, None] & live[None, :], other=0)
-            scores = tl.where(visible != 0, scores, float("-inf"))
+            if FIXED:
+                visible = live[None, :] & (key[None, :] <= position[:, None])
+                if WINDOW > 0:
+                    visible = visible & (key[None, :] > position[:, None] - WINDOW)
+            else:
+                seen = mask_ptr + key[None, :]
+                visible = tl.load(seen, mask=row_live[:, None] & live[None, :], other=0) != 0
+            scores = tl.where(visible, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         else:
@@ -110,6 +120,7 @@ def _attention_prefill_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    FIXED: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -144,27 +155,32 @@ def _attention_prefill_kernel(
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     mixed = tl.zeros([BLOCK_ROWS, PADDED], tl.float32)
+    position = start + row
+    low = 0
     if WINDOW > 0:
         low = tl.maximum(first - (WINDOW - 1), 0) // BLOCK_KEYS * BLOCK_KEYS
-        full_low = tl.cdiv(tl.maximum(last - (WINDOW - 1), 0), BLOCK_KEYS) * BLOCK_KEYS
-        full_low = tl.minimum(full_low, tl.cdiv(end, BLOCK_KEYS) * BLOCK_KEYS)
-        full_high = tl.maximum(full_low, full_high)
-        largest, total, mixed = _attend_tiles(
-            q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            mask_rows, table_ptr, blocks, row_live, low, full_low, keys, scale,
-            HEAD_DIM, PADDED, Q8, PAGED, BLOCK_KEYS, STAGES, True, ASM,
-        )  # fmt: skip
+    if FIXED:
+        full_high = low
     else:
         full_low = 0
+        if WINDOW > 0:
+            full_low = tl.cdiv(tl.maximum(last - (WINDOW - 1), 0), BLOCK_KEYS) * BLOCK_KEYS
+            full_low = tl.minimum(full_low, tl.cdiv(end, BLOCK_KEYS) * BLOCK_KEYS)
+            full_high = tl.maximum(full_low, full_high)
+            largest, total, mixed = _attend_tiles(
+                q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                mask_rows, table_ptr, blocks, row_live, position, low, full_low, keys, scale,
+                HEAD_DIM, PADDED, WINDOW, Q8, PAGED, BLOCK_KEYS, STAGES, True, False, ASM,
+            )  # fmt: skip
+        largest, total, mixed = _attend_tiles(
+            q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+            mask_rows, table_ptr, blocks, row_live, position, full_low, full_high, keys, scale,
+            HEAD_DIM, PADDED, WINDOW, Q8, PAGED, BLOCK_KEYS, STAGES, False, False, ASM,
+        )  # fmt: skip
     largest, total, mixed = _attend_tiles(
         q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        mask_rows, table_ptr, blocks, row_live, full_low, full_high, keys, scale,
-        HEAD_DIM, PADDED, Q8, PAGED, BLOCK_KEYS, STAGES, False, ASM,
-    )  # fmt: skip
-    largest, total, mixed = _attend_tiles(
-        q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        mask_rows, table_ptr, blocks, row_live, full_high, end, keys, scale,
-        HEAD_DIM, PADDED, Q8, PAGED, BLOCK_KEYS, STAGES, True, ASM,
+        mask_rows, table_ptr, blocks, row_live, position, full_high, end, keys, scale,
+        HEAD_DIM, PADDED, WINDOW, Q8, PAGED, BLOCK_KEYS, STAGES, True, FIXED, ASM,
     )  # fmt: skip
     tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -178,13 +194,16 @@ def attention_prefill(
     out_dtype: torch.dtype = torch.float16,
     pdl: bool = False,
     block_table: torch.Tensor | None = None,
+    fixed: bool = False,
     in_place: bool = False,
 ) -> torch.Tensor:
     """Causal attention of T query rows at positions start..start+T of one sequence over cache rows 0..start+T.
 
     q: [T, heads, head_dim] fp16, rotated (`rope_store` makes it and has written the chunk's keys and values);
     `spec.mask_band` must have at least T rows and reach `start`. `block_table`: as in `rope_store`. Returns
-    [T, heads * head_dim] of `out_dtype`; `in_place`: where q was.
+    [T, heads * head_dim] of `out_dtype`; `in_place`: where q was. `fixed`: a row's bits are the same whatever
+    chunk it is in: key tiles of one size lie at its multiples, and one in which a row sees nothing leaves its state as
+    it is.
     Source: Dao 2023 (FlashAttention-2).
     """
     rows, heads, head_dim = q.shape
@@ -202,7 +221,7 @@ def attention_prefill(
         out = torch.empty(rows, heads * head_dim, dtype=out_dtype, device=q.device)
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
     table, blocks = table_arguments(cache, block_table, spec.mask_band)
-    launch = prefill_launch(head_dim, rows, is_hopper(q.device))
+    launch = prefill_launch(head_dim, FIXED_ROWS if fixed else rows, is_hopper(q.device))
     _attention_prefill_kernel[(heads, -(-rows // launch.block_rows))](
         q,
         k,
@@ -229,12 +248,17 @@ def attention_prefill(
         BLOCK_ROWS=launch.block_rows,
         BLOCK_KEYS=launch.block_keys,
         STAGES=launch.stages,
+        FIXED=fixed,
         ASM=uses_assembly(),
         PDL=pdl,
         num_warps=launch.warps,
         launch_pdl=pdl,
     )
     return out
+
+
+FIXED_ROWS = 512
+"""The chunk whose launch shape all chunks have where a row's bits may not depend on the chunk."""
 
 
 @dataclass(frozen=True)

@@ -100,11 +100,16 @@ def fused_limit() -> int:
     return int(_table().get(device_name(), {}).get("fused_limit", 64))
 
 
-def fused_geometry(part: PackedPart, kind: str, rows: int) -> FusedGeometry:
-    """Geometry of the fused matmul for `rows` rows; kind "rows" or "swiglu"."""
+def fused_geometry(part: PackedPart, kind: str, rows: int, fixed: bool = False) -> FusedGeometry:
+    """Geometry of the fused matmul for `rows` rows; kind "rows" or "swiglu".
+
+    `fixed`: one whose share of the columns, and so the order of a row's sums, follows from the weight alone.
+    """
     token_tiles = 1
     while token_tiles < 8 and 8 * token_tiles < rows:
         token_tiles *= 2
+    if fixed:
+        return default_fused(part, token_tiles)
     key = f"{kind} {part.layout.format} {part.rows} x {part.cols} by {8 * token_tiles}"
     entry = _table().get(device_name(), {}).get("fused", {}).get(key)
     return FusedGeometry(*entry) if entry else default_fused(part, token_tiles)
@@ -113,17 +118,19 @@ def fused_geometry(part: PackedPart, kind: str, rows: int) -> FusedGeometry:
 def wgmma_block(rows: int) -> int:
     """How many rows the matrix instruction takes at a time: a power of two from 8 to 128."""
     block = 8
-    while block < rows:
+    while block < min(rows, 128):
         block *= 2
     return block
 
 
 def wgmma_geometry(part: PackedPart, kind: str, rows: int) -> WgmmaGeometry:
-    """Geometry of the fused matmul on Hopper; kind "rows" or "swiglu"."""
+    """Geometry of the fused matmul on Hopper, `splits` the same for every number of rows; kind "rows" or "swiglu"."""
     key = f"{kind} {part.layout.format} {part.rows} x {part.cols}"
     entry = _table().get(device_name(), {}).get("wgmma", {}).get(key)
     if entry is None:
         return default_wgmma(part, rows)
+    if rows > 128:
+        return _many_rows(part, rows, entry["splits"])
     warps, stages, overlap, registers = entry[str(wgmma_block(rows))]
     return WgmmaGeometry(warps, entry["splits"], stages, overlap, registers)
 
@@ -131,7 +138,15 @@ def wgmma_geometry(part: PackedPart, kind: str, rows: int) -> WgmmaGeometry:
 def default_wgmma(part: PackedPart, rows: int) -> WgmmaGeometry:
     """About three programs of 4 warps on each of 132 multiprocessors, with two chunks each or more."""
     splits = max(1, min(part.chunks // 2, 396 // -(-part.tiles // 4)))
+    if rows > 128:
+        return _many_rows(part, rows, splits)
     return WgmmaGeometry(4, splits, 4 if rows <= 64 else 3, rows <= 16)
+
+
+def _many_rows(part: PackedPart, rows: int, splits: int) -> WgmmaGeometry:
+    """For several blocks of 128 rows: 8 warps read them half as often from the L2 cache, where programs are enough."""
+    programs = -(-part.tiles // 8) * -(-rows // 128)
+    return WgmmaGeometry(8 if programs >= 128 else 4, splits, 3, True)
 
 
 def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:

@@ -5,6 +5,10 @@ Two ways, by the number of rows (launch_table.py keeps the measured crossover):
   and never written;
 - dequantize to a reused fp16 workspace (expand.py), then cuBLAS with fp32 sums and an fp32 result.
 Both round activations and weights to fp16 once, scaled by powers of two (half.py).
+
+A row's last bits depend on the way, and with cuBLAS on the number of rows. Where that must not be, the workspace is
+`fixed`: every number of rows, one too, goes the fused way, in launches whose sums have an order that follows from the
+weight alone; plain floats through matmul_float.py.
 Does not know: models, or where rows come from.
 """
 
@@ -17,6 +21,7 @@ from torch import Tensor
 from quengine.kernels.cuda.expand import dequantize_part
 from quengine.kernels.cuda.half import HalfRows, Products, half_rows, ordered_shape, tiled_shape
 from quengine.kernels.cuda.launch_table import fused_limit
+from quengine.kernels.cuda.matmul_float import launch_float
 from quengine.kernels.cuda.matmul_fused import FusedScratch, launch_fused
 from quengine.kernels.cuda.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu, uses_wgmma
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
@@ -32,18 +37,32 @@ _PRODUCTS = 1 << 23
 class MatmulWorkspace:
     """Memory that every `matmul` of one stream reuses: fp16 weights, expanding up to `max_weights` at a time, and room
     for rows that grows with the longest chunk met. Few rows have room of their own: CUDA graphs of batched decode keep
-    its addresses, whatever chunk comes between them."""
+    its addresses, whatever chunk comes between them.
 
-    def __init__(self, max_weights: int, device: torch.device | str) -> None:
-        self.weights = torch.empty(max_weights, dtype=torch.float16, device=device)
+    `fixed`: a row's result is the same, to the last bit, whatever the number of rows; nothing is expanded then.
+    """
+
+    def __init__(self, max_weights: int, device: torch.device | str, fixed: bool = False) -> None:
+        self.fixed = fixed
+        self.weights = torch.empty(0 if fixed else max_weights, dtype=torch.float16, device=device)
         self.scratch = FusedScratch(device)
         self._room: dict[str, Tensor] = {}
         self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._ones: Tensor | None = None
 
+    def stays_packed(self, rows: int) -> bool:
+        """Whether so many rows go the fused way."""
+        return self.fixed or rows <= fused_limit()
+
+    def form(self, rows: int, cols: int) -> Callable[[int, int], tuple[int, ...]] | None:
+        """The shape of half rows for the fused way on this device; None where that is not taken."""
+        if not self.stays_packed(rows):
+            return None
+        return ordered_shape if uses_wgmma(self.weights.device, cols) else tiled_shape
+
     def half_rows(self, rows: int, cols: int) -> HalfRows:
         """Scaled fp16 rows, tiled or ordered where the fused way is taken; one set at a time is in use."""
-        form = _form(rows, cols, self.weights.device)
+        form = self.form(rows, cols)
         shape = (rows, cols) if form is None else form(rows, cols)
         return HalfRows(self._take("rows", torch.float16, rows, *shape), self.unscale(rows))
 
@@ -138,9 +157,14 @@ def matmul(
     y = torch.empty(rows, weight.rows, dtype=torch.float32, device=half.values.device)
     first = 0
     for part in weight.parts:
-        if isinstance(part, PackedPart) and rows <= fused_limit():
-            launch = launch_wgmma if half.ordered else launch_fused
-            launch(half, part, weight.paired, y, first, workspace.scratch, residual, pdl=pdl)
+        if isinstance(part, PackedPart) and half.ordered:
+            launch_wgmma(half, part, weight.paired, y, first, workspace.scratch, residual, pdl)
+        elif isinstance(part, PackedPart) and half.tiled:
+            launch_fused(
+                half, part, weight.paired, y, first, workspace.scratch, residual, pdl=pdl, fixed=workspace.fixed
+            )  # fmt: skip
+        elif isinstance(part, FloatPart) and workspace.fixed:
+            launch_float(half, part, y, first, residual, pdl)
         else:
             _expand_and_multiply(half, part, weight.paired, workspace, residual, y, first)
         first += part.rows
@@ -168,7 +192,7 @@ def matmul_norm(
         room = workspace.half_rows(rows, weight.rows)
         return residual, finish_norm_half(products, residual, norm, eps, room, pdl)
     y = matmul(half, weight, workspace, residual, pdl)
-    return y, rms_norm_half(y, norm, eps, workspace.half_rows(rows, weight.rows), pdl)
+    return y, rms_norm_half(y, norm, eps, workspace.half_rows(rows, weight.rows), pdl, workspace.fixed)
 
 
 def _halved(x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool) -> HalfRows:
@@ -178,7 +202,7 @@ def _halved(x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspa
             raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")
         x = half_rows(x, workspace.half_rows(x.shape[0], x.shape[1]), pdl)
     elif x.values.ndim == 2:
-        form = _form(x.rows, weight.cols, x.values.device)
+        form = workspace.form(x.rows, weight.cols)
         x = x if form is None else x.as_ordered() if form is ordered_shape else x.as_tiled()
     if not x.fits(weight.cols):
         raise ValueError(f"rows of {list(x.values.shape)} for weights of {weight.cols}")
@@ -201,9 +225,11 @@ def matmul_swiglu(
         gated = workspace.gated_half(rows, gate_up.rows // 2)
         launch_wgmma_swiglu(half, part, gated, workspace.scratch, pdl)
         return gated
-    if rows <= fused_limit():
+    if half.tiled:
         products = workspace.gated(rows, gate_up.rows // 2)
-        launch_fused(half, part, True, products, 0, workspace.scratch, swiglu=True, pdl=pdl)
+        launch_fused(
+            half, part, True, products, 0, workspace.scratch, swiglu=True, pdl=pdl, fixed=workspace.fixed
+        )
         return half_rows(products, workspace.half_rows(rows, gate_up.rows // 2), pdl)
     out = HalfRows(workspace.wide(rows, gate_up.rows // 2), workspace.gated_unscale(rows))
     # Some gate rows and their up rows at a time, so that neither they nor their products take much memory.
@@ -219,16 +245,9 @@ def matmul_swiglu(
     return out
 
 
-def _form(rows: int, cols: int, device: torch.device) -> Callable[[int, int], tuple[int, ...]] | None:
-    """The shape of half rows for the fused way on this device; None where that is not taken."""
-    if rows > fused_limit():
-        return None
-    return ordered_shape if uses_wgmma(device, cols) else tiled_shape
-
-
 def _expands_at_once(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace) -> bool:
     """Whether these are rows for cuBLAS, and the whole weight fits the workspace, its rows in their order."""
-    if x.rows <= fused_limit():
+    if workspace.stays_packed(x.rows):
         return False
     packed = all(isinstance(part, PackedPart) for part in weight.parts)
     return packed and not weight.paired and weight.rows * weight.cols <= workspace.weights.numel()

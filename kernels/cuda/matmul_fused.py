@@ -8,7 +8,7 @@ few tiles: the last program to end adds up what all have left, in the order of t
 
 The order of a sum follows from the weight's shape and from the launch geometry, whose share of the columns
 (`k_warps`, `splits`) may follow from the number of rows (launch_table.py): a row's result does not depend on what
-the other rows hold, only on that number.
+the other rows hold, only on that number, and, where the launch is `fixed`, not on that either.
 Does not know: where rows come from, or when this way pays (matmul.py).
 """
 
@@ -297,10 +297,11 @@ def launch_fused(
     residual: Tensor | None = None,
     swiglu: bool = False,
     pdl: bool = False,
+    fixed: bool = False,
 ) -> None:
     """Tiled rows x times a packed part, into columns first .. of out fp32 [T, N], plus those of `residual`; or, of a
-    paired part, silu(gate)*up into out [T, N / 2]."""
-    geometry = fused_geometry(part, "swiglu" if swiglu else "rows", x.rows)
+    paired part, silu(gate)*up into out [T, N / 2]. `fixed`: with sums in an order that no number of rows changes."""
+    geometry = fused_geometry(part, "swiglu" if swiglu else "rows", x.rows, fixed)
     block_tiles = geometry.tiles * geometry.n_warps
     grid = (
         triton.cdiv(x.rows, 8 * geometry.token_tiles), triton.cdiv(part.tiles, block_tiles), geometry.splits

@@ -1,12 +1,14 @@
-"""Matrix times 2 to 128 rows on Hopper's warp-group matrix instruction, on packed weights.
+"""Matrix times 1 to 128 rows, or more, on Hopper's warp-group matrix instruction, on packed weights.
 
 As in matmul_fused.py, weights are read packed and dequantized to fp16 in registers, now as the left operand of wgmma;
 the rows, the right operand, are staged in shared memory by the copy engine, some sets of 128 columns ahead, so that all
 warps of a program share them and no register waits for them. The stored order of the weights fixes which
 columns meet in an instruction; rows come with their columns in that order (half.py, "ordered").
 
-Programs take 16 rows of weights a warp and all rows of x; where they are too few, `splits` of them share the columns,
-and the last to end adds up what all have left, in the order of the columns.
+Programs take 16 rows of weights a warp and up to 128 rows of x. Where such programs are too few, `splits` of them share
+the columns, and the last to end adds up what all have left, in the order of the columns. Where rows are more than 128,
+a program takes all shares itself, one after the other, and adds them up in the same order: a row's sums are the same,
+to the last bit, whatever the number of rows.
 Does not know: where rows come from, or when this way pays (matmul.py).
 """
 
@@ -95,12 +97,12 @@ def _weights(words, half: gl.constexpr, gain, FMT: gl.constexpr, WARPS: gl.const
 
 
 @gluon.jit
-def _copy(x_rows, stages, ready, n, begin, count, TB: gl.constexpr, STAGES: gl.constexpr):
-    """Start copying set number n of this program's `count`, the first one being set `begin` of the rows."""
+def _copy(x_rows, stages, ready, n, begin, count, token0, TB: gl.constexpr, STAGES: gl.constexpr):
+    """Start copying set number n of this program's `count`, the first one being set `begin` of the rows from token0."""
     on = n < count
     bar = ready.index(n % STAGES)
     mbarrier.expect(bar, TB * 256, pred=on)
-    tma.async_copy_global_to_shared(x_rows, [0, (begin + n) * 128], bar, stages.index(n % STAGES), pred=on)
+    tma.async_copy_global_to_shared(x_rows, [token0, (begin + n) * 128], bar, stages.index(n % STAGES), pred=on)
 
 
 @gluon.jit
@@ -118,7 +120,7 @@ def _store_gated(
     row, token: of the packed matrix and of x, along their axes; scale: what x's rows are scaled by.
     """
     out_scale, out_unscale = product_scales(scale, reach)
-    gl.store(unscale_ptr + token, out_unscale, mask=(token < T) & (gl.program_id(0) == 0))
+    gl.store(unscale_ptr + token, out_unscale, mask=(token < T) & (gl.program_id(1) == 0))
     far = gl.expand_dims((row >> 3) & 1, 1)
     gate, up = _pair(y * gl.where(far == 1, gl.expand_dims(out_scale, 0), 1.0), WARPS, TB)
     values = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.float16)
@@ -133,12 +135,13 @@ def _store_gated(
 
 @gluon.jit
 def _store(
-    y, block_row, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T, gain, reach,
+    y, block_row, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T, gain, reach,
     MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
-    """Finish and store fp32 [16*WARPS, TB], whose first row is row `block_row` of the packed matrix."""
+    """Finish and store fp32 [16*WARPS, TB], whose first row is row `block_row` of the packed matrix, whose first column
+    is row `token0` of x."""
     row = block_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
-    token = gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
+    token = token0 + gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
     scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0)
     y = y * gl.expand_dims(scale / gain, 0)
     if EPILOGUE == _SWIGLU:
@@ -158,43 +161,21 @@ def _store(
         gl.store(out_ptr + at, y, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["T"])  # any number of rows up to TB runs the same code
-def _wgmma_kernel(
-    low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, partial_ptr, tickets_ptr,
-    tiles, rows, first, N, copy, T, gain, reach,
-    FMT: gl.constexpr, K: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
-    STAGES: gl.constexpr, ASYNC: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr,
+@gluon.jit
+def _share(
+    planes, words, x_rows, stages, ready, tile, tiles, lane, begin, first, last, end, token0, gain,
+    FMT: gl.constexpr, CHUNKS: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    ASYNC: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    CHUNKS: gl.constexpr = K // FMT.chunk
-    SHARE: gl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    """Chunks first .. last - 1 of a program's begin .. end - 1: fp32 [16*WARPS, TB], and the words of the chunk behind.
+
+    `words`: those of chunk `first`. All shares of a program are one queue of copied sets.
+    """
     HALVES: gl.constexpr = FMT.chunk // 128
-    THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    X: gl.constexpr = x_rows.layout
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    thread = gl.arange(0, 32 * WARPS, layout=THREAD)
-    lane = thread & 31
-    tile0 = gl.program_id(0) * WARPS
-    tile = tile0 + (thread >> 5)
-    begin = gl.program_id(1) * SHARE
-    end = gl.minimum(begin + SHARE, CHUNKS)
-    planes = (low, high, scales, supers)
-    words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, tile < tiles, FMT, True)
-    stages = gl.allocate_shared_memory(gl.float16, [STAGES, TB, 128], X)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
     first_set = begin * HALVES
     count = (end - begin) * HALVES
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for i in gl.static_range(STAGES):
-        _copy(x_rows, stages, ready, i, first_set, count, TB, STAGES)
     acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
-    for c in range(begin, end):
+    for c in range(first, last):
         later = load_chunk(planes, tile * CHUNKS + c + 1, 0, lane, (tile < tiles) & (c + 1 < end), FMT, True)
         for half in gl.static_range(HALVES):
             n = (c - begin) * HALVES + half
@@ -205,25 +186,86 @@ def _wgmma_kernel(
                 acc = warpgroup_mma_wait(1, deps=[acc])
             tl.debug_barrier()  # all warps have read the set that the next one is copied over
             if not ASYNC:
-                _copy(x_rows, stages, ready, n + STAGES, first_set, count, TB, STAGES)
+                _copy(x_rows, stages, ready, n + STAGES, first_set, count, token0, TB, STAGES)
             elif n > 0:
-                _copy(x_rows, stages, ready, n - 1 + STAGES, first_set, count, TB, STAGES)
+                _copy(x_rows, stages, ready, n - 1 + STAGES, first_set, count, token0, TB, STAGES)
         words = later
     if ASYNC:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    if SPLITS == 1:
+    return acc, words
+
+
+@gluon.jit(do_not_specialize=["T"])  # any number of rows up to TB runs the same code
+def _wgmma_kernel(
+    low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, partial_ptr, tickets_ptr,
+    tiles, rows, first, N, copy, T, gain, reach,
+    FMT: gl.constexpr, K: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr, ASYNC: gl.constexpr, MANY: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """Programs (TB rows of x, 16*WARPS rows of weights, share of the columns). MANY: rows are more than TB, and all
+    shares one program's."""
+    CHUNKS: gl.constexpr = K // FMT.chunk
+    SHARE: gl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
+    HALVES: gl.constexpr = FMT.chunk // 128
+    JOINED: gl.constexpr = MANY and SPLITS > 1
+    THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    X: gl.constexpr = x_rows.layout
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    thread = gl.arange(0, 32 * WARPS, layout=THREAD)
+    lane = thread & 31
+    token0 = 0
+    if MANY:
+        token0 = gl.program_id(0) * TB
+    tile0 = gl.program_id(1) * WARPS
+    tile = tile0 + (thread >> 5)
+    if MANY:
+        begin = 0
+        end = CHUNKS
+    else:
+        begin = gl.program_id(2) * SHARE
+        end = gl.minimum(begin + SHARE, CHUNKS)
+    planes = (low, high, scales, supers)
+    words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, tile < tiles, FMT, True)
+    stages = gl.allocate_shared_memory(gl.float16, [STAGES, TB, 128], X)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for i in gl.static_range(STAGES):
+        _copy(x_rows, stages, ready, i, begin * HALVES, (end - begin) * HALVES, token0, TB, STAGES)
+    if JOINED:
+        acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
+        for share in range(SPLITS):
+            last = gl.minimum((share + 1) * SHARE, CHUNKS)
+            one, words = _share(
+                planes, words, x_rows, stages, ready, tile, tiles, lane, begin, share * SHARE, last, end, token0, gain,
+                FMT, CHUNKS, TB, WARPS, STAGES, ASYNC, MMA, A,
+            )  # fmt: skip
+            acc += one
+    else:
+        acc, words = _share(
+            planes, words, x_rows, stages, ready, tile, tiles, lane, begin, begin, end, end, token0, gain,
+            FMT, CHUNKS, TB, WARPS, STAGES, ASYNC, MMA, A,
+        )  # fmt: skip
+    if SPLITS == 1 or MANY:
         _store(
-            acc, tile0 * 16, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T, gain, reach,
-            MMA, WARPS, TB, PAIRED, EPILOGUE,
+            acc, tile0 * 16, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T,
+            gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
         )  # fmt: skip
     else:
         SIZE: gl.constexpr = 16 * WARPS * TB
         spread = gl.expand_dims(gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA)), 1) + (
             gl.expand_dims(gl.arange(0, TB, layout=gl.SliceLayout(0, MMA)), 0) * (16 * WARPS)
         )
-        block = gl.program_id(0)
-        blocks = gl.num_programs(0)
-        gl.store(partial_ptr + (gl.program_id(1) * blocks + block) * SIZE + spread, acc)
+        block = gl.program_id(1)
+        blocks = gl.num_programs(1)
+        gl.store(partial_ptr + (gl.program_id(2) * blocks + block) * SIZE + spread, acc)
         tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
         ticket = gl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu")
         if ticket == SPLITS - 1:
@@ -232,8 +274,8 @@ def _wgmma_kernel(
             for split in range(1, SPLITS):  # unrolled, it would take the most registers of all
                 total += gl.load(partial_ptr + (split * blocks + block) * SIZE + spread, cache_modifier=".cg")
             _store(
-                total, tile0 * 16, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T,
-                gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
+                total, tile0 * 16, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy,
+                T, gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
             )  # fmt: skip
             gl.store(tickets_ptr + block, 0)
 
@@ -260,7 +302,7 @@ def launch_wgmma(
     residual: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """`launch_fused` for ordered rows, at most 128 of them."""
+    """`launch_fused` for ordered rows."""
     geometry = wgmma_geometry(part, "rows", x.rows)
     epilogue = _ROWS if residual is None else _RESIDUAL
     added = out if residual is None else residual
@@ -295,15 +337,18 @@ def _launch(
     block = wgmma_block(x.rows)
     blocks = triton.cdiv(part.tiles, geometry.warps)
     splits = triton.cdiv(part.chunks, triton.cdiv(part.chunks, geometry.splits))  # none without a share
-    assert x.ordered and x.rows <= 128 and (splits == 1 or blocks <= scratch.tickets.shape[0])
-    size = 0 if splits == 1 else splits * blocks * 16 * geometry.warps * block
+    many = x.rows > block
+    apart = 1 if many else splits
+    assert x.ordered and (apart == 1 or blocks <= scratch.tickets.shape[0])
+    assert x.rows * stride < 2**31, "the kernel counts results in 32 bits"
+    size = 0 if apart == 1 else splits * blocks * 16 * geometry.warps * block
     values = x.values[0 if part.layout.group == 32 else 1]
     rows = TensorDescriptor(values, list(values.shape), [part.cols, 1], [block, 128], _STAGED)
-    _wgmma_kernel[(blocks, splits)](
+    _wgmma_kernel[(triton.cdiv(x.rows, block), blocks, apart)](
         part.low, part.high, part.scales, part.supers, rows, x.unscale, residual, out, unscale,
         scratch.partial(size), scratch.tickets, part.tiles, part.rows, first, stride, copy, x.rows, _small_gain(part),
         reach_of(part),
         FMT=part.layout, K=part.cols, TB=block, WARPS=geometry.warps, SPLITS=splits, STAGES=geometry.stages,
-        ASYNC=geometry.overlap, PAIRED=paired, EPILOGUE=epilogue, PDL=pdl,
+        ASYNC=geometry.overlap, MANY=many, PAIRED=paired, EPILOGUE=epilogue, PDL=pdl,
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

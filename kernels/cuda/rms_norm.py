@@ -1,8 +1,10 @@
 """RMSNorm on CUDA: alone, with a residual add in front, with the rounding of the q-dot or to scaled fp16 behind.
 
 One kernel, whose geometry follows (rows, width). Few rows take a block each with as many warps as the row
-can feed; many narrow rows share a block, so that every block has enough loads in flight. A row is read once
-and stays in registers. Knows rows and weights; not where a row comes from or which matmul reads it.
+can feed; many narrow rows share a block, so that every block has enough loads in flight. The order of a row's sum
+follows from the geometry: callers who may not let it depend on the number of rows ask for the `fixed` one, that of few
+rows. A row is read once and stays in registers. Knows rows and weights; not where a row comes from or which matmul
+reads it.
 """
 
 from dataclasses import dataclass
@@ -94,7 +96,7 @@ def _store_round(y, high_ptr, low_ptr, scale_ptr, sums_ptr, first, end):
 
 
 @Relaunched
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # any number of rows runs the same code
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -177,17 +179,20 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     pdl: bool = False,
+    fixed: bool = False,
 ) -> torch.Tensor:
     """`quengine.kernels.rms_norm` of the rows of x, computed in fp32 and rounded once.
 
     x: [T, D] fp16, bf16 or fp32, unit inner stride (rows may be slices of wider ones); weight: [D].
     `residual` [T, D] is set to x + residual, rounded to its dtype, and that sum is normalised. `out` [T, D]
     avoids the allocation and sets the result's dtype; otherwise it is x's. `pdl` (sm_90 and later) lets the
-    launch overlap the one before it, which may produce x and residual but not weight.
+    launch overlap the one before it, which may produce x and residual but not weight. `fixed`: a row's bits are
+    the same whatever the number of rows.
     """
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     assert result.shape == x.shape and result.stride(1) == 1
-    _launch(x, weight, eps, residual, (result, result, result, result), result.stride(0), _PLAIN.value, pdl)
+    outputs = (result, result, result, result)
+    _launch(x, weight, eps, residual, outputs, result.stride(0), _PLAIN.value, pdl, fixed=fixed)
     return result
 
 
@@ -208,13 +213,18 @@ def rms_norm_round(
 
 
 def rms_norm_half(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, out: HalfRows | None = None, pdl: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: HalfRows | None = None,
+    pdl: bool = False,
+    fixed: bool = False,
 ) -> HalfRows:
     """As `rms_norm`, the result rounded to scaled fp16 rows for the matmuls (half.py), in the form of `out`."""
     half = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     assert half.rows == x.shape[0] and half.fits(x.shape[1]) and half.values.is_contiguous()
     outputs = (half.values, half.values, half.unscale, half.values)
-    _launch(x, weight, eps, None, outputs, half.stride, _HALF.value, pdl, half=half)
+    _launch(x, weight, eps, None, outputs, half.stride, _HALF.value, pdl, half=half, fixed=fixed)
     return half
 
 
@@ -244,11 +254,12 @@ def _launch(
     pdl: bool,
     products: Products | None = None,
     half: HalfRows | None = None,
+    fixed: bool = False,
 ) -> None:
     rows, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,) and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
-    shape = geometry(1 if form == _ROUND.value else rows, width)
+    shape = geometry(1 if fixed or form == _ROUND.value else rows, width)
     _rms_norm_kernel[(-(-rows // shape.block_rows),)](
         x,
         x if residual is None else residual,

@@ -1,0 +1,246 @@
+"""Fixed kernels: a row has the same bits alone, among others of a batch, and in whatever chunk of its prompt it is."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from quengine.kernels import cuda_backend
+from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch
+from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cuda import matmul as matmul_module
+from quengine.kernels.cuda import rms_norm as rms_norm_module
+from quengine.kernels.cuda.attention_prefill import attention_prefill, is_hopper
+from quengine.kernels.cuda.half import HalfRows
+from quengine.kernels.cuda.kv_store import KVStore
+from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
+from quengine.kernels.cuda.packed import pack
+from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half
+from quengine.kernels.cuda.rope import rope_store
+from quengine.kernels.cuda_backend import CudaBackend
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.swiglu import swiglu
+from quengine.kv_cache import KVCache
+from quengine.models.decoder import Decoder
+from quengine.models.gguf_checkpoint import GGUFCheckpoint
+from tests.gguf_builder import ModelSizes
+from tests.kernels.cuda.attention_cases import make_spec
+from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
+from tests.tiny_models import write_tiny
+
+ON_GPU = torch.cuda.is_available()
+ROWS = [1, 2, 3, 8, 9, 33, 64, 100, 128, 130, 300] if ON_GPU else [1, 9]
+"""The interpreter multiplies matrices by numpy, whose sums may depend on their width, so one width of tile there."""
+
+FP16_ROUNDING = 5e-7
+
+
+@pytest.fixture(params=["wgmma", "fused"])
+def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "wgmma" and not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    if request.param == "fused":
+        monkeypatch.setattr(matmul_module, "uses_wgmma", lambda *_: False)
+
+
+def exact(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
+    return x.double() @ torch.cat([dequantize(w.format, w.data) for w in weights]).double().T
+
+
+def room(device: torch.device) -> MatmulWorkspace:
+    return MatmulWorkspace(1 << 16, device, fixed=True)
+
+
+@pytest.mark.parametrize(
+    "names", [("Q4_0",), ("Q8_0", "F16"), *[("Q4_K",), ("Q6_K",), ("BF16",), ("F32",)] * ON_GPU], ids="+".join
+)
+@pytest.mark.usefixtures("way")
+def test_a_matmuls_row_does_not_depend_on_how_many_there_are(
+    names: tuple[str, ...], device: torch.device
+) -> None:
+    sizes = (200, 2048) if ON_GPU else (16, 640)
+    weights = [ordinary_weight(name, *sizes) for name in names]
+    packed, space = pack(weights, device), room(device)
+    x, residual = ordinary_activations(ROWS[-1], sizes[1]), torch.randn(ROWS[-1], packed.rows)
+    most = matmul(x.to(device), packed, space, residual.to(device))
+    assert nmse(most, exact(x, weights) + residual) < FP16_ROUNDING
+    for rows in ROWS:
+        ours = matmul(x[:rows].to(device), packed, space, residual[:rows].to(device))
+        assert torch.equal(ours, most[:rows]), rows
+        # Another row's place is another lane's, and another block's.
+        assert torch.equal(
+            matmul(x[-rows:].to(device), packed, space, residual[-rows:].to(device)), most[-rows:]
+        )
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("name", "rows", "cols"),
+    [("Q4_K", 4096, 4096), ("Q6_K", 1024, 4096), ("Q4_K", 4096, 14336), ("Q5_1", 1536, 576)],
+)
+@pytest.mark.usefixtures("way")
+def test_a_models_matmuls_neither(name: str, rows: int, cols: int, device: torch.device) -> None:
+    weight, space = pack(ordinary_weight(name, rows, cols), device), room(device)
+    x = ordinary_activations(ROWS[-1], cols).to(device)
+    most = matmul(x, weight, space)
+    for count in ROWS:
+        assert torch.equal(matmul(x[:count].contiguous(), weight, space), most[:count]), count
+
+
+@pytest.mark.parametrize("width", [256, 192] if ON_GPU else [32])
+@pytest.mark.usefixtures("way")
+def test_a_swiglus_row_neither(width: int, device: torch.device) -> None:
+    """A width that Hopper's kernel writes as the next one's rows, and one that it does not."""
+    gate, up = ordinary_weight("Q8_0", width, 128), ordinary_weight("Q8_0", width, 128, 1)
+    packed, space = pack([gate, up], device, paired=True), room(device)
+    x = ordinary_activations(ROWS[-1], 128) * 0.1
+
+    def rows_of(y: torch.Tensor | HalfRows) -> torch.Tensor:
+        return y.dequantize(width) if isinstance(y, HalfRows) else y
+
+    most = rows_of(matmul_swiglu(x.to(device), packed, space)).clone()
+    assert nmse(most, swiglu(exact(x, [gate, up]))) < 4 * FP16_ROUNDING
+    for rows in ROWS:
+        assert torch.equal(rows_of(matmul_swiglu(x[:rows].to(device), packed, space)), most[:rows]), rows
+
+
+@pytest.mark.usefixtures("way")
+def test_the_norm_behind_a_matmul_neither(device: torch.device) -> None:
+    width = 256 if ON_GPU else 32
+    packed, space = pack(ordinary_weight("Q8_0", width, 128), device), room(device)
+    x, residual = ordinary_activations(ROWS[-1], 128), torch.randn(ROWS[-1], width)
+    norm = (torch.rand(width) + 0.5).to(device)
+    kept = []
+    for rows in (ROWS[-1], *ROWS):
+        hidden, normed = matmul_norm(
+            x[:rows].to(device), packed, space, residual[:rows].to(device), norm, 1e-5
+        )
+        kept.append((hidden, normed.row_major(width).clone(), normed.unscale.clone()))
+    for few in kept[1:]:
+        assert all(torch.equal(a, b[: len(a)]) for a, b in zip(few, kept[0], strict=True))
+
+
+@pytest.mark.parametrize("width", [96, 4096] if ON_GPU else [96])
+def test_a_norms_row_neither(width: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 513 rows on the kernel would have another geometry, and from 16384 on yet another."""
+    count = 16400 if ON_GPU else 20
+    if not ON_GPU:
+        monkeypatch.setattr(rms_norm_module, "_FEW_ROWS", 2)
+    x, weight = torch.randn(count, width).to(device), (torch.rand(width) + 0.5).to(device)
+    most = rms_norm(x, weight, 1e-5, fixed=True)
+    halves = rms_norm_half(x, weight, 1e-5, fixed=True)
+    for rows in (1, 17):
+        assert torch.equal(rms_norm(x[-rows:], weight, 1e-5, fixed=True), most[-rows:])
+        few = rms_norm_half(x[-rows:], weight, 1e-5, fixed=True)
+        assert torch.equal(few.values, halves.values[-rows:])
+        assert torch.equal(few.unscale, halves.unscale[-rows:])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window", "q8_0"),
+    [(64, None, False), (64, 30, True)]
+    + [(64, None, True), (128, None, False), (128, 50, False), (80, None, False)] * ON_GPU,
+)
+def test_a_prompts_attention_does_not_depend_on_its_chunks(
+    head_dim: int, window: int | None, q8_0: bool, device: torch.device
+) -> None:
+    tokens = 140 if ON_GPU else 70
+    spec = make_spec(device, 256, 4, 2, head_dim, window)
+    qkv = torch.randn(tokens, 8 * head_dim, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def run(chunks: list[int]) -> torch.Tensor:
+        cache = KVStore.allocate(1, 256, 2, head_dim, device, q8_0)
+        for tensor in (cache.k, cache.v, cache.k_scale, cache.v_scale):
+            if tensor is not None:
+                tensor.zero_()
+        outputs, start = [], 0
+        for size in [*chunks, tokens - sum(chunks)]:
+            positions = torch.arange(start, start + size, dtype=torch.int32, device=device)
+            q = rope_store(qkv[start : start + size], spec, cache, 0, positions)
+            outputs.append(attention_prefill(q, spec, cache, 0, start, torch.float32, fixed=True))
+            start += size
+        return torch.cat(outputs)
+
+    whole = run([])
+    for chunks in [[1, 64]] + [[1, 2, 40], [64, 5], [33, 1], [1] * 100, [128]] * ON_GPU:
+        assert torch.equal(run(chunks), whole), chunks
+
+
+class Rig:
+    """A tiny model on fixed kernels."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.backend = CudaBackend(device, fixed_kernels=True)
+        self.checkpoint = GGUFCheckpoint(path)
+        self.decoder = Decoder(self.checkpoint.config, self.checkpoint.tensors, self.backend, 96, 96)
+        self.device = device
+
+    def cache(self, blocks: int = 0) -> KVCache:
+        return KVCache.allocate(self.checkpoint.config, 96, self.device, num_blocks=blocks)
+
+    def prompt(
+        self, ids: list[int], chunks: list[int], cache: KVCache, table: list[int] | None
+    ) -> torch.Tensor:
+        """Logits of all tokens of a prompt."""
+        parts, start = [], 0
+        at = None if table is None else torch.tensor(table, dtype=torch.int32, device=self.device)
+        with self.backend.prompt():
+            for size in [*chunks, len(ids) - sum(chunks)]:
+                part = torch.tensor(ids[start : start + size], device=self.device)
+                where = start if at is None else Chunk(start, at)
+                parts.append(self.decoder.forward(part, cache.layers, where, last_only=False))
+                start += size
+        return torch.cat(parts)
+
+
+@pytest.fixture(params=["llama", "qwen2"] if ON_GPU else ["qwen2"])
+def rig(
+    request: pytest.FixtureRequest, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Rig:
+    if device.type == "cpu":
+        monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
+    sizes = ModelSizes(request.param, blocks=1, feed_forward=64, heads=2, kv_heads=1, head_dim=32)
+    return Rig(write_tiny(tmp_path / "m.gguf", request.param, "Q8_0", sizes=sizes), device)
+
+
+def test_a_prompt_has_the_same_bits_however_it_is_cut(rig: Rig) -> None:
+    ids = [(37 * i) % 250 for i in range(70 if ON_GPU else 4)]
+    whole, held = rig.prompt(ids, [], cache := rig.cache(), None), cache.layers[0]
+    for chunks, blocks in product(([1], [69], [2, 1], [64]), (0, 4)) if ON_GPU else [([2, 1], 4)]:
+        again = rig.cache(blocks)
+        table = [3, 1, 0] if blocks else None
+        assert torch.equal(rig.prompt(ids, chunks, again, table), whole)
+        rows = [(table or [0, 1, 2])[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(len(ids))]
+        for mine, first in zip(again.layers[0].tensors, held.tensors, strict=True):
+            assert torch.equal(mine[rows], first[: len(ids)])
+    alone = rig.decoder.forward(torch.tensor(ids[-1:], device=rig.device), cache.layers, len(ids) - 1)
+    # Outside of `prompt` one token is a step of decode, whose attention keeps more bits: else this tests nothing.
+    assert not torch.equal(alone, whole[-1:])
+
+
+def test_a_step_has_the_same_bits_alone_and_in_every_batch(rig: Rig) -> None:
+    """Over caches with something in them; two sequences, the rest of the batch is nobody's."""
+    cache, plain, expected = rig.cache(7), rig.cache(), []
+    tables = torch.tensor([[4, 0, 2], [3, 1, 5]], dtype=torch.int32, device=rig.device)
+    for pooled, rows in zip(cache.layers[0].tensors, plain.layers[0].tensors, strict=True):
+        pooled.copy_(torch.randn(pooled.shape, generator=torch.Generator().manual_seed(2)))
+        for block, at in enumerate(tables[0].tolist()):
+            rows[block * BLOCK_SIZE :][:BLOCK_SIZE] = pooled[at * BLOCK_SIZE :][:BLOCK_SIZE]
+    positions = torch.tensor([70, 40], dtype=torch.int32, device=rig.device)
+    tokens = torch.tensor([11, 12], device=rig.device)
+
+    def step(ids: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        return rig.decoder.forward(ids, cache.layers, DecodeBatch(at, blocks), last_only=False)
+
+    for i in range(2):
+        expected.append(step(tokens[i : i + 1], positions[i : i + 1], tables[i : i + 1])[0])
+    single = rig.decoder.forward(tokens[:1], plain.layers, positions[:1])
+    assert torch.equal(single[0], expected[0]), "a contiguous cache and blocks"
+    for count in [2, 3, 4, 7, 8, 9, 24, 33, 100, 128, 130] if ON_GPU else [3]:
+        blocks = torch.full((count, 3), cache.spare_block, dtype=torch.int32, device=rig.device)
+        ids = torch.zeros(count, dtype=torch.int64, device=rig.device)
+        at = torch.zeros(count, dtype=torch.int32, device=rig.device)
+        ids[-2:], at[-2:], blocks[-2:] = tokens, positions, tables
+        got = step(ids, at, blocks)
+        assert torch.equal(got[-2], expected[0]) and torch.equal(got[-1], expected[1]), count
