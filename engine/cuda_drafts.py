@@ -63,10 +63,10 @@ class Seats:
         self._device = device
         self._most = most
         self._taken: dict[tuple[object, int], _Taken] = {}
-        self._launched = (1, GREEDY)
+        self._key = GREEDY
 
     def launch(self, wanted: Seq[Seat]) -> tuple[StepTokens, list[int]]:
-        """Start a step of just these rows; also says which row of it each has."""
+        """Start a step of just these rows; also says which row of it each has. Newcomers sit in order."""
         bucket, key = bucket_of(len(wanted)), GREEDY
         for seat in wanted:
             key = key if seat.key is None else key.union(seat.key)
@@ -80,7 +80,7 @@ class Seats:
                 taken = self._seat(seat, next(free))
             self._update(seat, taken, key)
             rows.append(taken.row)
-        self._launched = bucket, key
+        self._key = key
         return self._device.launch(bucket, key), rows
 
     def launch_on(self, owners: Seq[tuple[object, int]]) -> StepTokens:
@@ -88,7 +88,8 @@ class Seats:
         going_on = set(owners)
         for place in [place for place in self._taken if place not in going_on]:
             self._leave(place)
-        return self._device.launch(*self._launched)
+        last = max(taken.row for taken in self._taken.values())
+        return self._device.launch(bucket_of(last + 1), self._key)
 
     def _leave_others(self, wanted: Seq[Seat], bucket: int) -> None:
         tables = {(seat.owner, seat.number): seat.block_table for seat in wanted}
@@ -199,9 +200,10 @@ class DeviceDraftSteps:
         self._seats = Seats(device, most)
 
     def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
-        wanted = [seat for job in jobs for seat in _job_seats(job)]
+        # Those that go on sit in front: the steps behind the first one are smaller.
+        wanted = sorted((seat for job in jobs for seat in _job_seats(job)), key=lambda seat: seat.number > 0)
         step, rows = self._seats.launch(wanted)
-        newest = [row for row, seat in zip(rows, wanted, strict=True) if seat.number == 0]
+        newest = rows[: len(jobs)]
         steps = [step]
         for made in range(1, max(job.count for job in jobs)):
             steps.append(self._seats.launch_on([(job.sampler, 0) for job in jobs if job.count > made]))
