@@ -70,6 +70,7 @@ def bench(
     draft_model: options.DraftModel = None,
     draft_ngram: options.DraftNgram = 0,
     draft_tokens: options.DraftTokens = None,
+    deterministic: options.Deterministic = False,
     backend: options.BackendName = "auto",
 ) -> None:
     """Time prompt processing and token generation."""
@@ -106,6 +107,7 @@ def bench(
         draft_model=draft_model,
         draft_ngram=draft_ngram,
         draft_tokens=draft_tokens,
+        deterministic=deterministic,
     )
     try:
         _WRITERS[output](_cleared(run_bench(plan, progress), progress))
@@ -162,7 +164,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("size", 10, lambda row: _gib(row.model.nbytes)),
     ("params", 9, lambda row: _count(row.model.params)),
     ("type", 12, lambda row: row.model.types),
-    ("device", 9, lambda row: row.device if row.backend in row.device else f"{row.device} {row.backend}"),
+    ("device", 9, lambda row: _device(row)),
     ("threads", 7, lambda row: str(row.threads)),
     ("test", 14, lambda row: row.name),
     ("t/s", 17, lambda row: f"{row.tok_s:.2f} ± {row.deviation:.2f}"),
@@ -187,6 +189,12 @@ _DRAFT_COLUMNS: tuple[_Column, ...] = (
 """What became of drafts, of all repetitions, where there are any."""
 
 _LEFT = {"model", "type", "device", "test"}
+
+
+def _device(row: "BenchRow") -> str:
+    """The device, and what of the way it computes is not as usual."""
+    named = row.device if row.backend in row.device else f"{row.device} {row.backend}"
+    return f"{named} deterministic" if row.deterministic else named
 
 
 def _gib(nbytes: int) -> str:

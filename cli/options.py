@@ -40,7 +40,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="The same bits for every chunk size, history and batch (CPU).",
+        help="The same bits for every chunk size, history and batch.",
         rich_help_panel=_RUN,
     ),
 ]

@@ -48,7 +48,7 @@ class BenchPlan:
     batches: numbers of sequences computed at once.
 
     profile: also time each kernel of every test. trace: the file for those times as a timeline. draft_model,
-    draft_ngram, draft_tokens: as `LLM` has them.
+    draft_ngram, draft_tokens, deterministic: as `LLM` has them.
     """
 
     models: Seq[str | Path]
@@ -65,6 +65,7 @@ class BenchPlan:
     draft_model: str | Path | None = None
     draft_ngram: int = 0
     draft_tokens: int | None = None
+    deterministic: bool = False
 
     @property
     def drafts(self) -> bool:
@@ -94,6 +95,12 @@ class BenchPlan:
             raise EngineError(f"-r {self.repetitions}: must be at least 1")
         if min(self.batches) < 1:
             raise EngineError(f"-b {min(self.batches)}: must be at least 1")
+        depth = max(test.depth for test in self.tests)
+        if self.deterministic and depth and 1 in self.batches:
+            raise EngineError(
+                f"-d {depth}: a deterministic run takes no text for the beginning of the next; leave out -d, or give "
+                f"-b above 1"
+            )
         if self.drafts and self.profiled:
             raise EngineError("--profile and --trace time steps without drafts; leave out the --draft flags")
         if max(self.batches) > 1:
@@ -135,6 +142,7 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
             plan.backend,
             reuse_prefix=True,
             cache_type=plan.cache_type,
+            deterministic=plan.deterministic,
             parallel=max(batches),
             draft_model=plan.draft_model,
             draft_ngram=plan.draft_ngram,
@@ -283,6 +291,7 @@ def _row(
         load_s=llm.loaded.load_s,
         peak_bytes=peak(llm.loaded.device),
         cache_type=llm.config.cache_type,
+        deterministic=llm.config.deterministic,
         held_bytes=facts.nbytes + llm.loaded.cache.nbytes,
         operations=0 if test.generate else prompt_operations(llm, test.depth, test.prompt),
         matrix_rate=rate,

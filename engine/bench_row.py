@@ -132,6 +132,7 @@ class BenchRow:
     profile: tuple[Profile, ...] = ()
     batch: int = 1
     cache_type: str = "f16"
+    deterministic: bool = False
     drafts: DraftCounts | None = None
 
     @property
@@ -186,6 +187,7 @@ class BenchRow:
             "backend": self.backend,
             "threads": self.threads,
             "cache_type": self.cache_type,
+            "deterministic": self.deterministic,
             "batch": self.batch,
             "test": self.test.name,
             "n_prompt": self.test.prompt,

@@ -36,9 +36,10 @@ class EngineConfig:
         reuse_prefix: keep the cache between requests and compute only what differs from the last one.
         cache_type: how keys and values are stored, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
         deterministic: a sequence's logits are the same to the last bit however its prompt was chunked, whatever was
-            computed before and beside it. The CPU computes so anyway. It costs that answers are not taken for the
-            beginning of later prompts, nor computed again in chunks when a sequence had lost its blocks, and, where
-            `parallel` is 1, that `reuse_prefix` does nothing.
+            computed before and beside it. It costs that answers are not taken for the beginning of later prompts, nor
+            computed again in chunks when a sequence had lost its blocks, and, where `parallel` is 1, that
+            `reuse_prefix` does nothing. The CPU computes so anyway; a GPU takes one family of kernels for every number
+            of rows then, which slows prompts and a single sequence (docs/performance.md).
         parallel: most sequences computed at once. More than one share a paged cache of `parallel * ctx_size`
             positions, or of what fits in memory.
 

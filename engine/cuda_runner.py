@@ -7,11 +7,14 @@ take the eager path of Runner.
 
 Over a paged cache the same goes for many sequences: cuda_batch.py says who is computed, cuda_batch_graphs.py how. More
 than the largest bucket holds are computed eagerly.
+
+Where the backend has fixed kernels (a deterministic run), all tokens of a prompt go through the kernels of prompts,
+also one that is a chunk of its own; a prompt of one token is a decode step there too.
 """
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,7 +29,7 @@ from quengine.graph_sampling import GREEDY, GraphKey, settings_of
 from quengine.kernels.backend import BLOCK_SIZE, Chunk
 from quengine.kernels.cuda.compile_ahead import compiling_only, marker
 from quengine.kernels.cuda.sampling import NO_TOKEN, DecodeState, SamplingBuffers, sample_step
-from quengine.kernels.cuda_backend import has_dependent_launch
+from quengine.kernels.cuda_backend import CudaBackend, has_dependent_launch
 from quengine.kv_cache import KVCache
 from quengine.machine import physical_cores
 from quengine.models.decoder import Decoder
@@ -61,6 +64,9 @@ _COMPILED_ROWS = (12, 130, 144)
 """Lengths of prompts whose kernels are compiled ahead: short, long, and long in whole groups of 16, which Triton
 compiles apart."""
 
+_FIXED_ROWS = (12, 24, 40, 100, 130)
+"""The same for fixed kernels, which short prompts' numbers of rows choose among, and long ones' do not."""
+
 _COMPILED_TOP_K = (1, 64, 0)
 """Samplings compiled ahead: greedy, with a top-k, and without one, which takes a thread some seconds."""
 _COMPILERS = 8
@@ -90,7 +96,8 @@ class CudaRunner(Runner):
         chunk = min(self.cache.ctx_size, decoder.chunk_size)
         shape = (decoder.config, decoder.bytes_per_token, chunk, self.cache.nbytes // self.cache.ctx_size)
         batches = (self._expected_rows(), self._draft_rows) if self.cache.num_blocks else ()
-        done = marker(torch.cuda.get_device_name(device), *shape, *batches)
+        fixed = ("fixed",) if self._fixed else ()
+        done = marker(torch.cuda.get_device_name(device), *shape, *batches, *fixed)
         if done.is_file():
             return
         with compiling_only(min(_COMPILERS, physical_cores())):
@@ -98,7 +105,7 @@ class CudaRunner(Runner):
                 self._rehearse_batches()
             else:
                 self._rehearse_step()
-            for rows in _COMPILED_ROWS:
+            for rows in _FIXED_ROWS if self._fixed else _COMPILED_ROWS:
                 if rows <= chunk:
                     self._rehearse_prompt(rows)
         torch.cuda.synchronize(device)
@@ -115,7 +122,7 @@ class CudaRunner(Runner):
 
     def _rehearse_batches(self) -> None:
         most = self._expected_rows()
-        batches = BatchGraphs(self.decoder, self.cache, most, self._draft_rows > 0)
+        batches = BatchGraphs(self.decoder, self.cache, bucket_of(most), self._draft_rows > 0)
         for bucket in BUCKETS[: BUCKETS.index(bucket_of(most)) + 1]:
             batches.rehearse(bucket, GREEDY)
         for top_k in _COMPILED_TOP_K:
@@ -163,9 +170,10 @@ class CudaRunner(Runner):
 
     def step(self, batch: Batch) -> Sample | None:
         key = GraphKey.of(batch.sequence.params)
-        if len(batch.ids) != 1 or not batch.samples or key is None:
+        if len(batch.ids) != 1 or not batch.samples or key is None or self._is_chunk(batch):
             self._run = _Run(None, None)
-            return super().step(batch)
+            with self._prompt() if self._is_chunk(batch) else nullcontext():
+                return super().step(batch)
         run = self._run
         if run.sequence is not batch.sequence or run.next_start != batch.start:
             graph = self.graphs.get(key)
@@ -179,6 +187,31 @@ class CudaRunner(Runner):
             self._run = _Run(None, None)
             return super().step(batch)  # says what is wrong with the logits
         return Sample(token)
+
+    def prefill(self, batch: Batch) -> Sample | None:
+        with self._prompt():
+            return super().prefill(batch)
+
+    def embed(self, batch: Batch) -> None:
+        with self._prompt():
+            super().embed(batch)
+
+    def teacher_forced(self, ids: Seq[int], chunk: int) -> torch.Tensor:
+        with self._prompt() if chunk > 1 else nullcontext():
+            return super().teacher_forced(ids, chunk)
+
+    @property
+    def _fixed(self) -> bool:
+        return isinstance(self.decoder.backend, CudaBackend) and self.decoder.backend.fixed_kernels
+
+    def _is_chunk(self, batch: Batch) -> bool:
+        """Whether these tokens must be computed as all others of their prompt are."""
+        return self._fixed and batch.sequence.num_prompt_tokens > max(1, batch.start)
+
+    def _prompt(self) -> AbstractContextManager[None]:
+        """In which the backend computes a chunk, be it of one token."""
+        backend = self.decoder.backend
+        return backend.prompt() if isinstance(backend, CudaBackend) else nullcontext()
 
     @property
     def kernels_per_step(self) -> int | None:

@@ -180,11 +180,6 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, list[str]]:
     if config.device == "cpu":
         return torch.device("cpu"), []
     problem = _cuda_problem(config.device)
-    if problem is None and config.deterministic:
-        raise CannotRunError(
-            "deterministic holds on the CPU only: on CUDA a token's last bits depend on the chunk it is computed in; "
-            "use --device cpu"
-        )
     if problem is None:
         index = int(config.device.partition(":")[2] or 0) if asked else 0
         return torch.device("cuda", index), []
@@ -237,7 +232,7 @@ def _make_backend(
         from quengine.kernels.cuda_backend import CudaBackend
 
         announce_compilation(torch.cuda.get_device_name(device))
-        return CudaBackend(device)
+        return CudaBackend(device, fixed_kernels=config.deterministic)
     from quengine.kernels.cpu_backend import CpuBackend
 
     return CpuBackend(threads)

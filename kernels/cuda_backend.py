@@ -88,16 +88,16 @@ class CudaBackend:
         self._made_positions: tuple[int, int, Tensor] | None = None
         self._widest = 0
         self._largest = 0
-        self._in_prompt = False
+        self.in_prompt = False
 
     @contextmanager
     def prompt(self) -> Iterator[None]:
         """Inside, `fixed_kernels` compute a single token as they would among others of a prompt."""
-        self._in_prompt = True
+        self.in_prompt = True
         try:
             yield
         finally:
-            self._in_prompt = False
+            self.in_prompt = False
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
@@ -151,7 +151,7 @@ class CudaBackend:
         first, table = (start.start, start.block_table) if isinstance(start, Chunk) else (start, None)
         tokens = (qkv.values if isinstance(qkv, Products) else qkv).shape[0]
         positions = self._positions(first, tokens)
-        if tokens == 1 and not (self.fixed_kernels and self._in_prompt):
+        if tokens == 1 and not (self.fixed_kernels and self.in_prompt):
             tables = None if table is None else table[None]
             # Positions made just now must be complete before the launch that reads them begins.
             return self._decode(qkv, spec, cache, positions, tables, False)

@@ -176,6 +176,7 @@ def test_kernels_cannot_be_timed_on_the_cpu_and_that_is_said_before_anything_run
         (BenchTest(1, 0), {"batches": (1, 0)}, "-b 0: must be at least 1"),
         (BenchTest(1, 0), {"batches": (1, 2), "profile": True}, "time the kernels of one sequence"),
         (BenchTest(4, 0, 5), {"batches": (2,)}, "-d 5: must be a multiple of 32"),
+        (BenchTest(4, 0, 32), {"deterministic": True}, "leave out -d, or give -b above 1"),
     ],
 )
 def test_what_cannot_be_timed_of_several_sequences_is_refused(
@@ -223,6 +224,14 @@ def test_what_is_computed_together_is_what_the_test_says(
         # What comes before is not timed: the depth, and the first tokens.
         assert seen[-len(steps) :] == steps
         assert llm.scheduler.cache_used == 0
+
+
+def test_a_deterministic_run_is_one_and_says_so(model: Path) -> None:
+    tests, batches = [BenchTest(5, 3)], (1, 2)
+    plan = BenchPlan([model], tests, [1], batches, repetitions=1, device="cpu", deterministic=True)
+    rows = list(run_bench(plan, lambda _: None))
+    assert [row.batch for row in rows] == [1, 2]
+    assert all(row.deterministic and row.as_dict()["deterministic"] is True for row in rows)
 
 
 def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:

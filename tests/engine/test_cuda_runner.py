@@ -10,7 +10,9 @@ import torch
 
 from quengine.constraint_spec import ConstraintSpec
 from quengine.cuda_runner import CudaRunner, GraphKey
+from quengine.kernels import cuda_backend
 from quengine.kernels.cuda.compile_ahead import marker
+from quengine.kernels.cuda_backend import CudaBackend
 from quengine.sampler import Sample
 from quengine.sampling_params import SamplingParams
 from quengine.scheduler import Batch
@@ -77,7 +79,7 @@ def graph() -> FakeGraph:
 
 @pytest.fixture
 def runner(graph: FakeGraph) -> CudaRunner:
-    made = CudaRunner(None, FakeCache())  # type: ignore[arg-type]
+    made = CudaRunner(SimpleNamespace(backend=None), FakeCache())  # type: ignore[arg-type]
     made.graphs[GraphKey(1, bias=False, penalties=False)] = graph
     return made
 
@@ -146,6 +148,41 @@ def test_kernels_are_not_looked_for_again_where_the_marker_says_they_were_compil
     cache = SimpleNamespace(ctx_size=4, nbytes=64, layers=[], num_blocks=0)
     marker("GPU X", "model", 10, 4, 16).touch()
     CudaRunner(Shape(), cache).compile_kernels()  # type: ignore[arg-type]
+
+
+class Eager:
+    """Stands for a decoder and a sampler: notes what is computed eagerly, and whether as part of a prompt."""
+
+    def __init__(self, fixed_kernels: bool) -> None:
+        self.backend = CudaBackend(torch.device("cpu"), fixed_kernels)
+        self.log: list[tuple[int, bool]] = []
+
+    def forward(self, _ids: torch.Tensor, _layers: object, start: int, *_: object) -> torch.Tensor:
+        self.log.append((start, self.backend.in_prompt))
+        return torch.zeros(1, 8)
+
+    def sample(self, *_: object) -> Sample:
+        return Sample(5)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("length", [1, 3])
+def test_with_fixed_kernels_a_prompts_last_token_is_no_decode_step(
+    fixed: bool, length: int, graph: FakeGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where it is the prompt's only token."""
+    monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _: False)
+    eager = Eager(fixed)
+    cache = SimpleNamespace(ctx_size=CTX, layers=[])
+    runner = CudaRunner(eager, cache)  # type: ignore[arg-type]
+    runner.graphs[GraphKey(1, bias=False, penalties=False)] = graph
+    sequence: Any = FakeSequence(list(range(length)), GREEDY)
+    sequence.num_prompt_tokens, sequence.sampler = length, eager
+    decode(runner, sequence, 2)
+    apart = fixed and length > 1
+    assert eager.log == ([(length - 1, True)] if apart else [])
+    assert graph.log[0] == f"begin {length if apart else length - 1}"
+    assert not eager.backend.in_prompt
 
 
 def test_a_constraint_takes_the_eager_path() -> None:

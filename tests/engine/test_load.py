@@ -1,13 +1,15 @@
 """Which device a run takes, and what it says when it cannot."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
-from quengine.load import choose_device, load_model
+from quengine.kernels.cuda_backend import CudaBackend
+from quengine.load import _make_backend, choose_device, load_model
 from quengine.memory import WORKSPACE
 from quengine.models.checkpoint import open_checkpoint
 from tests.tiny_models import write_tiny
@@ -34,12 +36,16 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu() -> None:
     assert choose_device(EngineConfig()) == (torch.device("cpu"), [])
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.usefixtures("gpu")
-def test_deterministic_is_refused_where_a_chunk_changes_the_bits(device: str) -> None:
-    with pytest.raises(CannotRunError, match="--device cpu"):
-        choose_device(EngineConfig(device=device, deterministic=True))
-    assert choose_device(EngineConfig(device="cpu", deterministic=True))[0].type == "cpu"
+def test_a_deterministic_run_has_fixed_kernels(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quengine.compile_notice.announce_compilation", lambda _: None)
+    monkeypatch.setattr("quengine.kernels.cuda_backend.has_dependent_launch", lambda _: True)
+    config = EngineConfig(device="cuda", deterministic=deterministic)
+    device, _ = choose_device(config)
+    checkpoint: Any = None  # a GPU's backend looks at no weights yet
+    backend = _make_backend(config, checkpoint, device, 1, 0)
+    assert isinstance(backend, CudaBackend) and backend.fixed_kernels == deterministic
 
 
 @pytest.mark.usefixtures("no_gpu")
