@@ -16,7 +16,7 @@ from quengine.kernels import cuda_backend
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType, can_store
-from quengine.kernels.cuda import attention_prefill, launch_table, matmul_wgmma
+from quengine.kernels.cuda import attention_prefill, attention_warps, launch_table, matmul_wgmma
 from quengine.kernels.cuda.batch_rows import settle_rows
 from quengine.kernels.cuda.half import Products
 from quengine.kernels.cuda.layout import packed_layout
@@ -135,6 +135,7 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
     replaced: list[tuple[object, str, object]] = [
         (cuda_backend, "has_dependent_launch", lambda _: arch >= 90),
         (attention_prefill, "is_hopper", lambda _: arch >= 90),
+        (attention_warps, "uses_assembly", lambda: True),
         (matmul_wgmma, "is_hopper", lambda _: arch == 90),
         (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
     ]

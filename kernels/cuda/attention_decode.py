@@ -7,6 +7,9 @@ finishes last, so a result does not depend on what runs beside it. Positions are
 captured launch serves every length. There is no mask: a query sees all keys that the window leaves. Where
 sequences lie in blocks of a pool, a block table says which; the slices, and the arithmetic, are the same.
 
+This file says what a launch does and has the kernel for every kind of head and cache; the common ones are served by the
+kernel of attention_warps.py.
+
 Accuracy without fp32 matrix units: an fp32 operand is split into two fp16 terms (value and remainder, 22
 bits), which share one 16-row matrix instruction, the terms of up to 8 heads above each other.
 """
@@ -18,6 +21,7 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cuda import attention_warps
 from quengine.kernels.cuda.activations import GROUP as ROUND_GROUP
 from quengine.kernels.cuda.activations import (
     RoundedActivations,
@@ -455,6 +459,12 @@ def _launch(
     assert batch <= (cache.k if block_tables is None else block_tables).shape[0]
     assert spec.heads == group * kv_heads and spec.cos.is_contiguous() and spec.sin.is_contiguous()
     assert workspace.mixed.shape[1:] == (spec.heads, slices, head_dim) and batch <= workspace.mixed.shape[0]
+    if attention_warps.takes(qkv, spec, cache.q8_0):
+        left = workspace.mixed, workspace.state, workspace.arrived
+        attention_warps.launch_warps(
+            qkv, spec, cache, positions, left, outputs, rounds, pdl, block_tables, coarse
+        )
+        return
     table, blocks = table_arguments(cache, block_tables, positions)
     launch = decode_launch(head_dim, group, cache.q8_0, coarse)
     _attention_decode_kernel[(kv_heads, slices, batch)](

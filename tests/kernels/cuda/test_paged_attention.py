@@ -5,6 +5,7 @@ import torch
 
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda import attention_decode as attention_decode_module
+from quengine.kernels.cuda import attention_warps
 from quengine.kernels.cuda.activations import RoundedActivations
 from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode, attention_decode_round
 from quengine.kernels.cuda.attention_prefill import attention_prefill
@@ -99,6 +100,7 @@ def test_decode_over_blocks_is_decode_over_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention_decode_module, "COARSE", 96)
+    monkeypatch.setattr(attention_warps, "COARSE", attention_warps.Slices(4, 128))
     spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
     positions = [CONTEXT - 1, 0, 103]
     cache = sequences_of(spec, len(positions), q8_0)
@@ -129,6 +131,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(device: torch.device) -> None:
 def test_coarse_slices_are_the_same_sums(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """One slice, two of them, and what is longer than the slices there are."""
     monkeypatch.setattr(attention_decode_module, "COARSE", 64)
+    monkeypatch.setattr(attention_warps, "COARSE", attention_warps.Slices(4, 64))
     spec = make_spec(device, CONTEXT, 4, 2, 64)
     positions = [40, 100, 287]
     pool, tables = as_pool(sequences_of(spec, 3, False), 1)
