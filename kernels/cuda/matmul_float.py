@@ -51,7 +51,7 @@ def launch_float(
     """Rows x, in any form, times plain floats, into columns first .. of out fp32 [T, N], plus those of `residual`."""
     assert part.weight.is_contiguous() and x.fits(part.cols) and out.dtype == torch.float32
     block = 16 if x.rows <= 16 else 64
-    _float_matmul_kernel[(triton.cdiv(x.rows, block), triton.cdiv(part.rows, _BLOCK_WEIGHTS))](
+    _float_matmul_kernel[(-(-x.rows // block), -(-part.rows // _BLOCK_WEIGHTS))](
         part.weight, x.values, x.unscale, out if residual is None else residual, out, part.rows, first, out.shape[1],
         x.rows, x.stride,
         K=part.cols, BLOCK_N=_BLOCK_WEIGHTS, BLOCK_T=block, BLOCK_K=_BLOCK_COLUMNS, FORM=x.form,

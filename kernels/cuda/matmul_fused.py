@@ -304,7 +304,7 @@ def launch_fused(
     geometry = fused_geometry(part, "swiglu" if swiglu else "rows", x.rows, fixed)
     block_tiles = geometry.tiles * geometry.n_warps
     grid = (
-        triton.cdiv(x.rows, 8 * geometry.token_tiles), triton.cdiv(part.tiles, block_tiles), geometry.splits
+        -(-x.rows // (8 * geometry.token_tiles)), -(-part.tiles // block_tiles), geometry.splits
     )  # fmt: skip
     blocks = grid[0] * grid[1]
     assert x.tiled and (geometry.splits == 1 or blocks <= _TICKETS)

@@ -13,7 +13,6 @@ Does not know: where rows come from, or when this way pays (matmul.py).
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -335,8 +334,8 @@ def _launch(
     """`outputs`: values, unscale (or anything), from a row to the next, from a copy to the next, first column."""
     out, unscale, stride, copy, first = outputs
     block = wgmma_block(x.rows)
-    blocks = triton.cdiv(part.tiles, geometry.warps)
-    splits = triton.cdiv(part.chunks, triton.cdiv(part.chunks, geometry.splits))  # none without a share
+    blocks = -(-part.tiles // geometry.warps)
+    splits = -(-part.chunks // -(-part.chunks // geometry.splits))  # none without a share
     many = x.rows > block
     apart = 1 if many else splits
     assert x.ordered and (apart == 1 or blocks <= scratch.tickets.shape[0])
@@ -344,7 +343,7 @@ def _launch(
     size = 0 if apart == 1 else splits * blocks * 16 * geometry.warps * block
     values = x.values[0 if part.layout.group == 32 else 1]
     rows = TensorDescriptor(values, list(values.shape), [part.cols, 1], [block, 128], _STAGED)
-    _wgmma_kernel[(triton.cdiv(x.rows, block), blocks, apart)](
+    _wgmma_kernel[(-(-x.rows // block), blocks, apart)](
         part.low, part.high, part.scales, part.supers, rows, x.unscale, residual, out, unscale,
         scratch.partial(size), scratch.tickets, part.tiles, part.rows, first, stride, copy, x.rows, _small_gain(part),
         reach_of(part),
