@@ -101,7 +101,9 @@ def _copy(x_rows, stages, ready, n, begin, count, token0, TB: gl.constexpr, STAG
     on = n < count
     bar = ready.index(n % STAGES)
     mbarrier.expect(bar, TB * 256, pred=on)
-    tma.async_copy_global_to_shared(x_rows, [token0, (begin + n) * 128], bar, stages.index(n % STAGES), pred=on)
+    tma.async_copy_global_to_shared(
+        x_rows, [token0, (begin + n) * 128], bar, stages.index(n % STAGES), pred=on
+    )
 
 
 @gluon.jit
