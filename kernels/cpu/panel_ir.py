@@ -9,6 +9,7 @@ Does not know: how rows are shared among threads.
 # ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -18,6 +19,8 @@ from numba.extending import intrinsic
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.block_ir import emit_blocks
 from quengine.kernels.cpu.compiled import host_tile
+from quengine.kernels.cpu.matrix_tile_ir import store_pairs
+from quengine.kernels.cpu.matrix_tiles import STEP, TILE_BYTES
 from quengine.kernels.cpu.row_ir import emitter
 from quengine.kernels.cpu.tile_ir import transposed
 from quengine.kernels.cpu.tiles import DEPTH
@@ -66,20 +69,10 @@ def fill_panel(typingctx: Any, variant: Any, codes: Any, depth: Any, scales: Any
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, codes, depth, scales, mins, out = args
         e, tile = emitter(context, builder), host_tile()
-        lanes = tile.lanes
 
         def slice_(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            rows = [e.load(vec(I8, 32), e.at(codes, k), DEPTH * i) for i in range(lanes)]
-            group = builder.mul(builder.udiv(k, e.i64(fmt.group)), e.i64(4 * lanes))
             target = e.at(out, builder.mul(k, e.i64(4 * tile.columns)))
-            factors = [
-                [_group_vector(e, fmt, base, group, half, lanes) for base in (scales, mins)]
-                for half in (0, 1)
-            ]
-            for column, ints in enumerate(_columns(e, rows)):
-                scale, added = factors[column // 16]
-                value = builder.fmul(e.to_float(e.widen(ints, I32, True)), scale)
-                value = builder.fsub(value, added) if fmt.has_min else value
+            for column, value in enumerate(_values(e, fmt, codes, scales, mins, k, tile.lanes)):
                 e.store(value, target, 4 * tile.columns * column)
             return []
 
@@ -87,6 +80,41 @@ def fill_panel(typingctx: Any, variant: Any, codes: Any, depth: Any, scales: Any
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 5), codegen
+
+
+@intrinsic(prefer_literal=True)
+def fill_tiles(typingctx: Any, variant: Any, codes: Any, depth: Any, scales: Any, mins: Any, out: Any) -> Any:
+    """As `fill_panel`, of 16 rows, as tiles of two terms (matrix_tile_ir.py)."""
+    fmt = FORMATS[variant.literal_value.split("/")[0]]
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, codes, depth, scales, mins, out = args
+        e, lanes = emitter(context, builder), host_tile().lanes
+
+        def slice_(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            values = _values(e, fmt, codes, scales, mins, k, lanes)
+            store_pairs(e, values, e.at(out, builder.mul(k, e.i64(2 * TILE_BYTES // STEP))))
+            return []
+
+        e.loop(e.i64(0), depth, STEP, [], slice_)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 5), codegen
+
+
+def _values(
+    e: Emitter, fmt: BlockFormat, codes: ir.Value, scales: ir.Value, mins: ir.Value, k: ir.Value, lanes: int
+) -> Iterator[ir.Value]:
+    """The weights of columns k .. k + 31, each a vector of rows."""
+    rows = [e.load(vec(I8, 32), e.at(codes, k), DEPTH * i) for i in range(lanes)]
+    group = e.b.mul(e.b.udiv(k, e.i64(fmt.group)), e.i64(4 * lanes))
+    factors = [
+        [_group_vector(e, fmt, base, group, half, lanes) for base in (scales, mins)] for half in (0, 1)
+    ]
+    for column, ints in enumerate(_columns(e, rows)):
+        scale, added = factors[column // 16]
+        value = e.b.fmul(e.to_float(e.widen(ints, I32, True)), scale)
+        yield e.b.fsub(value, added) if fmt.has_min else value
 
 
 def _group_vector(

@@ -106,6 +106,23 @@ def copy_floats(typingctx: Any, variant: Any, source: Any, target: Any, count: A
 
 
 @intrinsic(prefer_literal=True)
+def clear_floats(typingctx: Any, variant: Any, target: Any, count: Any) -> Any:
+    """`count` fp32 zeros to an address."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, target, count = args
+        e = emitter(context, builder)
+
+        def clear(i: ir.Value, lanes: int) -> None:
+            e.store(e.const(vec(F32, lanes), 0.0), e.at(target, builder.mul(i, e.i64(4))))
+
+        e.spans(e.i64(0), count, clear)
+        return context.get_dummy_value()
+
+    return types.void(variant, types.int64, types.int64), codegen
+
+
+@intrinsic(prefer_literal=True)
 def multiply_tile(
     typingctx: Any,
     variant: Any,

@@ -3,7 +3,7 @@
 Each function here returns the address of a kernel for the thread team; its docstring lists the parameter slots.
 Addresses and strides are bytes. Compiled on first use, see compiled.py. tiles.py says how operands lie.
 
-Does not know: tensors. prefill_matmul.py fills the parameters.
+Does not know: tensors. tile_matmul.py fills the parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from functools import cache
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.atomics import call_kernel
 from quengine.kernels.cpu.compiled import compile_kernel, host_tile, source_stamp
-from quengine.kernels.cpu.panel_ir import GROUPS, fill_panel, transpose_groups, unpack_row
+from quengine.kernels.cpu.matrix_tiles import HALF_BYTES
+from quengine.kernels.cpu.panel_ir import GROUPS, fill_panel, fill_tiles, transpose_groups, unpack_row
 from quengine.kernels.cpu.row_ir import dequantize_row, get, put
 from quengine.kernels.cpu.tile_ir import copy_floats, multiply_tile, prefetch, stack_floats, transpose_rows
 from quengine.kernels.cpu.tiles import DEPTH
@@ -46,7 +47,7 @@ def panel_kernel(format_name: str) -> int:
     0 weights, from the first of the columns on; 1 row bytes, 2 rows (the last one is repeated), 3 depth, 4 panel.
     """
     if FORMATS[format_name].is_quantized:
-        return _quantized_panel_kernel(format_name)
+        return quantized_panel_kernel(format_name, as_tiles=False)
     variant, lanes = f"{format_name}/{source_stamp()}", host_tile().lanes
     floats, item = lanes * DEPTH, FORMATS[format_name].nbytes
 
@@ -62,7 +63,9 @@ def panel_kernel(format_name: str) -> int:
     return compile_kernel(float_panel)
 
 
-def _quantized_panel_kernel(format_name: str) -> int:
+@cache
+def quantized_panel_kernel(format_name: str, as_tiles: bool) -> int:
+    """As `panel_kernel`; or as tiles of two terms (matrix_tile_ir.py), of which task g writes the g-th half."""
     variant, tile = f"{format_name}/{source_stamp()}", host_tile()
     block, block_bytes = FORMATS[format_name].block, FORMATS[format_name].nbytes
     lanes, code_floats, group_floats = tile.lanes, tile.lanes * DEPTH // 4, tile.lanes * GROUPS
@@ -82,7 +85,10 @@ def _quantized_panel_kernel(format_name: str) -> int:
         transpose_groups(variant, scales, scale_lines)
         if has_min:
             transpose_groups(variant, mins, min_lines)
-        fill_panel(variant, codes, depth, scale_lines, min_lines, get(context, 4) + 4 * lanes * task)
+        if as_tiles:
+            fill_tiles(variant, codes, depth, scale_lines, min_lines, get(context, 4) + HALF_BYTES * task)
+        else:
+            fill_panel(variant, codes, depth, scale_lines, min_lines, get(context, 4) + 4 * lanes * task)
 
     return compile_kernel(quantized_panel)
 

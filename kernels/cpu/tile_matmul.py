@@ -1,8 +1,9 @@
-"""Matmul of many activation rows ("prefill") on weights as stored, in fp32.
+"""Matmul of many activation rows ("prefill") on weights as stored, in fp32 or on matrix tiles.
 
 Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. An element
 of the result is the sum over the inner dimension in order, in one accumulator: it depends on its two rows alone, not
-on the other rows or the number of threads.
+on the other rows or the number of threads. Matrix tiles, where there are any, take an fp32 as two bf16
+(matrix_tiles.py).
 
 Does not know: the model, what is multiplied.
 """
@@ -15,8 +16,20 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.compiled import host_tile
+from quengine.kernels.cpu.matrix_tile_kernels import (
+    MOST_ROWS,
+    matrix_matmul_kernel,
+    matrix_pack_kernel,
+    split_kernel,
+)
+from quengine.kernels.cpu.matrix_tiles import BLOCK, matrix_unit
 from quengine.kernels.cpu.threads import Launch
-from quengine.kernels.cpu.tile_kernels import pack_kernel, panel_kernel, tile_matmul_kernel
+from quengine.kernels.cpu.tile_kernels import (
+    pack_kernel,
+    panel_kernel,
+    quantized_panel_kernel,
+    tile_matmul_kernel,
+)
 from quengine.kernels.cpu.tiles import DEPTH
 from quengine.kernels.quant_tensor import QuantTensor
 
@@ -28,21 +41,43 @@ def tile_matmul_launches(
 
     x fp32 [T, K], y fp32 [T, sum of N_i], contiguous; the addend may be y.
     """
-    rows, tile = x.shape[0], host_tile()
-    blocks = -(-rows // tile.rows)
-    packed = torch.empty(-(-x.shape[1] // DEPTH), blocks, tile.rows, DEPTH)
-    pack = (x.data_ptr(), 4 * x.stride(0), rows, x.shape[1], packed.data_ptr(), blocks)
-    launches = [Launch(pack_kernel(), pack, blocks, keep=(x, packed))]
     addend = torch.zeros(1, y.shape[1]) if addend is None else addend.contiguous()
+    launches: list[Launch] = []
+    most = MOST_ROWS if matrix_unit() else max(1, x.shape[0])
+    for first in range(0, x.shape[0], most):
+        rows = slice(first, first + most)
+        launches += _launches(x[rows], parts, y[rows], addend[rows] if addend.shape[0] > 1 else addend)
+    return launches
+
+
+def _launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor, addend: Tensor) -> list[Launch]:
+    """As `tile_matmul_launches`, of so many rows as a launch takes."""
+    rows, tile = x.shape[0], host_tile()
+    block, columns = (BLOCK, BLOCK) if matrix_unit() else (tile.rows, tile.columns)
+    blocks = -(-rows // block)
+    packed = torch.empty(-(-x.shape[1] // DEPTH), blocks, block, DEPTH)
+    pack = (x.data_ptr(), 4 * x.stride(0), rows, x.shape[1], packed.data_ptr(), blocks)
+    packing = matrix_pack_kernel() if matrix_unit() else pack_kernel()
+    launches = [Launch(packing, pack, blocks, keep=(x, packed))]
     stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
     column = 0
     for w in parts:
+        kernel, panels, split = _kernels(w)
         parameters = (
             *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), rows),
             *(addend.data_ptr() + 4 * column, stride, y.data_ptr() + 4 * column, 4 * y.stride(0)),
-            *(panel_kernel(w.format.name), w.format.block, w.format.nbytes),
+            *(panels, w.format.block, w.format.nbytes, split),
         )
-        tasks = -(-w.rows // tile.columns)
-        launches.append(Launch(tile_matmul_kernel(), parameters, tasks, column == 0, (w, packed, y, addend)))
+        tasks = -(-w.rows // columns)
+        launches.append(Launch(kernel, parameters, tasks, column == 0, (w, packed, y, addend)))
         column += w.rows
     return launches
+
+
+def _kernels(w: QuantTensor) -> tuple[int, int, int]:
+    """The kernel that multiplies, that which makes its panels, and on matrix tiles that which splits fp32 ones."""
+    if not matrix_unit():
+        return tile_matmul_kernel(), panel_kernel(w.format.name), 0
+    if w.format.is_quantized:
+        return matrix_matmul_kernel(), quantized_panel_kernel(w.format.name, as_tiles=True), 0
+    return matrix_matmul_kernel(), panel_kernel(w.format.name), split_kernel()

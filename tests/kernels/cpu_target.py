@@ -2,9 +2,12 @@
 
     NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c python -m tests.kernels.cpu_target check
     python -m tests.kernels.cpu_target object aarch64-linux-gnu neoverse-n1
+    NUMBA_CPU_NAME=sapphirerapids NUMBA_CPU_FEATURES=... python -m tests.kernels.cpu_target matrix
+    python -m tests.kernels.cpu_target emulate
 
 `check` prints the tile in use; `object` compiles the kernels' vector code for another architecture and prints the
-machine of the object files (ELF e_machine).
+machine of the object files (ELF e_machine); `matrix` compiles the product on matrix tiles and counts its
+instructions, without running it; `emulate` runs it with those instructions in portable code (tile_emulator.py).
 """
 
 import sys
@@ -23,14 +26,17 @@ from quengine.kernels.cpu import (
     decode_attention,
     embed,
     linear,
+    matrix_tile_kernels,
     prefill_attention,
     prompt_linear,
     rms_norm,
     swiglu,
+    tile_matmul,
     tiles,
 )
 from quengine.kernels.kv_rows import allocate_layer, read_rows, write_rows
 from quengine.kernels.q_dot import q_dot
+from tests.kernels import tile_emulator
 from tests.kernels.test_cpu_attention import definition
 from tests.kernels.weights import nmse, random_weight
 
@@ -80,6 +86,7 @@ def compile_for(triple: str, cpu: str) -> None:
     """Emit the kernels' code as it would be for the target, and assemble it with LLVM's code generator for it."""
     compiled.host_tile.cache_clear()
     compiled.tile_for = lambda _triple, _features: tiles.tile_for(triple, "")
+    tile_matmul.matrix_unit = lambda: False
     check()  # the same code, on this machine
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
@@ -96,8 +103,18 @@ def compile_for(triple: str, cpu: str) -> None:
     print(f"{len(compiled._KEPT)} kernels, machine {sorted(machines)}")
 
 
+def compile_matrix_kernels() -> None:
+    matrix_tile_kernels.matrix_matmul_kernel()
+    code = compiled._KEPT[-1]._library.get_asm_str()
+    print(", ".join(f"{name} {code.count(name)}" for name in ("tdpbf16ps", "ldtilecfg", "tilerelease")))
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "check":
         check()
+    elif sys.argv[1] == "matrix":
+        compile_matrix_kernels()
+    elif sys.argv[1] == "emulate":
+        tile_emulator.main()
     else:
         compile_for(sys.argv[2], sys.argv[3])

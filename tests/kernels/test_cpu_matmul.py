@@ -10,6 +10,7 @@ from quengine.kernels.activations import round_activations
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import embed, linear, linear_launches, matmul, prompt_linear, set_threads
 from quengine.kernels.cpu.compiled import host_tile
+from quengine.kernels.cpu.matrix_tiles import matrix_unit
 from quengine.kernels.cpu.row_ir import record_bytes
 from quengine.kernels.cpu.threads import max_threads, run
 from quengine.kernels.q_dot import q_dot
@@ -91,12 +92,17 @@ def test_parts_of_different_types_lie_side_by_side(batch: int) -> None:
     assert torch.equal(y, torch.cat([linear(x, [part]) for part in parts], dim=1))
 
 
+PROMPT_NMSE = (
+    2e-9 if matrix_unit() else 1e-12
+)  # on matrix tiles an fp32 is two bf16: test_cpu_matrix_tiles.py
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_prefill_multiplies_in_fp32(name: str) -> None:
     w = random_weight(name, 77, max(1, 512 // FORMATS[name].block))
     x = activations(33, w.cols)
     y = linear(x, [w])
-    assert nmse(y, x.double() @ dequantize(w.format, w.data).double().T) <= 1e-12
+    assert nmse(y, x.double() @ dequantize(w.format, w.data).double().T) <= PROMPT_NMSE
 
 
 @pytest.mark.parametrize(("name", "cols"), [("Q5_K", 768), ("Q4_1", 576), ("F16", 300)])
@@ -114,8 +120,8 @@ def test_an_addend_is_of_one_row_or_of_all(rows: int) -> None:
     parts = [random_weight("Q4_K", 70, 2), random_weight("F16", 5, 512)]
     x, residual = activations(rows, 512), activations(rows, 75, seed=4)
     y = prompt_linear(x, parts).double()
-    assert nmse(prompt_linear(x, parts, residual), y + residual) <= 1e-12
-    assert nmse(prompt_linear(x, parts, residual[:1]), y + residual[:1]) <= 1e-12
+    assert nmse(prompt_linear(x, parts, residual), y + residual) <= 1e-11
+    assert nmse(prompt_linear(x, parts, residual[:1]), y + residual[:1]) <= 1e-11
 
 
 @pytest.mark.parametrize("name", FORMATS)
