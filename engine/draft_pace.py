@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quengine.config import EngineConfig
 
 DRAFT_TOKENS = {"cpu": 4, "cuda": 7}
-"""Tokens of a draft, at most, by kind of device, where nobody says otherwise. On a CPU a further row costs a quarter of
+"""Tokens of a draft, at most, by kind of device, where nobody says otherwise. On a CPU a further row costs a third of
 the first; a GPU's matmuls take 8 rows at a time."""
 
 DRAFT_ROWS = {"cpu": 8, "cuda": 32}
