@@ -42,6 +42,10 @@ class EngineConfig:
             of rows then, which slows prompts and a single sequence (docs/performance.md).
         parallel: most sequences computed at once. More than one share a paged cache of `parallel * ctx_size`
             positions, or of what fits in memory.
+        draft_model: a small model with the same vocabulary that drafts tokens for this one to check; None: none does.
+        draft_ngram: tokens of the longest run that is looked up in a text, for what followed it there, as a draft, and
+            of shorter ones down to half of it; 0: nothing is looked up. Comes before a draft model, if there are both.
+        draft_tokens: tokens of a draft at most; None: what suits the device.
 
     Raises:
         EngineError: a value is outside its range.
