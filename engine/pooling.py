@@ -14,8 +14,14 @@ Pooling = Literal["mean", "last"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
+_STEPS = 2.0**40
+"""Rows are summed in steps of 2^-40, and hold numbers below 2^40: both sums of 2^20 of them fit 64 bits."""
+
+
 class Pool:
     """Takes a text's hidden rows chunk by chunk, and pools them: their mean, or the last one.
+
+    The mean is summed in whole numbers, so that it is the same to the last bit however the rows come.
 
     Raises:
         EngineError: a pooling that there is not.
@@ -25,29 +31,37 @@ class Pool:
         if pooling not in POOLINGS:
             raise EngineError(f"pooling {pooling!r}: must be {' or '.join(POOLINGS)}")
         self.pooling = pooling
-        self._pooled: Tensor | None = None
+        self._last: Tensor | None = None
+        self._sums: Tensor | None = None
 
     def clear(self) -> None:
         """Forget the rows: they will come again from the first."""
-        self._pooled = None
+        self._last = self._sums = None
 
     def add(self, rows: Tensor) -> None:
-        """The next rows [T, n], on any device; summed in fp64, so that the chunks hardly matter.
+        """The next rows [T, n], on any device.
 
         Raises:
-            EngineError: they are not finite.
+            EngineError: they are not finite, or as good as that.
         """
-        part = rows[-1].double() if self.pooling == "last" else rows.double().sum(0)
-        part = part.cpu()
-        if not torch.isfinite(part).all():
+        rows = (rows[-1:] if self.pooling == "last" else rows).double()
+        if not bool((rows.abs() < _STEPS).all()):
             raise EngineError(
                 "the model's hidden values are not finite: its weights are damaged, or overflow"
             )
-        before = self._pooled
-        self._pooled = part if self.pooling == "last" or before is None else before + part
+        if self.pooling == "last":
+            self._last = rows[0].cpu()
+            return
+        whole = rows.round()
+        sums = torch.stack((whole, ((rows - whole) * _STEPS).round())).long().sum(1).cpu()
+        self._sums = sums if self._sums is None else self._sums + sums
 
     def embedding(self) -> list[float]:
         """The vector [n], of length 1 (of length 0 if all is zero)."""
-        assert self._pooled is not None, "no rows were pooled"
-        unit: list[float] = torch.nn.functional.normalize(self._pooled, dim=0).tolist()
+        pooled = self._last
+        if self._sums is not None:
+            whole, steps = self._sums.double()
+            pooled = whole + steps / _STEPS
+        assert pooled is not None, "no rows were pooled"
+        unit: list[float] = torch.nn.functional.normalize(pooled, dim=0).tolist()
         return unit

@@ -126,6 +126,5 @@ def test_a_shared_beginning_has_the_bits_of_one_computed(alone: LLM, many: LLM) 
         same(got, alone.generate(prompt, GREEDY))
 
 
-def test_embeddings_hardly_depend_on_chunks(alone: LLM, many: LLM) -> None:
-    for one, other in zip(alone.embed(PROMPTS[:6]), many.embed(PROMPTS[:6]), strict=True):
-        assert one == pytest.approx(other, rel=1e-12, abs=1e-12)
+def test_embeddings_are_the_same(alone: LLM, many: LLM) -> None:
+    assert alone.embed(PROMPTS[:6]) == many.embed(PROMPTS[:6])

@@ -40,6 +40,29 @@ def test_a_prompts_rows_are_pooled(
         assert abs(torch.tensor(vector).norm() - 1) < 1e-6
 
 
+def test_chunks_change_no_bit_of_a_mean() -> None:
+    rows = torch.randn(41, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 1000
+    found = []
+    for chunk in (1, 7, 41):
+        pool = Pool("mean")
+        for part in rows.split(chunk):
+            pool.add(part)
+        found.append(pool.embedding())
+    assert found[0] == found[1] == found[2]
+    mean = rows.mean(0)
+    exact = torch.tensor(found[0], dtype=torch.float64)
+    torch.testing.assert_close(exact, mean / mean.norm(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_on_the_cpu_an_embedding_is_the_same_to_the_last_bit(model: Path, pooling: Pooling) -> None:
+    found = []
+    for parallel, chunk in ((1, 64), (1, 4), (3, 1)):
+        with LLM(model, "cpu", 64, parallel=parallel, chunk_size=chunk) as llm:
+            found.append(llm.embed(PROMPTS, pooling))
+    assert found[0] == found[1] == found[2]
+
+
 def test_nothing_is_left_out_that_the_cache_holds_already(model: Path) -> None:
     for kept in ({"reuse_prefix": True}, {"parallel": 2}):
         with LLM(model, "cpu", 64, **kept) as llm:
@@ -74,6 +97,8 @@ def test_rows_that_are_not_finite_are_refused() -> None:
     for pooling in ("mean", "last"):
         with pytest.raises(EngineError, match="not finite"):
             Pool(pooling).add(torch.tensor([[1.0, float("nan")]]))
+        with pytest.raises(EngineError, match="overflow"):
+            Pool(pooling).add(torch.tensor([[1.0, -1e30]]))
 
 
 def test_there_are_two_poolings() -> None:
