@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SAMPLING = "Sampling"
 _RUN = "How it runs"
-_DRAFTS = "Drafts: several tokens checked in a step, the text stays the same"
+_DRAFTS = "Drafts (the text stays the same)"
 
 Model = Annotated[
     str,

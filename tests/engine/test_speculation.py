@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.constraint_spec import ConstraintSpec
@@ -14,6 +15,7 @@ from quengine.output import Completion
 from quengine.paged_scheduler import PagedScheduler
 from quengine.sequence import Sequence
 from quengine.speculation import Speculation
+from tests.engine.test_cpu_batches import write_mixed
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -163,8 +165,9 @@ def test_texts_with_a_draft_model_that_is_wrong_are_those_without(
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_wrong_right_and_random_drafts_change_nothing(model: Path, parallel: int, backend: str) -> None:
     numbers = random.Random(1)
+    params = replace(SEEDED, max_tokens=40 if backend == "auto" else 12)  # the reference is slow
     with load(model, backend=backend) as llm:
-        expected = llm.generate(PROMPTS, SEEDED)
+        expected = llm.generate(PROMPTS, params)
     texts = {tuple(p): p + c.tokens for p, c in zip(PROMPTS, expected, strict=True)}
 
     def right(sequence: Sequence, count: int) -> list[int]:
@@ -182,7 +185,7 @@ def test_wrong_right_and_random_drafts_change_nothing(model: Path, parallel: int
         accepted = []
         for choose in (wrong, right, any_of_them):
             drafted_by(llm, choose)
-            got = llm.generate(PROMPTS, SEEDED)
+            got = llm.generate(PROMPTS, params)
             same(got, expected)
             accepted.append(counts(got)[1])
             assert all_free(llm)
@@ -271,6 +274,39 @@ def test_a_context_is_filled_to_its_end_and_no_further(model: Path, alone: LLM) 
         same([got], [expected])
         assert got.finish_reason == "length" and len(got.tokens) == CTX - len(PROMPTS[1])
         assert got.timings.accepted_tokens == got.timings.drafted_tokens
+
+
+def test_a_window_and_a_q8_0_cache_hold_with_drafts(folder: Path) -> None:
+    path = write_mixed(folder / "window.gguf", **{"llama.attention.sliding_window": 50})
+    with load(path, ctx_size=CTX, cache_type="q8_0") as llm:
+        expected = llm.generate(PROMPTS[:4], GREEDY)
+    for options in ({"draft_ngram": 1}, {"draft_model": path, "parallel": 3}):
+        with load(path, ctx_size=CTX, cache_type="q8_0", **options) as llm:
+            got = llm.generate(PROMPTS[:4], GREEDY)
+            same(got, expected)
+            assert counts(got)[0] > 0
+
+
+def test_a_step_that_fails_is_tried_for_each_text_and_again_with_drafts(model: Path, alone: LLM) -> None:
+    with load(model, parallel=3, draft_model=model) as llm:
+        assert isinstance(llm.scheduler, PagedScheduler)
+        streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:3]]
+        for stream in streams:
+            stream.start()
+        while len(llm.scheduler.decoding) < 3:
+            llm.step()
+        decode_rows = llm.runner.decode_rows
+        llm.runner.decode_rows = _failing  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="all of them"):
+            llm.step()
+        llm.runner.decode_rows = decode_rows  # type: ignore[method-assign]
+        llm.scheduler.retry_alone()
+        same([s.finish() for s in streams], alone.generate(PROMPTS[:3], GREEDY))
+        assert all_free(llm)
+
+
+def _failing(rows: object) -> Tensor:
+    raise RuntimeError(f"a step of all of them: {rows}")
 
 
 def test_a_cancelled_text_frees_its_blocks_and_leaves_the_others_alone(model: Path, alone: LLM) -> None:
