@@ -151,7 +151,9 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
 
 def cases() -> list[Case]:
     """All cases, those that take longest first."""
-    return [*_model_cases(), *_type_cases(), *_attention_cases(), *_width_cases(), *_sampling_cases()]
+    return [
+        *_model_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(), *_sampling_cases()
+    ]  # fmt: skip
 
 
 def _model_cases() -> Iterator[Case]:
@@ -218,6 +220,26 @@ def _attention_cases() -> Iterator[Case]:
             for rows in (1, BATCH):
                 call = partial(_attention, heads, cache_type, rows, _batch(rows))
                 yield Case(f"{case}, paged, decode of {rows}", True, archs, call)
+
+
+def _fixed_cases() -> Iterator[Case]:
+    """What only a deterministic run launches: few kernels, for all numbers of rows."""
+    for name, types in (("Q4_K", ("Q4_K", "Q6_K", "Q6_K")), ("F32", ("F32", "F16", "BF16"))):
+        for rows in (1, ODD_ROWS):
+            layer = partial(_layer, *types, 1024, 1024, SMALL, rows)
+            yield Case(f"deterministic {name}, {_rows(rows)}", False, ARCHS, partial(_fixed, layer))
+    for name in _EVERYWHERE:
+        for cache_type in CACHE_TYPES:
+            for start in (0, Chunk(0, _block_tables(1)[0])):
+                call = partial(_attention, HEADS[name], cache_type, ODD_ROWS, start)
+                kind = "chunk" if isinstance(start, int) else "paged chunk"
+                case = f"deterministic attention {name} {cache_type}, {kind}"
+                yield Case(case, False, ARCHS, partial(_fixed, call))
+
+
+def _fixed(call: Callable[[MetaBackend], object], backend: MetaBackend) -> None:
+    backend.fixed_kernels = True
+    call(backend)
 
 
 def _width_cases() -> Iterator[Case]:

@@ -181,7 +181,7 @@ from quengine.kernels.cuda import aot
 for v in aot.variants([90]):
     launch = aot.launches(v.case, 90)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
-    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM")
+    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "MANY", "FIXED")
     print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
 """
 
@@ -206,6 +206,7 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     every = {(*pair, last) for pair in both for last in truths}
     assert met("rope_store_kernel", "PAGED", "Q8", "UNSCALE") == every
     assert met("rope_store_kernel", "QUERY_SCALE", "UNSCALE") == both
+    assert met("attention_prefill_kernel", "FIXED") == met("wgmma_kernel", "MANY") == {(x,) for x in truths}
     outs = {("torch.float16",), ("torch.float32",)}
     assert met("attention_prefill_kernel", "PAGED", "Q8", "OUT") == {
         (*pair, *out) for pair in both for out in outs
@@ -213,9 +214,13 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     assert met("attention_decode_kernel", "PAGED", "Q8", "PDL") == every
     assert ("True", "416") in met("attention_decode_kernel", "PAGED", "LEAST")
     assert {form for (form,) in met("rms_norm_kernel", "FORM")} == {"0", "1", "2"}
-    assert {"fused_kernel", "swiglu_products_kernel", "choose_from_all_kernel", "settle_kernel"} <= {
-        name for name, _ in found
-    }
+    assert {
+        "fused_kernel",
+        "float_matmul_kernel",
+        "swiglu_products_kernel",
+        "choose_from_all_kernel",
+        "settle_kernel",
+    } <= {name for name, _ in found}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
