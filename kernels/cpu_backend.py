@@ -1,4 +1,4 @@
-"""The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32 in prefill.
+"""The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32 or two bf16 in prefill.
 
 Every operation is a kernel of kernels/cpu/. Several tokens are part of a prompt: what each of them comes to does not
 depend on the chunk it is in. One token is a step of decode, but inside `CpuBackend.prompt`, and so are the newest

@@ -1,4 +1,4 @@
-"""Operations of a decoder on the CPU: weights as stored, int16 activations in decode, fp32 in prefill.
+"""Operations of a decoder on the CPU: weights as stored, int16 activations in decode, fp32 or two bf16 in prefill.
 
     set_threads(n), get_threads(), max_threads()             threads of the kernels below and of torch
     linear(x, parts)                                          x [T, K] fp32 times weights -> [T, sum of N_i]
