@@ -22,6 +22,25 @@ from quengine.kernels.cuda.rope import sequence_pointers, table_arguments
 
 
 @triton.jit
+def _sees(mask_ptr, place, ASM: tl.constexpr):
+    """Entries `place` [R, N], int32, of the mask, as bool."""
+    if ASM:
+        # Seeing a load, the compiler would lay it out for itself and bring it to the scores through shared memory, for
+        # which registers spill.
+        entry = tl.inline_asm_elementwise(
+            "{ .reg .b64 a; cvt.u64.u32 a, $1; add.u64 a, a, $2; ld.global.nc.u8 $0, [a]; }",
+            "=r,r,l",
+            [place, mask_ptr.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        entry = tl.load(mask_ptr + place)
+    return entry != 0
+
+
+@triton.jit
 def _attend_tiles(
     q,
     largest,
@@ -32,9 +51,9 @@ def _attend_tiles(
     k_scale_ptr,
     v_scale_ptr,
     mask_ptr,
+    mask_at,
     table_ptr,
     blocks,
-    row_live,
     position,
     begin,
     end,
@@ -53,8 +72,8 @@ def _attend_tiles(
 ):
     """Online softmax (Milakov & Gimelshein 2018) over key tiles begin..end, onto the rows' running state.
 
-    `mask_ptr` [rows, 1] points to each row's mask at key 0; only MASKED tiles read it, and only they may hold
-    keys from `keys` on or rows that see nothing yet. FIXED: they compare the keys with the rows' `position` instead.
+    `mask_at` [rows]: where each row's mask of key 0 lies; only MASKED tiles read it, and only they may hold keys from
+    `keys` on or rows that see nothing yet. FIXED: they compare the keys with the rows' `position` instead.
     """
     for start in tl.range(begin, end, BLOCK_KEYS, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_KEYS)
@@ -73,8 +92,8 @@ def _attend_tiles(
                 if WINDOW > 0:
                     visible = visible & (key[None, :] > position[:, None] - WINDOW)
             else:
-                seen = mask_ptr + key[None, :]
-                visible = tl.load(seen, mask=row_live[:, None] & live[None, :], other=0) != 0
+                place = mask_at[:, None] + tl.minimum(key, keys - 1)[None, :]
+                visible = live[None, :] & _sees(mask_ptr, place, ASM)
             scores = tl.where(visible, scores, float("-inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
             base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -143,7 +162,8 @@ def _attention_prefill_kernel(
     inside = row_live[:, None] & (d < HEAD_DIM)[None, :]
     at = (row[:, None].to(tl.int64) * HEADS + head) * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + at, mask=inside, other=0.0)
-    mask_rows = mask_ptr + row[:, None].to(tl.int64) * mask_stride + mask_origin
+    # Rows behind the last one, which are not stored, see what it sees.
+    mask_at = tl.minimum(row, rows - 1) * mask_stride + mask_origin
 
     # Positions: the block's queries are first..last; keys `low`..`keys` are seen by some of them, and tiles
     # within `full_low`..`full_high` by all of them.
@@ -169,17 +189,17 @@ def _attention_prefill_kernel(
             full_high = tl.maximum(full_low, full_high)
             largest, total, mixed = _attend_tiles(
                 q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-                mask_rows, table_ptr, blocks, row_live, position, low, full_low, keys, scale,
+                mask_ptr, mask_at, table_ptr, blocks, position, low, full_low, keys, scale,
                 HEAD_DIM, PADDED, WINDOW, Q8, PAGED, BLOCK_KEYS, STAGES, True, False, ASM,
             )  # fmt: skip
         largest, total, mixed = _attend_tiles(
             q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-            mask_rows, table_ptr, blocks, row_live, position, full_low, full_high, keys, scale,
+            mask_ptr, mask_at, table_ptr, blocks, position, full_low, full_high, keys, scale,
             HEAD_DIM, PADDED, WINDOW, Q8, PAGED, BLOCK_KEYS, STAGES, False, False, ASM,
         )  # fmt: skip
     largest, total, mixed = _attend_tiles(
         q, largest, total, mixed, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
-        mask_rows, table_ptr, blocks, row_live, position, full_high, end, keys, scale,
+        mask_ptr, mask_at, table_ptr, blocks, position, full_high, end, keys, scale,
         HEAD_DIM, PADDED, WINDOW, Q8, PAGED, BLOCK_KEYS, STAGES, True, FIXED, ASM,
     )  # fmt: skip
     tl.store(out_ptr + at, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -272,15 +292,18 @@ class PrefillLaunch:
 
 
 def prefill_launch(head_dim: int, rows: int, hopper: bool) -> PrefillLaunch:
-    """Launch shape by head size and rows, from the sweep in benchmarks/attention.py on an H200.
+    """Launch shape by head size and rows, from the sweep in benchmarks/attention.py on an H200 (heads of 128).
 
     Hopper has 227 KiB of shared memory a block and matrix units that want 128 rows; elsewhere all tiles must fit
-    99 KiB (sm_89).
+    99 KiB (sm_89). On Hopper a tile has as many keys as a head has elements: both products are then laid out
+    alike, and the weights between them stay where they are.
     """
     if head_dim > 128:
         return PrefillLaunch(64, 32, 4, 2)
     if not hopper:
         return PrefillLaunch(64, 64, 4, 2)
+    if head_dim <= 64:
+        return PrefillLaunch(64, 64, 4, 3)
     return PrefillLaunch(64, 128, 8, 2) if rows <= 128 else PrefillLaunch(128, 128, 8, 2)
 
 
