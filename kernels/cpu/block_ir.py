@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from quengine.kernels.block_formats import BlockFormat
-from quengine.kernels.cpu.vector_ir import F32, I1, I8, I16, I32, I64, Emitter, vec
+from quengine.kernels.cpu.vector_ir import F32, I1, I8, I16, I32, Emitter, vec
 
 
 @dataclass(frozen=True)
@@ -176,19 +176,18 @@ def _scales_16(e: Emitter, sub: ir.Value, signed: bool, super_scale: ir.Value) -
 
 
 def _six_bit_pairs(e: Emitter, block: ir.Value, at: int) -> tuple[ir.Value, ir.Value]:
-    """Q4_K, Q5_K: the 12 bytes of 6-bit sub-scales and minimums as two vectors of 8 bytes; see block_formats.py."""
-    first, second, third = (e.load(I32, block, at + 4 * k) for k in range(3))
+    """Q4_K, Q5_K: the 12 bytes of 6-bit sub-scales and minimums as two vectors of 8 bytes; see block_formats.py.
 
-    def upper(low_bits: ir.Value, top_bits: ir.Value) -> ir.Value:
-        return e.b.or_(e.and_(low_bits, 0x0F0F0F0F), e.and_(e.shift_left(top_bits, -2), 0x30303030))
-
-    def eight(low: ir.Value, high: ir.Value) -> ir.Value:
-        wide = e.b.or_(e.b.zext(low, I64), e.b.shl(e.b.zext(high, I64), e.i64(32)))
-        return e.b.bitcast(wide, vec(I8, 8))
-
-    sc = eight(e.and_(first, 0x3F3F3F3F), upper(third, first))
-    mn = eight(e.and_(second, 0x3F3F3F3F), upper(e.shift_left(third, -4), second))
-    return sc, mn
+    The first four of each are the lower six bits of bytes 0..3 and 4..7, whose upper two are the upper ones of the last
+    four; the lower four of those are the nibbles of bytes 8..11.
+    """
+    four = vec(I32, 4)
+    words = e.load(four, block, at - 4)  # the first is d and dmin
+    six = e.b.lshr(e.pick(words, [1, 1, 2, 2]), e.const(four, [0, 2, 0, 2]))
+    nibbles = e.b.lshr(e.pick(words, [3, 3, 3, 3]), e.const(four, [0, 0, 0, 4]))
+    six = e.b.and_(six, e.const(four, [0x3F3F3F3F, 0x30303030] * 2))
+    nibbles = e.b.and_(nibbles, e.const(four, [0, 0x0F0F0F0F] * 2))
+    return e.halves(e.b.bitcast(e.b.or_(six, nibbles), vec(I8, 16)))
 
 
 def _emit_q4_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
