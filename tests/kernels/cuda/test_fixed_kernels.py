@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch
+from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch, Position
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import matmul as matmul_module
 from quengine.kernels.cuda import rms_norm as rms_norm_module
@@ -179,17 +179,23 @@ class Rig:
     def cache(self, blocks: int = 0) -> KVCache:
         return KVCache.allocate(self.checkpoint.config, 96, self.device, num_blocks=blocks)
 
+    def rows(self, ids: torch.Tensor, cache: KVCache, start: Position) -> torch.Tensor:
+        """Logits of all tokens; in the interpreter, which takes long for them, the rows that they are made of."""
+        if ON_GPU:
+            return self.decoder.forward(ids, cache.layers, start, last_only=False)
+        return self.decoder.hidden(ids, cache.layers, start)
+
     def prompt(
         self, ids: list[int], chunks: list[int], cache: KVCache, table: list[int] | None
     ) -> torch.Tensor:
-        """Logits of all tokens of a prompt."""
+        """The rows of all tokens of a prompt."""
         parts, start = [], 0
         at = None if table is None else torch.tensor(table, dtype=torch.int32, device=self.device)
         with self.backend.prompt():
             for size in [*chunks, len(ids) - sum(chunks)]:
                 part = torch.tensor(ids[start : start + size], device=self.device)
                 where = start if at is None else Chunk(start, at)
-                parts.append(self.decoder.forward(part, cache.layers, where, last_only=False))
+                parts.append(self.rows(part, cache, where))
                 start += size
         return torch.cat(parts)
 
@@ -200,7 +206,9 @@ def rig(
 ) -> Rig:
     if device.type == "cpu":
         monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
-    sizes = ModelSizes(request.param, blocks=1, feed_forward=64, heads=2, kv_heads=1, head_dim=32)
+    sizes = ModelSizes(
+        request.param, blocks=1, embedding=32, feed_forward=32, heads=2, kv_heads=1, head_dim=32
+    )
     return Rig(write_tiny(tmp_path / "m.gguf", request.param, "Q8_0", sizes=sizes), device)
 
 
@@ -214,7 +222,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(rig: Rig) -> None:
         rows = [(table or [0, 1, 2])[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(len(ids))]
         for mine, first in zip(again.layers[0].tensors, held.tensors, strict=True):
             assert torch.equal(mine[rows], first[: len(ids)])
-    alone = rig.decoder.forward(torch.tensor(ids[-1:], device=rig.device), cache.layers, len(ids) - 1)
+    alone = rig.rows(torch.tensor(ids[-1:], device=rig.device), cache, len(ids) - 1)
     # Outside of `prompt` one token is a step of decode, whose attention keeps more bits: else this tests nothing.
     assert not torch.equal(alone, whole[-1:])
 
@@ -231,11 +239,11 @@ def test_a_step_has_the_same_bits_alone_and_in_every_batch(rig: Rig) -> None:
     tokens = torch.tensor([11, 12], device=rig.device)
 
     def step(ids: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        return rig.decoder.forward(ids, cache.layers, DecodeBatch(at, blocks), last_only=False)
+        return rig.rows(ids, cache, DecodeBatch(at, blocks))
 
     for i in range(2):
         expected.append(step(tokens[i : i + 1], positions[i : i + 1], tables[i : i + 1])[0])
-    single = rig.decoder.forward(tokens[:1], plain.layers, positions[:1])
+    single = rig.rows(tokens[:1], plain, positions[:1])
     assert torch.equal(single[0], expected[0]), "a contiguous cache and blocks"
     for count in [2, 3, 4, 7, 8, 9, 24, 33, 100, 128, 130] if ON_GPU else [3]:
         blocks = torch.full((count, 3), cache.spare_block, dtype=torch.int32, device=rig.device)
