@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -48,12 +49,17 @@ def shares(shape: Shape) -> tuple[int, ...]:
 
 
 def geometries(shape: Shape, block: int) -> Iterator[WgmmaGeometry]:
-    stages = 4 if block <= 64 else 3
-    for splits in shares(shape):
-        for warps, overlap in ((4, False), (4, True), (8, False), (8, True)):
-            yield WgmmaGeometry(warps, splits, stages, overlap)
-            if block in (32, 64):
-                yield WgmmaGeometry(warps, splits, stages, overlap, 128)
+    """Few rows: large sets of columns. From 32 on: as few registers as let four programs of 4 warps share a
+    multiprocessor. 8 warps won nowhere once all of these were tried."""
+    for splits, overlap in product(shares(shape), (False, True)):
+        if block <= 32:
+            yield WgmmaGeometry(4, splits, 2, overlap, 0, 256)
+            yield WgmmaGeometry(4, splits, 3, overlap, 0, 256)
+        yield WgmmaGeometry(4, splits, 3 if block == 128 else 4, overlap)
+        if block in (32, 64):
+            yield WgmmaGeometry(4, splits, 3, overlap, 128)
+            yield WgmmaGeometry(4, splits, 4, overlap, 128)
+            yield WgmmaGeometry(8, splits, 4, overlap, 128)
 
 
 def key_of(shape: Shape) -> str:
@@ -106,7 +112,9 @@ def choose(results: list[tuple[int, float, WgmmaGeometry]]) -> dict[str, object]
     entry: dict[str, object] = {"splits": splits}
     for block in BLOCKS:
         geometry = best(block, splits)[1]
-        entry[str(block)] = [geometry.warps, geometry.stages, geometry.overlap, geometry.registers]
+        entry[str(block)] = [
+            geometry.warps, geometry.stages, geometry.overlap, geometry.registers, geometry.columns
+        ]  # fmt: skip
     return entry
 
 

@@ -62,14 +62,16 @@ class FusedGeometry:
 @dataclass(frozen=True)
 class WgmmaGeometry:
     """A program of the fused matmul on Hopper: `warps` (a multiple of 4) tiles of 16 weight rows; `splits` programs
-    share the columns, which fixes the order in which a row is summed. `stages` sets of 128 columns of the rows are in
-    shared memory; `overlap`: the matrix units work on one set while the next one is dequantized."""
+    share the columns, which fixes the order in which a row is summed. `stages` sets of `columns` columns (128 or 256,
+    no more than a chunk) of the rows are in shared memory; `overlap`: the matrix units work on 128 columns while the
+    next ones are dequantized. `registers` is a limit per thread (0: none)."""
 
     warps: int
     splits: int = 1
     stages: int = 4
     overlap: bool = True
     registers: int = 0
+    columns: int = 128
 
 
 @cache
@@ -131,8 +133,8 @@ def wgmma_geometry(part: PackedPart, kind: str, rows: int) -> WgmmaGeometry:
         return default_wgmma(part, rows)
     if rows > 128:
         return _many_rows(part, rows, entry["splits"])
-    warps, stages, overlap, registers = entry[str(wgmma_block(rows))]
-    return WgmmaGeometry(warps, entry["splits"], stages, overlap, registers)
+    warps, *rest = entry[str(wgmma_block(rows))]
+    return WgmmaGeometry(warps, entry["splits"], *rest)
 
 
 def default_wgmma(part: PackedPart, rows: int) -> WgmmaGeometry:
@@ -140,7 +142,9 @@ def default_wgmma(part: PackedPart, rows: int) -> WgmmaGeometry:
     splits = max(1, min(part.chunks // 2, 396 // -(-part.tiles // 4)))
     if rows > 128:
         return _many_rows(part, rows, splits)
-    return WgmmaGeometry(4, splits, 4 if rows <= 64 else 3, rows <= 16)
+    if rows <= 16:
+        return WgmmaGeometry(4, splits, 2, True, 0, 256)
+    return WgmmaGeometry(4, splits, 3, rows > 64, 128 if rows <= 64 else 0)
 
 
 def _many_rows(part: PackedPart, rows: int, splits: int) -> WgmmaGeometry:

@@ -156,9 +156,13 @@ def matmul(
         return _multiply_all(half, weight, workspace).finish(residual)
     y = torch.empty(rows, weight.rows, dtype=torch.float32, device=half.values.device)
     first = 0
+    beside = len(weight.parts) > 1 and all(isinstance(part, PackedPart) for part in weight.parts)
     for part in weight.parts:
         if isinstance(part, PackedPart) and half.ordered:
-            launch_wgmma(half, part, weight.paired, y, first, workspace.scratch, residual, pdl)
+            before, behind = beside and first == 0, beside and first > 0
+            launch_wgmma(
+                half, part, weight.paired, y, first, workspace.scratch, residual, pdl, before, behind
+            )  # fmt: skip
         elif isinstance(part, PackedPart) and half.tiled:
             launch_fused(
                 half, part, weight.paired, y, first, workspace.scratch, residual, pdl=pdl, fixed=workspace.fixed

@@ -1,8 +1,8 @@
 """Matrix times 1 to 128 rows, or more, on Hopper's warp-group matrix instruction, on packed weights.
 
 As in matmul_fused.py, weights are read packed and dequantized to fp16 in registers, now as the left operand of wgmma;
-the rows, the right operand, are staged in shared memory by the copy engine, some sets of 128 columns ahead, so that all
-warps of a program share them and no register waits for them. The stored order of the weights fixes which
+the rows, the right operand, are staged in shared memory by the copy engine, some sets of 128 or 256 columns ahead, so
+that all warps of a program share them and no register waits for them. The stored order of the weights fixes which
 columns meet in an instruction; rows come with their columns in that order (half.py, "ordered").
 
 Programs take 16 rows of weights a warp and up to 128 rows of x. Where such programs are too few, `splits` of them share
@@ -57,13 +57,24 @@ def _halves_apart(words, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _twice(x):
+    """fp32 rounded to fp16, twice in an int32: one instruction where `pack_halves` takes two and a slow conversion."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _fp16_scales(scale, minimum, SIGNED: gl.constexpr):
     """What `scale_small` takes. Signed bytes become unsigned by adding 128, which the minimum takes off: exactly, since
     it follows from the rounded scale."""
-    rounded = (scale * 16777216.0).to(gl.float16).to(gl.float32)
     if SIGNED:
+        # Not `_twice`: with it, kernels of Q6_K take 20 registers more, and those of 128 rows overlap nothing.
+        rounded = (scale * 16777216.0).to(gl.float16).to(gl.float32)
         minimum = rounded * (128.0 / 16777216.0)
-    return pack_halves(rounded, rounded), pack_halves(-minimum, -minimum)
+        return pack_halves(rounded, rounded), pack_halves(-minimum, -minimum)
+    else:
+        return _twice(scale * 16777216.0), _twice(-minimum)
 
 
 @gluon.jit
@@ -96,13 +107,15 @@ def _weights(words, half: gl.constexpr, gain, FMT: gl.constexpr, WARPS: gl.const
 
 
 @gluon.jit
-def _copy(x_rows, stages, ready, n, begin, count, token0, TB: gl.constexpr, STAGES: gl.constexpr):
+def _copy(
+    x_rows, stages, ready, n, begin, count, token0, TB: gl.constexpr, SET: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Start copying set number n of this program's `count`, the first one being set `begin` of the rows from token0."""
     on = n < count
     bar = ready.index(n % STAGES)
-    mbarrier.expect(bar, TB * 256, pred=on)
+    mbarrier.expect(bar, TB * SET * 2, pred=on)
     tma.async_copy_global_to_shared(
-        x_rows, [token0, (begin + n) * 128], bar, stages.index(n % STAGES), pred=on
+        x_rows, [token0, (begin + n) * SET], bar, stages.index(n % STAGES), pred=on
     )
 
 
@@ -166,34 +179,62 @@ def _store(
 def _share(
     planes, words, x_rows, stages, ready, tile, tiles, lane, begin, first, last, end, token0, gain,
     FMT: gl.constexpr, CHUNKS: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    ASYNC: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
+    SET: gl.constexpr, ASYNC: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
     """Chunks first .. last - 1 of a program's begin .. end - 1: fp32 [16*WARPS, TB], and the words of the chunk behind.
 
     `words`: those of chunk `first`. All shares of a program are one queue of copied sets.
     """
-    HALVES: gl.constexpr = FMT.chunk // 128
-    first_set = begin * HALVES
-    count = (end - begin) * HALVES
+    SETS: gl.constexpr = FMT.chunk // SET
+    HALVES: gl.constexpr = SET // 128
+    first_set = begin * SETS
+    count = (end - begin) * SETS
     acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
     for c in range(first, last):
         later = load_chunk(planes, tile * CHUNKS + c + 1, 0, lane, (tile < tiles) & (c + 1 < end), FMT, True)
-        for half in gl.static_range(HALVES):
-            n = (c - begin) * HALVES + half
-            a = _weights(words, half, gain, FMT, WARPS, A)
-            mbarrier.wait(ready.index(n % STAGES), (n // STAGES) & 1)
-            acc = warpgroup_mma(a, stages.index(n % STAGES).permute((1, 0)), acc, is_async=ASYNC)
-            if ASYNC:
-                acc = warpgroup_mma_wait(1, deps=[acc])
-            tl.debug_barrier()  # all warps have read the set that the next one is copied over
+        for number in gl.static_range(SETS):
+            n = (c - begin) * SETS + number
+            rows = stages.index(n % STAGES)
+            for half in gl.static_range(HALVES):
+                a = _weights(words, number * HALVES + half, gain, FMT, WARPS, A)
+                if half == 0:
+                    mbarrier.wait(ready.index(n % STAGES), (n // STAGES) & 1)
+                x = rows if HALVES == 1 else rows.slice(half * 128, 128, 1)
+                acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=ASYNC)
+                if ASYNC:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    if half == 0:
+                        tl.debug_barrier()  # all warps have read the set before this, which the next is copied over
+                        if n > 0:
+                            _copy(
+                                x_rows,
+                                stages,
+                                ready,
+                                n - 1 + STAGES,
+                                first_set,
+                                count,
+                                token0,
+                                TB,
+                                SET,
+                                STAGES,
+                            )
             if not ASYNC:
-                _copy(x_rows, stages, ready, n + STAGES, first_set, count, token0, TB, STAGES)
-            elif n > 0:
-                _copy(x_rows, stages, ready, n - 1 + STAGES, first_set, count, token0, TB, STAGES)
+                tl.debug_barrier()
+                _copy(x_rows, stages, ready, n + STAGES, first_set, count, token0, TB, SET, STAGES)
         words = later
     if ASYNC:
         acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, words
+
+
+@gluon.jit
+def _places(WARPS: gl.constexpr, TB: gl.constexpr, MMA: gl.constexpr):
+    """Where programs leave fp32 [16*WARPS, TB] for each other: as the threads hold it, two values of each side by side,
+    so that a warp writes 256 bytes in a row."""
+    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
+    token = gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
+    of_row = ((row // 8) % 2) * (64 * WARPS) + (row // 16) * 64 + (row % 8) * 8
+    return gl.expand_dims(of_row, 1) + gl.expand_dims(token // 8 * (128 * WARPS) + token % 8, 0)
 
 
 @gluon.jit(do_not_specialize=["T"])  # any number of rows up to TB runs the same code
@@ -201,20 +242,20 @@ def _wgmma_kernel(
     low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, partial_ptr, tickets_ptr,
     tiles, rows, first, N, copy, T, gain, reach,
     FMT: gl.constexpr, K: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
-    STAGES: gl.constexpr, ASYNC: gl.constexpr, MANY: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr,
-    PDL: gl.constexpr,
+    STAGES: gl.constexpr, SET: gl.constexpr, ASYNC: gl.constexpr, MANY: gl.constexpr, PAIRED: gl.constexpr,
+    EPILOGUE: gl.constexpr, PDL: gl.constexpr, BEFORE: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
     """Programs (TB rows of x, 16*WARPS rows of weights, share of the columns). MANY: rows are more than TB, and all
-    shares one program's."""
+    shares one program's. BEFORE, BEHIND: see `launch_wgmma`."""
     CHUNKS: gl.constexpr = K // FMT.chunk
     SHARE: gl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
-    HALVES: gl.constexpr = FMT.chunk // 128
+    SETS: gl.constexpr = FMT.chunk // SET
     JOINED: gl.constexpr = MANY and SPLITS > 1
     THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     X: gl.constexpr = x_rows.layout
-    if PDL:
+    if PDL and not BEFORE:
         tl.extra.cuda.gdc_launch_dependents()
     thread = gl.arange(0, 32 * WARPS, layout=THREAD)
     lane = thread & 31
@@ -231,29 +272,33 @@ def _wgmma_kernel(
         end = gl.minimum(begin + SHARE, CHUNKS)
     planes = (low, high, scales, supers)
     words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, tile < tiles, FMT, True)
-    stages = gl.allocate_shared_memory(gl.float16, [STAGES, TB, 128], X)
+    stages = gl.allocate_shared_memory(gl.float16, [STAGES, TB, SET], X)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
-    if PDL:
+    if PDL and not BEHIND:
         tl.extra.cuda.gdc_wait()
+        if BEFORE:
+            tl.extra.cuda.gdc_launch_dependents()
     for i in gl.static_range(STAGES):
-        _copy(x_rows, stages, ready, i, begin * HALVES, (end - begin) * HALVES, token0, TB, STAGES)
+        _copy(x_rows, stages, ready, i, begin * SETS, (end - begin) * SETS, token0, TB, SET, STAGES)
     if JOINED:
         acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
         for share in range(SPLITS):
             last = gl.minimum((share + 1) * SHARE, CHUNKS)
             one, words = _share(
                 planes, words, x_rows, stages, ready, tile, tiles, lane, begin, share * SHARE, last, end, token0, gain,
-                FMT, CHUNKS, TB, WARPS, STAGES, ASYNC, MMA, A,
+                FMT, CHUNKS, TB, WARPS, STAGES, SET, ASYNC, MMA, A,
             )  # fmt: skip
             acc += one
     else:
         acc, words = _share(
             planes, words, x_rows, stages, ready, tile, tiles, lane, begin, begin, end, end, token0, gain,
-            FMT, CHUNKS, TB, WARPS, STAGES, ASYNC, MMA, A,
+            FMT, CHUNKS, TB, WARPS, STAGES, SET, ASYNC, MMA, A,
         )  # fmt: skip
+    if PDL and BEHIND:
+        tl.extra.cuda.gdc_wait()
     if SPLITS == 1 or MANY:
         _store(
             acc, tile0 * 16, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T,
@@ -261,9 +306,7 @@ def _wgmma_kernel(
         )  # fmt: skip
     else:
         SIZE: gl.constexpr = 16 * WARPS * TB
-        spread = gl.expand_dims(gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA)), 1) + (
-            gl.expand_dims(gl.arange(0, TB, layout=gl.SliceLayout(0, MMA)), 0) * (16 * WARPS)
-        )
+        spread = _places(WARPS, TB, MMA)
         block = gl.program_id(1)
         blocks = gl.num_programs(1)
         gl.store(partial_ptr + (gl.program_id(2) * blocks + block) * SIZE + spread, acc)
@@ -272,8 +315,16 @@ def _wgmma_kernel(
         if ticket == SPLITS - 1:
             # Other programs wrote these: not from this multiprocessor's own cache.
             total = gl.load(partial_ptr + block * SIZE + spread, cache_modifier=".cg")
-            for split in range(1, SPLITS):  # unrolled, it would take the most registers of all
-                total += gl.load(partial_ptr + (split * blocks + block) * SIZE + spread, cache_modifier=".cg")
+            if TB <= 32:
+                for split in gl.static_range(1, SPLITS):
+                    total += gl.load(
+                        partial_ptr + (split * blocks + block) * SIZE + spread, cache_modifier=".cg"
+                    )
+            else:  # unrolled, this would take more registers than all that comes before it
+                for split in range(1, SPLITS):
+                    total += gl.load(
+                        partial_ptr + (split * blocks + block) * SIZE + spread, cache_modifier=".cg"
+                    )
             _store(
                 total, tile0 * 16, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy,
                 T, gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
@@ -302,13 +353,31 @@ def launch_wgmma(
     scratch: FusedScratch,
     residual: Tensor | None = None,
     pdl: bool = False,
+    before: bool = False,
+    behind: bool = False,
 ) -> None:
-    """`launch_fused` for ordered rows."""
+    """`launch_fused` for ordered rows.
+
+    Where one matrix is several parts, with `pdl`: a launch `before` one of another part of it, and one `behind` such a
+    launch, itself or another `behind` it. The latter needs nothing that the one in front writes, but the room for
+    sums: it waits for its end only before it writes, and runs beside it until then. It may, because the one `before`
+    lets it begin only when what both read is written.
+    """
     geometry = wgmma_geometry(part, "rows", x.rows)
     epilogue = _ROWS if residual is None else _RESIDUAL
     added = out if residual is None else residual
     _launch(
-        x, part, geometry, paired, epilogue.value, added, (out, out, out.shape[1], 0, first), scratch, pdl
+        x,
+        part,
+        geometry,
+        paired,
+        epilogue.value,
+        added,
+        (out, out, out.shape[1], 0, first),
+        scratch,
+        pdl,
+        before,
+        behind,
     )
 
 
@@ -332,24 +401,31 @@ def _launch(
     outputs: tuple[Tensor, Tensor, int, int, int],
     scratch: FusedScratch,
     pdl: bool,
+    before: bool = False,
+    behind: bool = False,
 ) -> None:
     """`outputs`: values, unscale (or anything), from a row to the next, from a copy to the next, first column."""
     out, unscale, stride, copy, first = outputs
     block = wgmma_block(x.rows)
     blocks = -(-part.tiles // geometry.warps)
-    splits = -(-part.chunks // -(-part.chunks // geometry.splits))  # none without a share
+    share = -(-part.chunks // geometry.splits)
+    splits = -(-part.chunks // share)  # none without a share
+    # Where the loop has one turn at most, the compiler may copy sums in front of the wait that is behind it.
+    overlap = geometry.overlap and share > 1
     many = x.rows > block
     apart = 1 if many else splits
     assert x.ordered and (apart == 1 or blocks <= scratch.tickets.shape[0])
     assert x.rows * stride < 2**31, "the kernel counts results in 32 bits"
     size = 0 if apart == 1 else splits * blocks * 16 * geometry.warps * block
+    columns = min(geometry.columns, part.layout.chunk)
     values = x.values[0 if part.layout.group == 32 else 1]
-    rows = TensorDescriptor(values, list(values.shape), [part.cols, 1], [block, 128], _STAGED)
+    rows = TensorDescriptor(values, list(values.shape), [part.cols, 1], [block, columns], _STAGED)
     _wgmma_kernel[(-(-x.rows // block), blocks, apart)](
         part.low, part.high, part.scales, part.supers, rows, x.unscale, residual, out, unscale,
         scratch.partial(size), scratch.tickets, part.tiles, part.rows, first, stride, copy, x.rows, _small_gain(part),
         reach_of(part),
         FMT=part.layout, K=part.cols, TB=block, WARPS=geometry.warps, SPLITS=splits, STAGES=geometry.stages,
-        ASYNC=geometry.overlap, MANY=many, PAIRED=paired, EPILOGUE=epilogue, PDL=pdl,
+        SET=columns, ASYNC=overlap, MANY=many, PAIRED=paired, EPILOGUE=epilogue, PDL=pdl, BEFORE=before,
+        BEHIND=behind,
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

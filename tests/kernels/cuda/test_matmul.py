@@ -18,6 +18,7 @@ from quengine.kernels.cuda.matmul import (
     matmul_swiglu,
 )
 from quengine.kernels.cuda.packed import PackedPart, pack
+from quengine.kernels.cuda.rms_norm import rms_norm_half
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.swiglu import swiglu
@@ -111,7 +112,7 @@ def test_parts_of_different_size_share_one_product(
     products = []
     multiply = module._products
     monkeypatch.setattr(
-        module, "_products", lambda x, w, gain: products.append(w.shape) or multiply(x, w, gain)
+        module, "_products", lambda x, w, *rest: products.append(w.shape) or multiply(x, w, *rest)
     )
     weights = [ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 21, 256)]
     packed = pack(weights, device)
@@ -191,6 +192,8 @@ def test_every_way_to_share_a_product_gives_it(
         (64, WgmmaGeometry(8, 2, 3, False)),
         (127, WgmmaGeometry(8, 5, 3, True)),
         (40, WgmmaGeometry(16, 1, 6, False, 128)),
+        (5, WgmmaGeometry(4, 8, 2, True, 0, 256)),
+        (32, WgmmaGeometry(4, 2, 3, False, 128, 256)),
     ],
 )
 def test_hopper_shares_a_product_too(
@@ -209,11 +212,32 @@ def test_hopper_shares_a_product_too(
 def test_on_hopper_a_row_does_not_depend_on_how_many_there_are(device: torch.device) -> None:
     if not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
-    weight = pack(ordinary_weight("Q4_K", 4096, 4096), device)
-    x, room = ordinary_activations(127, 4096).to(device), workspace(device)
-    most = matmul(x, weight, room)
-    for rows in (2, 9, 30, 64):
-        assert torch.equal(matmul(x[:rows].contiguous(), weight, room), most[:rows])
+    for shape in (("Q4_K", 4096, 4096), ("Q4_K", 4096, 14336), ("Q6_K", 4096, 14336), ("Q6_K", 300, 2048)):
+        weight = pack(ordinary_weight(*shape), device)
+        x, room = ordinary_activations(127, shape[2]).to(device), workspace(device)
+        most = matmul(x, weight, room)
+        for rows in (1, 2, 9, 30, 64):
+            assert torch.equal(matmul(x[:rows].contiguous(), weight, room), most[:rows])
+
+
+def test_on_hopper_parts_of_a_matrix_run_beside_each_other(device: torch.device) -> None:
+    """The second part does not wait for the first, but for what both read, here the norm in front of them, and for the
+    room for their sums: all parts have several shares."""
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    parts = [
+        ordinary_weight(*shape) for shape in (("Q4_K", 512, 2048), ("Q6_K", 256, 2048), ("Q5_0", 80, 2048))
+    ]
+    weight, norm = pack(parts, device), torch.ones(2048, device=device)
+    x, room = ordinary_activations(30, 2048).to(device), workspace(device)
+    rows = [x * 2.0**i + i for i in range(5)]
+    exact = [matmul(rms_norm_half(row, norm, 1e-5, room.half_rows(30, 2048)), weight, room) for row in rows]
+    for _ in range(20):
+        made = []
+        for row in rows:
+            normed = rms_norm_half(row, norm, 1e-5, room.half_rows(30, 2048), pdl=True)
+            made.append(matmul(normed, weight, room, pdl=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, exact, strict=True))
 
 
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
