@@ -18,7 +18,12 @@ from torch import Tensor
 from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
-from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode, attention_decode_round
+from quengine.kernels.cuda.attention_decode import (
+    DecodeWorkspace,
+    attention_decode,
+    attention_decode_half,
+    attention_decode_round,
+)
 from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.half import HalfRows, Products
@@ -160,7 +165,7 @@ class CudaBackend:
             q = room.wide(tokens, spec.heads * spec.head_dim)
             q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q)
             out = attention_prefill(q, spec, cache, 0, first, torch.float16, self.pdl, table, in_place=True)
-            return room.as_they_are(out)
+            return room.as_they_are(out, tokens)
         q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table)
         return attention_prefill(
             q, spec, cache, 0, first, torch.float32, self.pdl, table, fixed=self.fixed_kernels
@@ -207,8 +212,9 @@ class CudaBackend:
         if self._takes_q_dot(rows):
             rounded = RoundedActivations.empty(rows, width, self.device)
             return attention_decode_round(qkv, spec, cache, positions, workspace, rounded, pdl, tables)
-        out = torch.empty(rows, width, dtype=torch.float32, device=self.device)
-        return attention_decode(qkv, spec, cache, positions, workspace, out, pdl, tables, coarse=True)
+        room = self._workspace()
+        out = room.as_they_are(room.half_rows(rows, width).values, rows)
+        return attention_decode_half(qkv, spec, cache, positions, workspace, out, pdl, tables)
 
     def _normed(self, x: Residual, norm: Tensor, eps: float) -> Rows:
         if isinstance(x, NormedRows):

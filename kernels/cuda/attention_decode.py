@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda import attention_warps
 from quengine.kernels.cuda.activations import GROUP as ROUND_GROUP
 from quengine.kernels.cuda.activations import (
@@ -29,6 +29,7 @@ from quengine.kernels.cuda.activations import (
     round_group,
     store_rounded,
 )
+from quengine.kernels.cuda.half import HalfRows, store_half
 from quengine.kernels.cuda.kv_store import BLOCK, KVStore, expand_codes, load_tile, store_rows, table_rows
 from quengine.kernels.cuda.mma import uses_assembly
 from quengine.kernels.cuda.rope import load_angles, load_heads, load_rotated, table_arguments
@@ -142,12 +143,17 @@ def _store_heads(
     low_ptr,
     scale_ptr,
     sums_ptr,
+    sequence,
+    stride,
+    copy,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     ROUND: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Write rows [ROWS, PADDED] as heads `head` [ROWS] of the output where `live`: fp32, or rounded for the q-dot."""
+    """Write rows [ROWS, PADDED] as heads `head` [ROWS] of the output where `live`: fp32, rounded for the q-dot, or,
+    where FORM is not negative, fp16 in row `sequence` of half rows of that form."""
     if ROUND:
         high, low, scale, sums = round_group(tl.reshape(out, [ROWS * PADDED // 32, 32]))
         PER_HEAD: tl.constexpr = PADDED // 32
@@ -157,7 +163,12 @@ def _store_heads(
         store_rounded(out_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
     else:
         d = tl.arange(0, PADDED)[None, :]
-        tl.store(out_ptr + head[:, None] * HEAD_DIM + d, out, mask=live[:, None] & (d < HEAD_DIM))
+        column = head[:, None] * HEAD_DIM + d
+        inside = live[:, None] & (d < HEAD_DIM)
+        if FORM >= 0:
+            store_half(out_ptr, sequence, column, stride, copy, out, inside, FORM)
+        else:
+            tl.store(out_ptr + column, out, mask=inside)
 
 
 @triton.jit
@@ -168,6 +179,9 @@ def _combine(
     low_ptr,
     scale_ptr,
     sums_ptr,
+    sequence,
+    stride,
+    copy,
     first_head,
     slices,
     GROUP: tl.constexpr,
@@ -176,8 +190,9 @@ def _combine(
     SLICES: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROUND: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Merge the slices of a group's heads in order; write the outputs, fp32 or rounded for the q-dot."""
+    """Merge the slices of a group's heads in order; write the outputs as `_store_heads` does."""
     s = tl.arange(0, SLICES)
     d = tl.arange(0, PADDED)
     for start in tl.static_range(0, GROUP, AT_ONCE):
@@ -194,8 +209,9 @@ def _combine(
         weight = tl.exp2(largest - tl.max(largest, 1)[:, None])
         out = tl.sum(mixed * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
         _store_heads(
-            out, head, member < GROUP, out_ptr, low_ptr, scale_ptr, sums_ptr, HEAD_DIM, PADDED, AT_ONCE, ROUND
-        )
+            out, head, member < GROUP, out_ptr, low_ptr, scale_ptr, sums_ptr, sequence, stride, copy,
+            HEAD_DIM, PADDED, AT_ONCE, ROUND, FORM,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["context", "blocks"])
@@ -224,6 +240,8 @@ def _attention_decode_kernel(
     context,
     blocks,
     qkv_stride,
+    out_stride,
+    copy,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
@@ -244,6 +262,7 @@ def _attention_decode_kernel(
     STAGES: tl.constexpr,
     AT_ONCE: tl.constexpr,
     ROUND: tl.constexpr,
+    FORM: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -261,7 +280,7 @@ def _attention_decode_kernel(
         per_slice = tl.maximum(per_slice, LEAST)
     else:
         per_slice = tl.maximum(per_slice, tl.where(old_keys <= ALONE, ALONE, GRAIN))
-    slices = tl.maximum(tl.cdiv(old_keys, per_slice), 1)
+    slices = tl.minimum(tl.maximum(tl.cdiv(old_keys, per_slice), 1), tl.num_programs(1))
     if part >= slices:
         return
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -347,15 +366,17 @@ def _attention_decode_kernel(
     live = member < GROUP
     tile = live[:, None] & (d < HEAD_DIM)[None, :]
     head = kv_head * GROUP + member
-    out_ptr += sequence * (HEADS * HEAD_DIM)
+    if FORM < 0:
+        out_ptr += sequence * (HEADS * HEAD_DIM)
     low_ptr += sequence * (HEADS * HEAD_DIM)
     out_scale_ptr += sequence * (HEADS * HEAD_DIM // 32)
     sums_ptr += sequence * (HEADS * HEAD_DIM // 16)
     if slices == 1:
         out = mixed / total[:, None]
         _store_heads(
-            out, head, live, out_ptr, low_ptr, out_scale_ptr, sums_ptr, HEAD_DIM, PADDED, HEADS_PADDED, ROUND
-        )
+            out, head, live, out_ptr, low_ptr, out_scale_ptr, sums_ptr, sequence, out_stride, copy,
+            HEAD_DIM, PADDED, HEADS_PADDED, ROUND, FORM,
+        )  # fmt: skip
     else:
         mixed_ptr += sequence * (HEADS * SLICES * HEAD_DIM)
         state_ptr += sequence * (HEADS * SLICES * 2)
@@ -374,6 +395,9 @@ def _attention_decode_kernel(
                 low_ptr,
                 out_scale_ptr,
                 sums_ptr,
+                sequence,
+                out_stride,
+                copy,
                 kv_head * GROUP,
                 slices,
                 GROUP,
@@ -382,6 +406,7 @@ def _attention_decode_kernel(
                 SLICES,
                 AT_ONCE,
                 ROUND,
+                FORM,
             )
 
 
@@ -410,6 +435,24 @@ def attention_decode(
     assert out.shape == (qkv.shape[0], spec.heads * spec.head_dim)
     assert out.dtype == torch.float32 and out.is_contiguous()
     _launch(qkv, spec, cache, positions, workspace, (out, out, out, out), False, pdl, block_tables, coarse)
+    return out
+
+
+def attention_decode_half(
+    qkv: torch.Tensor,
+    spec: AttentionSpec,
+    cache: KVStore,
+    positions: torch.Tensor,
+    workspace: DecodeWorkspace,
+    out: HalfRows,
+    pdl: bool = False,
+    block_tables: torch.Tensor | None = None,
+) -> HalfRows:
+    """As `attention_decode` in coarse slices, to fp16 rows that need no scale, being means of what the cache holds:
+    `out.unscale` is ones, and stays so."""
+    assert out.rows == qkv.shape[0] and out.fits(spec.heads * spec.head_dim)
+    outputs = (out.values, out.values, out.values, out.values)
+    _launch(qkv, spec, cache, positions, workspace, outputs, False, pdl, block_tables, True, out)
     return out
 
 
@@ -448,6 +491,7 @@ def _launch(
     pdl: bool,
     block_tables: torch.Tensor | None,
     coarse: bool = False,
+    half: HalfRows | None = None,
 ) -> None:
     batch = qkv.shape[0]
     kv_heads, context, head_dim = cache.k.shape[1:]
@@ -462,12 +506,17 @@ def _launch(
     if attention_warps.takes(qkv, spec, cache.q8_0):
         left = workspace.mixed, workspace.state, workspace.arrived
         attention_warps.launch_warps(
-            qkv, spec, cache, positions, left, outputs, rounds, pdl, block_tables, coarse
+            qkv, spec, cache, positions, left, outputs, rounds, pdl, block_tables, coarse, half
         )
         return
     table, blocks = table_arguments(cache, block_tables, positions)
     launch = decode_launch(head_dim, group, cache.q8_0, coarse)
-    _attention_decode_kernel[(kv_heads, slices, batch)](
+    least = COARSE if coarse else 0
+    # No programs for slices that no sequence has here: each would take its turn to find that out.
+    most = min(
+        slices, triton.cdiv(context if block_tables is None else blocks * BLOCK_SIZE, max(least, GRAIN))
+    )
+    _attention_decode_kernel[(kv_heads, most, batch)](
         qkv,
         spec.cos,
         spec.sin,
@@ -489,6 +538,8 @@ def _launch(
         context,
         blocks,
         qkv.stride(0),
+        0 if half is None else half.stride,
+        0 if half is None else half.values.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
         HEADS_PADDED=triton.next_power_of_2(group),
@@ -504,11 +555,12 @@ def _launch(
         PAGED=block_tables is not None,
         SLICES=slices,
         GRAIN=GRAIN,
-        LEAST=COARSE if coarse else 0,
+        LEAST=least,
         BLOCK_KEYS=launch.block_keys,
         STAGES=launch.stages,
         AT_ONCE=combine_heads(group, slices, padded),
         ROUND=rounds,
+        FORM=-1 if half is None else half.form,
         ASM=uses_assembly(),
         PDL=pdl,
         num_warps=launch.warps,

@@ -12,14 +12,16 @@ Does not know: slices as a policy, or when this kernel is taken (attention_decod
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda.activations import round_group
+from quengine.kernels.cuda.half import HalfRows, store_half
 from quengine.kernels.cuda.kv_store import BLOCK, BLOCK_BITS, KVStore
 from quengine.kernels.cuda.mma import uses_assembly
 from quengine.kernels.cuda.rope import table_arguments
@@ -295,10 +297,11 @@ def _merged_slices(
 
 @gluon.jit
 def _store_heads(
-    out, head, outputs,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROUND: gl.constexpr, F: gl.constexpr,
+    out, head, outputs, sequence, stride, copy,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROUND: gl.constexpr, FORM: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """fp32 [8, HEAD_DIM] as heads head, head + 1, ... of a sequence's output, fp32 or rounded for the q-dot."""
+    """fp32 [8, HEAD_DIM] as heads head, head + 1, ... of a sequence's output: fp32, rounded for the q-dot, or, where
+    FORM is not negative, fp16 in row `sequence` of half rows of that form."""
     if ROUND:
         GROUPS: gl.constexpr = HEAD_DIM // 32
         L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -321,7 +324,11 @@ def _store_heads(
         ROWS: gl.constexpr = gl.SliceLayout(0, F)
         member = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, ROWS)), 1)
         column = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS)), 0)
-        gl.store(outputs[0] + (head + member) * HEAD_DIM + column, out, mask=member < GROUP)
+        column += (head + member) * HEAD_DIM
+        if FORM >= 0:
+            store_half(outputs[0], sequence, column, stride, copy, out, member + column * 0 < GROUP, FORM)
+        else:
+            gl.store(outputs[0] + column, out, mask=member < GROUP)
 
 
 @gluon.jit
@@ -338,10 +345,11 @@ def _cache_row(table_ptr, blocks, place, PAGED: gl.constexpr):
 def _attention_warps_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, query_scale_ptr, position_ptr, table_ptr, k_ptr, v_ptr,
     mixed_ptr, state_ptr, arrived_ptr, out_ptr, low_ptr, out_scale_ptr, sums_ptr,
-    eps, scale, context, blocks, qkv_stride,
+    eps, scale, context, blocks, qkv_stride, out_stride, copy,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE_DIM: gl.constexpr,
     HALVES: gl.constexpr, NORM: gl.constexpr, QUERY_SCALE: gl.constexpr, WINDOW: gl.constexpr, PAGED: gl.constexpr,
-    SLICES: gl.constexpr, LEAST: gl.constexpr, WARPS: gl.constexpr, ROUND: gl.constexpr, PDL: gl.constexpr,
+    SLICES: gl.constexpr, LEAST: gl.constexpr, WARPS: gl.constexpr, ROUND: gl.constexpr, FORM: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -359,7 +367,7 @@ def _attention_warps_kernel(
         oldest = gl.maximum(position - (WINDOW - 1), 0)
     first = oldest // _KEYS * _KEYS
     per_slice = gl.maximum(gl.cdiv(gl.cdiv(position - first, SLICES), STEP) * STEP, LEAST)
-    slices = gl.maximum(gl.cdiv(position - first, per_slice), 1)
+    slices = gl.minimum(gl.maximum(gl.cdiv(position - first, per_slice), 1), gl.num_programs(1))
     if part < slices:
         if PAGED:
             head_rows = kv_head.to(gl.int64) * context
@@ -455,13 +463,27 @@ def _attention_warps_kernel(
         totals_there.store(gl.reshape(totals, [WARPS, 8]))
         top, sum, out = _merged(tops_there.load(STATES), totals_there.load(STATES), meeting.load(F), F)
 
+        if FORM < 0:
+            out_ptr += sequence * (HEADS * HEAD_DIM)
         outputs = (
-            out_ptr + sequence * (HEADS * HEAD_DIM), low_ptr + sequence * (HEADS * HEAD_DIM),
+            out_ptr, low_ptr + sequence * (HEADS * HEAD_DIM),
             out_scale_ptr + sequence * (HEADS * HEAD_DIM // 32), sums_ptr + sequence * (HEADS * HEAD_DIM // 16),
         )  # fmt: skip
         head = kv_head * GROUP
         if slices == 1:
-            _store_heads(out / gl.expand_dims(sum, 1), head, outputs, GROUP, HEAD_DIM, ROUND, F)
+            _store_heads(
+                out / gl.expand_dims(sum, 1),
+                head,
+                outputs,
+                sequence,
+                out_stride,
+                copy,
+                GROUP,
+                HEAD_DIM,
+                ROUND,
+                FORM,
+                F,
+            )
         else:
             mixed_ptr += sequence * (HEADS * SLICES * HEAD_DIM)
             state_ptr += sequence * (HEADS * SLICES * 2)
@@ -477,7 +499,19 @@ def _attention_warps_kernel(
             if gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
                 gl.store(arrived, 0)
                 sum, out = _merged_slices(mixed_ptr, state_ptr, head, slices, GROUP, HEAD_DIM, SLICES, F)
-                _store_heads(out / gl.expand_dims(sum, 1), head, outputs, GROUP, HEAD_DIM, ROUND, F)
+                _store_heads(
+                    out / gl.expand_dims(sum, 1),
+                    head,
+                    outputs,
+                    sequence,
+                    out_stride,
+                    copy,
+                    GROUP,
+                    HEAD_DIM,
+                    ROUND,
+                    FORM,
+                    F,
+                )
 
 
 def launch_warps(
@@ -491,6 +525,7 @@ def launch_warps(
     pdl: bool,
     block_tables: Tensor | None,
     coarse: bool,
+    half: HalfRows | None,
 ) -> None:
     """The launch; arguments as those of attention_decode.py, `left` being mixed, state and arrived of its workspace.
 
@@ -500,7 +535,11 @@ def launch_warps(
     kv_heads, context, head_dim = cache.k.shape[1:]
     slices, chosen = left[0].shape[2], COARSE if coarse else FINE
     table, blocks = table_arguments(cache, block_tables, positions)
-    _attention_warps_kernel[(kv_heads, slices, qkv.shape[0])](
+    # No programs for slices that no sequence has here: each would take its turn to find that out.
+    most = min(
+        slices, triton.cdiv(context if block_tables is None else blocks * BLOCK_SIZE, chosen.least) + 1
+    )
+    _attention_warps_kernel[(kv_heads, most, qkv.shape[0])](
         qkv,
         spec.cos,
         spec.sin,
@@ -518,6 +557,8 @@ def launch_warps(
         context,
         blocks,
         qkv.stride(0),
+        0 if half is None else half.stride,
+        0 if half is None else half.values.stride(0),
         KV_HEADS=kv_heads,
         GROUP=spec.heads // kv_heads,
         HEAD_DIM=head_dim,
@@ -531,6 +572,7 @@ def launch_warps(
         LEAST=chosen.least,
         WARPS=chosen.warps,
         ROUND=rounds,
+        FORM=-1 if half is None else half.form,
         PDL=pdl,
         num_warps=chosen.warps,
         launch_pdl=pdl,

@@ -48,7 +48,8 @@ class MatmulWorkspace:
         self.scratch = FusedScratch(device)
         self._room: dict[str, Tensor] = {}
         self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._ones: Tensor | None = None
+        self._few_ones = torch.ones(_FEW_ROWS, dtype=torch.float32, device=device)
+        self._ones = self._few_ones
 
     def stays_packed(self, rows: int) -> bool:
         """Whether so many rows go the fused way."""
@@ -90,12 +91,11 @@ class MatmulWorkspace:
         """fp32 [rows, width], contiguous: products that the next launch reads."""
         return self._take("products", torch.float32, rows, rows, width)
 
-    def as_they_are(self, values: Tensor) -> HalfRows:
-        """fp16 rows that need no scale."""
-        rows = values.shape[0]
-        if self._ones is None or self._ones.shape[0] < rows:
+    def as_they_are(self, values: Tensor, rows: int) -> HalfRows:
+        """`rows` fp16 rows, in any form, that need no scale."""
+        if self._ones.shape[0] < rows:
             self._ones = torch.ones(rows, dtype=torch.float32, device=values.device)
-        return HalfRows(values, self._ones[:rows])
+        return HalfRows(values, (self._few_ones if rows <= _FEW_ROWS else self._ones)[:rows])
 
     def expanded(self, rows: int, cols: int) -> Tensor:
         """Where weights are expanded to: fp16 [rows, cols]."""

@@ -1,5 +1,7 @@
 """Attention over blocks of a pool: the same bits as over a sequence's own cache, alone and in any batch."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -7,8 +9,14 @@ from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda import attention_decode as attention_decode_module
 from quengine.kernels.cuda import attention_warps
 from quengine.kernels.cuda.activations import RoundedActivations
-from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode, attention_decode_round
+from quengine.kernels.cuda.attention_decode import (
+    DecodeWorkspace,
+    attention_decode,
+    attention_decode_half,
+    attention_decode_round,
+)
 from quengine.kernels.cuda.attention_prefill import attention_prefill
+from quengine.kernels.cuda.half import HalfRows, ordered_shape, tiled_shape
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rope_store
 from tests.kernels.cuda.attention_cases import filled_cache, make_spec
@@ -142,6 +150,25 @@ def test_coarse_slices_are_the_same_sums(device: torch.device, monkeypatch: pyte
     assert not torch.equal(coarse[1], fine[1])
     alone = decode(spec, pool, qkv[1:2], positions[1:2], tables[1:2].contiguous(), coarse=True)
     assert torch.equal(alone[0], coarse[1])
+
+
+@pytest.mark.parametrize("shape", [ordered_shape, tiled_shape])
+def test_a_batch_may_leave_half_rows(
+    shape: Callable[[int, int], tuple[int, ...]], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One slice, and two that are combined."""
+    monkeypatch.setattr(attention_decode_module, "COARSE", 64)
+    monkeypatch.setattr(attention_warps, "COARSE", attention_warps.Slices(4, 64))
+    spec = make_spec(device, CONTEXT, 2, 1, 64)
+    positions = torch.tensor([40, 100], dtype=torch.int32, device=device)
+    pool, tables = as_pool(sequences_of(spec, 2, False), 1)
+    qkv = random_qkv(device, spec, 2)
+    plain = decode(spec, pool, qkv, positions.tolist(), tables, coarse=True)
+    values = torch.full(shape(2, 128), float("nan"), dtype=torch.float16, device=device)
+    rows = HalfRows(values, torch.ones(2, device=device))
+    workspace = DecodeWorkspace.allocate(2, spec.heads, spec.kv_heads, spec.head_dim, device)
+    attention_decode_half(qkv, spec, pool, positions, workspace, rows, block_tables=tables)
+    assert torch.equal(rows.dequantize(128), plain.half().float())
 
 
 def test_rows_that_fill_a_batch_up_touch_the_spare_block_only(device: torch.device) -> None:
