@@ -173,7 +173,7 @@ def _check_cache(name: str, test: str, layers: Sequence[KVLayer], rows: Tensor) 
 
 
 def _empty_layer(rows: int, size: int, device: torch.device, cache_type: CacheType) -> KVLayer:
-    """With something in it that no check expects: memory that was freed may hold what an earlier one left, all right."""
+    """With what no check expects in it: memory that was freed may hold what an earlier check left, all of it right."""
     layer = allocate_layer(rows, KV_HEADS, size, device, cache_type)
     for held in layer.tensors:
         held.fill_(3)
