@@ -25,6 +25,12 @@ def kernels(monkeypatch):
     return install
 
 
+@pytest.fixture
+def two_formats(monkeypatch):
+    """Enough where a test is about one: all of them take seconds."""
+    monkeypatch.setattr("quengine.self_test_run.FORMATS", {name: FORMATS[name] for name in ("Q4_K", "Q8_0")})
+
+
 class WrongQ4K(ReferenceBackend):
     """Right, but for Q4_K weights, which it reads with the wrong scale."""
 
@@ -64,6 +70,7 @@ def test_the_report_for_people_names_every_format_and_the_verdict(capsys):
     assert text.splitlines()[-1].startswith("all ") and " checks passed (" in text.splitlines()[-1]
 
 
+@pytest.mark.usefixtures("two_formats")
 def test_a_wrong_kernel_is_named_and_the_exit_code_is_2(kernels, capsys):
     kernels(WrongQ4K(1.01))
     assert run(["doctor"]) == 2
@@ -76,6 +83,7 @@ def test_a_wrong_kernel_is_named_and_the_exit_code_is_2(kernels, capsys):
     assert lines[-1].startswith("3 of ") and "checks FAILED" in lines[-1]
 
 
+@pytest.mark.usefixtures("two_formats")
 def test_a_kernel_that_gives_nan_fails_and_json_stays_valid(kernels, capsys):
     kernels(WrongQ4K(float("nan")))
     assert run(["doctor", "--json"]) == 2
@@ -86,7 +94,7 @@ def test_a_kernel_that_gives_nan_fails_and_json_stays_valid(kernels, capsys):
     assert all(check["error"] is None for check in failed)
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels", "two_formats")
 def test_every_usable_gpu_is_tested_and_one_that_fails_is_named(monkeypatch, capsys):
     devices = [CudaDevice(index, "gpu", cc, 8 << 30, 7 << 30, 10) for index, cc in ((0, "8.9"), (1, "7.5"))]
     monkeypatch.setattr("quengine.doctor.cuda_devices", lambda: devices)
