@@ -471,19 +471,8 @@ def _attention_warps_kernel(
         )  # fmt: skip
         head = kv_head * GROUP
         if slices == 1:
-            _store_heads(
-                out / gl.expand_dims(sum, 1),
-                head,
-                outputs,
-                sequence,
-                out_stride,
-                copy,
-                GROUP,
-                HEAD_DIM,
-                ROUND,
-                FORM,
-                F,
-            )
+            out = out / gl.expand_dims(sum, 1)
+            _store_heads(out, head, outputs, sequence, out_stride, copy, GROUP, HEAD_DIM, ROUND, FORM, F)
         else:
             mixed_ptr += sequence * (HEADS * SLICES * HEAD_DIM)
             state_ptr += sequence * (HEADS * SLICES * 2)
@@ -499,19 +488,8 @@ def _attention_warps_kernel(
             if gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == slices - 1:
                 gl.store(arrived, 0)
                 sum, out = _merged_slices(mixed_ptr, state_ptr, head, slices, GROUP, HEAD_DIM, SLICES, F)
-                _store_heads(
-                    out / gl.expand_dims(sum, 1),
-                    head,
-                    outputs,
-                    sequence,
-                    out_stride,
-                    copy,
-                    GROUP,
-                    HEAD_DIM,
-                    ROUND,
-                    FORM,
-                    F,
-                )
+                out = out / gl.expand_dims(sum, 1)
+                _store_heads(out, head, outputs, sequence, out_stride, copy, GROUP, HEAD_DIM, ROUND, FORM, F)
 
 
 def launch_warps(
