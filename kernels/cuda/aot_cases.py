@@ -220,6 +220,10 @@ def _attention_cases() -> Iterator[Case]:
             for rows in (1, BATCH):
                 call = partial(_attention, heads, cache_type, rows, _batch(rows))
                 yield Case(f"{case}, paged, decode of {rows}", True, archs, call)
+            if name in _EVERYWHERE:
+                # Rows of one sequence, as drafts have them: written by a launch of its own, read by one that waits.
+                call = partial(_attention, heads, cache_type, BATCH, _batch(BATCH, consecutive=True))
+                yield Case(f"{case}, paged, rows of one text", True, (90,), call)
 
 
 def _fixed_cases() -> Iterator[Case]:
@@ -349,8 +353,8 @@ def _start(rows: int) -> Position:
     return _empty(1, dtype=torch.int32) if rows == 1 else 0
 
 
-def _batch(rows: int) -> DecodeBatch:
-    return DecodeBatch(_empty(rows, dtype=torch.int32), _block_tables(rows))
+def _batch(rows: int, consecutive: bool = False) -> DecodeBatch:
+    return DecodeBatch(_empty(rows, dtype=torch.int32), _block_tables(rows), consecutive)
 
 
 def _block_tables(rows: int) -> Tensor:

@@ -181,7 +181,8 @@ from quengine.kernels.cuda import aot
 for v in aot.variants([90]):
     launch = aot.launches(v.case, 90)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
-    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "MANY", "FIXED")
+    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "MANY", "FIXED",
+        "ROUND", "WINDOW")
     print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
 """
 
@@ -213,6 +214,9 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     }
     assert met("attention_decode_kernel", "PAGED", "Q8", "PDL") == every
     assert ("True", "416") in met("attention_decode_kernel", "PAGED", "LEAST")
+    assert met("attention_warps_kernel", "PAGED", "PDL") == both
+    assert met("attention_warps_kernel", "ROUND", "FORM") >= {("True", "-1"), ("False", "2")}
+    assert ("1", "True") in met("attention_warps_kernel", "WINDOW", "PAGED")
     assert {form for (form,) in met("rms_norm_kernel", "FORM")} == {"0", "1", "2"}
     assert {
         "fused_kernel",
