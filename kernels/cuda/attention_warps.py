@@ -553,5 +553,6 @@ def launch_warps(
         FORM=-1 if half is None else half.form,
         PDL=pdl,
         num_warps=chosen.warps,
+        maxnreg=255,  # else ptxas may stop at 128 for two programs on a multiprocessor, and spill
         launch_pdl=pdl,
     )
