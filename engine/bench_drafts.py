@@ -9,10 +9,10 @@ import random
 import time
 from collections.abc import Callable
 
-from quengine.bench_row import BenchTest, DraftCounts
+from quengine.bench_row import BenchTest
 from quengine.kernels.backend import BLOCK_SIZE
 from quengine.llm import LLM
-from quengine.output import Completion
+from quengine.output import Completion, DraftCounts
 from quengine.sampling_params import SamplingParams
 
 
@@ -26,13 +26,14 @@ def time_drafts(
     if warm_up:
         tell("warming up")
         _once(llm, test, batch)
-    seconds, timings = [], []
+    seconds, drafts = [], DraftCounts()
     for repetition in range(repetitions):
         tell(f"{repetition + 1} of {repetitions}")
         taken, completions = _once(llm, test, batch)
         seconds.append(taken)
-        timings += [completion.timings for completion in completions]
-    return tuple(seconds), DraftCounts.of(timings)
+        for completion in completions:
+            drafts += completion.timings.draft_counts
+    return tuple(seconds), drafts
 
 
 def _once(llm: LLM, test: BenchTest, batch: int) -> tuple[float, list[Completion]]:

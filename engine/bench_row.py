@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from quengine.errors import EngineError
-from quengine.output import Timings
+from quengine.output import DraftCounts
 from quengine.profile import Profile
 
 
@@ -64,41 +64,6 @@ class ModelFacts:
     nbytes: int
     params: int
     types: str
-
-
-@dataclass(frozen=True)
-class DraftCounts:
-    """Of all repetitions: steps that checked a draft, tokens drafted, and those of them that texts took."""
-
-    steps: int
-    drafted: int
-    accepted: int
-
-    @classmethod
-    def of(cls, timings: Seq[Timings]) -> "DraftCounts":
-        return cls(
-            sum(t.drafts for t in timings),
-            sum(t.drafted_tokens for t in timings),
-            sum(t.accepted_tokens for t in timings),
-        )
-
-    @property
-    def accept_rate(self) -> float | None:
-        return self.accepted / self.drafted if self.drafted else None
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens that a step with a draft gave on average, the model's own among them."""
-        return 1 + self.accepted / self.steps if self.steps else None
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "draft_steps": self.steps,
-            "drafted_tokens": self.drafted,
-            "accepted_tokens": self.accepted,
-            "accept_rate": self.accept_rate,
-            "accept_length": self.accept_length,
-        }
 
 
 @dataclass(frozen=True)
@@ -210,7 +175,13 @@ class BenchRow:
             "kernels_per_step": self.kernels_per_step,
         }
         if self.drafts is not None:
-            fields |= self.drafts.as_dict()
+            fields |= {
+                "draft_steps": self.drafts.steps,
+                "drafted_tokens": self.drafts.drafted,
+                "accepted_tokens": self.drafts.accepted,
+                "accept_rate": self.drafts.accept_rate,
+                "accept_length": self.drafts.accept_length,
+            }
         if self.profile:
             fields["profile"] = [profile.as_dict() for profile in self.profile]
         return fields if machine is None else {**fields, **machine}

@@ -6,6 +6,30 @@ from quengine.sampler import TokenLogprobs
 
 
 @dataclass(frozen=True)
+class DraftCounts:
+    """Steps that checked a draft, tokens drafted, and those of them that texts took."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(
+            self.steps + other.steps, self.drafted + other.drafted, self.accepted + other.accepted
+        )
+
+    @property
+    def accept_rate(self) -> float | None:
+        """Accepted tokens a drafted one; None without any."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens that a step with a draft gave on average, the model's own behind the accepted ones among them."""
+        return 1 + self.accepted / self.steps if self.steps else None
+
+
+@dataclass(frozen=True)
 class Timings:
     """Times in seconds, rates in tokens per second, sizes in bytes.
 
@@ -43,14 +67,18 @@ class Timings:
         return self.bytes_per_token * self.decode_tok_s / 1e9
 
     @property
+    def draft_counts(self) -> DraftCounts:
+        return DraftCounts(self.drafts, self.drafted_tokens, self.accepted_tokens)
+
+    @property
     def accept_rate(self) -> float:
-        """Accepted tokens a drafted one; 0 without any."""
-        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+        """As `DraftCounts` has it; 0 without drafts."""
+        return self.draft_counts.accept_rate or 0.0
 
     @property
     def accept_length(self) -> float:
-        """Tokens that a step with a draft gave on average, the model's own behind the accepted ones among them."""
-        return 1 + self.accepted_tokens / self.drafts if self.drafts else 0.0
+        """As `DraftCounts` has it; 0 without drafts."""
+        return self.draft_counts.accept_length or 0.0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from quengine.output import Timings
+from quengine.output import DraftCounts
 from quengine.serve.engine_port import Event, Failed, Finished, Piece
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -24,9 +24,9 @@ class Metrics:
         self._drafts = self._counter("draft_steps", "Steps that checked drafted tokens.")
         self._drafted = self._counter("drafted_tokens", "Tokens drafted.")
         self._accepted = self._counter("accepted_tokens", "Drafted tokens that texts took.")
-        self._sums = Timings()
-        self.gauge("accept_rate", "Accepted tokens a drafted one.", lambda: self._sums.accept_rate)
-        self.gauge("accept_length", "Tokens a step with a draft.", lambda: self._sums.accept_length)
+        self._sums = DraftCounts()
+        self.gauge("accept_rate", "Accepted tokens a drafted one.", lambda: self._sums.accept_rate or 0.0)
+        self.gauge("accept_length", "Tokens a step with a draft.", lambda: self._sums.accept_length or 0.0)
         self._ttft = self._histogram("time_to_first_token_seconds", "From request to first token.", _SECONDS)
         self._token = self._histogram(
             "time_per_token_seconds", "Mean time of a text's later tokens.", _TOKEN_SECONDS
@@ -59,11 +59,7 @@ class Metrics:
         self._drafts.inc(times.drafts)
         self._drafted.inc(times.drafted_tokens)
         self._accepted.inc(times.accepted_tokens)
-        self._sums = Timings(
-            drafts=self._sums.drafts + times.drafts,
-            drafted_tokens=self._sums.drafted_tokens + times.drafted_tokens,
-            accepted_tokens=self._sums.accepted_tokens + times.accepted_tokens,
-        )
+        self._sums += times.draft_counts
         self._ttft.observe(times.ttft_s)
         if times.generated_tokens > 1:
             self._token.observe(times.decode_s / (times.generated_tokens - 1))
