@@ -32,7 +32,14 @@ from quengine.kernels.cuda.activations import (
 from quengine.kernels.cuda.half import HalfRows, store_half
 from quengine.kernels.cuda.kv_store import BLOCK, KVStore, expand_codes, load_tile, store_rows, table_rows
 from quengine.kernels.cuda.mma import uses_assembly
-from quengine.kernels.cuda.rope import load_angles, load_heads, load_rotated, table_arguments
+from quengine.kernels.cuda.rope import (
+    load_angles,
+    load_heads,
+    load_rotated,
+    rotation_arguments,
+    rotation_constants,
+    table_arguments,
+)
 
 _TARGET_BLOCKS = 128
 """Blocks wanted for one sequence: a constant, not this GPU's count of multiprocessors, so that the slices,
@@ -518,11 +525,7 @@ def _launch(
     )
     _attention_decode_kernel[(kv_heads, most, batch)](
         qkv,
-        spec.cos,
-        spec.sin,
-        spec.q_norm if spec.q_norm is not None else spec.cos,
-        spec.k_norm if spec.k_norm is not None else spec.cos,
-        spec.query_scale if spec.query_scale is not None else spec.cos,
+        *rotation_arguments(spec),
         positions,
         table,
         cache.k,
@@ -546,10 +549,7 @@ def _launch(
         ROWS=max(16, 2 * triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
         PADDED=padded,
-        ROPE_DIM=2 * spec.cos.shape[1],
-        HALVES=spec.rope_layout == "halves",
-        NORM=spec.q_norm is not None,
-        QUERY_SCALE=spec.query_scale is not None,
+        **rotation_constants(spec),
         WINDOW=spec.window or 0,
         Q8=cache.q8_0,
         PAGED=block_tables is not None,

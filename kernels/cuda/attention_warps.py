@@ -24,7 +24,7 @@ from quengine.kernels.cuda.activations import round_group
 from quengine.kernels.cuda.half import HalfRows, store_half
 from quengine.kernels.cuda.kv_store import BLOCK, BLOCK_BITS, KVStore
 from quengine.kernels.cuda.mma import uses_assembly
-from quengine.kernels.cuda.rope import table_arguments
+from quengine.kernels.cuda.rope import rotation_arguments, rotation_constants, table_arguments
 
 KEYS = 16
 """Keys of a warp at a time."""
@@ -519,11 +519,7 @@ def launch_warps(
     )
     _attention_warps_kernel[(kv_heads, most, qkv.shape[0])](
         qkv,
-        spec.cos,
-        spec.sin,
-        spec.q_norm if spec.q_norm is not None else spec.cos,
-        spec.k_norm if spec.k_norm is not None else spec.cos,
-        spec.query_scale if spec.query_scale is not None else spec.cos,
+        *rotation_arguments(spec),
         positions,
         table,
         cache.k,
@@ -540,10 +536,7 @@ def launch_warps(
         KV_HEADS=kv_heads,
         GROUP=spec.heads // kv_heads,
         HEAD_DIM=head_dim,
-        ROPE_DIM=2 * spec.cos.shape[1],
-        HALVES=spec.rope_layout == "halves",
-        NORM=spec.q_norm is not None,
-        QUERY_SCALE=spec.query_scale is not None,
+        **rotation_constants(spec),
         WINDOW=spec.window or 0,
         PAGED=block_tables is not None,
         SLICES=slices,

@@ -196,11 +196,7 @@ def rope_store(
     grid = (tokens, (spec.heads + 2 * kv_heads) // block_heads)
     _rope_store_kernel[grid](
         qkv,
-        spec.cos,
-        spec.sin,
-        spec.q_norm if spec.q_norm is not None else spec.cos,
-        spec.k_norm if spec.k_norm is not None else spec.cos,
-        spec.query_scale if spec.query_scale is not None else spec.cos,
+        *rotation_arguments(spec),
         spec.cos if unscale is None else unscale,
         positions,
         table,
@@ -218,10 +214,7 @@ def rope_store(
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         PADDED=1 << (head_dim - 1).bit_length(),
-        ROPE_DIM=2 * spec.cos.shape[1],
-        HALVES=spec.rope_layout == "halves",
-        NORM=spec.q_norm is not None,
-        QUERY_SCALE=spec.query_scale is not None,
+        **rotation_constants(spec),
         UNSCALE=unscale is not None,
         Q8=cache.q8_0,
         PAGED=block_table is not None,
@@ -239,6 +232,25 @@ def heads_per_block(heads: int, kv_heads: int) -> int:
     while heads % block or kv_heads % block:
         block //= 2
     return block
+
+
+def rotation_arguments(spec: AttentionSpec) -> tuple[torch.Tensor, ...]:
+    """What a kernel takes to rotate: cos, sin, the weights of the queries' and of the keys' norm, the queries' scales.
+
+    Where a layer has no norms or scales its cosines stand in, never read.
+    """
+    optional = (spec.q_norm, spec.k_norm, spec.query_scale)
+    return spec.cos, spec.sin, *(spec.cos if given is None else given for given in optional)
+
+
+def rotation_constants(spec: AttentionSpec) -> dict[str, int | bool]:
+    """What it is compiled for."""
+    return {
+        "ROPE_DIM": 2 * spec.cos.shape[1],
+        "HALVES": spec.rope_layout == "halves",
+        "NORM": spec.q_norm is not None,
+        "QUERY_SCALE": spec.query_scale is not None,
+    }
 
 
 def table_arguments(
