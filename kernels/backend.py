@@ -6,7 +6,8 @@ that a fast device wants (norm with the matmul behind it, the whole attention, S
 so the decoder reads the same on every backend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -120,6 +121,21 @@ class Weight(Protocol):
 
 
 WeightT = TypeVar("WeightT", bound=Weight)
+
+
+class PromptScope:
+    """Of a backend whose kernels for a single token give other bits than those for many."""
+
+    in_prompt = False
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """Inside, a single token is computed as it would be among others of a prompt, to the last bit."""
+        self.in_prompt = True
+        try:
+            yield
+        finally:
+            self.in_prompt = False
 
 
 class Backend(Protocol[WeightT]):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
-from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, Hidden, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, Hidden, KVLayer, Position, PromptScope
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.step import Buffers, Step, StepRecorder
 from quengine.kernels.quant_tensor import QuantTensor
@@ -40,7 +40,7 @@ class CpuWeight:
         return sum(part.nbytes for part in self.parts)
 
 
-class CpuBackend:
+class CpuBackend(PromptScope):
     """See the module docstring.
 
     Raises:
@@ -52,7 +52,6 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self._recorder: StepRecorder | None = None
-        self.in_prompt = False
         self._in_decode = False
         cpu.set_threads(threads)
 
@@ -85,15 +84,6 @@ class CpuBackend:
             yield
         finally:
             self._in_decode = False
-
-    @contextmanager
-    def prompt(self) -> Iterator[None]:
-        """Inside, a single token is computed as it would be among others of a prompt, to the last bit."""
-        self.in_prompt = True
-        try:
-            yield
-        finally:
-            self.in_prompt = False
 
     def weight(self, parts: Sequence[QuantTensor]) -> CpuWeight:
         return CpuWeight(tuple(parts))

@@ -8,14 +8,13 @@ Which kernels compute a row, and so its last bits, depend on how many rows there
 for: then one family of kernels computes every number of rows, and a row's bits follow from its own sequence alone.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position, PromptScope
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.attention_decode import (
@@ -72,7 +71,7 @@ def _last_row(x: Residual) -> Residual:
     return x[-1:]
 
 
-class CudaBackend:
+class CudaBackend(PromptScope):
     """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later.
 
     `fixed_kernels`: the result of a decode step's row is the same, to the last bit, alone and in every batch, captured
@@ -93,16 +92,6 @@ class CudaBackend:
         self._made_positions: tuple[int, int, Tensor] | None = None
         self._widest = 0
         self._largest = 0
-        self.in_prompt = False
-
-    @contextmanager
-    def prompt(self) -> Iterator[None]:
-        """Inside, `fixed_kernels` compute a single token as they would among others of a prompt."""
-        self.in_prompt = True
-        try:
-            yield
-        finally:
-            self.in_prompt = False
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
