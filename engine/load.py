@@ -18,7 +18,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.load_draft import open_draft
 from quengine.machine import available_memory, physical_cores
-from quengine.memory import DRAFT_WORKSPACE, WORKSPACE, choose_blocks, choose_context, gib
+from quengine.memory import choose_blocks, choose_context, gib, workspace_bytes
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub import resolve_model
@@ -135,9 +135,13 @@ def _choose_cache(
     shape, cache_type = checkpoint.config, config.cache_type
     paged = config.parallel > 1 or config.speculates
     drafts = None if draft is None else draft.config
-    weights, workspace = checkpoint.nbytes, WORKSPACE[device.type]
+    chunk = min(config.chunk_size or DEFAULT_CHUNK[device.type], config.ctx_size or shape.context_length)
+    rows = max(config.parallel, draft_rows(config, device.type))
+    weights = checkpoint.nbytes
+    workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
     if draft is not None:
-        weights, workspace = weights + draft.nbytes, workspace + DRAFT_WORKSPACE[device.type]
+        workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
+        weights += draft.nbytes
     room = free - weights - workspace
     if paged:  # the last block of a sequence that does not fill it, and the spare one
         for held in (shape, drafts):

@@ -7,14 +7,15 @@ from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kernels.cache_types import CacheType, can_store
 from quengine.models.config import ModelConfig
 
-WORKSPACE = {"cpu": 256 * 2**20, "cuda": 768 * 2**20}
-"""Bytes set aside by kind of device: activations of a prompt's chunk, expanded weights, kernels and graphs, the
-program itself."""
+WORKSPACE = {"cpu": 256 * 2**20, "cuda": 384 * 2**20}
+"""Bytes set aside by kind of device for what does not grow with the model: the program, kernels, libraries, graphs. On
+the CPU that is also for a prompt's chunk."""
 
-DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""
 
 _STEP = 256
+_MOST_EXPANDED = 160 * 2**20  # kernels/cuda_backend.MAX_EXPANDED weights of 2 bytes
 
 
 def gib(nbytes: int) -> str:
@@ -85,6 +86,31 @@ def choose_blocks(
     one = -(-ctx_size // BLOCK_SIZE)
     block = _Models(config, draft).cache_bytes(BLOCK_SIZE, cache_type)
     return max(one, min(parallel * one, room // block - 1))
+
+
+def workspace_bytes(
+    kind: str, config: ModelConfig, weight_bytes: int, chunk: int, rows: int, draft: bool = False
+) -> int:
+    """Bytes that a run takes beside the file's weights and the cache, at most.
+
+    Args:
+        kind: of device, "cpu" or "cuda".
+        weight_bytes: of the weights in the file.
+        chunk: tokens of a prompt computed at once.
+        rows: tokens of a decode step.
+        draft: the model drafts for another.
+    """
+    fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind]
+    if kind == "cpu":
+        return fixed
+    width, queries = config.embedding_length, config.head_count * config.head_dim
+    qkv = queries + 2 * config.head_count_kv * config.head_dim
+    largest = width * max(config.feed_forward_length, qkv)
+    # fp32: the stream between layers, products of qkv; fp16: normed rows, then queries or SwiGLU's rows.
+    activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, config.feed_forward_length))
+    logits = 12 * rows * config.vocab_size  # fp32, and what sampling makes of them
+    packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
+    return fixed + packed + min(2 * largest, _MOST_EXPANDED) + activations + logits
 
 
 @dataclass(frozen=True)
