@@ -27,6 +27,8 @@ _EXACT = 16  # up to so many rows each number has a step of its own, beyond it t
 class CpuRunner(Runner):
     """See the module docstring. The decoder's backend is a CpuBackend."""
 
+    packs_prompts = False  # a dozen rows of one prompt keep the processor as busy as those of many
+
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         super().__init__(decoder, cache)
         backend = decoder.backend

@@ -26,7 +26,7 @@ from quengine.cuda_drafts import DraftedDecoder
 from quengine.graph_capture import capture
 from quengine.graph_nodes import GraphNodes, count_nodes
 from quengine.graph_sampling import GREEDY, GraphKey, settings_of
-from quengine.kernels.backend import BLOCK_SIZE, Chunk
+from quengine.kernels.backend import BLOCK_SIZE, Chunk, PromptBatch
 from quengine.kernels.cuda.compile_ahead import compiling_only, marker
 from quengine.kernels.cuda.sampling import NO_TOKEN, DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda_backend import CudaBackend, has_dependent_launch
@@ -137,6 +137,8 @@ class CudaRunner(Runner):
         table = torch.full((blocks,), self.cache.spare_block, dtype=torch.int32, device=device)
         ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.decoder.forward(ids, self.cache.layers, Chunk(0, table))
+        two = PromptBatch.of((0, 0), (rows - 1, 1), [table.tolist()] * 2, device)
+        self.decoder.forward(ids, self.cache.layers, two)
 
     def _expected_rows(self) -> int:
         """Sequences that run at once, as far as the size of the cache tells, or their drafts' rows."""
@@ -191,6 +193,10 @@ class CudaRunner(Runner):
     def prefill(self, batch: Batch) -> Sample | None:
         with self._prompt():
             return super().prefill(batch)
+
+    def prefill_batch(self, chunks: Seq[Batch]) -> list[Result]:
+        with self._prompt():
+            return super().prefill_batch(chunks)
 
     def embed(self, batch: Batch) -> None:
         with self._prompt():

@@ -271,7 +271,8 @@ class LLM:
         if cache.num_blocks:
             kind = self.loaded.device.type
             mixed = MIXED_CHUNK[kind], MIXED_SECONDS[kind]
-            return PagedScheduler(cache, config.parallel, chunk_size, *mixed, config.deterministic)
+            packed = self.runner.packs_prompts
+            return PagedScheduler(cache, config.parallel, chunk_size, *mixed, config.deterministic, packed)
         # A kept answer was computed token by token, and a prompt that holds it would not be.
         return Scheduler(cache, chunk_size, config.reuse_prefix and not config.deterministic)
 

@@ -1,10 +1,10 @@
 """Which tokens are computed next, of many sequences at once (continuous batching).
 
-A step is a chunk of one sequence's prompt, or one token of every sequence whose prompt is done. While there is both,
-they take turns, and the chunk is a short one, by tokens and by time: a running text never waits longer for its next
-token than one short chunk takes. Sequences come in in order of arrival, one prompt at a time, when there are blocks for
-it; when blocks run out, the newest one gives up its own and is computed again later, with what it had generated as part
-of its prompt. Knows blocks and lengths; computes nothing.
+A step is a chunk of one sequence's prompt, or of several prompts where that is faster, or one token of every sequence
+whose prompt is done. While there is both, they take turns, and the chunk is a short one, by tokens and by time: a
+running text never waits longer for its next token than one short chunk takes. Sequences come in in order of arrival,
+when there are blocks for them; when blocks run out, the newest one gives up its own and is computed again later, with
+what it had generated as part of its prompt. Knows blocks and lengths; computes nothing.
 """
 
 import time
@@ -14,7 +14,7 @@ from quengine.block_manager import BlockManager
 from quengine.errors import EngineError
 from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kv_cache import KVCache
-from quengine.scheduler import Batch, DecodeStep
+from quengine.scheduler import Batch, DecodeStep, PromptStep
 from quengine.sequence import Sequence
 
 LEAST_CHUNK = 16
@@ -34,6 +34,7 @@ class PagedScheduler:
         mixed_chunk: most tokens of a prompt in a step while other sequences wait for their next token.
         mixed_seconds: how long such a step may take, going by the last one; fewer tokens then. None: not looked at.
         deterministic: what was computed token by token is never taken for, nor computed again as, part of a prompt.
+        packed: a step may hold the chunks of several prompts.
     """
 
     def __init__(
@@ -44,17 +45,19 @@ class PagedScheduler:
         mixed_chunk: int,
         mixed_seconds: float | None = None,
         deterministic: bool = False,
+        packed: bool = False,
     ) -> None:
         self.cache = cache
         self.parallel = parallel
         self.chunk_size = chunk_size
         self.mixed_chunk = min(mixed_chunk, chunk_size)
         self.deterministic = deterministic
+        self.packed = packed
         self.blocks = BlockManager(cache.num_blocks, BLOCK_SIZE)
         self.waiting: deque[Sequence] = deque()
-        self.prefilling: Sequence | None = None
-        self.decoding: list[Sequence] = []  # in order of arrival
-        self.current: Batch | DecodeStep | None = None
+        self.prefilling: list[Sequence] = []  # both in order of arrival
+        self.decoding: list[Sequence] = []
+        self.current: Batch | PromptStep | DecodeStep | None = None
         self._mixed_seconds = mixed_seconds
         self._token_seconds = 0.0  # of a prompt's token in the last chunk
         self._began = 0.0
@@ -90,7 +93,7 @@ class PagedScheduler:
         elif sequence in self._running:
             self._remove(sequence)
 
-    def next_batch(self) -> Batch | DecodeStep | None:
+    def next_batch(self) -> Batch | PromptStep | DecodeStep | None:
         """What to compute now; None when there is nothing to do."""
         self.current = None
         self.current = self._next_alone() or self._next()
@@ -104,15 +107,18 @@ class PagedScheduler:
         """
         batch = self.current
         assert batch is not None
-        self._decode_is_due = isinstance(batch, Batch)
-        if isinstance(batch, Batch):
-            self._token_seconds = (time.perf_counter() - self._began) / len(batch.ids)
-        for sequence in batch.sequences:
+        self._decode_is_due = not isinstance(batch, DecodeStep)
+        if isinstance(batch, DecodeStep):
+            counts = [1] * len(batch.sequences)
+        else:
+            counts = [len(chunk.ids) for chunk in _chunks(batch)]
+            self._token_seconds = (time.perf_counter() - self._began) / sum(counts)
+        for sequence, count in zip(batch.sequences, counts, strict=True):
             if sequence.finished:
                 continue
-            self._cached(sequence, len(batch.ids) if isinstance(batch, Batch) else 1)
-            if sequence is self.prefilling and sequence.num_cached_tokens >= self._prompt_end(sequence):
-                self.prefilling = None
+            self._cached(sequence, count)
+            if sequence in self.prefilling and sequence.num_cached_tokens >= self._prompt_end(sequence):
+                self.prefilling.remove(sequence)
                 self.decoding.append(sequence)
 
     def accepted(self, sequence: Sequence) -> None:
@@ -153,7 +159,7 @@ class PagedScheduler:
     @property
     def _running(self) -> list[Sequence]:
         """All that own blocks, in order of arrival."""
-        return self.decoding + ([] if self.prefilling is None else [self.prefilling])
+        return self.decoding + self.prefilling
 
     def _prompt_end(self, sequence: Sequence) -> int:
         """Up to where tokens are computed in chunks, and blocks may be shared; 0 for a prompt of one token.
@@ -173,23 +179,51 @@ class PagedScheduler:
             shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
             self.blocks.computed(sequence.block_table, sequence.token_ids[:shareable])
 
-    def _next_alone(self) -> DecodeStep | None:
+    def _next_alone(self) -> Batch | DecodeStep | None:
         while self._alone:
             sequence = self._alone.popleft()
             if sequence in self.decoding:
                 return DecodeStep([sequence])
+            if sequence in self.prefilling:
+                return self._chunk(sequence, self._chunk_size())
         return None
 
-    def _next(self) -> Batch | DecodeStep | None:
-        while self.prefilling is None and self._admit():
+    def _next(self) -> Batch | PromptStep | DecodeStep | None:
+        while not self.prefilling and self._admit():
             pass
-        if self.decoding and (self._decode_is_due or self.prefilling is None):
+        if self.decoding and (self._decode_is_due or not self.prefilling):
             return self._decode_step()
-        return None if self.prefilling is None else self._chunk(self.prefilling)
+        return self._prompt_step() if self.prefilling else None
+
+    def _prompt_step(self) -> Batch | PromptStep:
+        """Chunks of the prompts under way, and of those that wait, as far as there are tokens left in the step."""
+        left, chunks = self._chunk_size(), list[Batch]()
+        while not chunks or (self.packed and left >= LEAST_CHUNK):
+            if len(chunks) < len(self.prefilling):
+                chunks.append(self._chunk(self.prefilling[len(chunks)], left))
+                left -= len(chunks[-1].ids)
+            elif not (self._can_join() and self._admit()):
+                break
+        return chunks[0] if len(chunks) == 1 else PromptStep(chunks)
+
+    def _can_join(self) -> bool:
+        """Whether the first one that waits gains nothing by waiting until the prompts under way are computed.
+
+        Pooled prompts are computed by themselves.
+        """
+        if not self.waiting or any(s.pool is not None for s in (self.waiting[0], *self.prefilling)):
+            return False
+        return not any(self._will_share(self.waiting[0], sequence) for sequence in self.prefilling)
+
+    def _will_share(self, waiting: Sequence, running: Sequence) -> bool:
+        """Whether the beginning of the one is that of the other, by whole blocks that are still to be computed."""
+        most = min(len(waiting.token_ids) - 1, self._prompt_end(running), self._prompt_end(waiting))
+        ahead = (running.num_cached_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
+        return ahead <= most and waiting.token_ids[:ahead] == running.token_ids[:ahead]
 
     def _admit(self) -> bool:
         """Take in the first one that waits, if there is room; nobody overtakes it."""
-        if not self.waiting or len(self.decoding) >= self.parallel:
+        if not self.waiting or len(self._running) >= self.parallel:
             return False
         sequence = self.waiting[0]
         # At least one prompt token is always computed: its logits give the first token.
@@ -201,7 +235,7 @@ class PagedScheduler:
         allocation = self.blocks.allocate(
             prefix,
             self._reach(sequence, len(sequence.token_ids)),
-            reserve=sum(map(self._may_grow, self.decoding)),
+            reserve=sum(map(self._may_grow, self._running)),
         )
         if allocation is None:
             return False
@@ -212,7 +246,7 @@ class PagedScheduler:
             sequence.started = time.perf_counter()
             sequence.reused_tokens = allocation.num_cached_tokens
         if sequence.num_cached_tokens < self._prompt_end(sequence):
-            self.prefilling = sequence
+            self.prefilling.append(sequence)
         else:
             self.decoding.append(sequence)
         return True
@@ -220,13 +254,15 @@ class PagedScheduler:
     def _may_grow(self, sequence: Sequence) -> bool:
         return len(sequence.block_table) < self.blocks.blocks_for(sequence.max_positions)
 
-    def _chunk(self, sequence: Sequence) -> Batch:
+    def _chunk(self, sequence: Sequence, most: int) -> Batch:
         start = sequence.num_cached_tokens
-        size = self._mixed_size() if self.decoding else self.chunk_size
-        end = min(start + size, self._prompt_end(sequence))
+        end = min(start + most, self._prompt_end(sequence))
         return Batch(sequence, sequence.token_ids[start:end], start)
 
-    def _mixed_size(self) -> int:
+    def _chunk_size(self) -> int:
+        """Tokens of prompts in a step at most."""
+        if not self.decoding:
+            return self.chunk_size
         if self._mixed_seconds is None or not self._token_seconds:
             return self.mixed_chunk
         fitting = int(self._mixed_seconds / self._token_seconds) // LEAST_CHUNK * LEAST_CHUNK
@@ -262,11 +298,15 @@ class PagedScheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         """Take a running sequence out and free its blocks; what a failed one has computed is not to be shared."""
-        if sequence is self.prefilling:
-            self.prefilling = None
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
         else:
             self.decoding.remove(sequence)
         if sequence.error is not None:
             self.blocks.discard(sequence.block_table)
         self.blocks.free(sequence.block_table)
         sequence.block_table = []
+
+
+def _chunks(batch: Batch | PromptStep) -> list[Batch]:
+    return batch.chunks if isinstance(batch, PromptStep) else [batch]

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer, Position
+from quengine.kernels.backend import ALL_ROWS, AttentionSpec, Backend, Hidden, KVLayer, Position
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.decoder import Decoder
 
@@ -133,8 +133,10 @@ class _WatchedBackend:
     def normed(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
         return self._backend.normed(x, norm, eps)
 
-    def logits(self, x: Hidden, norm: Tensor, eps: float, weight: Any, last_only: bool) -> Tensor:
+    def logits(
+        self, x: Hidden, norm: Tensor, eps: float, weight: Any, rows: slice | Tensor = ALL_ROWS
+    ) -> Tensor:
         logits: Tensor = self._watch(
-            "logits", (x,), lambda x: self._backend.logits(x, norm, eps, weight, last_only)
+            "logits", (x,), lambda x: self._backend.logits(x, norm, eps, weight, rows)
         )
         return logits

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from quengine.errors import EngineError
-from quengine.kernels.backend import Chunk, DecodeBatch, Position
+from quengine.kernels.backend import Chunk, DecodeBatch, Position, PromptBatch
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.ranges import Range
 from quengine.sampler import Sample
-from quengine.scheduler import Batch, DecodeStep
+from quengine.scheduler import Batch, DecodeStep, PromptStep
 from quengine.sequence import Sequence
 
 Result: TypeAlias = "Sample | Verified | Exception | None"
@@ -56,6 +56,9 @@ def rows_of(sequences: Seq[Sequence]) -> list[Row]:
 class Runner:
     """Runs the decoder eagerly and samples on the host; knows no text."""
 
+    packs_prompts = True
+    """Whether chunks of several prompts in one step take less time than one after the other."""
+
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -69,10 +72,12 @@ class Runner:
         part = torch.tensor(ids, device=self.decoder.backend.device)
         return self.decoder.forward(part, self.cache.layers, start, last_only)
 
-    def run(self, batch: Batch | DecodeStep) -> list[Result]:
+    def run(self, batch: Batch | PromptStep | DecodeStep) -> list[Result]:
         """Compute a batch: a result for each of its sequences, in order. What concerns them all is raised."""
         if isinstance(batch, DecodeStep):
             return self.decode_batch(batch.sequences)
+        if isinstance(batch, PromptStep):
+            return self.prefill_batch(batch.chunks)
         try:
             if batch.sequence.pool is not None:
                 self.embed(batch)
@@ -113,6 +118,22 @@ class Runner:
             return None
         with Range("sample"):
             return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
+
+    @torch.no_grad()
+    def prefill_batch(self, chunks: Seq[Batch]) -> list[Result]:
+        """`prefill` for several sequences in one step; a sequence whose logits are not finite fails alone."""
+        device = self.decoder.backend.device
+        given = torch.tensor([token for chunk in chunks for token in chunk.ids], device=device)
+        lengths = [len(chunk.ids) for chunk in chunks]
+        tables = [chunk.sequence.block_table for chunk in chunks]
+        with Range("prefill chunks"):
+            start = PromptBatch.of([chunk.start for chunk in chunks], lengths, tables, device)
+            logits = self.decoder.forward(given, self.cache.layers, start).float().cpu()
+        with Range("sample"):
+            return [
+                _sample(chunk.sequence, row) if chunk.samples else None
+                for chunk, row in zip(chunks, logits, strict=True)
+            ]
 
     @torch.no_grad()
     def compute_chunk(self, ids: Seq[int], start: int, block_table: Seq[int]) -> Tensor:
@@ -190,12 +211,7 @@ class Runner:
 
     def sample_row(self, sequence: Sequence, logits: Tensor) -> Result:
         """The token after a sequence's newest one, given the host's logits [vocab] there; what fails is returned."""
-        if not sequence.next_is_newest:
-            return None
-        try:
-            return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
-        except Exception as error:
-            return error
+        return _sample(sequence, logits) if sequence.next_is_newest else None
 
     @property
     def kernels_per_step(self) -> int | None:
@@ -211,3 +227,11 @@ class Runner:
         self.cache.tokens.clear()
         starts = range(0, len(ids), chunk)
         return torch.cat([self.forward(ids[s : s + chunk], s, last_only=False).cpu() for s in starts])
+
+
+def _sample(sequence: Sequence, logits: Tensor) -> Result:
+    """The token after a sequence's newest one, or why there is none."""
+    try:
+        return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
+    except Exception as error:
+        return error

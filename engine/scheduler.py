@@ -31,6 +31,17 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class PromptStep:
+    """The chunks of several sequences, computed at once (paged cache)."""
+
+    chunks: list[Batch]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [chunk.sequence for chunk in self.chunks]
+
+
+@dataclass(frozen=True)
 class DecodeStep:
     """One token of each of several sequences, the first that is not in the cache, which is paged."""
 

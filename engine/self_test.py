@@ -136,9 +136,7 @@ def _matmul(tokens: int) -> Run:
 
     def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
         weight = backend.weight([random_tensor(fmt, ROWS, COLS, torch.Generator().manual_seed(2))])
-        return backend.logits(
-            rows_on(backend, tokens, COLS, tokens), _norm(backend, COLS), EPS, weight, False
-        )
+        return backend.logits(rows_on(backend, tokens, COLS, tokens), _norm(backend, COLS), EPS, weight)
 
     return run
 

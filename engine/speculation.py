@@ -19,7 +19,7 @@ from quengine.draft_pace import Pace, shares
 from quengine.paged_scheduler import PagedScheduler
 from quengine.runner import Verified
 from quengine.sampler import Sample
-from quengine.scheduler import Batch, DecodeStep
+from quengine.scheduler import Batch, DecodeStep, PromptStep
 from quengine.sequence import Sequence
 
 
@@ -64,12 +64,14 @@ class Speculation:
         self._texts: WeakKeyDictionary[Sequence, _Drafting] = WeakKeyDictionary()
         self._paces: WeakKeyDictionary[Sequence, Pace] = WeakKeyDictionary()  # of the drafts under way
 
-    def prepare(self, batch: Batch | DecodeStep) -> None:
-        """Set the drafts of a step's sequences; of a prompt's chunk, let the draft model compute it too."""
+    def prepare(self, batch: Batch | PromptStep | DecodeStep) -> None:
+        """Set the drafts of a step's sequences; of prompts' chunks, let the draft model compute them too."""
         if isinstance(batch, DecodeStep):
             self._draft(batch.sequences)
-        elif self._model is not None and batch.sequence.pool is None:
-            self._model.follow(batch.sequence, batch.start + len(batch.ids))
+            return
+        for chunk in batch.chunks if isinstance(batch, PromptStep) else [batch]:
+            if self._model is not None and chunk.sequence.pool is None:
+                self._model.follow(chunk.sequence, chunk.start + len(chunk.ids))
 
     def take(self, sequence: Sequence, verified: Verified) -> str:
         """Let a sequence take what its draft came to; returns the text that it makes visible."""

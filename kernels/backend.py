@@ -9,6 +9,7 @@ so the decoder reads the same on every backend.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -56,7 +57,47 @@ class DecodeBatch:
     consecutive: bool = False
 
 
-Position: TypeAlias = "int | Tensor | Chunk | DecodeBatch"
+@dataclass(frozen=True)
+class PromptBatch:
+    """Chunks of several sequences' prompts, one behind the other: `lengths[i]` tokens from position `starts[i]` on.
+
+    `block_tables`: int32 [sequences, most blocks], each row as in `Chunk`; `last_rows`: int64 [sequences], the row of
+    each chunk's last token; both on the device. Sequences do not see each other.
+    """
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    block_tables: Tensor
+    last_rows: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> "PromptBatch":
+        """From each chunk's first position, its number of tokens and its sequence's blocks."""
+        most = max(map(len, tables))
+        filled = [[*table, *([0] * (most - len(table)))] for table in tables]
+        last = [end - 1 for end in accumulate(lengths)]
+        return cls(
+            tuple(starts),
+            tuple(lengths),
+            torch.tensor(filled, dtype=torch.int32, device=device),
+            torch.tensor(last, device=device),
+        )
+
+    def chunks(self) -> Iterator[tuple[slice, Chunk]]:
+        """Each chunk's rows, and the chunk by itself."""
+        end = 0
+        for start, length, table in zip(self.starts, self.lengths, self.block_tables, strict=True):
+            yield slice(end, end + length), Chunk(start, table)
+            end += length
+
+
+Position: TypeAlias = "int | Tensor | Chunk | DecodeBatch | PromptBatch"
 """Which tokens an operation's rows are. An int: a chunk that begins there, of the one sequence that has the whole
 cache, position p in row p. A captured decode step of such a sequence takes an int32 tensor [1] on the device instead,
 so that one graph serves every position."""
@@ -123,6 +164,9 @@ class Weight(Protocol):
 WeightT = TypeVar("WeightT", bound=Weight)
 
 
+ALL_ROWS, LAST_ROW = slice(None), slice(-1, None)
+
+
 class PromptScope:
     """Of a backend whose kernels for a single token give other bits than those for many."""
 
@@ -131,17 +175,18 @@ class PromptScope:
     @contextmanager
     def prompt(self) -> Iterator[None]:
         """Inside, a single token is computed as it would be among others of a prompt, to the last bit."""
-        self.in_prompt = True
+        before, self.in_prompt = self.in_prompt, True
         try:
             yield
         finally:
-            self.in_prompt = False
+            self.in_prompt = before
 
 
 class Backend(Protocol[WeightT]):
     """The operations of a decoder over T tokens, on weights of the backend's own kind.
 
-    The tokens are a chunk of one sequence, or the newest ones of several: `attention` alone tells them apart.
+    The tokens are a chunk of one sequence, or of several, or the newest ones of several: `attention` alone tells them
+    apart.
     """
 
     name: str
@@ -196,6 +241,8 @@ class Backend(Protocol[WeightT]):
         """RMSNorm of x [T, K] as plain rows, for who reads them instead of logits: [T, K] in the backend's dtype."""
         ...
 
-    def logits(self, x: Hidden, norm: Tensor, eps: float, weight: WeightT, last_only: bool) -> Tensor:
-        """Final norm and output matmul: [1, V] for the last token, or [T, V]."""
+    def logits(
+        self, x: Hidden, norm: Tensor, eps: float, weight: WeightT, rows: "slice | Tensor" = ALL_ROWS
+    ) -> Tensor:
+        """Final norm and output matmul for those `rows` (int64 on the device, or a slice) of x [T, K]: [rows, V]."""
         ...

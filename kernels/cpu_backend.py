@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
-from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, Hidden, KVLayer, Position, PromptScope
+from quengine.kernels.backend import (
+    ALL_ROWS,
+    AttentionSpec,
+    Chunk,
+    DecodeBatch,
+    Hidden,
+    KVLayer,
+    Position,
+    PromptBatch,
+    PromptScope,
+)
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.step import Buffers, Step, StepRecorder
 from quengine.kernels.quant_tensor import QuantTensor
@@ -134,6 +144,9 @@ class CpuBackend(PromptScope):
         return self._attend(q, spec, layer, start).reshape(len(q), -1)
 
     def _attend(self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
+        if isinstance(start, PromptBatch):
+            with self.prompt():  # a chunk may be one token
+                return torch.cat([self._attend(q[rows], spec, layer, one) for rows, one in start.chunks()])
         if isinstance(start, Chunk):
             if self._decodes(q):
                 position = torch.tensor([start.start])
@@ -152,10 +165,12 @@ class CpuBackend(PromptScope):
     def normed(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
         return cpu.rms_norm(x, norm, eps)
 
-    def logits(self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, last_only: bool) -> Tensor:
+    def logits(
+        self, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight, rows: slice | Tensor = ALL_ROWS
+    ) -> Tensor:
         if self._recorder is not None:
             return self._recorder.logits(x, norm, eps, weight)
-        x = cpu.rms_norm(x[-1:] if last_only else x, norm, eps)
+        x = cpu.rms_norm(x[rows], norm, eps)
         decodes = len(x) == 1 or self._in_decode
         return cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
 

@@ -14,7 +14,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position, PromptScope
+from quengine.kernels.backend import (
+    ALL_ROWS,
+    AttentionSpec,
+    Chunk,
+    DecodeBatch,
+    KVLayer,
+    Position,
+    PromptBatch,
+    PromptScope,
+)
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.attention_decode import (
@@ -23,7 +32,7 @@ from quengine.kernels.cuda.attention_decode import (
     attention_decode_half,
     attention_decode_round,
 )
-from quengine.kernels.cuda.attention_prefill import attention_prefill
+from quengine.kernels.cuda.attention_prefill import attention_prefill, prompt_rows
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.half import HalfRows, Products
 from quengine.kernels.cuda.kv_store import KVStore
@@ -34,6 +43,7 @@ from quengine.kernels.cuda.matvec_program import RoundingScratch
 from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda.packed import PackedWeight, pack
+from quengine.kernels.cuda.prompt_rows import PromptRows
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.quant_tensor import QuantTensor
@@ -65,10 +75,12 @@ def takes_q_dot(rows: int) -> bool:
     return rows <= DECODE_ROWS
 
 
-def _last_row(x: Residual) -> Residual:
+def _some_rows(x: Residual, rows: slice | Tensor) -> Residual:
+    """The rows asked for. Those whose norm has been begun keep it where they are all that there are."""
     if isinstance(x, NormedRows):
-        return x if x.hidden.shape[0] == 1 else x.hidden[-1:]
-    return x[-1:]
+        whole = isinstance(rows, slice) and (rows == ALL_ROWS or x.hidden.shape[0] == 1)
+        return x if whole else x.hidden[rows]
+    return x[rows]
 
 
 class CudaBackend(PromptScope):
@@ -90,6 +102,7 @@ class CudaBackend(PromptScope):
         self._scratch: RoundingScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
         self._made_positions: tuple[int, int, Tensor] | None = None
+        self._made_prompts: tuple[PromptBatch, PromptRows] | None = None
         self._widest = 0
         self._largest = 0
 
@@ -142,32 +155,58 @@ class CudaBackend(PromptScope):
             return self._decode(qkv, spec, cache, start.positions, start.block_tables, overlaps)
         if isinstance(start, Tensor):
             return self._decode(qkv, spec, cache, start, None, self.pdl)
+        if isinstance(start, PromptBatch):
+            return self._prefill(qkv, spec, cache, 0, start.block_tables, self._prompt_rows(start, spec))
         first, table = (start.start, start.block_table) if isinstance(start, Chunk) else (start, None)
         tokens = (qkv.values if isinstance(qkv, Products) else qkv).shape[0]
-        positions = self._positions(first, tokens)
         if tokens == 1 and not (self.fixed_kernels and self.in_prompt):
             tables = None if table is None else table[None]
             # Positions made just now must be complete before the launch that reads them begins.
-            return self._decode(qkv, spec, cache, positions, tables, False)
-        if isinstance(qkv, Products):
-            room = self._workspace()
-            q = room.wide(tokens, spec.heads * spec.head_dim)
-            q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q)
-            out = attention_prefill(q, spec, cache, 0, first, torch.float16, self.pdl, table, in_place=True)
-            return room.as_they_are(out, tokens)
-        q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table)
-        return attention_prefill(
-            q, spec, cache, 0, first, torch.float32, self.pdl, table, fixed=self.fixed_kernels
-        )
+            return self._decode(qkv, spec, cache, self._positions(first, 1), tables, False)
+        return self._prefill(qkv, spec, cache, first, table)
 
     def normed(self, x: Residual, norm: Tensor, eps: float) -> Tensor:
         stream = x.hidden if isinstance(x, NormedRows) else x
         return rms_norm(stream, norm, eps, pdl=self.pdl, fixed=self.fixed_kernels)
 
-    def logits(self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, last_only: bool) -> Tensor:
-        if last_only:
-            x = _last_row(x)
-        return self._matmul(self._normed(x, norm, eps), weight, None)
+    def logits(
+        self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, rows: slice | Tensor = ALL_ROWS
+    ) -> Tensor:
+        return self._matmul(self._normed(_some_rows(x, rows), norm, eps), weight, None)
+
+    def _prefill(
+        self,
+        qkv: Tensor | Products,
+        spec: AttentionSpec,
+        cache: KVStore,
+        first: int,
+        table: Tensor | None,
+        prompts: PromptRows | None = None,
+    ) -> Rows:
+        """Attention of a chunk from position `first` on, or of the chunks of several `prompts`."""
+        tokens = (qkv.values if isinstance(qkv, Products) else qkv).shape[0]
+        if prompts is None:
+            positions, sequences = self._positions(first, tokens), None
+        else:
+            positions, sequences = prompts.positions, prompts.sequences
+        if isinstance(qkv, Products):
+            room = self._workspace()
+            q = room.wide(tokens, spec.heads * spec.head_dim)
+            q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q, sequences)
+            out = attention_prefill(
+                q, spec, cache, 0, first, torch.float16, self.pdl, table, in_place=True, prompts=prompts
+            )
+            return room.as_they_are(out, tokens)
+        q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, sequences=sequences)
+        return attention_prefill(
+            q, spec, cache, 0, first, torch.float32, self.pdl, table, self.fixed_kernels, prompts=prompts
+        )
+
+    def _prompt_rows(self, batch: PromptBatch, spec: AttentionSpec) -> PromptRows:
+        """Made once for the layers of a step."""
+        if self._made_prompts is None or self._made_prompts[0] is not batch:
+            self._made_prompts = (batch, prompt_rows(batch, spec.head_dim, self.fixed_kernels))
+        return self._made_prompts[1]
 
     def _write_rows(
         self, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore, start: DecodeBatch

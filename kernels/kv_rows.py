@@ -7,7 +7,7 @@ attention.
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch, KVLayer, Position
+from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch, KVLayer, Position, PromptBatch
 from quengine.kernels.cache_types import CacheType, check_head_dim
 from quengine.kernels.kv_q8_0 import GROUP, dequantize_rows, quantize_rows
 
@@ -37,6 +37,8 @@ def token_positions(start: Position, tokens: int) -> Tensor:
         return start.positions.long()
     if isinstance(start, Tensor):
         return start.long()
+    if isinstance(start, PromptBatch):
+        return torch.cat([token_positions(one, rows.stop - rows.start) for rows, one in start.chunks()])
     if isinstance(start, Chunk):
         return torch.arange(start.start, start.start + tokens, device=start.block_table.device)
     return torch.arange(start, start + tokens)

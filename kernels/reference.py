@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.attention import attention, mask_slice
-from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
+from quengine.kernels.backend import (
+    ALL_ROWS,
+    AttentionSpec,
+    Chunk,
+    DecodeBatch,
+    KVLayer,
+    Position,
+    PromptBatch,
+)
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.kv_rows import read_rows, slot_mapping
 from quengine.kernels.quant_tensor import QuantTensor
@@ -89,6 +97,9 @@ class ReferenceBackend:
 
     def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
         q = rope_store(qkv, spec, layer, start)
+        if isinstance(start, PromptBatch):
+            parts = [(q[rows], spec, layer, one.start, one.block_table) for rows, one in start.chunks()]
+            return torch.cat([self._attend(*part) for part in parts])
         if not isinstance(start, DecodeBatch):
             first = start.start if isinstance(start, Chunk) else int(start)
             return self._attend(q, spec, layer, first, block_table(start))
@@ -110,8 +121,10 @@ class ReferenceBackend:
     def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         return rms_norm(x, norm, eps)
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight, last_only: bool) -> Tensor:
-        return self._matmul(rms_norm(x[-1:] if last_only else x, norm, eps), weight)
+    def logits(
+        self, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight, rows: slice | Tensor = ALL_ROWS
+    ) -> Tensor:
+        return self._matmul(rms_norm(x[rows], norm, eps), weight)
 
     def _dense(self, part: QuantTensor) -> Tensor:
         return dequantize(part.format, part.data).reshape(part.shape).to(self.dtype)

@@ -3,9 +3,10 @@
 The definition of kernels/cuda/rope.py's `rope_store`, and what the reference and CPU backends run.
 """
 
+import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position, PromptBatch
 from quengine.kernels.kv_rows import slot_mapping, token_positions, write_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
@@ -33,9 +34,12 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position
 
 
 def block_table(start: Position) -> Tensor | None:
-    """The table or tables that `start` carries; None where the one sequence has the whole cache."""
+    """The table that `start` carries, or one for each token; None where the one sequence has the whole cache."""
     if isinstance(start, DecodeBatch):
         return start.block_tables
+    if isinstance(start, PromptBatch):
+        lengths = torch.tensor(start.lengths, device=start.block_tables.device)
+        return start.block_tables.repeat_interleave(lengths, 0)
     return start.block_table if isinstance(start, Chunk) else None
 
 

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer, Position
+from quengine.kernels.backend import (
+    ALL_ROWS,
+    LAST_ROW,
+    AttentionSpec,
+    Backend,
+    Hidden,
+    KVLayer,
+    Position,
+    PromptBatch,
+)
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
 from quengine.models.config import ModelConfig
@@ -69,12 +78,15 @@ class Decoder:
     def forward(
         self, ids: Tensor, cache: Sequence[KVLayer], start: Position, last_only: bool = True
     ) -> Tensor:
-        """Logits of tokens `ids` [T] int64 at positions start .. start + T - 1, given the cache before them.
+        """Logits of tokens `ids` [T] int64 at the positions that `start` says, given the cache before them.
 
-        Returns [1, vocab] for the last token, or [T, vocab] when `last_only` is false.
+        Returns [1, vocab] for the last token, or [sequences, vocab] for that of each chunk of a PromptBatch; or
+        [T, vocab] when `last_only` is false.
         """
+        last = start.last_rows if isinstance(start, PromptBatch) else LAST_ROW
         x = self._layers(ids, cache, start)
-        return self.backend.logits(x, self.output_norm, self.config.rms_eps, self.output, last_only)
+        rows = last if last_only else ALL_ROWS
+        return self.backend.logits(x, self.output_norm, self.config.rms_eps, self.output, rows)
 
     def hidden(self, ids: Tensor, cache: Sequence[KVLayer], start: Position) -> Tensor:
         """As `forward`, but the rows that the output matrix would read: [T, embedding length]."""

@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, Chunk, DecodeBatch, KVLayer, Position
+from quengine.kernels.backend import (
+    ALL_ROWS,
+    BLOCK_SIZE,
+    LAST_ROW,
+    AttentionSpec,
+    Chunk,
+    DecodeBatch,
+    KVLayer,
+    Position,
+    PromptBatch,
+)
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType, can_store
 from quengine.kernels.cuda import attention_prefill, attention_warps, launch_table, matmul_wgmma
@@ -213,9 +223,12 @@ def _attention_cases() -> Iterator[Case]:
                 step = "one token" if rows == 1 else _rows(rows)
                 yield Case(f"{case}, paged, {step}", rows == 1, archs, partial(call, chunk))
             yield Case(f"{case}, one token", True, archs, partial(_attention, heads, cache_type, 1, 0))
-            for start in (0, chunk):
+            for kind, start in (
+                ("products", 0),
+                ("paged products", chunk),
+                ("products of two prompts", _prompts(LONG_CHUNK)),
+            ):
                 call = partial(_product_attention, heads, cache_type, start)
-                kind = "paged products" if start else "products"
                 yield Case(f"{case}, {kind}, {LONG_CHUNK} rows", False, archs, call)
             for rows in (1, BATCH):
                 call = partial(_attention, heads, cache_type, rows, _batch(rows))
@@ -234,9 +247,12 @@ def _fixed_cases() -> Iterator[Case]:
             yield Case(f"deterministic {name}, {_rows(rows)}", False, ARCHS, partial(_fixed, layer))
     for name in _EVERYWHERE:
         for cache_type in CACHE_TYPES:
-            for start in (0, Chunk(0, _block_tables(1)[0])):
+            for kind, start in (
+                ("chunk", 0),
+                ("paged chunk", Chunk(0, _block_tables(1)[0])),
+                ("two prompts", _prompts(ODD_ROWS)),
+            ):
                 call = partial(_attention, HEADS[name], cache_type, ODD_ROWS, start)
-                kind = "chunk" if isinstance(start, int) else "paged chunk"
                 case = f"deterministic attention {name} {cache_type}, {kind}"
                 yield Case(case, False, ARCHS, partial(_fixed, call))
 
@@ -311,8 +327,8 @@ def _ends(name: str, output: str, vocab: int, hidden: int, rows: int, backend: M
     """Embedding and logits, of the last row and of all."""
     x = backend.embed(backend.weight([_tensor(name, vocab, hidden)]), _empty(rows, dtype=torch.int64))
     weight = backend.weight([_tensor(output, vocab, hidden)])
-    for last_only in (True, False):
-        backend.logits(x, _empty(hidden), EPS, weight, last_only)
+    for which in (LAST_ROW, ALL_ROWS):
+        backend.logits(x, _empty(hidden), EPS, weight, which)
 
 
 def _attention(heads: Heads, cache_type: CacheType, rows: int, start: Position, backend: MetaBackend) -> None:
@@ -355,6 +371,10 @@ def _start(rows: int) -> Position:
 
 def _batch(rows: int, consecutive: bool = False) -> DecodeBatch:
     return DecodeBatch(_empty(rows, dtype=torch.int32), _block_tables(rows), consecutive)
+
+
+def _prompts(rows: int) -> PromptBatch:
+    return PromptBatch((0, 0), (rows - 1, 1), _block_tables(2), _empty(2, dtype=torch.int64))
 
 
 def _block_tables(rows: int) -> Tensor:

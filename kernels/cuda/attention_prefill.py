@@ -4,7 +4,8 @@ Online softmax over key tiles on the matrix units, fp16 operands and fp32 sums. 
 window's) is the band built once at load; it is read only in the tiles that the diagonal or the window's edge
 crosses, and tiles wholly outside are not visited. Where a row's bits may not depend on its chunk (`fixed`), all tiles
 run through one loop, which compares positions: to compilers, a loop with a mask and one without are two, with sums in
-two orders. Knows a chunk of one sequence, whose cache may lie in blocks; rotation and the cache write come before.
+two orders. Knows a chunk of one sequence, whose cache may lie in blocks, or of several; rotation and the cache write
+come before.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
+from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, PromptBatch
 from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, table_rows
 from quengine.kernels.cuda.mma import uses_assembly
+from quengine.kernels.cuda.prompt_rows import TILE_FIELDS, PromptRows
 from quengine.kernels.cuda.relaunch import Relaunched
 from quengine.kernels.cuda.rope import sequence_pointers, table_arguments
+
+_TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 @triton.jit
@@ -121,6 +125,7 @@ def _attention_prefill_kernel(
     v_scale_ptr,
     mask_ptr,
     table_ptr,
+    tile_ptr,
     out_ptr,
     scale,
     start,
@@ -136,6 +141,7 @@ def _attention_prefill_kernel(
     WINDOW: tl.constexpr,
     Q8: tl.constexpr,
     PAGED: tl.constexpr,
+    TILED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -146,16 +152,26 @@ def _attention_prefill_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # The last rows see the most keys: they start first, so that no long block is left over at the end.
-    block = tl.num_programs(1) - 1 - tl.program_id(1)
     head = tl.program_id(0)
+    if TILED:
+        tile_ptr += tl.program_id(1) * _TILE_FIELDS
+        chunk_row = tl.load(tile_ptr).to(tl.int64) * HEADS * HEAD_DIM
+        q_ptr += chunk_row
+        out_ptr += chunk_row
+        first_row = tl.load(tile_ptr + 1)
+        rows = tl.load(tile_ptr + 2)
+        start = tl.load(tile_ptr + 3)
+        mask_origin -= start
+        table_ptr += tl.load(tile_ptr + 4) * blocks
+    else:
+        # The last rows see the most keys: they start first, so that no long block is left over at the end.
+        first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_ROWS
     kv_head = head // (HEADS // KV_HEADS)
     k_ptr += kv_head.to(tl.int64) * context * HEAD_DIM
     v_ptr += kv_head.to(tl.int64) * context * HEAD_DIM
     if Q8:
         k_scale_ptr += kv_head.to(tl.int64) * context * (HEAD_DIM // 32)
         v_scale_ptr += kv_head.to(tl.int64) * context * (HEAD_DIM // 32)
-    first_row = block * BLOCK_ROWS
     row = first_row + tl.arange(0, BLOCK_ROWS)
     row_live = row < rows
     d = tl.arange(0, PADDED)
@@ -216,6 +232,7 @@ def attention_prefill(
     block_table: torch.Tensor | None = None,
     fixed: bool = False,
     in_place: bool = False,
+    prompts: PromptRows | None = None,
 ) -> torch.Tensor:
     """Causal attention of T query rows at positions start..start+T of one sequence over cache rows 0..start+T.
 
@@ -223,26 +240,33 @@ def attention_prefill(
     `spec.mask_band` must have at least T rows and reach `start`. `block_table`: as in `rope_store`. Returns
     [T, heads * head_dim] of `out_dtype`; `in_place`: where q was. `fixed`: a row's bits are the same whatever
     chunk it is in: key tiles of one size lie at its multiples, and one in which a row sees nothing leaves its state as
-    it is.
+    it is. `prompts` (`prompt_rows` makes it): the rows are chunks of several sequences, `block_table` has a row for
+    each, and `start` is 0.
     Source: Dao 2023 (FlashAttention-2).
     """
-    rows, heads, head_dim = q.shape
+    tokens, heads, head_dim = q.shape
+    if prompts is None:
+        rows, latest, end = tokens, start, start + tokens
+    else:
+        rows, latest, end = prompts.longest, prompts.latest, prompts.deepest
     kv_heads = cache.k.shape[1]
     chunk, width = spec.mask_band.shape
     assert q.is_contiguous() and q.dtype == torch.float16 and heads == spec.heads and heads % kv_heads == 0
-    room = cache.k.shape[2] if block_table is None else block_table.shape[0] * BLOCK_SIZE
-    assert 0 < rows <= chunk and 0 <= start <= width - chunk and start + rows <= room
+    room = cache.k.shape[2] if block_table is None else block_table.shape[-1] * BLOCK_SIZE
+    assert 0 < rows <= chunk and 0 <= latest <= width - chunk and end <= room
     assert spec.mask_band.dtype == torch.bool and spec.mask_band.stride(1) == 1
     row_step = -spec.mask_band.stride(0)  # the band begins with the last row
     if in_place:  # a program reads the queries whose results it writes, and no others
-        out = q.view(rows, heads * head_dim)
+        out = q.view(tokens, heads * head_dim)
         assert out_dtype == q.dtype
     else:
-        out = torch.empty(rows, heads * head_dim, dtype=out_dtype, device=q.device)
+        out = torch.empty(tokens, heads * head_dim, dtype=out_dtype, device=q.device)
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
     table, blocks = table_arguments(cache, block_table, spec.mask_band)
     launch = prefill_launch(head_dim, FIXED_ROWS if fixed else rows, is_hopper(q.device))
-    _attention_prefill_kernel[(heads, -(-rows // launch.block_rows))](
+    assert prompts is None or prompts.block_rows == launch.block_rows
+    blocks_of_rows = -(-rows // launch.block_rows) if prompts is None else prompts.tiles.shape[0]
+    _attention_prefill_kernel[(heads, blocks_of_rows)](
         q,
         k,
         v,
@@ -250,6 +274,7 @@ def attention_prefill(
         v_scale,
         spec.mask_band,
         table,
+        table if prompts is None else prompts.tiles,
         out,
         spec.scale * 1.4426950408889634,  # scores in base 2: exp2 is one instruction
         start,
@@ -265,6 +290,7 @@ def attention_prefill(
         WINDOW=spec.window or 0,
         Q8=cache.q8_0,
         PAGED=block_table is not None,
+        TILED=prompts is not None,
         BLOCK_ROWS=launch.block_rows,
         BLOCK_KEYS=launch.block_keys,
         STAGES=launch.stages,
@@ -275,6 +301,13 @@ def attention_prefill(
         launch_pdl=pdl,
     )
     return out
+
+
+def prompt_rows(batch: PromptBatch, head_dim: int, fixed: bool = False) -> PromptRows:
+    """What `rope_store` and `attention_prefill` read of chunks of several sequences."""
+    device = batch.block_tables.device
+    rows = FIXED_ROWS if fixed else max(batch.lengths)
+    return PromptRows.of(batch, prefill_launch(head_dim, rows, is_hopper(device)).block_rows)
 
 
 FIXED_ROWS = 512

@@ -86,6 +86,7 @@ def _rope_store_kernel(
     query_scale_ptr,
     unscale_ptr,
     position_ptr,
+    sequence_ptr,
     table_ptr,
     q_ptr,
     k_ptr,
@@ -108,6 +109,7 @@ def _rope_store_kernel(
     UNSCALE: tl.constexpr,
     Q8: tl.constexpr,
     PAGED: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -139,6 +141,8 @@ def _rope_store_kernel(
     else:
         # A block holds heads of one section only: BLOCK_HEADS divides both HEADS and KV_HEADS.
         if PAGED:
+            if SEQUENCES:
+                table_ptr += tl.load(sequence_ptr + token) * blocks
             at = table_rows(table_ptr, blocks, position, False)
             inside = position < blocks * BLOCK
         else:
@@ -170,14 +174,16 @@ def rope_store(
     pdl: bool = False,
     block_table: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    sequences: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate queries and keys of T tokens of one sequence and write its keys and values to the cache.
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride, or products of that shape that are
     unscaled here; positions: int32 [T] on the device (a position past the context is not written). With
     `block_table`, int32 on the device, `cache` is a pool and `sequence` 0: position p is row
-    `block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. Returns the rotated queries [T, heads, head_dim] fp16,
-    in `out` where that is given, contiguous.
+    `block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. With `sequences`, int32 [T] on the device, the tokens
+    are those of several, and `block_table` [sequences, blocks] has a row for each. Returns the rotated queries
+    [T, heads, head_dim] fp16, in `out` where that is given, contiguous.
     With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
     gain, unscale = 1.0, None
@@ -187,6 +193,7 @@ def rope_store(
     kv_heads, context, head_dim = cache.k.shape[1:]
     assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
     assert positions.shape == (tokens,) and positions.dtype == torch.int32
+    assert sequences is None or (sequences.shape == (tokens,) and sequences.dtype == torch.int32)
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
     table, blocks = table_arguments(cache, block_table, positions)
     shape = (tokens, spec.heads, head_dim)
@@ -199,6 +206,7 @@ def rope_store(
         *rotation_arguments(spec),
         spec.cos if unscale is None else unscale,
         positions,
+        positions if sequences is None else sequences,
         table,
         q,
         k,
@@ -218,6 +226,7 @@ def rope_store(
         UNSCALE=unscale is not None,
         Q8=cache.q8_0,
         PAGED=block_table is not None,
+        SEQUENCES=sequences is not None,
         BLOCK_HEADS=block_heads,
         PDL=pdl,
         num_warps=rope_warps(block_heads * head_dim),

@@ -12,7 +12,9 @@ from quengine.constraint_spec import ConstraintSpec
 from quengine.kernels.backend import BLOCK_SIZE
 from quengine.output import Completion
 from quengine.paged_scheduler import PagedScheduler
+from quengine.runner import Result
 from quengine.sampler import Sample
+from quengine.scheduler import Batch, DecodeStep, PromptStep
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -90,6 +92,46 @@ def test_a_text_is_the_same_alone_and_in_batches_of_any_size(
         assert llm.scheduler.cache_size == 192 * parallel
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_prompts_computed_in_one_step_give_the_texts_they_give_alone(
+    model: Path, backend: str, expected: list[Completion], params: SamplingParams, deterministic: bool
+) -> None:
+    with load(model, 7, backend, chunk_size=128, deterministic=deterministic) as llm:
+        computed: list[int] = []
+        run = llm.runner.run
+
+        def counted(batch: Batch | PromptStep | DecodeStep) -> list[Result]:
+            if not isinstance(batch, DecodeStep):
+                computed.append(len(batch.sequences))
+            return run(batch)
+
+        llm.runner.run = counted  # type: ignore[method-assign]
+        same(llm.generate(PROMPTS, params), expected)
+        # SHARED is the beginning of others, which wait for it; the CPU gains nothing by more than one at a time.
+        assert sum(computed) >= 6 and max(computed) == (1 if backend == "auto" else 4)
+        assert paged(llm).blocks.num_used == 0
+
+
+def test_a_prompt_whose_logits_are_not_finite_fails_alone_of_those_in_its_step(model: Path) -> None:
+    prompts = [list(range(i, i + 20)) for i in range(3)]
+    with load(model, 3, "reference") as llm, load(model, 1, "reference") as alone:
+        streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+        sample = streams[1].sequence.sampler.sample
+
+        def poisoned(logits: Tensor, history: list[int], position: int) -> Sample:
+            return sample(logits * float("nan"), history, position)
+
+        streams[1].sequence.sampler.sample = poisoned  # type: ignore[method-assign,assignment]
+        for stream in streams:
+            stream.start()
+        llm.step()
+        assert isinstance(paged(llm).current, PromptStep)
+        with pytest.raises(EngineError, match=r"token 20: .* logits are not finite"):
+            streams[1].finish()
+        same([streams[i].finish() for i in (0, 2)], alone.generate([prompts[0], prompts[2]], GREEDY))
+        assert paged(llm).blocks.num_used == 0
+
+
 def test_texts_come_in_the_order_of_the_prompts_and_n(model: Path, backend: str, alone: LLM) -> None:
     params = replace(SEEDED, n=3)
     with load(model, 4, backend) as llm:
@@ -152,8 +194,8 @@ def test_cancels_in_queue_prefill_and_decode_free_everything_and_change_no_other
         for step in range(10**6):
             if not any(llm.step()) and not paged(llm).waiting:
                 break
-            if step == 1 and paged(llm).prefilling is not None:
-                cancelled.add(paged(llm).prefilling)
+            if step == 1 and paged(llm).prefilling:
+                cancelled.add(paged(llm).prefilling[0])
             if step == 3:
                 cancelled.add(paged(llm).waiting[-1])
             if step == 30:

@@ -8,7 +8,7 @@ import pytest
 from quengine.errors import EngineError
 from quengine.kv_cache import KVCache
 from quengine.paged_scheduler import LOOKAHEAD, PagedScheduler
-from quengine.scheduler import Batch, DecodeStep
+from quengine.scheduler import Batch, DecodeStep, PromptStep
 
 BLOCK = 32
 
@@ -40,19 +40,33 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [numbers.randrange(10**6) for _ in range(length)]
 
 
-def make(blocks: int = 40, parallel: int = 4, deterministic: bool = False) -> PagedScheduler:
+def make(
+    blocks: int = 40, parallel: int = 4, deterministic: bool = False, packed: bool = False
+) -> PagedScheduler:
     cache = KVCache([], 1000, num_blocks=blocks)
-    return PagedScheduler(cache, parallel, 64, 16, deterministic=deterministic)
+    return PagedScheduler(cache, parallel, 64, 16, deterministic=deterministic, packed=packed)
 
 
-def step(scheduler: PagedScheduler) -> Batch | DecodeStep | None:
+Step = Batch | PromptStep | DecodeStep
+
+
+def chunks(batch: Step) -> list[Batch]:
+    """Of prompts."""
+    if isinstance(batch, DecodeStep):
+        return []
+    return batch.chunks if isinstance(batch, PromptStep) else [batch]
+
+
+def step(scheduler: PagedScheduler) -> Step | None:
     """One step as the engine does it; checks that every token has its block, and only its own."""
     batch = scheduler.next_batch()
     if batch is None:
         return None
     writes: dict[int, object] = {}
+    counts = {chunk.sequence: len(chunk.ids) for chunk in chunks(batch)}
+    assert all(chunk.ids and chunk.start == chunk.sequence.num_cached_tokens for chunk in chunks(batch))
     for sequence in batch.sequences:
-        count = len(batch.ids) if isinstance(batch, Batch) else 1
+        count = counts.get(sequence, 1)
         for position in range(sequence.num_cached_tokens, sequence.num_cached_tokens + count):
             block = sequence.block_table[position // BLOCK]
             assert writes.setdefault(block, sequence) is sequence
@@ -68,7 +82,7 @@ def step(scheduler: PagedScheduler) -> Batch | DecodeStep | None:
     return batch
 
 
-def run(scheduler: PagedScheduler, most: int = 10**5) -> list[Batch | DecodeStep]:
+def run(scheduler: PagedScheduler, most: int = 10**5) -> list[Step]:
     steps = []
     while (batch := step(scheduler)) is not None:
         steps.append(batch)
@@ -123,9 +137,10 @@ def test_a_chunk_beside_running_texts_is_as_short_as_the_last_one_was_slow(
     assert isinstance(batch, Batch) and len(batch.ids) == 128
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("blocks", [400, 14])
-def test_a_running_text_waits_for_one_short_chunk_at_most(blocks: int) -> None:
-    scheduler = make(blocks, parallel=5)
+def test_a_running_text_waits_for_one_short_chunk_at_most(blocks: int, packed: bool) -> None:
+    scheduler = make(blocks, parallel=5, packed=packed)
     numbers = random.Random(4)
     added = [FakeSequence(prompt(numbers.randrange(1, 200), i), numbers.randrange(1, 60)) for i in range(30)]
     for sequence in added:
@@ -136,8 +151,9 @@ def test_a_running_text_waits_for_one_short_chunk_at_most(blocks: int) -> None:
         batch = step(scheduler)
         if batch is None:
             break
-        if isinstance(batch, Batch):
-            between = between + len(batch.ids) if waiting_for_a_token else 0
+        if not isinstance(batch, DecodeStep):
+            tokens = sum(len(chunk.ids) for chunk in chunks(batch))
+            between = between + tokens if waiting_for_a_token else 0
             assert between <= 16
         else:
             between = 0
@@ -146,10 +162,13 @@ def test_a_running_text_waits_for_one_short_chunk_at_most(blocks: int) -> None:
     assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_comes_goes_fails_and_is_put_out_nothing_is_lost(seed: int, deterministic: bool) -> None:
-    scheduler = make(blocks=12, parallel=5, deterministic=deterministic)
+def test_whatever_comes_goes_fails_and_is_put_out_nothing_is_lost(
+    seed: int, deterministic: bool, packed: bool
+) -> None:
+    scheduler = make(blocks=12, parallel=5, deterministic=deterministic, packed=packed)
     numbers = random.Random(seed)
     live: list[FakeSequence] = []
     for _ in range(600):
@@ -172,9 +191,10 @@ def test_whatever_comes_goes_fails_and_is_put_out_nothing_is_lost(seed: int, det
     assert all(sequence.finished for sequence in live) and scheduler.blocks.num_used == 0
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("blocks", [400, 14])
-def test_sequences_get_their_first_token_in_order_of_arrival(blocks: int) -> None:
-    scheduler = make(blocks)
+def test_sequences_get_their_first_token_in_order_of_arrival(blocks: int, packed: bool) -> None:
+    scheduler = make(blocks, packed=packed)
     added = [FakeSequence(prompt(100 if i % 3 else 300, i), 40) for i in range(12)]
     order = []
     for sequence in added:
@@ -209,8 +229,8 @@ def test_a_deterministic_run_computes_generated_tokens_again_one_by_one() -> Non
     for sequence in added:
         scheduler.add(sequence)
     steps = run(scheduler)
-    chunks = [batch for batch in steps if isinstance(batch, Batch)]
-    assert len(chunks) > 3 and all(b.start + len(b.ids) <= 30 for b in chunks)
+    prompts = [batch for batch in steps if isinstance(batch, Batch)]
+    assert len(prompts) > 3 and all(b.start + len(b.ids) <= 30 for b in prompts)
     assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
 
 
@@ -236,13 +256,61 @@ def test_a_deterministic_run_shares_no_answer() -> None:
         assert second.reused_tokens == shared
 
 
-def test_a_prompt_that_waits_shares_what_the_one_before_it_computes() -> None:
-    scheduler = make()
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_prompt_that_waits_shares_what_the_one_before_it_computes(packed: bool) -> None:
+    scheduler = make(packed=packed)
     added = [FakeSequence(prompt(70), 20) for _ in range(3)]
     for sequence in added:
         scheduler.add(sequence)
-    computed = sum(len(b.ids) for b in run(scheduler) if isinstance(b, Batch))
+    computed = sum(len(chunk.ids) for batch in run(scheduler) for chunk in chunks(batch))
     assert [s.reused_tokens for s in added] == [0, 64, 64] and computed == 70 + 6 + 6
+
+
+def test_a_step_is_filled_with_the_prompts_that_wait() -> None:
+    scheduler = make(packed=True, parallel=6)
+    added = [FakeSequence(prompt(length, i), 5) for i, length in enumerate((30, 20, 1, 40, 5, 60, 3))]
+    for sequence in added:
+        scheduler.add(sequence)
+    seen = [[(added.index(c.sequence), len(c.ids)) for c in chunks(b)] for b in run(scheduler)]
+    # 14 tokens are left behind the first two; fewer than 16 are not worth a part of the next prompt. The prompt of one
+    # token decodes with the others. Then chunks are short, as there are texts that wait for their next token.
+    assert seen[0] == [(0, 30), (1, 20)]
+    assert [part for part in seen[1:] if part][:5] == [[(3, 16)], [(3, 16)], [(3, 8)], [(4, 5)], [(5, 16)]]
+    assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
+
+
+def test_short_prompts_join_the_end_of_a_long_one() -> None:
+    scheduler = make(packed=True)
+    added = [FakeSequence(prompt(length, i), 1) for i, length in enumerate((100, 9, 8, 30))]
+    for sequence in added:
+        scheduler.add(sequence)
+    seen = [[(added.index(c.sequence), c.start, len(c.ids)) for c in chunks(b)] for b in run(scheduler)]
+    assert seen == [[(0, 0, 64)], [(0, 64, 36), (1, 0, 9), (2, 0, 8)], [(3, 0, 30)]]
+
+
+def test_no_more_prompts_join_than_may_run_or_have_blocks() -> None:
+    for blocks, parallel, most in ((40, 2, 2), (2, 4, 2), (40, 4, 4)):
+        scheduler = make(blocks, parallel, packed=True)
+        for seed in range(5):
+            scheduler.add(FakeSequence(prompt(10, seed), 20))
+        batch = step(scheduler)
+        assert isinstance(batch, PromptStep) and len(batch.chunks) == most
+        run(scheduler)
+        assert scheduler.blocks.num_used == 0
+
+
+def test_prompts_whose_step_failed_are_tried_one_by_one() -> None:
+    scheduler = make(packed=True)
+    added = [FakeSequence(prompt(10, i), 20) for i in range(3)]
+    for sequence in added:
+        scheduler.add(sequence)
+    assert isinstance(scheduler.next_batch(), PromptStep)
+    scheduler.retry_alone()
+    scheduler.cancel(added[1])
+    alone = [step(scheduler) for _ in range(2)]
+    assert [b.sequences for b in alone if isinstance(b, Batch)] == [[added[0]], [added[2]]]
+    run(scheduler)
+    assert added[0].finished and added[2].finished and scheduler.blocks.num_used == 0
 
 
 def test_nobody_overtakes_a_prompt_that_waits_for_room() -> None:
@@ -270,7 +338,7 @@ def test_a_cancel_frees_everything_in_queue_prefill_and_decode() -> None:
     added = [FakeSequence(prompt(100, i), 50) for i in range(3)]
     for sequence in added:
         scheduler.add(sequence)
-    while scheduler.prefilling is not added[1] or added[1].num_cached_tokens < 40:
+    while scheduler.prefilling != [added[1]] or added[1].num_cached_tokens < 40:
         step(scheduler)
     for held, sequence in zip((4, 0, 0), (added[1], added[0], added[2]), strict=True):
         scheduler.cancel(sequence)
@@ -309,7 +377,7 @@ def test_a_step_that_failed_is_tried_for_each_of_its_sequences() -> None:
     assert scheduler.blocks.num_used == 0
 
 
-def drafted_step(scheduler: PagedScheduler, numbers: random.Random) -> Batch | DecodeStep | None:
+def drafted_step(scheduler: PagedScheduler, numbers: random.Random) -> Step | None:
     """One step in which sequences have drafts of any length, right up to any place."""
     batch = scheduler.next_batch()
     if batch is None:

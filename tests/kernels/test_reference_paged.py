@@ -2,16 +2,19 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from quengine.config import EngineConfig
-from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch
+from quengine.kernels.backend import BLOCK_SIZE, Backend, Chunk, DecodeBatch, PromptBatch
 from quengine.kernels.cache_types import CACHE_TYPES, CacheType
+from quengine.kernels.cpu_backend import CpuBackend
 from quengine.kernels.kv_rows import slot_mapping, token_positions
 from quengine.kv_cache import KVCache
 from quengine.load import LoadedModel, load_model
+from quengine.models.decoder import Decoder
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -73,3 +76,34 @@ def test_chunks_and_batches_over_scattered_blocks_are_the_contiguous_run(
     newest = torch.tensor([*(ids[-1] for ids in texts), 0, 0])
     logits = decoder.forward(newest, pool.layers, batch, last_only=False)
     torch.testing.assert_close(logits[: len(texts)], torch.stack(expected), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@torch.no_grad()
+def test_chunks_of_several_prompts_in_one_step_are_those_of_each(model: LoadedModel, name: str) -> None:
+    config = model.decoder.config
+    backend: Backend[object] = CpuBackend(1) if name == "cpu" else model.decoder.backend
+    decoder = Decoder(config, model.checkpoint.tensors, backend, CTX, 40)
+    numbers = random.Random(5)
+    starts, lengths, tables = (0, 7, 30), (33, 1, 12), [[4, 2], [0], [1, 5]]
+    texts = [
+        [numbers.randrange(config.vocab_size) for _ in range(sum(n))]
+        for n in zip(starts, lengths, strict=True)
+    ]
+    together = KVCache.allocate(config, CTX, torch.device("cpu"), num_blocks=6).layers
+    expected = []
+    for ids, start, table in zip(texts, starts, tables, strict=True):
+        blocks = torch.tensor(table, dtype=torch.int32)
+        for layers in (
+            alone := KVCache.allocate(config, CTX, torch.device("cpu"), num_blocks=6).layers,
+            together,
+        ):
+            if start:
+                decoder.forward(torch.tensor(ids[:start]), layers, Chunk(0, blocks))
+        with backend.prompt() if isinstance(backend, CpuBackend) else nullcontext():
+            expected.append(decoder.forward(torch.tensor(ids[start:]), alone, Chunk(start, blocks))[0])
+    batch = PromptBatch.of(starts, lengths, tables, torch.device("cpu"))
+    ids = torch.tensor([token for text, start in zip(texts, starts, strict=True) for token in text[start:]])
+    logits = decoder.forward(ids, together, batch)
+    near = 1e-9 if name == "reference" else 1e-3  # one row of logits is a row dot, of rounded activations
+    torch.testing.assert_close(logits, torch.stack(expected), rtol=near, atol=near)

@@ -208,6 +208,8 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     assert met("rope_store_kernel", "PAGED", "Q8", "UNSCALE") == every
     assert met("rope_store_kernel", "QUERY_SCALE", "UNSCALE") == both
     assert met("attention_prefill_kernel", "FIXED") == met("wgmma_kernel", "MANY") == {(x,) for x in truths}
+    assert met("attention_prefill_kernel", "FIXED", "TILED") == both
+    assert met("rope_store_kernel", "SEQUENCES", "UNSCALE") == both
     outs = {("torch.float16",), ("torch.float32",)}
     assert met("attention_prefill_kernel", "PAGED", "Q8", "OUT") == {
         (*pair, *out) for pair in both for out in outs

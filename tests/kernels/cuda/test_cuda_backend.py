@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import Backend, Chunk, DecodeBatch
+from quengine.kernels.backend import Backend, Chunk, DecodeBatch, PromptBatch
 from quengine.kernels.cuda_backend import CudaBackend
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
@@ -85,6 +85,24 @@ def test_a_batch_of_sequences_is_the_reference_of_each(backend: CudaBackend, tmp
     exact = paged_logits(path, ReferenceBackend(keep=True), prompts, steps)
     for mine, theirs in zip(ours, exact, strict=True):
         assert nmse(mine, theirs) < 5e-5
+
+
+def test_several_prompts_in_one_step_are_the_reference_of_each(backend: CudaBackend, tmp_path: Path) -> None:
+    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", architecture="llama"))
+    prompts, tables = [IDS[:2], [7], list(range(40, 73))], [[3], [0], [5, 1]]
+    results = []
+    for each in (backend, ReferenceBackend(keep=True)):
+        decoder = Decoder(checkpoint.config, checkpoint.tensors, each, 64, 64)
+        cache = KVCache.allocate(checkpoint.config, 64, each.device, num_blocks=6)
+        first = torch.tensor(prompts[2][:20], device=each.device)
+        table = torch.tensor(tables[2], dtype=torch.int32, device=each.device)
+        decoder.forward(first, cache.layers, Chunk(0, table))
+        starts, lengths = (0, 0, 20), [2, 1, 13]
+        ids = torch.tensor([*prompts[0], *prompts[1], *prompts[2][20:]], device=each.device)
+        start = PromptBatch.of(starts, lengths, tables, each.device)
+        results.append(decoder.forward(ids, cache.layers, start).cpu())
+        assert results[-1].shape[0] == 3
+    assert nmse(results[0], results[1]) < 5e-5
 
 
 def test_one_sequence_in_blocks_has_the_bits_of_one_in_rows(backend: CudaBackend, tmp_path: Path) -> None:
