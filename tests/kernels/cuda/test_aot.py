@@ -182,7 +182,7 @@ for v in aot.variants([90]):
     launch = aot.launches(v.case, 90)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
     flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "MANY", "FIXED",
-        "ROUND", "WINDOW")
+        "ROUND", "WINDOW", "TILED", "SEQUENCES")
     print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
 """
 
