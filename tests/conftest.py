@@ -25,9 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _kernels_compile_quietly() -> None:
     """A fresh checkout compiles kernels in whichever test comes first; its output must not depend on that."""
-    from quengine.kernels.cpu import compiled
+    from quengine.kernels.cpu import kernel_table
 
-    compiled._say_once()
+    kernel_table._say_once()
 
 
 @pytest.fixture(autouse=True)

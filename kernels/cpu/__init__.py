@@ -15,8 +15,10 @@ A step of several operations in one go of the thread team is a list of `Launch`e
 decode of one token, or of the newest ones of several sequences, as such a list. Results are the same to the last bit
 for any number of threads, for any other rows in the batch, and wherever in the cache a sequence's blocks lie.
 
-Kernels are compiled on first use and kept on disk (compiled.py). Does not know: models, files, the order of a layer's
-operations.
+Kernels are compiled on first use and kept on disk, and numba is imported only to compile (kernel_table.py). `X.py`
+launches what `X_kernels.py` compiles from the vector code in `X_ir.py`.
+
+Does not know: models, files, the order of a layer's operations.
 """
 
 from quengine.kernels.cpu.attention import batch_attention, decode_attention, decode_attention_launches

@@ -3,21 +3,12 @@
 Does not know: which of the two it adds.
 """
 
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
-from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
-from quengine.kernels.cpu.row_ir import emitter, get
+from quengine.kernels.cpu.kernel_table import add_kernel
 from quengine.kernels.cpu.threads import Launch
-from quengine.kernels.cpu.vector_ir import F32, vec
 
 
 def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) -> Launch:
@@ -30,36 +21,4 @@ def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) ->
     stride = 4 * width if addend.numel() == rows * width else 0
     addresses = (y.data_ptr() + 4 * column, addend.data_ptr() + 4 * column)
     parameters = (*addresses, count, step, rows, 4 * width, stride)
-    return Launch(_add_kernel(), parameters, -(-count // step), keep=(y, addend))
-
-
-@cache
-def _add_kernel() -> int:
-    """0 y (fp32), 1 addend (fp32), 2 columns, 3 columns per task, 4 rows, 5 y stride, 6 addend stride."""
-    variant = f"add/{source_stamp()}"
-
-    def add_span(context: int, task: int) -> None:
-        first, last = task * get(context, 3), min(get(context, 2), (task + 1) * get(context, 3))
-        for row in range(get(context, 4)):
-            y, addend = get(context, 0) + row * get(context, 5), get(context, 1) + row * get(context, 6)
-            _add(variant, y, addend, first, last)
-
-    return compile_kernel(add_span)
-
-
-@intrinsic(prefer_literal=True)
-def _add(typingctx: Any, variant: Any, y: Any, addend: Any, first: Any, last: Any) -> Any:
-    """fp32 at address y plus those at address addend, elements first .. last - 1."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, y, addend, first, last = args
-        e = emitter(context, builder)
-
-        def add(i: ir.Value, lanes: int) -> None:
-            at, lane = builder.mul(i, e.i64(4)), vec(F32, lanes)
-            e.store(builder.fadd(e.load(lane, e.at(y, at)), e.load(lane, e.at(addend, at))), e.at(y, at))
-
-        e.spans(first, last, add)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 4), codegen
+    return Launch(add_kernel(), parameters, -(-count // step), keep=(y, addend))

@@ -1,80 +1,87 @@
-"""Compilation of the CPU kernels: on first use, kept on disk, one C function per kernel variant.
+"""Compilation of the CPU kernels by numba, into object code.
 
 A kernel is a function `kernel(context, task)`: `context` is the address of its int64 parameters, `task` says which
 part of the work to do. As all kernels have this one signature, the thread team (threads.py) is compiled once, and a
-step can be a list of kernels. numba keeps compiled code in `__pycache__` beside this package, or in the user's cache
-folder when that is read-only (NUMBA_CACHE_DIR overrides both).
+step can be a list of kernels.
 
-Does not know: what the kernels compute.
+Does not know: what the kernels compute, or that what it makes is kept (kernel_table.py).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from functools import cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-from numba import cfunc, njit, types
+from llvmlite import ir
+from numba import types
+from numba.core.compiler import Flags, compile_extra
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
-from quengine.kernels.cpu.tiles import Tile, tile_for
-
-KERNEL = types.void(types.int64, types.int64)
-_log = logging.getLogger(__name__)
-_KEPT: list[Any] = []  # numba frees the machine code of a function that nobody holds
+from quengine.kernels.cpu.machine_code import ENTRY
 
 
-@cache
-def source_stamp() -> str:
-    """Names this version of the code generators.
+def compile_kernel(function: Callable[[int, int], None]) -> bytes:
+    """A kernel as object code."""
+    return compile_function(function, types.void, 2)
 
-    numba's cache notices changes of the file that a kernel is written in, not of the generators it calls: kernels
-    carry this stamp in their variant string, which is part of the cache's key.
+
+def compile_function(function: Callable[..., Any], result: Any, parameters: int) -> bytes:
+    """A function of int64 parameters as object code, whose symbol ENTRY has C's calling convention.
+
+    result: a numba type. The code refers to nothing of Python or numba, so any process of this machine can link it.
     """
-    folder = Path(__file__).parent
-    digest = sha256((folder.parent / "block_formats.py").read_bytes())
-    for path in sorted(folder.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    code: bytes = _object_code(_lowered(function, result, parameters))
+    return code
 
 
-@cache
-def host_tile() -> Tile:
-    """The tile of the processor that kernels are compiled for."""
-    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return tile_for(triple, features)
+@global_compiler_lock
+def _lowered(function: Callable[..., Any], result: Any, parameters: int) -> Any:
+    """The code library of a function, with its entry, before optimization."""
+    flags = Flags()
+    # numba's own entries report exceptions to Python; ours is all that is wanted.
+    flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
+    compiled = compile_extra(
+        cpu_target.typing_context,
+        cpu_target.target_context,
+        function,
+        (types.int64,) * parameters,
+        result,
+        flags,
+        {},
+    )
+    _add_entry(compiled.library, compiled.fndesc)
+    return compiled.library
 
 
-def compile_kernel(function: Callable[[int, int], None]) -> int:
-    """Compile a kernel, or load it from disk: the address of its machine code, valid until the process ends."""
-    compiled = _cached(cfunc, KERNEL)(function)
-    if not compiled.cache_hits:
-        _say_once()
-    _KEPT.append(compiled)
-    return int(compiled.address)
+def _add_entry(library: Any, function: Any) -> None:
+    """ENTRY, which calls the function as numba calls them. No kernel raises; if one did, the process would end."""
+    context = cpu_target.target_context
+    module = library.create_ir_module("entry")
+    convention = context.call_conv
+    callee = ir.Function(
+        module, convention.get_function_type(function.restype, function.argtypes), function.llvm_func_name
+    )
+    arguments = [context.get_value_type(kind) for kind in function.argtypes]
+    nothing = function.restype == types.void
+    returned = ir.VoidType() if nothing else context.get_value_type(function.restype)
+    entry = ir.Function(module, ir.FunctionType(returned, arguments), ENTRY)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    status, value = convention.call_function(
+        builder, callee, function.restype, function.argtypes, entry.args, attrs=("noinline",)
+    )
+    with builder.if_then(status.is_error, likely=False):
+        builder.call(module.declare_intrinsic("llvm.trap", (), ir.FunctionType(ir.VoidType(), [])), [])
+    if nothing:
+        builder.ret_void()
+    else:
+        builder.ret(value)
+    library.add_ir_module(module)
 
 
-@cache
-def _say_once() -> None:
-    """The first kernel of many had to be compiled: tell whoever waits."""
-    _log.warning("compiling kernels for this processor; this takes some seconds, the first time only")
-
-
-def compiled_function(function: Callable[..., Any]) -> Any:
-    """A module-level function compiled on its first call, kept on disk, that frees the interpreter while it runs."""
-    return _cached(njit, nogil=True)(function)
-
-
-def _cached(decorator: Any, *args: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    def decorate(function: Callable[..., Any]) -> Any:
-        try:
-            return decorator(*args, cache=True, **options)(function)
-        except RuntimeError as error:
-            if "cannot cache function" not in str(error):
-                raise
-            return decorator(*args, **options)(function)  # no folder can be written: compiled in each process
-
-    return decorate
+@global_compiler_lock
+def _object_code(library: Any) -> bytes:
+    library.enable_object_caching()  # numba's term for: let me have the object file
+    library.finalize()
+    code: bytes = library._get_compiled_object()
+    return code

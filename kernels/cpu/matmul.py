@@ -16,13 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quengine.kernels.cpu.row_ir import record_bytes
-from quengine.kernels.cpu.row_kernels import (
+from quengine.kernels.cpu.kernel_table import (
     dequantize_kernel,
     float_matvec_kernel,
     matvec_kernel,
     round_kernel,
 )
+from quengine.kernels.cpu.records import record_bytes
 from quengine.kernels.cpu.threads import Launch, run
 from quengine.kernels.cpu.tile_matmul import tile_matmul_launches
 from quengine.kernels.quant_tensor import QuantTensor

@@ -1,6 +1,6 @@
 """The kernels of a matmul on matrix tiles: compiled functions over strips of weight rows times many activation rows.
 
-Each function here returns the address of a kernel for the thread team; its docstring lists the parameter slots.
+Each function here compiles a kernel for the thread team; its docstring lists the parameter slots.
 Addresses and strides are bytes.
 
 Does not know: tensors. tile_matmul.py fills the parameters.
@@ -8,10 +8,8 @@ Does not know: tensors. tile_matmul.py fills the parameters.
 
 from __future__ import annotations
 
-from functools import cache
-
 from quengine.kernels.cpu.atomics import call_kernel
-from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
+from quengine.kernels.cpu.compiled import compile_kernel
 from quengine.kernels.cpu.matrix_tile_ir import (
     configure_tiles,
     multiply_matrix_tile,
@@ -19,22 +17,20 @@ from quengine.kernels.cpu.matrix_tile_ir import (
     split_panel,
     split_row,
 )
-from quengine.kernels.cpu.matrix_tiles import BLOCK, STEP, TILE_BYTES
+from quengine.kernels.cpu.matrix_tiles import BLOCK, MOST_ROWS, STEP, TILE_BYTES
 from quengine.kernels.cpu.row_ir import get, put
 from quengine.kernels.cpu.tile_ir import clear_floats, copy_floats, stack_floats
 from quengine.kernels.cpu.tiles import DEPTH
 
-MOST_ROWS = 512  # of activations in one launch: their sums with a strip lie on the stack, 64 KiB
 _HELD = 128  # columns of a panel in the L1 cache: 16 KiB of weights, as much of a block's activations
 
 
-@cache
-def matrix_pack_kernel() -> int:
+def matrix_pack_kernel() -> bytes:
     """fp32 rows as packed activations. A task is a block of 32 rows; a last block repeats the last row.
 
     0 x, 1 x stride, 2 rows, 3 columns, 4 packed, 5 blocks.
     """
-    variant, block_rows, step, tile_bytes = f"pack/{source_stamp()}", BLOCK, STEP, TILE_BYTES
+    variant, block_rows, step, tile_bytes = "pack", BLOCK, STEP, TILE_BYTES
 
     def matrix_pack(context: int, task: int) -> None:
         x, stride, rows, cols = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
@@ -49,13 +45,12 @@ def matrix_pack_kernel() -> int:
     return compile_kernel(matrix_pack)
 
 
-@cache
-def split_kernel() -> int:
+def split_kernel() -> bytes:
     """An fp32 panel as tiles of two terms; missing lines of a last step are zeros. One task.
 
     3 depth, 4 panel, 5 tiles.
     """
-    variant, columns, step = f"split/{source_stamp()}", BLOCK, STEP
+    variant, columns, step = "split", BLOCK, STEP
 
     def split(context: int, task: int) -> None:  # noqa: ARG001 (kernels have one signature)
         depth, panel = get(context, 3), get(context, 4)
@@ -67,15 +62,14 @@ def split_kernel() -> int:
     return compile_kernel(split)
 
 
-@cache
-def matrix_matmul_kernel() -> int:
+def matrix_matmul_kernel() -> bytes:
     """Strips of 32 weight rows times packed activations, plus an addend. A task is a strip.
 
     0 weights, 1 row bytes, 2 rows, 3 columns, 4 packed activations, 5 their rows, at most MOST_ROWS, 6 addend (fp32),
     7 its stride, 8 y (fp32), 9 its stride, 10 the kernel that makes half a panel, 11 weights per block, 12 bytes per
     block, 13 the kernel that makes tiles of a panel in fp32 (0: it is made as tiles). The addend may be y.
     """
-    variant, one, two = (f"{kind}/{source_stamp()}" for kind in ("matrix", "1", "2"))
+    variant, one, two = "matrix", "1", "2"
     size, step, sum_floats, panel_floats, request_floats = BLOCK, STEP, MOST_ROWS * BLOCK, BLOCK * DEPTH, 16
     held, block_bytes, sum_bytes = _HELD, 4 * DEPTH * BLOCK, 4 * BLOCK * BLOCK
 

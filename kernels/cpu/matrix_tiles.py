@@ -19,14 +19,15 @@ import sys
 from functools import cache
 
 import torch
-from numba.core.registry import cpu_target
 from torch import Tensor
 
+from quengine.kernels.cpu.target import host_target
 from quengine.kernels.cpu.tiles import DEPTH
 
 STEP = 32  # columns of an operand's tile: 16 rows of 64 bytes
 TILE_BYTES = 1024
 BLOCK = 32  # rows and columns of the result at once: four tiles of sums, two of each operand
+MOST_ROWS = 512  # of activations in one launch: their sums with a strip lie on the stack, 64 KiB
 HALF_BYTES = DEPTH // STEP * 2 * TILE_BYTES  # DEPTH columns of 16 weight rows, both terms
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = (
@@ -55,8 +56,8 @@ def two_term_product(x: Tensor, w: Tensor) -> Tensor:
 @cache
 def matrix_unit() -> bool:
     """Whether kernels may use matrix tiles: the processor has them, and Linux grants this process their registers."""
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return {"+amx-tile", "+amx-bf16", "+avx512f"} <= set(features.split(",")) and _granted()
+    features = set(host_target().features.split(","))
+    return {"+amx-tile", "+amx-bf16", "+avx512f"} <= features and _granted()
 
 
 def _granted() -> bool:

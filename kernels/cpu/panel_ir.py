@@ -18,10 +18,10 @@ from numba.extending import intrinsic
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.block_ir import emit_blocks
-from quengine.kernels.cpu.compiled import host_tile
 from quengine.kernels.cpu.matrix_tile_ir import store_pairs
 from quengine.kernels.cpu.matrix_tiles import STEP, TILE_BYTES
 from quengine.kernels.cpu.row_ir import emitter
+from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.tile_ir import transposed
 from quengine.kernels.cpu.tiles import DEPTH
 from quengine.kernels.cpu.vector_ir import F32, I8, I32, Emitter, vec

@@ -19,9 +19,7 @@ from quengine.errors import CannotRunError
 from quengine.kernels.backend import BLOCK_SIZE, KVLayer
 from quengine.kernels.cache_types import CacheType
 from quengine.kernels.cpu.attention import check_types, strides
-from quengine.kernels.cpu.compiled import host_tile
-from quengine.kernels.cpu.prefill_attention_kernels import (
-    TILES,
+from quengine.kernels.cpu.kernel_table import (
     block_kernel,
     key_panel_kernel,
     scores_kernel,
@@ -29,9 +27,11 @@ from quengine.kernels.cpu.prefill_attention_kernels import (
     sums_kernel,
     value_panel_kernel,
 )
-from quengine.kernels.cpu.threads import Launch, run
+from quengine.kernels.cpu.target import host_tile
+from quengine.kernels.cpu.threads import Launch, fp32_bits, run
 from quengine.kernels.cpu.tiles import DEPTH
-from quengine.kernels.cpu.vector_ir import fp32_bits
+
+TILES = 8  # of query rows in a task
 
 
 def prefill_attention(

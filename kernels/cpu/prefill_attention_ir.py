@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 
 from quengine.kernels.cache_types import Q8_0_GROUP
 from quengine.kernels.cpu.attention_ir import emit_exp
-from quengine.kernels.cpu.compiled import host_tile
 from quengine.kernels.cpu.row_ir import emitter
+from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.vector_ir import F32, I8, I32, Emitter, vec
 
 

@@ -1,6 +1,6 @@
 """The kernels of a prompt's attention: compiled functions over blocks of query rows.
 
-Each function here returns the address of a kernel; its docstring lists the parameter slots. Addresses and strides are
+Each function here compiles a kernel; its docstring lists the parameter slots. Addresses and strides are
 bytes. `block_kernel` is the one that the thread team runs; it calls the others, whose addresses it is given.
 
 Does not know: tensors. prefill_attention.py fills the parameters and says what is computed.
@@ -8,14 +8,13 @@ Does not know: tensors. prefill_attention.py fills the parameters and says what 
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 
 from quengine.kernels.cache_types import CacheType
 from quengine.kernels.cpu.atomics import call_kernel
 from quengine.kernels.cpu.attention_ir import block_run
-from quengine.kernels.cpu.compiled import compile_kernel, host_tile, source_stamp
+from quengine.kernels.cpu.compiled import compile_kernel
+from quengine.kernels.cpu.prefill_attention import TILES
 from quengine.kernels.cpu.prefill_attention_ir import (
     cache_row,
     divide_row,
@@ -24,20 +23,18 @@ from quengine.kernels.cpu.prefill_attention_ir import (
     softmax_block,
 )
 from quengine.kernels.cpu.row_ir import get, put, store_f32
+from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.tile_ir import multiply_tile, stack_floats, transpose_rows
 from quengine.kernels.cpu.tiles import DEPTH
 
-TILES = 8  # of query rows in a task
 
-
-@cache
-def key_panel_kernel(cache_type: CacheType) -> int:
+def key_panel_kernel(cache_type: CacheType) -> bytes:
     """Keys of adjacent positions as a panel [head_dim, positions]; task g writes its g-th vector of columns.
 
     0 keys, 1 bytes from position to position, 2 positions (the last one is repeated), 3 head_dim, 4 panel; 5 scales,
     6 bytes from position to position.
     """
-    variant, lanes = f"{cache_type}/{source_stamp()}", host_tile().lanes
+    variant, lanes = cache_type, host_tile().lanes
     floats = lanes * DEPTH
 
     def key_panel(context: int, task: int) -> None:
@@ -52,13 +49,12 @@ def key_panel_kernel(cache_type: CacheType) -> int:
     return compile_kernel(key_panel)
 
 
-@cache
-def value_panel_kernel(cache_type: CacheType) -> int:
+def value_panel_kernel(cache_type: CacheType) -> bytes:
     """Values of adjacent positions as a panel [positions, columns]; task s is strip s of the head's columns.
 
     As `key_panel_kernel`.
     """
-    variant, columns = f"{cache_type}/{source_stamp()}", host_tile().columns
+    variant, columns = cache_type, host_tile().columns
 
     def value_panel(context: int, task: int) -> None:
         first, last = task * columns, min((task + 1) * columns, get(context, 3))
@@ -70,8 +66,7 @@ def value_panel_kernel(cache_type: CacheType) -> int:
     return compile_kernel(value_panel)
 
 
-@cache
-def block_kernel() -> int:
+def block_kernel() -> bytes:
     """Task h * n + b: block b of the query rows of key/value head h.
 
     0 queries, 1 bytes from token to token, 2 from head to head, 3 tokens, 4 query heads per key/value head, 5 head_dim,
@@ -84,7 +79,7 @@ def block_kernel() -> int:
     many; 6 queries, 7 scores, 8 sums (each [rows, DEPTH] fp32), 9 running softmax [rows, 2], 10 panel, 11 its
     kernel's parameters.
     """
-    variant, tile = f"prefill/{source_stamp()}", host_tile()
+    variant, tile = "prefill", host_tile()
     columns, most_rows, row_bytes = tile.columns, TILES * tile.rows, 4 * DEPTH
     block_floats, panel_floats, state_floats = most_rows * DEPTH, columns * DEPTH, 2 * most_rows
     zero, least = np.float32(0), np.float32(-np.inf)
@@ -131,10 +126,9 @@ def block_kernel() -> int:
     return compile_kernel(attend_block)
 
 
-@cache
-def scores_kernel() -> int:
+def scores_kernel() -> bytes:
     """Scores of a workspace's rows and positions, but for tiles of which no row sees a position of the strip."""
-    variant, tile = f"scores/{source_stamp()}", host_tile()
+    variant, tile = "scores", host_tile()
     columns, tile_rows, vectors, row_bytes = tile.columns, tile.rows, tile.vectors, 4 * DEPTH
     zero = np.float32(0)
 
@@ -171,10 +165,9 @@ def scores_kernel() -> int:
     return compile_kernel(score_block)
 
 
-@cache
-def softmax_kernel() -> int:
+def softmax_kernel() -> bytes:
     """Scores of a workspace become weights, zero where a row does not see a position."""
-    variant, lanes, row_bytes = f"softmax/{source_stamp()}", host_tile().lanes, 4 * DEPTH
+    variant, lanes, row_bytes = "softmax", host_tile().lanes, 4 * DEPTH
     zero, least = np.float32(0), np.float32(-np.inf)
 
     def weigh_block(work: int, _task: int) -> None:
@@ -195,10 +188,9 @@ def softmax_kernel() -> int:
     return compile_kernel(weigh_block)
 
 
-@cache
-def sums_kernel() -> int:
+def sums_kernel() -> bytes:
     """Adds the values of a workspace's positions, weighted, to its sums."""
-    variant, tile = f"sums/{source_stamp()}", host_tile()
+    variant, tile = "sums", host_tile()
     columns, tile_rows, row_bytes = tile.columns, tile.rows, 4 * DEPTH
 
     def mix_block(work: int, _task: int) -> None:

@@ -1,16 +1,7 @@
 """Loops over one row, as numba intrinsics: dequantization, dots of float weights, rounding of activations.
 
-Rounded activations lie in memory as one record per row of K values:
-
-    byte 0              a, in the form that is multiplied with (below)
-    byte 2K             per 4 columns: -32 times the sum of a, int32 (where bytes are multiplied)
-    byte 3K             per group of 32: t, fp32
-    byte 3K + K/8       per group of 32: t * sum(a), fp32
-    byte 3K + K/4       per group of 16: t * sum(a), fp32 (read by formats with minimums per 16)
-
-Where the processor multiplies bytes (`Emitter.quads`), a = 256 * high + low is two planes of K signed bytes, the high
-ones first. Elsewhere it is int16, of two groups of 32 at a time (of a last one alone) the even places, then the odd
-ones, which is how widening bytes in place gives the weights.
+Rounded activations lie in memory as records.py says; the byte planes are for processors that multiply bytes
+(`Emitter.quads`).
 
 Does not know: how rows are shared among threads.
 """
@@ -27,7 +18,7 @@ from numba.extending import intrinsic
 from quengine.kernels.activations import ACTIVATION_MAX
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.block_ir import emit_blocks
-from quengine.kernels.cpu.compiled import host_tile
+from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.vector_ir import F32, I8, I16, I32, I64, Emitter, vec
 
 # Bytes that weights are asked for ahead of their use; processors' own prefetching stops at the end of a page. Measured
@@ -36,11 +27,6 @@ PREFETCH = 2048
 QUAD_OFFSET = (
     32  # what the sums of four activations in a record are times: the offset of Q6_K, the negative of it
 )
-
-
-def record_bytes(cols: int) -> int:
-    """Bytes from one activation record to the next; a multiple of 64."""
-    return (7 * cols // 2 + 63) // 64 * 64
 
 
 def emitter(context: Any, builder: ir.IRBuilder) -> Emitter:

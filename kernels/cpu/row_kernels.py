@@ -1,17 +1,15 @@
 """The row kernels: compiled functions over tasks of weight rows, one variant per block format.
 
-Each function here returns the address of a kernel for the thread team; its docstring lists the parameter slots.
-Addresses and strides are bytes. Compiled on first use, see compiled.py.
+Each function here compiles a kernel for the thread team; its docstring lists the parameter slots.
+Addresses and strides are bytes. See kernel_table.py.
 
 Does not know: tensors. matmul.py fills the parameters.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cpu.compiled import compile_kernel, source_stamp
+from quengine.kernels.cpu.compiled import compile_kernel
 from quengine.kernels.cpu.row_dot_ir import INTS_BYTES, SUMS_BYTES, dot_rows, dot_rows_with_many, rows_at_once
 from quengine.kernels.cpu.row_ir import dequantize_row, dot_float_row, get, round_row, store_f32
 from quengine.kernels.cpu.tile_ir import stack_floats
@@ -19,14 +17,13 @@ from quengine.kernels.cpu.tile_ir import stack_floats
 _RECORDS = 16  # multiplied with one row at a time: their sums, and of short rows they themselves, stay in the L1 cache
 
 
-@cache
-def matvec_kernel(format_name: str, many: bool) -> int:
+def matvec_kernel(format_name: str, many: bool) -> bytes:
     """Rows of a quantized weight times one activation record, or `many`. A task is a run of rows.
 
     0 weights, 1 row bytes, 2 rows, 3 rows per task, 4 blocks per row, 5 records, 6 record stride, 7 number of the
     last record, 8 y (fp32), 9 y stride from record to record.
     """
-    variant = f"{format_name}/{source_stamp()}"
+    variant = format_name
     at_once = rows_at_once(FORMATS[format_name])
     memory_floats = (INTS_BYTES + _RECORDS * SUMS_BYTES) // 4
 
@@ -55,14 +52,13 @@ def matvec_kernel(format_name: str, many: bool) -> int:
     return compile_kernel(matvec_with_many if many else matvec)
 
 
-@cache
-def float_matvec_kernel(format_name: str) -> int:
+def float_matvec_kernel(format_name: str) -> bytes:
     """Rows of an F32, F16 or BF16 weight times fp32 activations. A task is a run of rows.
 
     0 weights, 1 row bytes, 2 rows, 3 rows per task, 4 columns, 5 x (fp32), 6 x stride, 7 number of the last x row,
     8 y (fp32), 9 y stride.
     """
-    variant = f"{format_name}/stream/{source_stamp()}"
+    variant = f"{format_name}/stream"
 
     def float_matvec(context: int, task: int) -> None:
         w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
@@ -76,13 +72,12 @@ def float_matvec_kernel(format_name: str) -> int:
     return compile_kernel(float_matvec)
 
 
-@cache
-def dequantize_kernel(format_name: str) -> int:
+def dequantize_kernel(format_name: str) -> bytes:
     """Chosen rows of a weight as fp32. Task i writes output row i.
 
     0 weights, 1 row bytes, 2 blocks per row, 3 row numbers (int64), 4 output (fp32), 5 output stride.
     """
-    variant = f"{format_name}/{source_stamp()}"
+    variant = format_name
 
     def dequantize(context: int, task: int) -> None:
         w, row_bytes, blocks = get(context, 0), get(context, 1), get(context, 2)
@@ -92,13 +87,12 @@ def dequantize_kernel(format_name: str) -> int:
     return compile_kernel(dequantize)
 
 
-@cache
-def round_kernel() -> int:
+def round_kernel() -> bytes:
     """fp32 rows to activation records (row_ir.py). Task i is row i.
 
     0 x (fp32), 1 x stride, 2 columns, 3 records, 4 record stride.
     """
-    variant = f"round/{source_stamp()}"
+    variant = "round"
 
     def round_rows(context: int, task: int) -> None:
         x, x_stride, cols = get(context, 0), get(context, 1), get(context, 2)

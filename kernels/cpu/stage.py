@@ -12,11 +12,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
-from quengine.kernels.cpu.atomics import atomic_store, call_kernel, fetch_add
-from quengine.kernels.cpu.compiled import compile_kernel
-from quengine.kernels.cpu.row_ir import get
+from quengine.kernels.cpu.kernel_table import chain_kernel
 from quengine.kernels.cpu.threads import Launch
 
 _LINE = 8  # int64 in a cache line
@@ -54,32 +51,4 @@ class Stage:
             context = array("q", launch.parameters)
             parameters += [launch.kernel, context.buffer_info()[0], launch.tasks]
             keep += [context, launch.keep]
-        return Launch(_chain_kernel(), tuple(parameters), part[0].tasks, first, (self._shared, *keep))
-
-
-@cache
-def _chain_kernel() -> int:
-    """Task i: task i of each of some kernels; the last task to finish runs other kernels as a whole.
-
-    0 address of the counter of finished tasks, with their number 64 bytes on; 1 kernels per task; 2 kernels at the
-    end; from 3 on, for each: its code, its context, its tasks.
-    """
-
-    def chain(context: int, task: int) -> None:
-        entry = context + 24
-        for _ in range(get(context, 1)):
-            call_kernel(get(entry, 0), get(entry, 1), task)
-            entry += 24
-        finals = get(context, 2)
-        if finals == 0:
-            return
-        counter = get(context, 0)
-        if fetch_add(counter, 1) + 1 < get(counter, 8):
-            return
-        atomic_store(counter, 0)
-        for _ in range(finals):
-            for i in range(get(entry, 2)):
-                call_kernel(get(entry, 0), get(entry, 1), i)
-            entry += 24
-
-    return compile_kernel(chain)
+        return Launch(chain_kernel(), tuple(parameters), part[0].tasks, first, (self._shared, *keep))

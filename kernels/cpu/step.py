@@ -22,9 +22,9 @@ from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, DecodeBatch, KVL
 from quengine.kernels.cpu.add import add_launch
 from quengine.kernels.cpu.attention import Visible, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.matmul import embed_launch, matvec_launch, round_launch, task_rows
+from quengine.kernels.cpu.records import record_bytes
 from quengine.kernels.cpu.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.rope_store import rope_store_launch
-from quengine.kernels.cpu.row_ir import record_bytes
 from quengine.kernels.cpu.stage import Stage
 from quengine.kernels.cpu.swiglu import swiglu_launch
 from quengine.kernels.cpu.threads import Launch, Program

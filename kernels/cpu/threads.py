@@ -12,9 +12,10 @@ Does not know: what the kernels compute.
 from __future__ import annotations
 
 import os
+import struct
 from array import array
 from collections.abc import Sequence
-from ctypes import memset
+from ctypes import CFUNCTYPE, c_int64, memset
 from dataclasses import dataclass, field
 from threading import Lock, Semaphore, Thread
 from typing import Any, NamedTuple
@@ -22,24 +23,19 @@ from typing import Any, NamedTuple
 import torch
 
 from quengine.errors import EngineError
-from quengine.kernels.cpu.atomics import atomic_load, atomic_store, call_kernel, fetch_add, nap, yield_cpu
-from quengine.kernels.cpu.compiled import compiled_function
-
-_YIELD_AFTER = (
-    2_000  # turns of a waiting loop, microseconds, before each further turn offers the CPU to others
-)
-# Turns after which a thread that waits for a task sleeps: the owner was taken off its CPU, maybe to run the waiting
-# one. A scheduler need not take an offer to yield as a reason to run the other; on a busy machine a token took 3 times
-# as long.
-_NAP_AFTER, _NAP_MICROSECONDS = _YIELD_AFTER + 50, 50
-_WATCH = 4_000  # turns of the watching loop before a thread sleeps: about a millisecond, most of it offered
+from quengine.kernels.cpu.kernel_table import lead_function, watch_function
 
 # The team's state, int64, each on its own cache line: which list is open (0: none), its table, its length, its
 # counters; how many threads are at work on it; whether the team is dismissed.
-_OPEN, _TABLE, _LENGTH, _COUNTERS, _INSIDE, _DISMISSED = (64 * i for i in range(6))
+OPEN, TABLE, LENGTH, COUNTERS, INSIDE, DISMISSED = (64 * i for i in range(6))
 # A launch in the table: kernel, where its parameters lie in the table (bytes), tasks, after_previous. Its counters:
 # tasks taken and tasks done, a cache line each.
-_LAUNCH_BYTES, _COUNTER_BYTES = 32, 128
+LAUNCH_BYTES, COUNTER_BYTES = 32, 128
+
+
+def fp32_bits(value: float) -> int:
+    """The bits of an fp32, for a kernel's int64 parameter."""
+    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 class Launch(NamedTuple):
@@ -71,13 +67,16 @@ class _Team:
 
     def __post_init__(self) -> None:
         self.address = self.state.buffer_info()[0]
+        # Called so, a function frees the interpreter while it runs.
+        self.lead = CFUNCTYPE(None, *[c_int64] * 5)(lead_function())
+        self.watch = CFUNCTYPE(c_int64, c_int64, c_int64)(watch_function())
         for i in range(self.threads - 1):
             Thread(target=self._follow, name=f"quengine-{i + 1}", daemon=True).start()
 
     def _follow(self) -> None:
         seen = 0
-        while not self.state[_DISMISSED // 8]:
-            seen = _watch(self.address, seen)
+        while not self.state[DISMISSED // 8]:
+            seen = self.watch(self.address, seen)
             with self.asleep_lock:
                 self.asleep += 1
             self.bell.acquire()
@@ -89,7 +88,7 @@ class _Team:
                 self.asleep = 0
 
     def dismiss(self) -> None:
-        self.state[_DISMISSED // 8] = 1
+        self.state[DISMISSED // 8] = 1
         self.wake()
 
 
@@ -140,102 +139,26 @@ class Program:
     def __init__(self, launches: Sequence[Launch]) -> None:
         table, parameters = array("q"), array("q")
         for launch in launches:
-            offset = _LAUNCH_BYTES * len(launches) + 8 * len(parameters)
+            offset = LAUNCH_BYTES * len(launches) + 8 * len(parameters)
             table.extend((launch.kernel, offset, launch.tasks, launch.after_previous))
             parameters.extend(launch.parameters)
         table.extend(parameters)
         self._launches = tuple(launches)  # holds the tensors
         self._table = table
-        self._counters = array("q", bytes(_COUNTER_BYTES * len(launches)))
+        self._counters = array("q", bytes(COUNTER_BYTES * len(launches)))
         self._lock = Lock()
 
     def set_tasks(self, launch: int, tasks: int) -> None:
         """From the next run on, launch number `launch` has this many tasks."""
-        self._table[launch * _LAUNCH_BYTES // 8 + 2] = tasks
+        self._table[launch * LAUNCH_BYTES // 8 + 2] = tasks
 
     def run(self) -> None:
         """Run the kernels in order and return when all have finished. The interpreter is free meanwhile."""
         team = _the_team()
         table, counters = self._table.buffer_info()[0], self._counters.buffer_info()[0]
         with self._lock, team.lock:
-            memset(counters, 0, _COUNTER_BYTES * len(self._launches))
+            memset(counters, 0, COUNTER_BYTES * len(self._launches))
             team.lists += 1
             if team.asleep:
                 team.wake()
-            _lead(team.address, team.lists, table, len(self._launches), counters)
-
-
-@compiled_function
-def _wait(turns: int) -> None:
-    if turns > _NAP_AFTER:
-        nap(_NAP_MICROSECONDS)
-    elif turns > _YIELD_AFTER:
-        yield_cpu()
-
-
-@compiled_function
-def _lead(state: int, number: int, table: int, length: int, counters: int) -> None:
-    """Publish a list, work on it, and return when it is finished and nobody looks at it any more."""
-    atomic_store(state + _TABLE, table)
-    atomic_store(state + _LENGTH, length)
-    atomic_store(state + _COUNTERS, counters)
-    atomic_store(state + _OPEN, number)
-    _work(table, length, counters)
-    for i in range(length):
-        _await(counters + i * _COUNTER_BYTES + 64, atomic_load(table + i * _LAUNCH_BYTES + 16))
-    atomic_store(state + _OPEN, 0)
-    turns = 0
-    while atomic_load(state + _INSIDE) > 0:
-        turns += 1
-        _wait(turns)
-
-
-@compiled_function
-def _watch(state: int, seen: int) -> int:
-    """Join every list published after number `seen`; return the last one's number when none comes for a while."""
-    turns = 0
-    while turns < _WATCH and atomic_load(state + _DISMISSED) == 0:
-        turns += 1
-        if turns > _YIELD_AFTER:
-            yield_cpu()
-        number = atomic_load(state + _OPEN)
-        if number > seen:
-            # The leader closes the list and then waits for those inside: whoever enters looks again.
-            fetch_add(state + _INSIDE, 1)
-            if atomic_load(state + _OPEN) == number:
-                _work(
-                    atomic_load(state + _TABLE), atomic_load(state + _LENGTH), atomic_load(state + _COUNTERS)
-                )
-                turns = 0
-            fetch_add(state + _INSIDE, -1)
-            seen = number
-    return seen
-
-
-@compiled_function
-def _work(table: int, length: int, counters: int) -> None:
-    finished = 0
-    for i in range(length):
-        launch, counter = table + i * _LAUNCH_BYTES, counters + i * _COUNTER_BYTES
-        kernel, context = atomic_load(launch), table + atomic_load(launch + 8)
-        tasks, after_previous = atomic_load(launch + 16), atomic_load(launch + 24)
-        if after_previous:
-            while finished < i:
-                _await(
-                    counters + finished * _COUNTER_BYTES + 64,
-                    atomic_load(table + finished * _LAUNCH_BYTES + 16),
-                )
-                finished += 1
-        task = fetch_add(counter, 1)
-        while task < tasks:
-            call_kernel(kernel, context, task)
-            fetch_add(counter + 64, 1)
-            task = fetch_add(counter, 1)
-
-
-@compiled_function
-def _await(done: int, tasks: int) -> None:
-    turns = 0
-    while atomic_load(done) < tasks:
-        turns += 1
-        _wait(turns)
+            team.lead(team.address, team.lists, table, len(self._launches), counters)

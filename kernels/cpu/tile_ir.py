@@ -12,8 +12,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from quengine.kernels.cpu.compiled import host_tile
 from quengine.kernels.cpu.row_ir import emitter
+from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.vector_ir import F32, I64, Emitter, vec
 
 

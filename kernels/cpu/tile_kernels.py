@@ -1,32 +1,30 @@
 """The tile kernels: compiled functions over strips of weight rows times many activation rows.
 
-Each function here returns the address of a kernel for the thread team; its docstring lists the parameter slots.
-Addresses and strides are bytes. Compiled on first use, see compiled.py. tiles.py says how operands lie.
+Each function here compiles a kernel for the thread team; its docstring lists the parameter slots.
+Addresses and strides are bytes. See kernel_table.py. tiles.py says how operands lie.
 
 Does not know: tensors. tile_matmul.py fills the parameters.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.atomics import call_kernel
-from quengine.kernels.cpu.compiled import compile_kernel, host_tile, source_stamp
+from quengine.kernels.cpu.compiled import compile_kernel
 from quengine.kernels.cpu.matrix_tiles import HALF_BYTES
 from quengine.kernels.cpu.panel_ir import GROUPS, fill_panel, fill_tiles, transpose_groups, unpack_row
 from quengine.kernels.cpu.row_ir import dequantize_row, get, put
+from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.tile_ir import copy_floats, multiply_tile, prefetch, stack_floats, transpose_rows
 from quengine.kernels.cpu.tiles import DEPTH
 
 
-@cache
-def pack_kernel() -> int:
+def pack_kernel() -> bytes:
     """fp32 rows as packed activations. A task is a block of rows; a last block repeats the last row.
 
     0 x, 1 x stride, 2 rows, 3 columns, 4 packed, 5 blocks.
     """
-    variant, block_rows = f"pack/{source_stamp()}", host_tile().rows
+    variant, block_rows = "pack", host_tile().rows
 
     def pack_block(context: int, task: int) -> None:
         x, stride, rows, cols = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
@@ -40,15 +38,14 @@ def pack_kernel() -> int:
     return compile_kernel(pack_block)
 
 
-@cache
-def panel_kernel(format_name: str) -> int:
+def panel_kernel(format_name: str) -> bytes:
     """Rows of a weight, `depth` columns of them, as a panel. Task g writes its g-th vector of columns.
 
     0 weights, from the first of the columns on; 1 row bytes, 2 rows (the last one is repeated), 3 depth, 4 panel.
     """
     if FORMATS[format_name].is_quantized:
         return quantized_panel_kernel(format_name, as_tiles=False)
-    variant, lanes = f"{format_name}/{source_stamp()}", host_tile().lanes
+    variant, lanes = format_name, host_tile().lanes
     floats, item = lanes * DEPTH, FORMATS[format_name].nbytes
 
     def float_panel(context: int, task: int) -> None:
@@ -63,10 +60,9 @@ def panel_kernel(format_name: str) -> int:
     return compile_kernel(float_panel)
 
 
-@cache
-def quantized_panel_kernel(format_name: str, as_tiles: bool) -> int:
+def quantized_panel_kernel(format_name: str, as_tiles: bool) -> bytes:
     """As `panel_kernel`; or as tiles of two terms (matrix_tile_ir.py), of which task g writes the g-th half."""
-    variant, tile = f"{format_name}/{source_stamp()}", host_tile()
+    variant, tile = format_name, host_tile()
     block, block_bytes = FORMATS[format_name].block, FORMATS[format_name].nbytes
     lanes, code_floats, group_floats = tile.lanes, tile.lanes * DEPTH // 4, tile.lanes * GROUPS
     has_min = FORMATS[format_name].has_min
@@ -93,14 +89,13 @@ def quantized_panel_kernel(format_name: str, as_tiles: bool) -> int:
     return compile_kernel(quantized_panel)
 
 
-@cache
-def tile_matmul_kernel() -> int:
+def tile_matmul_kernel() -> bytes:
     """Strips of weight rows times packed activations, plus an addend. A task is a strip.
 
     0 weights, 1 row bytes, 2 rows, 3 columns, 4 packed activations, 5 their rows, 6 addend (fp32), 7 its stride, 8 y
     (fp32), 9 its stride, 10 the panel kernel, 11 weights per block, 12 bytes per block. The addend may be y.
     """
-    variant, tile = f"tile/{source_stamp()}", host_tile()
+    variant, tile = "tile", host_tile()
     columns, tile_rows, vectors = tile.columns, tile.rows, tile.vectors
     panel_floats, edge_floats, request_floats = columns * DEPTH, columns * tile_rows, 16
 

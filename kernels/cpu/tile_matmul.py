@@ -15,21 +15,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quengine.kernels.cpu.compiled import host_tile
-from quengine.kernels.cpu.matrix_tile_kernels import (
-    MOST_ROWS,
+from quengine.kernels.cpu.kernel_table import (
     matrix_matmul_kernel,
     matrix_pack_kernel,
-    split_kernel,
-)
-from quengine.kernels.cpu.matrix_tiles import BLOCK, matrix_unit
-from quengine.kernels.cpu.threads import Launch
-from quengine.kernels.cpu.tile_kernels import (
     pack_kernel,
     panel_kernel,
     quantized_panel_kernel,
+    split_kernel,
     tile_matmul_kernel,
 )
+from quengine.kernels.cpu.matrix_tiles import BLOCK, MOST_ROWS, matrix_unit
+from quengine.kernels.cpu.target import host_tile
+from quengine.kernels.cpu.threads import Launch
 from quengine.kernels.cpu.tiles import DEPTH
 from quengine.kernels.quant_tensor import QuantTensor
 

@@ -10,7 +10,6 @@ Does not know: block formats or what the numbers mean.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,11 +21,6 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 
 def vec(lane: ir.Type, lanes: int) -> ir.VectorType:
     return ir.VectorType(lane, lanes)
-
-
-def fp32_bits(value: float) -> int:
-    """The bits of an fp32, for a kernel's int64 parameter."""
-    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 class Emitter:

@@ -12,6 +12,7 @@ instructions, without running it; `emulate` runs it with those instructions in p
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from llvmlite import binding
@@ -25,12 +26,13 @@ from quengine.kernels.cpu import (
     compiled,
     decode_attention,
     embed,
+    kernel_table,
     linear,
-    matrix_tile_kernels,
     prefill_attention,
     prompt_linear,
     rms_norm,
     swiglu,
+    target,
     tile_matmul,
     tiles,
 )
@@ -78,34 +80,46 @@ def errors() -> Iterator[tuple[str, float]]:
 def check() -> None:
     for name, error in errors():
         assert error <= 1e-11, f"{name}: {error:.1e}"
-    tile = compiled.host_tile()
+    tile = target.host_tile()
     print(f"{tile.lanes} lanes, {tile.vectors} x {tile.rows} accumulators")
+
+
+def collect_libraries() -> list[Any]:
+    """The numba libraries of all that is compiled from now on."""
+    libraries = []
+    object_code = compiled._object_code
+
+    def collect(library: Any) -> bytes:
+        libraries.append(library)
+        return object_code(library)
+
+    compiled._object_code = collect
+    return libraries
 
 
 def compile_for(triple: str, cpu: str) -> None:
     """Emit the kernels' code as it would be for the target, and assemble it with LLVM's code generator for it."""
-    compiled.host_tile.cache_clear()
-    compiled.tile_for = lambda _triple, _features: tiles.tile_for(triple, "")
+    libraries = collect_libraries()
+    target.tile_for = lambda _triple, _features: tiles.tile_for(triple, "")
     tile_matmul.matrix_unit = lambda: False
     check()  # the same code, on this machine
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=2)
     machines = set()
-    for kernel in compiled._KEPT:
-        lines = [
-            line for line in kernel._library.get_llvm_str().splitlines() if not line.startswith("target ")
-        ]
+    for library in libraries:
+        lines = [line for line in library.get_llvm_str().splitlines() if not line.startswith("target ")]
         module = binding.parse_assembly("\n".join(lines))
         module.triple, module.data_layout = triple, str(machine.target_data)
         module.verify()
         machines.add(int.from_bytes(machine.emit_object(module)[18:20], "little"))
-    print(f"{len(compiled._KEPT)} kernels, machine {sorted(machines)}")
+    print(f"{len(libraries)} kernels, machine {sorted(machines)}")
 
 
 def compile_matrix_kernels() -> None:
-    matrix_tile_kernels.matrix_matmul_kernel()
-    code = compiled._KEPT[-1]._library.get_asm_str()
+    libraries = collect_libraries()
+    kernel_table.matrix_matmul_kernel()
+    code = libraries[-1].get_asm_str()
     print(", ".join(f"{name} {code.count(name)}" for name in ("tdpbf16ps", "ldtilecfg", "tilerelease")))
 
 

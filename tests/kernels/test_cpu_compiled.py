@@ -1,57 +1,57 @@
-"""Compilation of the CPU kernels when there is nowhere to keep the result."""
+"""Compilation of the CPU kernels into object code that needs neither Python nor numba."""
 
 import ctypes
-import importlib.util
-from pathlib import Path
 
 import numpy as np
-import pytest
-from numba.core import caching
+from llvmlite.binding.orcjit import JITLibraryBuilder, create_lljit_compiler
+from numba import types
 
-from quengine.kernels.cpu.compiled import _say_once, compile_kernel, source_stamp
+from quengine.kernels.cpu import kernel_table
+from quengine.kernels.cpu.code_store import code_store
+from quengine.kernels.cpu.compiled import compile_function, compile_kernel
+from quengine.kernels.cpu.machine_code import ENTRY, link
 from quengine.kernels.cpu.row_ir import get, store_f32
 
+# Functions of the C library, which any process has.
+C_LIBRARY = ("usleep", "sched_yield", "memset", "memcpy")
 
-def test_kernels_compile_without_a_folder_to_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for implementation in (caching.CodeLibraryCacheImpl, caching.CompileResultCacheImpl):
-        monkeypatch.setattr(implementation, "_locator_classes", [])
 
+def test_a_kernel_has_the_signature_of_all_kernels() -> None:
     def write_task(context: int, task: int) -> None:
         store_f32(np.float32(task), get(context, 0) + 4 * task)
 
     out = np.zeros(3, np.float32)
     parameters = np.array([out.ctypes.data], np.int64)
-    kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(compile_kernel(write_task))
+    kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(link(compile_kernel(write_task)))
     kernel(parameters.ctypes.data, 2)
     assert out.tolist() == [0.0, 0.0, 2.0]
 
 
-def test_the_stamp_names_the_generators() -> None:
-    assert len(source_stamp()) == 16 and source_stamp() == source_stamp()
+def test_a_function_returns_its_result() -> None:
+    code = compile_function(lambda a, b, c: a * b + c, types.int64, 3)
+    assert ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(link(code))(-7, 6, 2) == -40
 
 
-def test_compiling_is_said_once_and_not_when_kernels_are_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    # A module of its own, as numba keeps compiled code beside the file that a function is written in.
-    source = tmp_path / "some_kernel.py"
-    source.write_text(
-        "from quengine.kernels.cpu.compiled import compile_kernel\n"
-        "from quengine.kernels.cpu.row_ir import get\n\n"
-        "def kernel(context, task):\n    get(context, task)\n\n"
-        "def make():\n    return compile_kernel(kernel)\n"
-    )
-    messages = []
-    for times in (2, 1):
-        _say_once.cache_clear()
-        caplog.clear()
-        for _ in range(times):
-            spec = importlib.util.spec_from_file_location("some_kernel", source)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            module.make()
-        messages.append(
-            [record.getMessage() for record in caplog.records if "compiling" in record.getMessage()]
-        )
-    assert len(messages[0]) == 1 and messages[1] == []
+def test_kernels_refer_to_the_c_library_alone() -> None:
+    # A division and a choice of two, for which numba has exceptions and functions of its own, are in these.
+    for function in (
+        kernel_table.lead_function,
+        kernel_table.watch_function,
+        kernel_table.chain_kernel,
+        kernel_table.join_kernel,
+        kernel_table.tile_matmul_kernel,
+        kernel_table.block_kernel,
+        kernel_table.sums_kernel,
+    ):
+        function()
+        name = next(name for name in kept_names() if name.endswith(f"-{function.__name__}"))
+        code = code_store().read(name)
+        assert code is not None
+        library = JITLibraryBuilder().add_object_img(code).export_symbol(ENTRY)
+        for symbol in C_LIBRARY:
+            library.import_symbol(symbol, 8)
+        library.link(create_lljit_compiler(suppress_errors=True), name)  # raises for any other symbol
+
+
+def kept_names() -> list[str]:
+    return [path.name for folder in code_store().folders if folder.is_dir() for path in folder.iterdir()]

@@ -9,9 +9,9 @@ from torch import Tensor
 from quengine.kernels.activations import round_activations
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import embed, linear, linear_launches, matmul, prompt_linear, set_threads
-from quengine.kernels.cpu.compiled import host_tile
 from quengine.kernels.cpu.matrix_tiles import matrix_unit
-from quengine.kernels.cpu.row_ir import record_bytes
+from quengine.kernels.cpu.records import record_bytes
+from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.threads import max_threads, run
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cpu import prompt_linear, set_threads
-from quengine.kernels.cpu.compiled import host_tile
-from quengine.kernels.cpu.matrix_tile_kernels import matrix_pack_kernel, split_kernel
+from quengine.kernels.cpu.kernel_table import matrix_pack_kernel, quantized_panel_kernel, split_kernel
 from quengine.kernels.cpu.matrix_tiles import matrix_unit, two_term_product, two_terms
+from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.threads import Launch, max_threads, run
-from quengine.kernels.cpu.tile_kernels import quantized_panel_kernel
 from quengine.kernels.cpu.tiles import DEPTH
 from tests.kernels.test_cpu_targets import run as run_for_target
 from tests.kernels.tile_emulator import CASES

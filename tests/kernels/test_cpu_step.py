@@ -12,7 +12,7 @@ from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu.add import add_launch
 from quengine.kernels.cpu.matmul import matvec_launch, round_launch
-from quengine.kernels.cpu.row_ir import record_bytes
+from quengine.kernels.cpu.records import record_bytes
 from quengine.kernels.cpu.stage import Stage
 from quengine.kernels.cpu.swiglu import swiglu_launch
 from quengine.kernels.cpu.threads import Program
