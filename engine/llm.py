@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from quengine.config import MIXED_CHUNK, MIXED_SECONDS, EngineConfig
+from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig
 from quengine.constraint import ConstraintCompiler
 from quengine.draft_pace import draft_rows, draft_tokens
 from quengine.errors import EngineError
@@ -272,6 +272,8 @@ class LLM:
             kind = self.loaded.device.type
             mixed = MIXED_CHUNK[kind], MIXED_SECONDS[kind]
             packed = self.runner.packs_prompts
+            if packed:  # a step of several prompts may be longer than the context of each
+                chunk_size = config.chunk_size or DEFAULT_CHUNK[kind]
             return PagedScheduler(cache, config.parallel, chunk_size, *mixed, config.deterministic, packed)
         # A kept answer was computed token by token, and a prompt that holds it would not be.
         return Scheduler(cache, chunk_size, config.reuse_prefix and not config.deterministic)

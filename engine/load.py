@@ -135,7 +135,9 @@ def _choose_cache(
     shape, cache_type = checkpoint.config, config.cache_type
     paged = config.parallel > 1 or config.speculates
     drafts = None if draft is None else draft.config
-    chunk = min(config.chunk_size or DEFAULT_CHUNK[device.type], config.ctx_size or shape.context_length)
+    chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
+    if config.parallel == 1:
+        chunk = min(chunk, config.ctx_size or shape.context_length)
     rows = max(config.parallel, draft_rows(config, device.type))
     weights = checkpoint.nbytes
     workspace = workspace_bytes(device.type, shape, weights, chunk, rows)

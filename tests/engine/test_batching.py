@@ -112,6 +112,22 @@ def test_prompts_computed_in_one_step_give_the_texts_they_give_alone(
         assert paged(llm).blocks.num_used == 0
 
 
+def test_a_step_of_several_prompts_may_be_longer_than_the_context_of_each(model: Path) -> None:
+    prompts = [list(range(i, i + 60)) for i in range(6)]
+    with load(model, 6, "reference") as llm, load(model, 1, "reference") as alone:
+        for prompt in prompts:
+            llm.stream(prompt, GREEDY).start()
+        llm.step()
+        step = paged(llm).current
+        assert (
+            isinstance(step, PromptStep)
+            and sum(len(chunk.ids) for chunk in step.chunks) == 360 > llm.ctx_size
+        )
+        for sequence in step.sequences:
+            llm.scheduler.cancel(sequence)
+        same(llm.generate(prompts, GREEDY), alone.generate(prompts, GREEDY))
+
+
 def test_a_prompt_whose_logits_are_not_finite_fails_alone_of_those_in_its_step(model: Path) -> None:
     prompts = [list(range(i, i + 20)) for i in range(3)]
     with load(model, 3, "reference") as llm, load(model, 1, "reference") as alone:
