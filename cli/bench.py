@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quengine.cli import options
+from quengine.cli import collector, options
 from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
 
@@ -89,6 +89,7 @@ def bench(
     from quengine.bench import BenchPlan, run_bench, synthetic_model
     from quengine.bench_row import expand_tests
 
+    collector.working()
     progress = ProgressLine()
     tests = expand_tests(numbers["-p"], numbers["-n"], both, numbers["-d"])
     made = [synthetic_model(name, _announce) for name in _split(synthetic)]

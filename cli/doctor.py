@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quengine.cli import collector
 from quengine.cli.list import installed_rows
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def self_tests(found: "Diagnosis") -> "Iterator[tuple[str, Iterator[KernelCheck]
     from quengine.load import MIN_CAPABILITY
     from quengine.self_test_run import check_cpu, check_cuda
 
+    collector.working()
     yield "cpu", check_cpu(found.threads)
     for device in found.cuda:
         if tuple(map(int, device.capability.split("."))) >= MIN_CAPABILITY:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from quengine.cli import collector
 from quengine.cli.options import Drafts
 from quengine.cli.progress import ProgressLine
 from quengine.kernels.cache_types import CacheType
@@ -43,4 +44,5 @@ def load_llm(
         progress=progress,
     )
     progress.clear()
+    collector.working()
     return llm

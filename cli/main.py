@@ -7,7 +7,6 @@ device, too little memory, failed self-test); 3 a bug in the engine; 130 stopped
 of the output went away.
 """
 
-import gc
 import logging
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import Annotated, TextIO
 
 import typer
 
+from quengine.cli import collector
 from quengine.cli.bench import bench
 from quengine.cli.chat import chat
 from quengine.cli.doctor import doctor
@@ -183,15 +183,13 @@ def run(args: list[str]) -> int:
     return outcome if isinstance(outcome, int) else 0
 
 
-COLLECT_AFTER = 200_000
-"""Objects made between two runs of Python's garbage collector. With its own 700 it walks some hundred times, in every
-start, through all that torch, numba and a vocabulary have built."""
-
-
 def main() -> int:
     """The entry point of the `engine` script."""
-    gc.set_threshold(COLLECT_AFTER)
-    return run(sys.argv[1:])
+    collector.starting()
+    try:
+        return run(sys.argv[1:])
+    finally:
+        collector.ending()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quengine.cli import options
+from quengine.cli import collector, options
 from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
 
@@ -85,6 +85,7 @@ def parity(
     from quengine.parity_sides import SidePair, check_sides, default_sides
     from quengine.parity_workload import FULL, QUICK, built_in_texts, estimate_seconds, plan_workload
 
+    collector.working()
     defaults, extent = default_sides(), QUICK if quick else FULL
     a, b = a or defaults[0], b or defaults[1]
     check_sides(a, b)

@@ -6,7 +6,6 @@ Importing this package loads neither torch nor numba; the names below are resolv
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import version
+
         return version("quengine")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.backend import BLOCK_SIZE
-from quengine.kernels.cache_types import CacheType, can_store
+from quengine.kernels.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.models.config import ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 384 * 2**20}

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from quengine.kernels.cache_types import BLOCK_SIZE as BLOCK_SIZE  # known by its old place too
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import RopeLayout
 
@@ -22,10 +23,6 @@ Hidden: TypeAlias = Any
 """What a backend hands from one of its operations to the next, [T, width] in meaning: a plain tensor on the
 reference and CPU backends; a device backend may carry rounded planes or partial sums along. The decoder only
 passes it on."""
-
-
-BLOCK_SIZE = 32
-"""Positions in a block of a paged cache."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The types a key-value cache can be stored in, and how many bytes a row of each takes: the one place that says so.
+"""The types a key-value cache can be stored in, how many bytes a row of each takes, and how many rows a block has.
 
 A row is one head's key, or value, at one position. Knows no tensors.
 """
@@ -12,6 +12,9 @@ CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)
 
 Q8_0_GROUP = 32
 """Values that share one scale in a q8_0 row."""
+
+BLOCK_SIZE = 32
+"""Positions in a block of a paged cache."""
 
 
 def row_bytes(cache_type: CacheType, head_dim: int) -> int:

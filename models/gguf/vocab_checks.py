@@ -4,6 +4,7 @@ It checks types, lengths, ranges and names; how text becomes tokens is `quengine
 """
 
 import re
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +48,15 @@ SPECIAL_ID_KEYS = tuple(
 _BYTE_TOKEN = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
-def check_vocabulary(file: GGUFFile) -> None:
+@dataclass(frozen=True)
+class CheckedVocabulary:
+    """What was decoded to be checked: the tokens' texts, and the halves of each merge."""
+
+    texts: list[str]
+    merges: list[tuple[str, str]]
+
+
+def check_vocabulary(file: GGUFFile) -> CheckedVocabulary:
     """Raises GGUFError unless the tokenizer arrays of `file` are whole and agree with each other.
 
     Checked: types and lengths of tokens, scores, token types and merges; every token and merge is UTF-8; no
@@ -67,8 +76,8 @@ def check_vocabulary(file: GGUFFile) -> None:
     if types is not None:
         _check_byte_tokens(file, tokens, types)
     merges = file.get_strings(MERGES)
-    if merges is not None:
-        _check_merges(file, merges, frozenset(texts))
+    pairs = [] if merges is None else _checked_merges(file, merges, frozenset(texts))
+    return CheckedVocabulary(texts, pairs)
 
 
 def check_chat_templates(file: GGUFFile) -> None:
@@ -124,12 +133,13 @@ def _check_byte_tokens(file: GGUFFile, tokens: StringArray, types: NDArray[np.ge
         seen[raw] = index
 
 
-def _check_merges(file: GGUFFile, merges: StringArray, tokens: frozenset[str]) -> None:
-    parts = [merge.partition(" ") for merge in merges]
-    joined = {left + right for left, _, right in parts}
-    halves = {left for left, _, _ in parts} | {right for _, _, right in parts}
+def _checked_merges(file: GGUFFile, merges: StringArray, tokens: frozenset[str]) -> list[tuple[str, str]]:
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    joined = {left + right for left, right in pairs}
+    halves = {left for left, _ in pairs} | {right for _, right in pairs}
     if "" not in halves and halves <= tokens and joined <= tokens:
-        return
+        return pairs
+    pairs = []
     for index, merge in enumerate(merges):
         # The first character may itself be a space, so the separator is looked for after it.
         split = merge.find(" ", 1)
@@ -139,3 +149,5 @@ def _check_merges(file: GGUFFile, merges: StringArray, tokens: frozenset[str]) -
         if left not in tokens or right not in tokens or left + right not in tokens:
             missing = next(part for part in (left, right, left + right) if part not in tokens)
             raise file.error(MERGES, f"{shown(merge)}: {shown(missing)} is no token of the vocabulary", index)
+        pairs.append((left, right))
+    return pairs

@@ -12,7 +12,7 @@ from quengine.models.gguf.vocab_checks import MERGES, SCORES, TOKEN_TYPE, TOKENS
 from quengine.models.tokenizer.added_tokens import AddedTokenEncoder
 from quengine.models.tokenizer.byte_level import ByteLevelBPE, byte_level_bytes
 from quengine.models.tokenizer.errors import TokenizerError
-from quengine.models.tokenizer.pre_tokenizers import PreTokenizer, pre_tokenizer
+from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer
 from quengine.models.tokenizer.scored_bpe import ScoredBPE, scored_bytes
 from quengine.models.tokenizer.tokenizer import TextEncoder, Tokenizer
 from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, with_roles_by_text
@@ -55,25 +55,20 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
         splits = pre_tokenizer(name)
     except TokenizerError as failure:
         raise TokenizerError(f"{file.path}: {failure}") from None
-    check_vocabulary(file)
-    vocabulary = _vocabulary(file, splits.add_bos, {}, byte_level_bytes)
-    merges = file.require_strings(MERGES)
-    return Tokenizer(vocabulary, lambda: _byte_level_encoder(vocabulary, list(merges), splits))
-
-
-def _byte_level_encoder(vocabulary: Vocabulary, merges: list[str], splits: PreTokenizer) -> TextEncoder:
-    pairs = [merge.partition(" ")[::2] for merge in merges]
-    if any(
-        not left for left, _ in pairs
-    ):  # the left piece may itself begin with a space, in files of odd origin
-        cuts = [merge.index(" ", 1) for merge in merges]
-        pairs = [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
-    return AddedTokenEncoder(vocabulary, ByteLevelBPE(vocabulary, pairs, splits))
+    checked = check_vocabulary(file)
+    vocabulary, merges = (
+        _vocabulary(file, checked.texts, splits.add_bos, {}, byte_level_bytes),
+        checked.merges,
+    )
+    file.require_strings(MERGES)  # where it has none, `merges` is empty
+    return Tokenizer(
+        vocabulary, lambda: AddedTokenEncoder(vocabulary, ByteLevelBPE(vocabulary, merges, splits))
+    )
 
 
 def _scored(file: GGUFFile) -> Tokenizer:
-    check_vocabulary(file)
-    vocabulary = _vocabulary(file, True, _SCORED_ROLES, scored_bytes)
+    checked = check_vocabulary(file)
+    vocabulary = _vocabulary(file, checked.texts, True, _SCORED_ROLES, scored_bytes)
     said = file.get_bool(_PREFIX + "add_space_prefix")
     space_prefix = said is None or said
     scores = file.get_floats(SCORES)
@@ -88,10 +83,13 @@ def _scored(file: GGUFFile) -> Tokenizer:
 
 
 def _vocabulary(
-    file: GGUFFile, add_bos: bool, roles: Mapping[str, int], to_bytes: Callable[[str], bytes]
+    file: GGUFFile,
+    texts: list[str],
+    add_bos: bool,
+    roles: Mapping[str, int],
+    to_bytes: Callable[[str], bytes],
 ) -> Vocabulary:
     """`add_bos` and `roles` are what holds where the file does not say."""
-    texts = list(file.require_strings(TOKENS))
     types = file.get_ints(TOKEN_TYPE)
     named = {role: i for role, i in roles.items() if i < len(texts)}
     for role, key in _ROLES.items():

@@ -36,7 +36,7 @@ class Tokenizer:
     ) -> None:
         self.space_prefix = space_prefix
         self._vocabulary = vocabulary
-        self._make_encoder = make_encoder
+        self._make_encoder: Callable[[], TextEncoder] | None = make_encoder
         self._encoder: TextEncoder | None = None
         self._lock = Lock()
 
@@ -147,8 +147,10 @@ class Tokenizer:
 
     def _text_encoder(self) -> TextEncoder:
         with self._lock:
-            if self._encoder is None:
+            if self._make_encoder is not None:
                 self._encoder = self._make_encoder()
+                self._make_encoder = None  # what it was made from is not needed again
+            assert self._encoder is not None
             return self._encoder
 
     def _checked(self, token_id: int) -> int:

@@ -56,7 +56,7 @@ class Vocabulary:
 
     `named_ids` holds the roles that the file assigns: bos, eos, eot, eom, unk, pad and so on. `add_bos` is
     whether a prompt begins with `bos`; `to_bytes` turns a normal token's text into the bytes it stands for;
-    `eos_ids` end a generation.
+    `eos_ids` end a generation; `ids` follow from `texts`.
     """
 
     texts: Sequence[str]
@@ -66,13 +66,14 @@ class Vocabulary:
     add_eos: bool
     to_bytes: Callable[[str], bytes]
     eos_ids: frozenset[int] = field(default=frozenset())
+    ids: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.ids:
+            object.__setattr__(self, "ids", {text: i for i, text in enumerate(self.texts)})
 
     def __len__(self) -> int:
         return len(self.texts)
-
-    @cached_property
-    def ids(self) -> dict[str, int]:
-        return {text: i for i, text in enumerate(self.texts)}
 
     def is_control(self, token_id: int) -> bool:
         """Whether the token stands for no text: begin and end marks, roles, padding, the unknown token."""

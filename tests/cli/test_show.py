@@ -1,7 +1,10 @@
 """`engine show`: whole models, vocabularies alone, models that cannot run, folders; text and JSON."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +27,15 @@ def as_json(capsys, path, **flags) -> dict:
 @pytest.fixture
 def tiny(tmp_path):
     return write_synthetic(tmp_path / "tiny.gguf", PRESETS["tiny"])
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="torch tells the memory of a GPU")
+def test_a_model_is_shown_without_torch(tiny):
+    code = "import sys; from quengine.cli.main import run; run(sys.argv[1:]); print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "show", str(tiny)], capture_output=True, text=True, check=True
+    )
+    assert "architecture  llama" in done.stdout and done.stdout.splitlines()[-1] == "False"
 
 
 def test_a_whole_model(capsys, tiny):

@@ -18,7 +18,7 @@ def check(tmp_path, values):
             builder.kv(key, *value)
         elif value is not None:
             builder.kv(key, value)
-    check_vocabulary(open_gguf(builder.write(tmp_path / "v.gguf")))
+    return check_vocabulary(open_gguf(builder.write(tmp_path / "v.gguf")))
 
 
 @pytest.mark.parametrize("vocabulary", [SPM, BPE])
@@ -83,8 +83,14 @@ def test_the_special_id_keys_are_those_of_the_gguf_package():
 
 
 def test_a_merge_may_start_with_a_space(tmp_path):
-    values = {P + "tokens": [" ", "a", " a"], P + "merges": ["  a"]}
-    check(tmp_path, values)
+    values = {P + "tokens": [" ", "a", " a", "aa"], P + "merges": ["  a", "a a"]}
+    checked = check(tmp_path, values)
+    assert checked.texts == [" ", "a", " a", "aa"] and checked.merges == [(" ", "a"), ("a", "a")]
+
+
+def test_merges_are_given_as_pairs(tmp_path):
+    assert check(tmp_path, BPE).merges[0] == tuple(BPE[P + "merges"][0].split(" "))
+    assert check(tmp_path, SPM).merges == []
 
 
 @pytest.mark.parametrize("key", ["tokenizer.chat_template", "tokenizer.chat_template.tool_use"])

@@ -1,0 +1,26 @@
+"""When Python's garbage collector runs in a command: rarely while it starts, never again through what it has loaded.
+
+What a start makes (torch, a vocabulary, a model) lasts to the end; each collection would walk through all of it.
+"""
+
+import gc
+
+AT_START = 1_000_000
+"""Objects made between two collections; a start with torch makes fewer."""
+AT_WORK = 20_000
+
+
+def starting() -> None:
+    """Collections are far between from now on."""
+    gc.set_threshold(AT_START)
+
+
+def working() -> None:
+    """What there is now stays for good; what is made from now on is collected while it is little."""
+    gc.freeze()
+    gc.set_threshold(AT_WORK)
+
+
+def ending() -> None:
+    """Spares the interpreter the collection with which it ends."""
+    gc.freeze()
