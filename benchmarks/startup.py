@@ -1,6 +1,6 @@
 """CPU and wall time from the start of a command to its end, beside what Python and torch take to start.
 
-    python benchmarks/startup.py [-m MODEL] [-r ROUNDS] [--beside FOLDER] [--json]
+    python benchmarks/startup.py [-m MODEL] [-r ROUNDS] [--beside FOLDER] [--only ROW ...] [--json]
 
 Commands are run in turns; the table has medians. CPU time is that of the process and of those it started, on all
 cores: on a shared machine it says more than wall time. The last row is a start without any compiled kernels, once.
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 ENGINE = (sys.executable, "-c", "from quengine.cli.main import main; raise SystemExit(main())")
 PORT = 18733
+FIRST = "engine generate, first start"
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("-m", "--model", default="smollm2-135m")
     parser.add_argument("-r", "--rounds", type=int, default=7)
     parser.add_argument("--beside", metavar="FOLDER", help="PYTHONPATH of another version")
-    parser.add_argument("--only", help="only rows whose name has this in it")
+    parser.add_argument("--only", nargs="+", default=[""], help="only rows whose name has one of these in it")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     # As installed: bytecode is there, or is written by the first round.
@@ -104,7 +105,7 @@ def main() -> None:
         (name, label): (command, environment, ready)
         for name, (command, ready) in rows(given.model).items()
         for label, environment in versions.items()
-        if (label == "" or command[:3] == ENGINE) and (not given.only or given.only in name)
+        if (label == "" or command[:3] == ENGINE) and any(part in name for part in given.only)
     }
     for command in commands.values():
         cost(*command)  # writes bytecode, compiles kernels, brings files into memory
@@ -118,11 +119,9 @@ def main() -> None:
     }
     command, ready = rows(given.model)["engine generate -n 1"]
     for label, environment in versions.items():
-        if not given.only or given.only in "first":
+        if any(part in FIRST for part in given.only):
             with tempfile.TemporaryDirectory() as folder:
-                medians[label + "the same, first start"] = cost(
-                    command, environment | {"NUMBA_CACHE_DIR": folder}, ready
-                )
+                medians[label + FIRST] = cost(command, environment | {"NUMBA_CACHE_DIR": folder}, ready)
     if given.json:
         print(json.dumps({name: {"cpu_s": c.cpu, "wall_s": c.wall} for name, c in medians.items()}))
         return
