@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 from timing import COPY_BYTES_PER_SECOND, graph_us
 
+import quengine.kernels.cuda.attention_arguments as arguments
 import quengine.kernels.cuda.attention_decode as decode
 import quengine.kernels.cuda.attention_prefill as prefill
+import quengine.kernels.cuda.attention_tiles as tiles
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda.activations import RoundedActivations
@@ -63,7 +65,7 @@ def time_decode(spec: AttentionSpec, caches: list[KVStore], depth: int, pdl: boo
     """Microseconds of one launch: rotation, cache write, attention, combination and rounding."""
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
-    workspace = decode.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
+    workspace = arguments.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
     out = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
     return graph_us(
         [
@@ -112,7 +114,7 @@ def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: 
     tables = torch.randperm(batch * blocks, device=DEVICE).to(torch.int32).view(batch, blocks)
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
-    workspace = decode.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
+    workspace = arguments.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
     rounded = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
     plain = torch.empty(batch, HEADS * HEAD_DIM, device=DEVICE)
 
@@ -146,16 +148,16 @@ def batch_table(spec: AttentionSpec) -> list[dict[str, float | bool]]:
 def batch_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, object]]:
     """Least keys a slice, tile, warps and stages at four batches."""
     results: list[dict[str, object]] = []
-    coarse, launch = decode.COARSE, decode.decode_launch
-    tiles = ((64, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 3), (128, 8, 2)) if not q8_0 else SWEPT_Q8_0
-    for least, tile in itertools.product((160, 288, 416, 544), tiles):
-        decode.COARSE = least
-        decode.decode_launch = lambda *_, tile=tile: decode.DecodeLaunch(*tile)  # type: ignore[assignment]
+    coarse, launch = tiles.COARSE, tiles.tile_launch
+    swept = ((64, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 3), (128, 8, 2)) if not q8_0 else SWEPT_Q8_0
+    for least, tile in itertools.product((160, 288, 416, 544), swept):
+        tiles.COARSE = least
+        tiles.tile_launch = lambda *_, tile=tile: tiles.TileLaunch(*tile)  # type: ignore[assignment]
         cases = ((8, 256), (32, 256), (64, 256), (8, 2048), (32, 2048))
         us = [time_paged(spec, depth, batch, q8_0, False) for batch, depth in cases]
         results.append({"q8_0": q8_0, "least": least, "tile": tile, "us": us})
         print(f"sweep q8_0={q8_0} least {least} tile {tile}:", *(f"{t:.1f}" for t in us), flush=True)
-    decode.COARSE, decode.decode_launch = coarse, launch
+    tiles.COARSE, tiles.tile_launch = coarse, launch
     return results
 
 
@@ -163,13 +165,13 @@ def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
     """Slices, tile, warps and stages at three depths."""
     results = []
     caches = [random_cache(q8_0) for _ in range(LAYERS)]
-    count, launch = decode.slice_count, decode.decode_launch
+    count, launch = arguments.slice_count, tiles.tile_launch
     for slices, keys, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3)):
         if keys * stages > 256:
             continue
-        decode.slice_count = lambda _, n=slices: n  # type: ignore[assignment]
-        shape = decode.DecodeLaunch(keys, warps, stages)
-        decode.decode_launch = lambda *_, shape=shape: shape  # type: ignore[assignment]
+        arguments.slice_count = lambda _, n=slices: n  # type: ignore[assignment]
+        shape = tiles.TileLaunch(keys, warps, stages)
+        tiles.tile_launch = lambda *_, shape=shape: shape  # type: ignore[assignment]
         try:
             us = [time_decode(spec, caches, depth, True) for depth in (0, 100, 512, 4096, 16384)]
         except Exception as error:  # a shape that does not fit this GPU is a result of the sweep
@@ -181,7 +183,7 @@ def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
             *(f"{t:.2f}" for t in us),
             flush=True,
         )
-    decode.slice_count, decode.decode_launch = count, launch
+    arguments.slice_count, tiles.tile_launch = count, launch
     return results
 
 

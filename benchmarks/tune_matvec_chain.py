@@ -22,7 +22,8 @@ from benchmarks.matvec_chain import LAYERS, layer, layer_calls
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda import launch_table
 from quengine.kernels.cuda.activations import RoundedActivations
-from quengine.kernels.cuda.attention_decode import DecodeWorkspace, attention_decode_round
+from quengine.kernels.cuda.attention_arguments import DecodeWorkspace
+from quengine.kernels.cuda.attention_decode import attention_decode_round
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.kv_rows import allocate_layer
 

@@ -26,8 +26,8 @@ from quengine.kernels.backend import (
 )
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention_decode import (
-    DecodeWorkspace,
     attention_decode,
     attention_decode_half,
     attention_decode_round,

@@ -8,12 +8,9 @@ import torch
 from quengine.kernels.attention import attention
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.activations import RoundedActivations
-from quengine.kernels.cuda.attention_decode import (
-    DecodeWorkspace,
-    attention_decode,
-    attention_decode_round,
-    combine_heads,
-)
+from quengine.kernels.cuda.attention_arguments import DecodeWorkspace
+from quengine.kernels.cuda.attention_decode import attention_decode, attention_decode_round
+from quengine.kernels.cuda.attention_tiles import combine_heads
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.kv_q8_0 import dequantize_rows, quantize_rows
 from quengine.kernels.rms_norm import rms_norm
@@ -106,7 +103,15 @@ def check(
 
 @pytest.mark.parametrize(
     "heads,kv_heads,head_dim,rope_dim",
-    [(4, 1, 64, 64), (6, 2, 80, 32), (2, 2, 96, 96), (8, 2, 128, 128), (4, 2, 256, 64)],
+    [
+        (4, 1, 64, 64),
+        (6, 2, 80, 32),
+        (2, 2, 96, 96),
+        (8, 2, 128, 128),
+        (7, 1, 128, 64),
+        (8, 1, 64, 64),
+        (4, 2, 256, 64),
+    ],
 )
 @pytest.mark.parametrize("position", [0, 37])
 def test_head_sizes_and_positions(

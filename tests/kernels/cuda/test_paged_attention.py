@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
-from quengine.kernels.cuda import attention_decode as attention_decode_module
-from quengine.kernels.cuda import attention_warps
+from quengine.kernels.cuda import attention_arguments, attention_tiles, attention_warps
 from quengine.kernels.cuda.activations import RoundedActivations
+from quengine.kernels.cuda.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention_decode import (
-    DecodeWorkspace,
     attention_decode,
     attention_decode_half,
     attention_decode_round,
@@ -29,7 +28,7 @@ CONTEXT = BLOCKS * BLOCK_SIZE
 @pytest.fixture(autouse=True)
 def _few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs block after block; 8 a sequence say what 128 would."""
-    monkeypatch.setattr(attention_decode_module, "_TARGET_BLOCKS", 8)
+    monkeypatch.setattr(attention_arguments, "_TARGET_BLOCKS", 8)
 
 
 def planes(cache: KVStore) -> list[torch.Tensor]:
@@ -107,8 +106,8 @@ def test_decode_over_blocks_is_decode_over_rows(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention_decode_module, "COARSE", 96)
-    monkeypatch.setattr(attention_warps, "COARSE", attention_warps.Slices(4, 128))
+    monkeypatch.setattr(attention_tiles, "COARSE", 96)
+    monkeypatch.setattr(attention_warps, "COARSE", attention_warps.Slices(2, 128))
     spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
     positions = [CONTEXT - 1, 0, 103]
     cache = sequences_of(spec, len(positions), q8_0)
@@ -137,9 +136,11 @@ def test_a_row_is_the_same_alone_and_in_any_batch(device: torch.device) -> None:
 
 
 def test_coarse_slices_are_the_same_sums(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One slice, two of them, and what is longer than the slices there are."""
-    monkeypatch.setattr(attention_decode_module, "COARSE", 64)
-    monkeypatch.setattr(attention_warps, "COARSE", attention_warps.Slices(4, 64))
+    """One slice, two of them, and what is longer than the slices there are; few programs, and many, of fewer
+    registers."""
+    monkeypatch.setattr(attention_warps, "FEW_PROGRAMS", 4)
+    monkeypatch.setattr(attention_tiles, "COARSE", 64)
+    monkeypatch.setattr(attention_warps, "COARSE", attention_warps.Slices(2, 64))
     spec = make_spec(device, CONTEXT, 4, 2, 64)
     positions = [40, 100, 287]
     pool, tables = as_pool(sequences_of(spec, 3, False), 1)
@@ -157,8 +158,8 @@ def test_a_batch_may_leave_half_rows(
     shape: Callable[[int, int], tuple[int, ...]], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One slice, and two that are combined."""
-    monkeypatch.setattr(attention_decode_module, "COARSE", 64)
-    monkeypatch.setattr(attention_warps, "COARSE", attention_warps.Slices(4, 64))
+    monkeypatch.setattr(attention_tiles, "COARSE", 64)
+    monkeypatch.setattr(attention_warps, "COARSE", attention_warps.Slices(2, 64))
     spec = make_spec(device, CONTEXT, 2, 1, 64)
     positions = torch.tensor([40, 100], dtype=torch.int32, device=device)
     pool, tables = as_pool(sequences_of(spec, 2, False), 1)
