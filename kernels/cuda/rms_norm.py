@@ -3,8 +3,8 @@
 One kernel, whose geometry follows (rows, width). Few rows take a block each with as many warps as the row
 can feed; many narrow rows share a block, so that every block has enough loads in flight. The order of a row's sum
 follows from the geometry: callers who may not let it depend on the number of rows ask for the `fixed` one, that of few
-rows. A row is read once and stays in registers. Knows rows and weights; not where a row comes from or which matmul
-reads it.
+rows. A row is read once and stays in registers. Rows for Hopper's matmul have a kernel of their own, in
+rms_norm_ordered.py. Knows rows and weights; not where a row comes from or which matmul reads it.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ import triton.language as tl
 from quengine.kernels.cuda.activations import RoundedActivations, round_group, store_rounded
 from quengine.kernels.cuda.half import HalfRows, Products, half_scale, store_half
 from quengine.kernels.cuda.relaunch import Relaunched
+from quengine.kernels.cuda.rms_norm_ordered import launch_norm_ordered
 
 _PLAIN = tl.constexpr(0)
 _ROUND = tl.constexpr(1)
@@ -223,6 +224,9 @@ def rms_norm_half(
     """As `rms_norm`, the result rounded to scaled fp16 rows for the matmuls (half.py), in the form of `out`."""
     half = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     assert half.rows == x.shape[0] and half.fits(x.shape[1]) and half.values.is_contiguous()
+    if half.ordered and x.device.type != "cpu":  # Triton's interpreter does not run that kernel
+        launch_norm_ordered(x, weight, eps, half, pdl)
+        return half
     outputs = (half.values, half.values, half.unscale, half.values)
     _launch(x, weight, eps, None, outputs, half.stride, _HALF.value, pdl, half=half, fixed=fixed)
     return half

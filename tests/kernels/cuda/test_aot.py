@@ -182,7 +182,8 @@ for v in aot.variants([90]):
     launch = aot.launches(v.case, 90)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
     flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "MANY", "FIXED",
-        "ROUND", "WINDOW", "TILED", "SEQUENCES")
+        "ROUND", "WINDOW", "TILED", "SEQUENCES", "REGISTERS")
+    given["REGISTERS"] = launch.options.get("maxnreg")
     print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
 """
 
@@ -214,12 +215,14 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     assert met("attention_prefill_kernel", "PAGED", "Q8", "OUT") == {
         (*pair, *out) for pair in both for out in outs
     }
-    assert met("attention_decode_kernel", "PAGED", "Q8", "PDL") == every
-    assert ("True", "416") in met("attention_decode_kernel", "PAGED", "LEAST")
+    assert met("attention_tiles_kernel", "PAGED", "Q8", "PDL") == every
+    assert ("True", "416") in met("attention_tiles_kernel", "PAGED", "LEAST")
     assert met("attention_warps_kernel", "PAGED", "PDL") == both
     assert met("attention_warps_kernel", "ROUND", "FORM") >= {("True", "-1"), ("False", "2")}
     assert ("1", "True") in met("attention_warps_kernel", "WINDOW", "PAGED")
+    assert met("attention_warps_kernel", "REGISTERS") == {("128",), ("255",)}
     assert {form for (form,) in met("rms_norm_kernel", "FORM")} == {"0", "1", "2"}
+    assert met("norm_ordered_kernel", "PDL") == {("True",)}
     assert {
         "fused_kernel",
         "float_matmul_kernel",

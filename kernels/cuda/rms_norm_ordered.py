@@ -1,0 +1,94 @@
+"""RMSNorm to ordered half rows (half.py) on Hopper: a batch's norms, whose rows go to matmul_wgmma.py.
+
+A program takes a row, and a thread the columns that lie side by side in both of the orders, so that it writes 16 bytes
+at a time; in rms_norm.py's kernel, which serves every form, they are 2. Sum and largest value are found in one pass.
+The order of a row's sum follows from its width alone. Does not know: who asks (rms_norm.py).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quengine.kernels.cuda.half import HalfRows, half_scale
+
+
+@gluon.jit
+def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
+    return sum_a + sum_b, gl.maximum(largest_a, largest_b)
+
+
+@gluon.jit
+def _norm_ordered_kernel(
+    x_ptr, weight_ptr, out_ptr, unscale_ptr, x_stride, copy, eps,
+    BLOCKS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    # [block of 128 columns, bits 1 to 3 of a column, bits 4 to 6, bit 0]
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 8, 2], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = gl.program_id(0).to(gl.int64)
+    B: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+    P: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
+    H: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L)))
+    E: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    block = gl.arange(0, PADDED, layout=B)[:, None, None, None]
+    column = block * 128 + gl.arange(0, 8, layout=P)[None, :, None, None] * 2
+    column += (
+        gl.arange(0, 8, layout=H)[None, None, :, None] * 16 + gl.arange(0, 2, layout=E)[None, None, None, :]
+    )
+    live = column < BLOCKS * 128
+    weight = gl.load(weight_ptr + column, mask=live, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = gl.load(x_ptr + row * x_stride + column, mask=live, other=0.0)
+    y = x * weight
+    size = y.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    squares, largest = gl.reduce(
+        (gl.reshape(x * x, [PADDED * 128]), gl.reshape(size, [PADDED * 128])), 0, _sum_and_largest
+    )
+    inverse_rms = gl.rsqrt(squares / (BLOCKS * 128) + eps)
+    largest = (largest.to(gl.float32, bitcast=True) * inverse_rms).to(gl.int32, bitcast=True)
+    scale, unscale = half_scale(largest)
+    gl.store(unscale_ptr + row, unscale)
+    y = (y * inverse_rms * scale).to(gl.float16)
+    out_ptr += row * (BLOCKS * 128)
+    _store_order(out_ptr, y, BLOCKS, WARPS, False)
+    _store_order(out_ptr + copy, y, BLOCKS, WARPS, True)
+
+
+@gluon.jit
+def _store_order(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr, SIXTEENS: gl.constexpr):
+    """y fp16 [block, 8 (bits 3, 2, 1 of a column), 8 (bits 6, 5, 4), 2 (bit 0)]: a row in the order of groups of 16, or
+    of 32. There, 8 values side by side are bits 5, 4 and 0, or bits 6, 5 and 0, and bit 1 says which of two eights."""
+    PADDED: gl.constexpr = y.shape[0]
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 2, 8], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
+    if not SIXTEENS:
+        y = gl.permute(gl.reshape(y, [PADDED, 8, 4, 2, 2]), [0, 1, 3, 2, 4])
+    y = gl.convert_layout(gl.reshape(y, [PADDED, 8, 2, 8]), L, assert_trivial=True)
+    block = gl.arange(0, PADDED, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    low = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    high = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
+    near = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+    low = (low & 1) * 8 + (low >> 1) * 16
+    block = block[:, None, None, None]
+    place = (
+        block * 128 + low[None, :, None, None] + high[None, None, :, None] * 64 + near[None, None, None, :]
+    )
+    gl.store(out_ptr + place, y, mask=block < BLOCKS)
+
+
+def launch_norm_ordered(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: HalfRows, pdl: bool = False
+) -> None:
+    """RMSNorm of fp32 rows x [T, D] with fp32 weights [D], to ordered rows; D a multiple of 128."""
+    blocks = x.shape[1] // 128
+    padded = max(4, triton.next_power_of_2(blocks))
+    warps = min(32, padded // 4)
+    assert out.ordered and x.dtype == weight.dtype == torch.float32 and x.shape[1] % 128 == 0
+    _norm_ordered_kernel[(x.shape[0],)](
+        x, weight, out.values, out.unscale, x.stride(0), out.values.stride(0), eps,
+        BLOCKS=blocks, PADDED=padded, WARPS=warps, PDL=pdl,
+        num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
