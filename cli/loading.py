@@ -22,9 +22,8 @@ def load_llm(
     drafts: Drafts,
     deterministic: bool,
     reuse_prefix: bool = False,
-    parallel: int = 1,
 ) -> "LLM":
-    """The model as the options of `generate`, `chat` and `serve` ask for it. Raises what `LLM` does."""
+    """The model as the options of `generate` and `chat` ask for it. Raises what `LLM` does."""
     from quengine.llm import LLM
 
     progress = ProgressLine()
@@ -37,7 +36,6 @@ def load_llm(
         reuse_prefix=reuse_prefix,
         cache_type=cache_type,
         deterministic=deterministic,
-        parallel=parallel,
         draft_model=drafts.draft_model,
         draft_ngram=drafts.draft_ngram,
         draft_tokens=drafts.draft_tokens,

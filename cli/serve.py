@@ -5,13 +5,14 @@ Reads flags and says where the server is; what a server does lies in quengine.se
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quengine.cli import options
-from quengine.cli.loading import load_llm
+from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -152,16 +153,28 @@ def serve(
     if draft_model is not None:
         resolve_model(draft_model)
 
-    def make_engine() -> "Engine":
-        from quengine.serve.llm_engine import LLMEngine
+    asked = {
+        "device": device,
+        "ctx_size": ctx_size,
+        "threads": threads,
+        "backend": backend,
+        "cache_type": held,
+        "deterministic": deterministic,
+        "reuse_prefix": True,
+        "parallel": parallel,
+        **asdict(drafts),
+    }
+    _run(settings, lambda: _make_engine(model, asked))
 
-        asked = (model, device, ctx_size, threads, backend, held)
-        llm = load_llm(
-            *asked, drafts=drafts, deterministic=deterministic, reuse_prefix=True, parallel=parallel
-        )
-        return LLMEngine(llm)
 
-    _run(settings, make_engine)
+def _make_engine(model: str, asked: dict[str, Any]) -> "Engine":
+    from quengine.serve.process_engine import ProcessEngine
+
+    progress = ProgressLine()
+    try:
+        return ProcessEngine(model, asked, progress)
+    finally:
+        progress.clear()
 
 
 def _run(settings: "ServerSettings", make_engine: "Callable[[], Engine]") -> None:

@@ -3,12 +3,12 @@
 Knows rows and sums; not which model or kernel gave them.
 """
 
-from typing import Literal, get_args
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, get_args
 
 from quengine.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Pooling = Literal["mean", "last"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
@@ -38,12 +38,14 @@ class Pool:
         """Forget the rows: they will come again from the first."""
         self._last = self._sums = None
 
-    def add(self, rows: Tensor) -> None:
+    def add(self, rows: "Tensor") -> None:
         """The next rows [T, n], on any device.
 
         Raises:
             EngineError: they are not finite, or as good as that.
         """
+        from torch import stack
+
         rows = (rows[-1:] if self.pooling == "last" else rows).double()
         if not bool((rows.abs() < _STEPS).all()):
             raise EngineError(
@@ -53,15 +55,17 @@ class Pool:
             self._last = rows[0].cpu()
             return
         whole = rows.round()
-        sums = torch.stack((whole, ((rows - whole) * _STEPS).round())).long().sum(1).cpu()
+        sums = stack((whole, ((rows - whole) * _STEPS).round())).long().sum(1).cpu()
         self._sums = sums if self._sums is None else self._sums + sums
 
     def embedding(self) -> list[float]:
         """The vector [n], of length 1 (of length 0 if all is zero)."""
+        from torch.nn.functional import normalize
+
         pooled = self._last
         if self._sums is not None:
             whole, steps = self._sums.double()
             pooled = whole + steps / _STEPS
         assert pooled is not None, "no rows were pooled"
-        unit: list[float] = torch.nn.functional.normalize(pooled, dim=0).tolist()
+        unit: list[float] = normalize(pooled, dim=0).tolist()
         return unit

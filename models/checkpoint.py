@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from quengine.kernels.quant_tensor import QuantTensor
     from quengine.models.chat_template import ChatTemplate
 
 
@@ -19,7 +19,7 @@ class Checkpoint(Protocol):
     config: ModelConfig
 
     @property
-    def tensors(self) -> Mapping[str, QuantTensor]:
+    def tensors(self) -> "Mapping[str, QuantTensor]":
         """Every tensor of the decoder by its GGUF name."""
         ...
 

@@ -1,26 +1,20 @@
-"""A GGUF model as the decoder wants it: checked tensors as views on the mapped file.
+"""A GGUF model as the decoder wants it: configuration, checked tensors, tokenizer, template.
 
-Types of the block format table stay as stored. The few others (IQ1 to IQ3, TQ) are expanded to F32 here, through
-the gguf package, and the notes say so with the memory that it takes.
+Who asks for no tensors needs no torch: the server beside an engine in another process, or `engine show`.
 """
 
-import warnings
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
-from quengine.models.gguf import GGUFTensor, open_gguf
+from quengine.models.gguf import open_gguf
 from quengine.models.tensor_table import check_tensors
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from quengine.kernels.quant_tensor import QuantTensor
     from quengine.models.chat_template import ChatTemplate
 
 
@@ -39,8 +33,10 @@ class GGUFCheckpoint:
         check_tensors(self.file, self.config)
 
     @cached_property
-    def tensors(self) -> dict[str, QuantTensor]:
-        return {name: _quant_tensor(tensor) for name, tensor in self.file.tensors.items()}
+    def tensors(self) -> "dict[str, QuantTensor]":
+        from quengine.models.gguf_tensors import quant_tensor
+
+        return {name: quant_tensor(tensor) for name, tensor in self.file.tensors.items()}
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +48,8 @@ class GGUFCheckpoint:
 
     @property
     def notes(self) -> list[str]:
+        from quengine.kernels.block_formats import FORMATS
+
         expanded = [t for t in self.file.tensors.values() if t.type_name not in FORMATS]
         if not expanded:
             return []
@@ -71,18 +69,3 @@ class GGUFCheckpoint:
 
     def close(self) -> None:
         self.file.close()
-
-
-def _quant_tensor(tensor: GGUFTensor) -> QuantTensor:
-    if tensor.type_name in FORMATS:
-        with warnings.catch_warnings():
-            # The mapping is read-only on purpose; nothing here writes through the tensor.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            data = torch.from_numpy(tensor.data)
-        return QuantTensor(tensor.name, FORMATS[tensor.type_name], tensor.shape, data)
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    values = dequantize(tensor.data, GGMLQuantizationType[tensor.type_name]).astype(np.float32, copy=False)
-    rows = torch.from_numpy(np.ascontiguousarray(values)).reshape(-1, tensor.shape[-1])
-    return QuantTensor(tensor.name, FORMATS["F32"], tensor.shape, rows.view(torch.uint8))

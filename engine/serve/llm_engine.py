@@ -4,18 +4,15 @@ The one module of the server that knows LLM, its scheduler and its sequences.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from quengine.errors import EngineError
 from quengine.llm import LLM
-from quengine.models.chat_template import ChatTemplate, encode_chat
 from quengine.paged_scheduler import PagedScheduler
 from quengine.pooling import Pooling
 from quengine.sampler import TokenLogprobs
-from quengine.sampling_params import SamplingParams
 from quengine.sequence import Sequence as LLMSequence
 from quengine.serve.engine_port import (
     EngineStats,
@@ -26,71 +23,10 @@ from quengine.serve.engine_port import (
     Piece,
     SlotStats,
 )
+from quengine.serve.llm_model import LLMModel, TextSide
 from quengine.serve.prompt_scores import scoring_sequence
-from quengine.tool_calls_format import ToolFormat
 
 logger = logging.getLogger("quengine.serve")
-
-
-class LLMModel:
-    """The text side of a loaded model."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        tokenizer, config, loaded = llm.tokenizer, llm.model_config, llm.loaded
-        self.ctx_size = llm.ctx_size
-        self.vocab_size = config.vocab_size
-        self.template = None if llm.chat_template is None else llm.chat_template.source
-        self.notes: Sequence[str] = loaded.notes
-        self.bos_id = tokenizer.bos_id
-        self.tool_format = None if self.template is None else ToolFormat.of(self.template, tokenizer)
-        self.eos_ids = tokenizer.eos_ids
-        self.facts: Mapping[str, Any] = {
-            "architecture": config.architecture,
-            "n_ctx_train": config.context_length,
-            "n_vocab": config.vocab_size,
-            "n_embd": config.embedding_length,
-            "n_params": loaded.checkpoint.weights,
-            "size": loaded.checkpoint.nbytes,
-            "path": str(loaded.path),
-            "device": str(loaded.device),
-            "cache_type": llm.config.cache_type,
-        }
-
-    def encode(self, text: str, bos: bool, special: bool) -> list[int]:
-        return self._llm.tokenizer.encode(text, bos=bos, special=special)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._llm.tokenizer.decode(ids, skip_special=False)
-
-    def token_bytes(self, token: int) -> bytes:
-        return self._llm.tokenizer.token_bytes(token)
-
-    def prepare(self, params: SamplingParams) -> None:
-        if params.constraint is not None:
-            self._llm.constraints.compile(params.constraint, params.stop_token_ids)
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
-    ) -> str:
-        template = self._chat_template()
-        return template.render(self._as_read(messages), tools=tools, variables=variables)
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
-    ) -> list[int]:
-        template = self._chat_template()
-        given = self._as_read(messages)
-        return encode_chat(self._llm.tokenizer, template, given, tools=tools, variables=variables)
-
-    def _as_read(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        return messages if self.tool_format is None else self.tool_format.messages(messages)
-
-    def _chat_template(self) -> ChatTemplate:
-        template = self._llm.chat_template
-        if template is None:
-            raise EngineError(f"{self._llm.loaded.path.name} has no chat template; use /v1/completions")
-        return template
 
 
 class LLMEngine:
@@ -98,7 +34,14 @@ class LLMEngine:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self.model = LLMModel(llm)
+        loaded = llm.loaded
+        self.model = LLMModel(
+            TextSide(loaded.checkpoint, llm.tokenizer, llm.chat_template, llm.constraints),
+            llm.ctx_size,
+            loaded.notes,
+            str(loaded.device),
+            llm.config.cache_type,
+        )
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}
         self._unscored: dict[

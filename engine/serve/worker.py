@@ -21,6 +21,8 @@ from quengine.serve.engine_port import Engine, EngineStats, Event, Failed, Gener
 logger = logging.getLogger("quengine.serve")
 
 STATS_SECONDS = 0.1
+RESTART_SECONDS = 1.0
+"""Between attempts to make a lost engine anew."""
 MAX_RESTARTS = 3
 """Times in a row that a lost engine is made anew without having finished a step."""
 
@@ -211,8 +213,8 @@ class Worker:
 
     def _serve_until_stopped(self) -> None:
         failures = 0
-        while True:
-            engine = self.engine = self._make_engine()
+        while (engine := self._make_engine_again(failures) if failures else self._make_engine()) is not None:
+            self.engine = engine
             if self.state != "draining":
                 self.state = "ready"
             try:
@@ -232,6 +234,23 @@ class Worker:
                         f"the engine failed {failures} times in a row, last with {type(error).__name__}: {error}"
                     ) from error
             del engine  # its memory is needed for the next one
+
+    def _make_engine_again(self, failures: int) -> Engine | None:
+        """A new engine after so many failures; None where it is time to stop.
+
+        A device that was lost may take a while to come back. Raises what the last attempt raised.
+        """
+        while True:
+            try:
+                return self._make_engine()
+            except Exception:
+                failures += 1
+                if failures >= MAX_RESTARTS:
+                    raise
+                logger.exception("the engine cannot be started again yet")
+            with self._wake:
+                if self._wake.wait_for(lambda: self._stopping, RESTART_SECONDS):
+                    return None
 
     def _turn(self, engine: Engine) -> bool:
         """Wait for work, then let go, take in and compute one step; False when it is time to stop."""

@@ -1,0 +1,171 @@
+"""What the server costs: tokens per second of many streams through HTTP, beside the engine's own.
+
+    python -m benchmarks.serve_throughput                              fake engine, whose step takes 3.6 ms
+    python -m benchmarks.serve_throughput --step-ms 10 --streams 32
+    python -m benchmarks.serve_throughput --model m7.gguf              a model; its own speed is measured first
+    python -m benchmarks.serve_throughput --model m7.gguf --thread     the same, in the server's own process
+    python -m benchmarks.serve_throughput --route chat --whole         one answer instead of a stream
+
+Every stream asks for `--tokens` tokens behind a prompt of `--prompt` random ones, all at the same time, and again when
+all are done. The clients are a process of their own that counts events and does not parse them. Prints a line for each
+round, and one JSON object at the end.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
+    """The server's process: tells the engine's own speed and its port, and ends when it is told to."""
+    from quengine.serve.engine_port import Engine
+    from quengine.serve.fake_engine import FakeEngine
+    from quengine.serve.server import Server, bind
+    from quengine.serve.settings import Limits, ServerSettings
+
+    engine: Engine
+    context = given.prompt + given.tokens + 32
+    if given.model is None:
+        engine = FakeEngine(capacity=given.streams, step_s=given.step_ms / 1e3, chunk=given.prompt)
+        pipe.send(given.streams / given.step_ms * 1e3)
+    else:
+        from quengine.llm import LLM
+        from quengine.serve.llm_engine import LLMEngine
+        from quengine.serve.process_engine import ProcessEngine
+
+        llm = LLM(given.model, given.device, ctx_size=context, parallel=given.streams)
+        pipe.send(alone(llm, given))
+        if given.thread:
+            engine = LLMEngine(llm)
+        else:
+            llm.close()
+            options = {"device": given.device, "ctx_size": context, "parallel": given.streams}
+            engine = ProcessEngine(given.model, options)
+    settings = ServerSettings(("throughput",), port=0, parallel=given.streams, limits=Limits(queue=1024))
+    server = Server(settings, lambda: engine, lambda line: print(f"server: {line}", file=sys.stderr))
+    listener = bind("127.0.0.1", 0)
+    pipe.send(listener.getsockname()[1])
+    asyncio.run(server.serve_engine(listener))
+
+
+def alone(llm: Any, given: argparse.Namespace) -> float:
+    """Tokens per second of the same texts without a server: all of a round's, from the first prompt to the end."""
+    from quengine.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=given.tokens, ignore_eos=True)
+    speeds = []
+    for number in range(given.rounds + 1):
+        prompts = [prompt(given, number, stream) for stream in range(given.streams)]
+        began = time.perf_counter()
+        llm.generate(prompts, params)
+        speeds.append(given.streams * given.tokens / (time.perf_counter() - began))
+    return statistics.median(speeds[1:])
+
+
+def prompt(given: argparse.Namespace, number: int, stream: int) -> list[int]:
+    numbers = random.Random(f"{number} {stream}")
+    return [numbers.randrange(1000) for _ in range(given.prompt)]
+
+
+def body(given: argparse.Namespace, number: int, stream: int) -> bytes:
+    wanted: dict[str, Any] = {
+        "max_tokens": given.tokens,
+        "stream": not given.whole,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    if given.route == "chat":
+        text = " ".join(map(str, prompt(given, number, stream)[: given.prompt // 4]))
+        return json.dumps(wanted | {"messages": [{"role": "user", "content": text}]}).encode()
+    return json.dumps(wanted | {"prompt": prompt(given, number, stream)}).encode()
+
+
+async def ask(port: int, given: argparse.Namespace, number: int, stream: int) -> tuple[float, int]:
+    """Seconds to the first byte of the answer's body, and the events or bytes that came."""
+    path = "/v1/chat/completions" if given.route == "chat" else "/v1/completions"
+    sent = body(given, number, stream)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    began = time.perf_counter()
+    writer.write(f"{head}Connection: close\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
+    status = await reader.readline()
+    if b" 200 " not in status:
+        raise RuntimeError((status + await reader.read(400)).decode(errors="replace"))
+    await reader.readuntil(b"\r\n\r\n")
+    first, events = 0.0, 0
+    while part := await reader.read(2**16):
+        first = first or time.perf_counter() - began
+        events += part.count(b"data: ")
+    writer.close()
+    return first, events
+
+
+async def clients(port: int, given: argparse.Namespace) -> list[dict[str, float]]:
+    rounds = []
+    for number in range(100, 101 + given.rounds):
+        began = time.perf_counter()
+        answers = await asyncio.gather(*(ask(port, given, number, s) for s in range(given.streams)))
+        seconds = time.perf_counter() - began
+        first = sorted(first for first, _ in answers)
+        rounds.append(
+            {
+                "tok_s": given.streams * given.tokens / seconds,
+                "ttft_ms_median": 1e3 * statistics.median(first),
+                "events": sum(events for _, events in answers),
+            }
+        )
+        print({key: round(value, 1) for key, value in rounds[-1].items()}, file=sys.stderr)
+    return rounds[1:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a model instead of the fake engine")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--step-ms", type=float, default=3.6, help="of the fake engine")
+    parser.add_argument("--route", choices=("completions", "chat"), default="completions")
+    parser.add_argument("--thread", action="store_true", help="the engine in a thread, not in a process")
+    parser.add_argument("--whole", action="store_true", help="no streaming")
+    given = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=serve, args=(theirs, given))
+    server.start()
+    try:
+        engine, port = float(ours.recv()), int(ours.recv())
+        rounds = asyncio.run(clients(port, given))
+    finally:
+        server.terminate()
+        server.join(30)
+    speed = statistics.median(r["tok_s"] for r in rounds)
+    result = {
+        **{
+            key: getattr(given, key)
+            for key in ("model", "streams", "prompt", "tokens", "route", "whole", "thread")
+        },
+        "cpus": os.cpu_count(),
+        "engine_tok_s": engine,
+        "server_tok_s": speed,
+        "ratio": speed / engine,
+        "ttft_ms_median": statistics.median(r["ttft_ms_median"] for r in rounds),
+    }
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The process that an engine runs in, beside the server's: `python -m quengine.serve.engine_process FD`.
+
+Computes as long as it has sequences, whatever the server does meanwhile, and ends when the server does. A device that
+is lost stays lost for its process; so this one ends then, and the server starts another. Started by `process_engine`.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from quengine.errors import CannotRunError, EngineError
+from quengine.serve.engine_port import Engine, Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.engine_wire import (
+    Add,
+    Broken,
+    Cancel,
+    Kind,
+    Load,
+    Progress,
+    Ready,
+    Step,
+    ToEngine,
+    receive_in_engine,
+    send,
+)
+
+logger = logging.getLogger("quengine.serve")
+
+STATS_SECONDS = 0.1
+_COMPILING = 2  # constraints at once
+
+
+class EngineLoop:
+    """An engine that takes orders from `connection` between its steps, and sends there what they come to."""
+
+    def __init__(self, connection: "Connection[Any, Any]", engine: Engine) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._orders: deque[ToEngine | Future[GenerationRequest]] = deque()
+        self._ordered = threading.Condition()
+        self._compilers = ThreadPoolExecutor(_COMPILING)
+        self._preparing: dict[Future[GenerationRequest], int] = {}
+        self._running: set[int] = set()
+        self._told_at = 0.0
+
+    def run(self) -> None:
+        """Until the server is gone, which ends the process. Raises what the engine raises when it is lost."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        while True:
+            with self._ordered:
+                while not (self._orders or self._running):
+                    self._ordered.wait()
+                orders = list(self._orders)
+                self._orders.clear()
+            events: list[Event] = [event for order in orders if (event := self._obey(order)) is not None]
+            if self._running:
+                events += self._engine.step()
+            self._tell(events)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._order(receive_in_engine(self._connection))
+        except (EOFError, OSError):
+            os._exit(0)  # whatever is computed, nobody waits for it
+
+    def _order(self, order: "ToEngine | Future[GenerationRequest]") -> None:
+        with self._ordered:
+            self._orders.append(order)
+            self._ordered.notify()
+
+    def _obey(self, order: "ToEngine | Future[GenerationRequest]") -> Failed | None:
+        if isinstance(order, Future):
+            return self._prepared(order)
+        if isinstance(order, Cancel):
+            self._cancel(order.request_id)
+        elif isinstance(order, Add):
+            if order.request.params.constraint is None:
+                return self._add(order.request)
+            self._prepare(order.request)
+        return None
+
+    def _prepare(self, request: GenerationRequest) -> None:
+        """Compile what the text is held to while others are computed; it is added then."""
+
+        def prepared() -> GenerationRequest:
+            self._engine.model.prepare(request.params)
+            return request
+
+        future = self._compilers.submit(prepared)
+        self._preparing[future] = request.id
+        future.add_done_callback(self._order)
+
+    def _prepared(self, future: Future[GenerationRequest]) -> Failed | None:
+        request_id = self._preparing.pop(future, None)
+        if request_id is None:  # cancelled
+            return None
+        error = future.exception()
+        return self._add(future.result()) if error is None else _refused(request_id, error)
+
+    def _cancel(self, request_id: int) -> None:
+        if request_id in self._running:
+            self._running.remove(request_id)
+            self._engine.cancel(request_id)
+        self._preparing = {future: given for future, given in self._preparing.items() if given != request_id}
+
+    def _add(self, request: GenerationRequest) -> Failed | None:
+        try:
+            self._engine.add(request)
+        except Exception as error:
+            return _refused(request.id, error)
+        self._running.add(request.id)
+        return None
+
+    def _tell(self, events: list[Event]) -> None:
+        pieces = tuple(event for event in events if isinstance(event, Piece))
+        finished = tuple(event for event in events if isinstance(event, Finished))
+        failed = tuple(event for event in events if isinstance(event, Failed))
+        self._running.difference_update(end.request_id for end in finished)
+        self._running.difference_update(end.request_id for end in failed)
+        now = time.monotonic()
+        stats = None
+        if now - self._told_at > STATS_SECONDS or not self._running:
+            self._told_at, stats = now, self._engine.stats()
+        send(self._connection, Step(pieces, finished, failed, stats))
+
+
+def _refused(request_id: int, error: BaseException) -> Failed:
+    if isinstance(error, EngineError):
+        return Failed(request_id, str(error), "request")
+    logger.error("a request could not be taken in", exc_info=error)
+    return Failed(request_id, f"{type(error).__name__}: {error}")
+
+
+def load(connection: "Connection[Any, Any]") -> Engine:
+    """The engine that the server asks for. Raises EngineError where it cannot be had."""
+    from quengine.llm import LLM
+    from quengine.serve.llm_engine import LLMEngine
+
+    asked = receive_in_engine(connection)
+    assert isinstance(asked, Load)
+    llm = LLM(asked.model, progress=lambda text: send(connection, Progress(text)), **asked.options)
+    send(
+        connection, Ready(llm.config.parallel, llm.ctx_size, str(llm.loaded.device), tuple(llm.loaded.notes))
+    )
+    return LLMEngine(llm)
+
+
+def _kind(error: Exception) -> Kind:
+    if isinstance(error, CannotRunError):
+        return "CannotRunError"
+    return "EngineError" if isinstance(error, EngineError) else "lost"
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    try:
+        EngineLoop(connection, load(connection)).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0
+    except Exception as error:
+        ours = isinstance(error, EngineError)
+        if not ours:
+            logger.exception("the engine is lost")
+        message = str(error) if ours else f"{type(error).__name__}: {error}"
+        with suppress(OSError):  # the server is gone as well
+            send(connection, Broken(_kind(error), message))
+    return 1
+
+
+if __name__ == "__main__":
+    # Not `sys.exit`: a lost device may hang whatever would still be let go of.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)
