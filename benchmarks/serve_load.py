@@ -4,10 +4,10 @@
     python -m benchmarks.serve_load --minutes 10                  the long run
     python -m benchmarks.serve_load --model smollm2-135m --streams 8 --minutes 5
 
-The server runs in a process of its own, so that its memory is its own. With the fake engine every token is a hash of
-its request, and each text is compared whole. With a model, all texts of one greedy prompt must begin alike. Prints a
-line every ten seconds and one JSON object at the end; exits with 1 if a text was wrong, a request failed, memory
-grew, or a slot was not free 2 s after the end.
+The server runs in a process of its own, and a model's engine in another, whose memory is counted with it. With the
+fake engine every token is a hash of its request, and each text is compared whole. With a model, all texts of one greedy
+prompt must begin alike. Prints a line every ten seconds and one JSON object at the end; exits with 1 if a text was
+wrong, a request failed, memory grew, or a slot was not free 2 s after the end.
 """
 
 import argparse
@@ -43,15 +43,11 @@ def serve(pipe: "Connection[int, int]", model: str | None, slots: int) -> None:
     def make_engine() -> Engine:
         if model is None:
             return FakeEngine(capacity=slots, step_s=0.005)
-        import torch
+        from quengine.serve.process_engine import ProcessEngine
 
-        from quengine.llm import LLM
-        from quengine.serve.llm_engine import LLMEngine
-
-        # Deterministic where that can be had: then a text is to the last token what another one of its prompt is.
-        # A context that is soon in use, all of it: pages of the cache are the process's from their first use.
-        exact = not torch.cuda.is_available()
-        return LLMEngine(LLM(model, ctx_size=512, deterministic=exact, parallel=slots))
+        # Deterministic: then a text is to the last token what another one of its prompt is. A context that is soon in
+        # use, all of it: pages of the cache are the process's from their first use.
+        return ProcessEngine(model, {"ctx_size": 512, "deterministic": True, "parallel": slots})
 
     settings = ServerSettings(("load",), port=0, parallel=slots, limits=Limits(queue=1024, write_s=30))
     server = Server(settings, make_engine, lambda line: print(f"server: {line}", file=sys.stderr))
@@ -133,10 +129,11 @@ def fake_text(prompt: str, seed: int, count: int) -> str:
 
 
 async def watch(load: Load, process: psutil.Process, memory: list[float]) -> None:
-    """Note the server's memory every second, in MiB, and say every ten how it goes."""
+    """Note the memory of the server and its engine every second, in MiB, and say every ten how it goes."""
     while time.monotonic() < load.until:
         await asyncio.sleep(1)
-        memory.append(process.memory_info().rss / 2**20)
+        whole = [process, *process.children(recursive=True)]
+        memory.append(sum(each.memory_info().rss for each in whole) / 2**20)
         if len(memory) % 10 == 0:
             print(f"{len(memory)} s: {dict(load.counts)}, {memory[-1]:.0f} MiB", file=sys.stderr)
 
