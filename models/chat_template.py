@@ -7,6 +7,7 @@ rendering is `template_process`'s; merging is the tokenizer's.
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,11 @@ class ChatTemplate:
         if source is None:
             return None
         return cls(source, _token(config, "bos"), _token(config, "eos"), f"{folder}: chat template")
+
+    def start(self) -> None:
+        """Let the process of the first rendering come up while other things are done."""
+        with suppress(RenderingStoppedError):  # `render` will try again, and say what is wrong
+            self._process.start()
 
     def render(
         self,
@@ -162,6 +168,8 @@ def encode_chat(
         hidden_messages, hidden_tools = _map_text(list(messages), hide), _map_text(tools, hide)
         return template.render(hidden_messages, add_generation_prompt, hidden_tools, variables)
 
+    template.start()
+    tokenizer.prepare()  # meanwhile
     text = rendered(str)
     hiding = _Hiding(tokenizer.control_texts, text + template.source + "".join(_texts([*messages, tools])))
     texts = list(_texts([*messages, tools]))

@@ -100,6 +100,10 @@ class Tokenizer:
     def is_control(self, token_id: int) -> bool:
         return self._vocabulary.is_control(self._checked(token_id))
 
+    def prepare(self) -> None:
+        """Build now what the first `encode` would."""
+        self._text_encoder()
+
     def encode(self, text: str, bos: bool = False, special: bool = False) -> list[int]:
         """The ids of `text`.
 

@@ -145,6 +145,28 @@ def test_no_process_is_left_when_a_template_goes() -> None:
     assert process.poll() is not None
 
 
+def test_its_process_comes_up_while_the_tokenizer_is_built(
+    smollm: tuple[Tokenizer, ChatTemplate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, template = smollm
+    template = ChatTemplate(template.source)
+    seen = []
+    monkeypatch.setattr(tokenizer, "prepare", lambda: seen.append(template._process._process))
+    encode_chat(tokenizer, template, USER)
+    assert seen[0] is not None and seen[0] is template._process._process
+
+
+def test_where_no_process_can_be_started_rendering_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("subprocess.Popen", fail)
+    template = ChatTemplate("x")
+    template.start()
+    with pytest.raises(ChatTemplateError, match="no more processes"):
+        template.render(USER)
+
+
 def test_a_template_that_failed_can_be_rendered_again() -> None:
     template = ChatTemplate("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}ok")
     with pytest.raises(ChatTemplateError):
