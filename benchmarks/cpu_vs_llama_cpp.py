@@ -1,6 +1,6 @@
 """quengine and llama.cpp on the same file and the same processor, in turns.
 
-    python benchmarks/cpu_vs_llama_cpp.py [-m MODEL] [-p 512] [-n 64] [-r 5] [-t 2] [--llama-bench PATH]
+    python benchmarks/cpu_vs_llama_cpp.py [-m MODEL] [-p 512] [-n 64] [-r 5] [-s SECONDS] [-t 2] [--llama-bench PATH]
 
 Each engine lives in a process of its own, loaded once, and the parent asks them in turns: a machine whose
 speed drifts slows both. Medians, their ratio, and one JSON line at the end. The peer is the package
@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -241,13 +242,21 @@ def child(setup: Setup) -> Iterator[Connection]:
             process.terminate()
 
 
-def compare(setups: dict[str, Setup], tests: dict[str, tuple[str, int]], rounds: int) -> dict[str, Any]:
-    """Samples in tok/s, by test and engine; every engine warms up on every test first."""
+def compare(
+    setups: dict[str, Setup], tests: dict[str, tuple[str, int]], rounds: int, seconds: float
+) -> dict[str, Any]:
+    """Samples in tok/s, by test and engine; every engine warms up on every test first.
+
+    After so many seconds no round is begun, but for the first.
+    """
+    start = time.monotonic()
     with child(setups["quengine"]) as ours, child(setups["llama_cpp"]) as peer:
         pipes = {"quengine": ours, "llama_cpp": peer}
         facts = {name: pipe.recv() for name, pipe in pipes.items()}
         samples: dict[str, dict[str, list[float]]] = {test: {name: [] for name in pipes} for test in tests}
         for turn in range(rounds + 1):
+            if turn > 1 and time.monotonic() - start > seconds:
+                break
             for test, request in tests.items():
                 for name, pipe in pipes.items():
                     pipe.send(request)
@@ -310,6 +319,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-p", type=int, nargs="+", default=[512], help="prompt lengths (0: none)")
     parser.add_argument("-n", type=int, nargs="+", default=[64], help="numbers of generated tokens (0: none)")
     parser.add_argument("-r", type=int, default=5, help="rounds")
+    parser.add_argument("-s", type=float, default=1e9, help="seconds after which no round is begun")
     parser.add_argument("-t", type=int, default=physical_cores(), help="threads")
     parser.add_argument("--llama-bench", type=Path, help="a build of llama.cpp to use as the peer")
     return parser.parse_args()
@@ -331,7 +341,7 @@ def main() -> int:
         name: Setup(name == "quengine", model, args.t, positions, args.llama_bench)
         for name in ("quengine", "llama_cpp")
     }
-    print(json.dumps(report(compare(setups, tests, args.r), model, args.t)))
+    print(json.dumps(report(compare(setups, tests, args.r, args.s), model, args.t)))
     return 0
 
 

@@ -102,10 +102,6 @@ def panel_kernel(format_name: str) -> int:
     return kernel("tile_kernels", "panel_kernel", format_name)
 
 
-def quantized_panel_kernel(format_name: str, as_tiles: bool) -> int:
-    return kernel("tile_kernels", "quantized_panel_kernel", format_name, as_tiles)
-
-
 def tile_matmul_kernel() -> int:
     return kernel("tile_kernels", "tile_matmul_kernel")
 
@@ -114,8 +110,8 @@ def matrix_pack_kernel() -> int:
     return kernel("matrix_tile_kernels", "matrix_pack_kernel")
 
 
-def split_kernel() -> int:
-    return kernel("matrix_tile_kernels", "split_kernel")
+def weight_tiles_kernel(format_name: str) -> int:
+    return kernel("matrix_tile_kernels", "weight_tiles_kernel", format_name)
 
 
 def matrix_matmul_kernel() -> int:

@@ -1,10 +1,13 @@
 """Vector code of a matmul on matrix tiles (matrix_tiles.py), as numba intrinsics.
 
-Operands lie as tiles of 1024 bytes, 16 rows of 64:
+Operands lie as tiles of 1024 bytes, 16 rows of 64, in pairs of bf16: of STEP columns each of the first half with the
+one STEP / 2 further.
 
-    activations   16 rows of x, STEP columns as bf16. Of a block of 32 rows: [DEPTH / STEP, 2 halves, 2 terms] tiles
-    weights       STEP / 2 pairs of columns, of each 16 rows of the weight, two bf16 side by side. Of a panel of 32
-                  weight rows: [2 halves, DEPTH / STEP, 2 terms] tiles
+    weights       16 rows of the weight, STEP columns. Of a panel of 32 weight rows: [2 halves, DEPTH / STEP, 2 terms]
+                  tiles
+    activations   STEP / 2 pairs of columns, each of 16 rows of x. Of a block of 32 rows: [DEPTH / STEP, 2 halves,
+                  2 terms] tiles
+    sums          fp32 of 16 rows of the weight, 16 rows of x. Of a block: [2 halves of the weight, 2 of x] tiles
 
 Does not know: how tiles are shared among threads.
 """
@@ -12,60 +15,35 @@ Does not know: how tiles are shared among threads.
 # ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from quengine.kernels.cpu.matrix_tiles import BLOCK, HALF_BYTES, STEP, TILE_BYTES
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cpu.matrix_tiles import HALF_BYTES, STEP, TILE_BYTES
 from quengine.kernels.cpu.row_ir import emitter
+from quengine.kernels.cpu.tile_ir import transposed
 from quengine.kernels.cpu.vector_ir import F32, I8, I16, I32, Emitter, vec
 
 _UPPER = 0xFFFF0000
+_LANE = vec(F32, STEP // 2)
+_LANE_BYTES = 2 * STEP
 
 
 @intrinsic(prefer_literal=True)
-def split_row(typingctx: Any, variant: Any, x: Any, count: Any, tile_row: Any) -> Any:
-    """`count` <= STEP fp32 at address x as a row of a tile, and of the tile of second terms behind it; zeros follow."""
+def split_row(typingctx: Any, variant: Any, row: Any, depth: Any, tiles: Any) -> Any:
+    """`depth` fp32 (a multiple of STEP) of a weight as a row of its tiles. tiles: the row's address in the first."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, count, tile_row = args
-        e = emitter(context, builder)
-
-        def terms(i: ir.Value, lanes: int) -> None:
-            high, low = _split(e, e.load(vec(F32, lanes), e.at(x, builder.mul(i, e.i64(4)))))
-            for k, term in enumerate((high, low)):
-                upper = builder.trunc(e.shift_left(term, -16), vec(I16, lanes))
-                e.store(upper, e.at(tile_row, builder.mul(i, e.i64(2))), TILE_BYTES * k)
-
-        def zeros(i: ir.Value, lanes: int) -> None:
-            for k in range(2):
-                zero = e.const(vec(I16, lanes), 0)
-                e.store(zero, e.at(tile_row, builder.mul(i, e.i64(2))), TILE_BYTES * k)
-
-        e.spans(e.i64(0), count, terms)
-        e.spans(count, e.i64(STEP), zeros)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 3), codegen
-
-
-@intrinsic(prefer_literal=True)
-def split_panel(typingctx: Any, variant: Any, panel: Any, depth: Any, tiles: Any) -> Any:
-    """An fp32 panel [depth, 32] of weights as tiles. depth: a multiple of STEP."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, panel, depth, tiles = args
+        _, row, depth, tiles = args
         e = emitter(context, builder)
 
         def step(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            lines = e.at(panel, builder.mul(k, e.i64(4 * BLOCK)))
-            target = e.at(tiles, builder.mul(k, e.i64(2 * TILE_BYTES // STEP)))
-            for half in range(2):
-                values = (e.load(vec(F32, 16), lines, 4 * (BLOCK * i + 16 * half)) for i in range(STEP))
-                store_pairs(e, values, e.at(target, HALF_BYTES * half))
+            source = e.at(row, builder.mul(k, e.i64(4)))
+            first, second = (e.load(_LANE, source, _LANE_BYTES * i) for i in range(2))
+            _store_pairs(e, first, second, tiles, k)
             return []
 
         e.loop(e.i64(0), depth, STEP, [], step)
@@ -74,14 +52,50 @@ def split_panel(typingctx: Any, variant: Any, panel: Any, depth: Any, tiles: Any
     return types.void(variant, *[types.int64] * 3), codegen
 
 
-def store_pairs(e: Emitter, values: Iterable[ir.Value], target: ir.Value) -> None:
-    """STEP columns of 16 weight rows, fp32, as a tile of their first terms and, behind it, one of their second."""
-    columns = iter(values)
-    for pair in range(STEP // 2):
-        first, second = _split(e, next(columns)), _split(e, next(columns))
-        for term in range(2):
-            both = e.b.or_(e.shift_left(first[term], -16), e.and_(second[term], _UPPER))
-            e.store(both, target, TILE_BYTES * term + 64 * pair)
+@intrinsic(prefer_literal=True)
+def scale_row(
+    typingctx: Any, variant: Any, codes: Any, depth: Any, scales: Any, mins: Any, tiles: Any
+) -> Any:
+    """As `split_row`, of scale * code - min. codes: int8; scales, mins: fp32, one per group."""
+    fmt = FORMATS[variant.literal_value.split("/")[0]]
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, codes, depth, scales, mins, tiles = args
+        e = emitter(context, builder)
+
+        def step(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            group = e.b.mul(e.b.udiv(k, e.i64(fmt.group)), e.i64(4))
+            values = []
+            for half in range(2):
+                offset = 4 * half * (fmt.group == STEP // 2)
+                scale, added = (
+                    e.splat(e.load(F32, e.at(base, group), offset), STEP // 2) for base in (scales, mins)
+                )
+                ints = e.load(vec(I8, STEP // 2), e.at(codes, k), STEP // 2 * half)
+                value = builder.fmul(e.to_float(e.widen(ints, I32, True)), scale)
+                values.append(builder.fsub(value, added) if fmt.has_min else value)
+            _store_pairs(e, values[0], values[1], tiles, k)
+            return []
+
+        e.loop(e.i64(0), depth, STEP, [], step)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 5), codegen
+
+
+def _store_pairs(e: Emitter, first: ir.Value, second: ir.Value, tiles: ir.Value, k: ir.Value) -> None:
+    """The two halves of STEP columns from k on, as a row of the tile of first terms and of that of second ones."""
+    target = e.at(tiles, e.b.mul(k, e.i64(2 * TILE_BYTES // STEP)))
+    for term, pairs in enumerate(_pairs(e, first, second)):
+        e.store(pairs, target, TILE_BYTES * term)
+
+
+def _pairs(e: Emitter, first: ir.Value, second: ir.Value) -> list[ir.Value]:
+    """fp32 lanes side by side as pairs of bf16: their first terms, their second terms."""
+    return [
+        e.b.or_(e.shift_left(a, -16), e.and_(b, _UPPER))
+        for a, b in zip(_split(e, first), _split(e, second), strict=True)
+    ]
 
 
 def _split(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -89,6 +103,40 @@ def _split(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     bits = e.b.bitcast(x, vec(I32, x.type.count))
     rest = e.b.fsub(x, e.b.bitcast(e.and_(bits, _UPPER), x.type))
     return bits, e.b.bitcast(rest, bits.type)
+
+
+@intrinsic(prefer_literal=True)
+def pack_tile(typingctx: Any, variant: Any, x: Any, stride: Any, tiles: Any) -> Any:
+    """STEP columns of 16 rows of x, fp32, `stride` bytes apart, as a tile of first terms and one of second ones."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, x, stride, tiles = args
+        e = emitter(context, builder)
+        rows = [e.at(x, builder.mul(stride, e.i64(i))) for i in range(16)]
+        pairs = [_pairs(e, *(e.load(_LANE, row, _LANE_BYTES * i) for i in range(2))) for row in rows]
+        for term, lines in enumerate(zip(*pairs, strict=True)):
+            for i, line in enumerate(transposed(e, list(lines))):
+                e.store(line, tiles, TILE_BYTES * term + 64 * i)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)
+def finish_tile(
+    typingctx: Any, variant: Any, sums: Any, addend: Any, addend_stride: Any, y: Any, y_stride: Any
+) -> Any:
+    """y[i, j] = a tile's sum of weight row j and row i of x, plus addend[i, j]. Strides: bytes from i to i + 1."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, sums, addend, addend_stride, y, y_stride = args
+        e = emitter(context, builder)
+        for i, line in enumerate(transposed(e, [e.load(vec(F32, 16), sums, 64 * i) for i in range(16)])):
+            added = e.load(line.type, e.at(addend, builder.mul(addend_stride, e.i64(i))))
+            e.store(builder.fadd(line, added), e.at(y, builder.mul(y_stride, e.i64(i))))
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 5), codegen
 
 
 @intrinsic
@@ -120,49 +168,91 @@ def release_tiles(typingctx: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def multiply_matrix_tile(
-    typingctx: Any, variant: Any, tiles: Any, depth: Any, x: Any, following: Any, sums: Any
+    typingctx: Any, variant: Any, weights: Any, depth: Any, x: Any, sums: Any, fresh: Any
 ) -> Any:
-    """sums[i, j] += the two-term product over `depth` columns (a multiple of STEP), 32 columns j.
+    """sums (from 0 where fresh, else from what they are) += products over `depth` columns, a multiple of STEP, not 0.
 
-    All at addresses; sums fp32 [rows, BLOCK]. following: where the next activations lie, asked for ahead. `variant`:
-    "1/..." for 16 rows i, "2/..." for 32.
+    All at addresses of the first tile. `variant`: "1/..." for 16 rows of x, "2/..." for 32.
     """
     halves = int(variant.literal_value.split("/")[0])
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, tiles, depth, x, following, sums = args
-        e = emitter(context, builder)
+        _, weights, depth, x, sums, fresh = args
+        e, product = emitter(context, builder), _Product(halves)
 
-        def each_sum(name: str) -> None:
-            for a in range(halves):
-                for b in range(2):
-                    place = _pointer(e, e.at(sums, 4 * (16 * a * BLOCK + 16 * b)))
-                    _call(e, name, _tile(2 * a + b), place, e.i64(4 * BLOCK))
+        def operands(k: ir.Value) -> tuple[ir.Value, ir.Value]:
+            steps = builder.udiv(k, e.i64(STEP))
+            first = e.at(weights, builder.mul(steps, e.i64(2 * TILE_BYTES)))
+            return first, e.at(x, builder.mul(steps, e.i64(4 * TILE_BYTES)))
 
         def step(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            offset = builder.mul(k, e.i64(4 * TILE_BYTES // STEP))
-            first, ahead = e.at(x, offset), e.at(following, offset)
-            second = e.at(tiles, builder.mul(k, e.i64(2 * TILE_BYTES // STEP)))
-            # Tiles 4 and 5 are activations, 6 and 7 weights.
-            for turn, (term_x, term_w) in enumerate(((0, 0), (1, 0), (0, 1))):
-                if turn != 1:
-                    for b in range(2):
-                        _load(e, 6 + b, e.at(second, HALF_BYTES * b + TILE_BYTES * term_w))
-                for a in range(halves):
-                    _load(e, 4 + a, e.at(first, TILE_BYTES * (2 * a + term_x)))
-                    for b in range(2):
-                        _call(e, "tdpbf16ps", _tile(2 * a + b), _tile(4 + a), _tile(6 + b))
-                    if turn < 2:
-                        for line in range(0, TILE_BYTES, 64):
-                            e.prefetch(e.at(ahead, TILE_BYTES * (2 * a + term_x) + line))
+            product.emit(e, operands(k), operands(e.at(k, STEP)))
             return []
 
-        each_sum("tileloadd64")
-        e.loop(e.i64(0), depth, STEP, [], step)
-        each_sum("tilestored64")
+        with builder.if_else(builder.icmp_signed("!=", fresh, e.i64(0))) as (then, otherwise):
+            with then:
+                for tile in product.sums:
+                    _call(e, "tilezero", _tile(tile))
+            with otherwise:
+                for tile in product.sums:
+                    _load(e, tile, e.at(sums, TILE_BYTES * tile))
+        product.begin(e, operands(e.i64(0)))
+        last = e.at(depth, -STEP)
+        e.loop(e.i64(0), last, STEP, [], step)
+        product.emit(e, operands(last), None)
+        for tile in product.sums:
+            _call(e, "tilestored64", _tile(tile), _pointer(e, e.at(sums, TILE_BYTES * tile)), e.i64(64))
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 5), codegen
+
+
+class _Product:
+    """The products of a step. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 activations.
+
+    Each operand is loaded once a step, and right after the last use of the one before it in its tile, so that it comes
+    while others are multiplied: second terms of weights by first ones of x, first by first, first by second.
+    """
+
+    def __init__(self, halves: int) -> None:
+        self.x = range(halves)
+        self.sums = [2 * a + b for a in range(2) for b in self.x]
+
+    def begin(self, e: Emitter, at: tuple[ir.Value, ir.Value]) -> None:
+        """Load what a step begins with."""
+        for half in range(2):
+            self._weights(e, at, half, 1)
+        for half in self.x:
+            self._activations(e, at, half, 0)
+
+    def emit(
+        self, e: Emitter, at: tuple[ir.Value, ir.Value], following: tuple[ir.Value, ir.Value] | None
+    ) -> None:
+        """A step's products, and the loads that the following one begins with."""
+        for a in range(2):
+            for b in self.x:
+                self._multiply(e, a, b)
+            self._weights(e, at, a, 0)
+        for b in self.x:
+            for a in range(2):
+                self._multiply(e, a, b)
+            self._activations(e, at, b, 1)
+        for a in range(2):
+            for b in self.x:
+                self._multiply(e, a, b)
+                if a == 1 and following is not None:
+                    self._activations(e, following, b, 0)
+            if following is not None:
+                self._weights(e, following, a, 1)
+
+    def _multiply(self, e: Emitter, a: int, b: int) -> None:
+        _call(e, "tdpbf16ps", _tile(2 * a + b), _tile(4 + a), _tile(6 + b))
+
+    def _weights(self, e: Emitter, at: tuple[ir.Value, ir.Value], half: int, term: int) -> None:
+        _load(e, 4 + half, e.at(at[0], HALF_BYTES * half + TILE_BYTES * term))
+
+    def _activations(self, e: Emitter, at: tuple[ir.Value, ir.Value], half: int, term: int) -> None:
+        _load(e, 6 + half, e.at(at[1], TILE_BYTES * (2 * half + term)))
 
 
 def _tile(number: int) -> ir.Constant:

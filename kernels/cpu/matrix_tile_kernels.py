@@ -1,119 +1,165 @@
 """The kernels of a matmul on matrix tiles: compiled functions over strips of weight rows times many activation rows.
 
 Each function here compiles a kernel for the thread team; its docstring lists the parameter slots.
-Addresses and strides are bytes.
+Addresses and strides are bytes. matrix_tile_ir.py says how operands lie.
 
 Does not know: tensors. tile_matmul.py fills the parameters.
 """
 
 from __future__ import annotations
 
+from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.atomics import call_kernel
 from quengine.kernels.cpu.compiled import compile_kernel
 from quengine.kernels.cpu.matrix_tile_ir import (
     configure_tiles,
+    finish_tile,
     multiply_matrix_tile,
+    pack_tile,
     release_tiles,
-    split_panel,
+    scale_row,
     split_row,
 )
-from quengine.kernels.cpu.matrix_tiles import BLOCK, MOST_ROWS, STEP, TILE_BYTES
-from quengine.kernels.cpu.row_ir import get, put
-from quengine.kernels.cpu.tile_ir import clear_floats, copy_floats, stack_floats
+from quengine.kernels.cpu.matrix_tiles import BLOCK, HALF_BYTES, MOST_BLOCKS, STEP, TILE_BYTES
+from quengine.kernels.cpu.panel_ir import GROUPS, unpack_row
+from quengine.kernels.cpu.row_ir import dequantize_row, get, put
+from quengine.kernels.cpu.tile_ir import clear_floats, copy_floats, prefetch, stack_floats
 from quengine.kernels.cpu.tiles import DEPTH
-
-_HELD = 128  # columns of a panel in the L1 cache: 16 KiB of weights, as much of a block's activations
 
 
 def matrix_pack_kernel() -> bytes:
-    """fp32 rows as packed activations. A task is a block of 32 rows; a last block repeats the last row.
+    """fp32 rows as packed activations. A task is DEPTH columns of a block of 32 rows; a last one repeats the last row.
 
-    0 x, 1 x stride, 2 rows, 3 columns, 4 packed, 5 blocks.
+    0 x, 1 x stride, 2 rows, 3 columns, 4 packed, 5 blocks. Task: first columns of all blocks, then the next ones.
     """
-    variant, block_rows, step, tile_bytes = "pack", BLOCK, STEP, TILE_BYTES
+    variant, size, half_rows, step, tile_bytes = "pack", BLOCK, BLOCK // 2, STEP, TILE_BYTES
+    edge_floats = half_rows * step
 
     def matrix_pack(context: int, task: int) -> None:
-        x, stride, rows, cols = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
-        for i in range(block_rows):
-            source = x + min(task * block_rows + i, rows - 1) * stride
-            for k in range(0, cols, step):
-                block = (k // DEPTH * get(context, 5) + task) * block_rows * 4 * DEPTH
-                tile = 4 * (k % DEPTH // step) + 2 * (i // 16)
-                target = get(context, 4) + block + tile * tile_bytes + i % 16 * 64
-                split_row(variant, source + 4 * k, min(step, cols - k), target)
+        stride, rows, cols = get(context, 1), get(context, 2), get(context, 3)
+        begin, edge = task // get(context, 5) * DEPTH, stack_floats(edge_floats)
+        target = get(context, 4) + task * 4 * DEPTH * size
+        for k in range(begin, min(begin + DEPTH, cols), step):
+            count = min(step, cols - k)
+            for half in range(2):
+                first = task % get(context, 5) * size + half * half_rows
+                x = get(context, 0) + 4 * k
+                if count == step and first + half_rows <= rows:
+                    pack_tile(variant, x + first * stride, stride, target)
+                else:
+                    clear_floats(variant, edge, edge_floats)
+                    for i in range(half_rows):
+                        row = x + min(first + i, rows - 1) * stride
+                        copy_floats(variant, row, edge + 4 * step * i, count)
+                    pack_tile(variant, edge, 4 * step, target)
+                target += 2 * tile_bytes
 
     return compile_kernel(matrix_pack)
 
 
-def split_kernel() -> bytes:
-    """An fp32 panel as tiles of two terms; missing lines of a last step are zeros. One task.
+def weight_tiles_kernel(format_name: str) -> bytes:
+    """Rows of a weight, `depth` columns of them, as tiles of two terms. Task g writes the g-th half of a panel.
 
-    3 depth, 4 panel, 5 tiles.
+    0 weights, from the first of the columns on; 1 row bytes, 2 rows (the last one is repeated), 3 depth, 4 tiles.
+    Missing columns of a last step are zeros.
     """
-    variant, columns, step = "split", BLOCK, STEP
+    if FORMATS[format_name].is_quantized:
+        return _quantized_tiles_kernel(format_name)
+    variant, half_rows, step = format_name, BLOCK // 2, STEP
+    item, half_bytes, depth_floats = FORMATS[format_name].nbytes, HALF_BYTES, DEPTH
 
-    def split(context: int, task: int) -> None:  # noqa: ARG001 (kernels have one signature)
-        depth, panel = get(context, 3), get(context, 4)
+    def float_tiles(context: int, task: int) -> None:
+        depth, row = get(context, 3), stack_floats(depth_floats)
         whole = (depth + step - 1) // step * step
-        if whole > depth:
-            clear_floats(variant, panel + 4 * columns * depth, columns * (whole - depth))
-        split_panel(variant, panel, whole, get(context, 5))
+        clear_floats(variant, row + 4 * depth, whole - depth)
+        for i in range(half_rows):
+            w = get(context, 0) + min(task * half_rows + i, get(context, 2) - 1) * get(context, 1)
+            dequantize_row(variant, w, depth, row)
+            for line in range(0, depth * item, 64):
+                prefetch(w + depth * item + line)
+            split_row(variant, row, whole, get(context, 4) + half_bytes * task + 64 * i)
 
-    return compile_kernel(split)
+    return compile_kernel(float_tiles)
+
+
+def _quantized_tiles_kernel(format_name: str) -> bytes:
+    variant, half_rows = format_name, BLOCK // 2
+    block, block_bytes = FORMATS[format_name].block, FORMATS[format_name].nbytes
+    half_bytes, code_floats, group_floats = HALF_BYTES, DEPTH // 4, GROUPS
+
+    def quantized_tiles(context: int, task: int) -> None:
+        depth, codes = get(context, 3), stack_floats(code_floats)
+        scales, mins = stack_floats(group_floats), stack_floats(group_floats)
+        row_bytes = depth // block * block_bytes
+        for i in range(half_rows):
+            w = get(context, 0) + min(task * half_rows + i, get(context, 2) - 1) * get(context, 1)
+            unpack_row(variant, w, depth // block, codes, scales, mins)
+            for line in range(0, row_bytes, 64):
+                prefetch(w + row_bytes + line)
+            scale_row(variant, codes, depth, scales, mins, get(context, 4) + half_bytes * task + 64 * i)
+
+    return compile_kernel(quantized_tiles)
 
 
 def matrix_matmul_kernel() -> bytes:
-    """Strips of 32 weight rows times packed activations, plus an addend. A task is a strip.
+    """Strips of 32 weight rows times packed activations, plus an addend. A task is some strips.
 
-    0 weights, 1 row bytes, 2 rows, 3 columns, 4 packed activations, 5 their rows, at most MOST_ROWS, 6 addend (fp32),
-    7 its stride, 8 y (fp32), 9 its stride, 10 the kernel that makes half a panel, 11 weights per block, 12 bytes per
-    block, 13 the kernel that makes tiles of a panel in fp32 (0: it is made as tiles). The addend may be y.
+    0 weights, 1 row bytes, 2 rows, 3 columns, 4 packed activations, 5 their rows, 6 addend (fp32), 7 its stride, 8 y
+    (fp32), 9 its stride, 10 the kernel that makes half a panel's tiles, 11 weights per block, 12 bytes per block, 13
+    strips of a task: with so many rows at most MOST_BLOCKS blocks of sums. The addend may be y.
     """
     variant, one, two = "matrix", "1", "2"
-    size, step, sum_floats, panel_floats, request_floats = BLOCK, STEP, MOST_ROWS * BLOCK, BLOCK * DEPTH, 16
-    held, block_bytes, sum_bytes = _HELD, 4 * DEPTH * BLOCK, 4 * BLOCK * BLOCK
+    size, half_rows, step, tile_bytes, block_bytes = BLOCK, BLOCK // 2, STEP, TILE_BYTES, 4 * DEPTH * BLOCK
+    sum_floats, panel_floats = MOST_BLOCKS * BLOCK * BLOCK, BLOCK * DEPTH
+    edge_floats, request_floats = TILE_BYTES // 4, 16
 
     def matrix_matmul(context: int, task: int) -> None:
         row_bytes, cols, x_rows = get(context, 1), get(context, 3), get(context, 5)
-        first = task * size
-        count = min(size, get(context, 2) - first)
+        begin = task * get(context, 13) * size
+        end = min(begin + get(context, 13) * size, get(context, 2))
         blocks = (x_rows + size - 1) // size
-        sums, panel, tiles = stack_floats(sum_floats), stack_floats(panel_floats), stack_floats(panel_floats)
+        sums, tiles, edge = stack_floats(sum_floats), stack_floats(panel_floats), stack_floats(edge_floats)
         request = stack_floats(request_floats)
-        clear_floats(variant, sums, blocks * size * size)
-        for i in range(x_rows):
-            copy_floats(
-                variant, get(context, 6) + 4 * first + i * get(context, 7), sums + 4 * size * i, count
-            )
         configure_tiles(request)
+        put(request, 1, row_bytes)
+        put(request, 4, tiles)
         for k in range(0, cols, DEPTH):
+            # The activations of these columns stay in the L2 cache for all strips.
             depth = min(DEPTH, cols - k)
-            put(request, 0, get(context, 0) + first * row_bytes + k // get(context, 11) * get(context, 12))
-            put(request, 1, row_bytes)
-            put(request, 2, count)
-            put(request, 3, depth)
-            put(request, 4, panel if get(context, 13) else tiles)
-            for half in range(2):
-                call_kernel(get(context, 10), request, half)
-            if get(context, 13):
-                put(request, 5, tiles)
-                call_kernel(get(context, 13), request, 0)
             whole = (depth + step - 1) // step * step
-            # A part of the panel stays in the L1 cache while activations pass by.
-            for part in range(0, whole, held):
-                columns = min(held, whole - part)
-                weights = tiles + part * 2 * TILE_BYTES // step
-                x = get(context, 4) + k * 4 * blocks * size + part * 4 * TILE_BYTES // step
+            put(request, 3, depth)
+            packed, block = get(context, 4) + 4 * k * blocks * size, sums
+            for first in range(begin, end, size):
+                w = get(context, 0) + first * row_bytes + k // get(context, 11) * get(context, 12)
+                put(request, 0, w)
+                put(request, 2, min(size, end - first))
+                for half in range(2):
+                    call_kernel(get(context, 10), request, half)
                 for b in range(blocks):
-                    place, following = sums + b * sum_bytes, x + block_bytes
-                    if x_rows - b * size > size // 2:
-                        multiply_matrix_tile(two, weights, columns, x, following, place)
+                    x, place = packed + block_bytes * b, block + 4 * tile_bytes * b
+                    if x_rows - b * size > half_rows:
+                        multiply_matrix_tile(two, tiles, whole, x, place, int(k == 0))
                     else:
-                        multiply_matrix_tile(one, weights, columns, x, following, place)
-                    x = following
+                        multiply_matrix_tile(one, tiles, whole, x, place, int(k == 0))
+                block += 4 * tile_bytes * blocks
         release_tiles()
-        for i in range(x_rows):
-            y = get(context, 8) + 4 * first + i * get(context, 9)
-            copy_floats(variant, sums + 4 * size * i, y, count)
+        for i in range(0, x_rows, half_rows):
+            valid = min(half_rows, x_rows - i)
+            tile = sums + (i // half_rows + i // size * 2) * tile_bytes
+            for j in range(begin, end, half_rows):
+                count = min(half_rows, end - j)
+                addend, stride = get(context, 6) + 4 * j + i * get(context, 7), get(context, 7)
+                y, y_stride = get(context, 8) + 4 * j + i * get(context, 9), get(context, 9)
+                if valid == half_rows and count == half_rows:
+                    finish_tile(variant, tile, addend, stride, y, y_stride)
+                else:
+                    for n in range(half_rows):
+                        row = edge + 4 * half_rows * n
+                        copy_floats(variant, addend + min(n, valid - 1) * stride, row, count)
+                    finish_tile(variant, tile, edge, 4 * half_rows, edge, 4 * half_rows)
+                    for n in range(valid):
+                        copy_floats(variant, edge + 4 * half_rows * n, y + n * y_stride, count)
+                # The other half of the weight rows, then the next strip.
+                tile += 2 * tile_bytes if (j - begin) % size == 0 else (4 * blocks - 2) * tile_bytes
 
     return compile_kernel(matrix_matmul)

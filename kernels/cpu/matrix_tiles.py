@@ -27,7 +27,8 @@ from quengine.kernels.cpu.tiles import DEPTH
 STEP = 32  # columns of an operand's tile: 16 rows of 64 bytes
 TILE_BYTES = 1024
 BLOCK = 32  # rows and columns of the result at once: four tiles of sums, two of each operand
-MOST_ROWS = 512  # of activations in one launch: their sums with a strip lie on the stack, 64 KiB
+MOST_ROWS = 512  # of activations in one launch: those of DEPTH columns stay in the L2 cache, and
+MOST_BLOCKS = 128  # blocks of sums of one task, which lie on the stack, 512 KiB
 HALF_BYTES = DEPTH // STEP * 2 * TILE_BYTES  # DEPTH columns of 16 weight rows, both terms
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = (

@@ -18,8 +18,6 @@ from numba.extending import intrinsic
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.block_ir import emit_blocks
-from quengine.kernels.cpu.matrix_tile_ir import store_pairs
-from quengine.kernels.cpu.matrix_tiles import STEP, TILE_BYTES
 from quengine.kernels.cpu.row_ir import emitter
 from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.tile_ir import transposed
@@ -77,26 +75,6 @@ def fill_panel(typingctx: Any, variant: Any, codes: Any, depth: Any, scales: Any
             return []
 
         e.loop(e.i64(0), depth, 32, [], slice_)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 5), codegen
-
-
-@intrinsic(prefer_literal=True)
-def fill_tiles(typingctx: Any, variant: Any, codes: Any, depth: Any, scales: Any, mins: Any, out: Any) -> Any:
-    """As `fill_panel`, of 16 rows, as tiles of two terms (matrix_tile_ir.py)."""
-    fmt = FORMATS[variant.literal_value.split("/")[0]]
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, codes, depth, scales, mins, out = args
-        e, lanes = emitter(context, builder), host_tile().lanes
-
-        def slice_(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            values = _values(e, fmt, codes, scales, mins, k, lanes)
-            store_pairs(e, values, e.at(out, builder.mul(k, e.i64(2 * TILE_BYTES // STEP))))
-            return []
-
-        e.loop(e.i64(0), depth, STEP, [], slice_)
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 5), codegen

@@ -11,8 +11,7 @@ from __future__ import annotations
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.atomics import call_kernel
 from quengine.kernels.cpu.compiled import compile_kernel
-from quengine.kernels.cpu.matrix_tiles import HALF_BYTES
-from quengine.kernels.cpu.panel_ir import GROUPS, fill_panel, fill_tiles, transpose_groups, unpack_row
+from quengine.kernels.cpu.panel_ir import GROUPS, fill_panel, transpose_groups, unpack_row
 from quengine.kernels.cpu.row_ir import dequantize_row, get, put
 from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.tile_ir import copy_floats, multiply_tile, prefetch, stack_floats, transpose_rows
@@ -44,7 +43,7 @@ def panel_kernel(format_name: str) -> bytes:
     0 weights, from the first of the columns on; 1 row bytes, 2 rows (the last one is repeated), 3 depth, 4 panel.
     """
     if FORMATS[format_name].is_quantized:
-        return quantized_panel_kernel(format_name, as_tiles=False)
+        return _quantized_panel_kernel(format_name)
     variant, lanes = format_name, host_tile().lanes
     floats, item = lanes * DEPTH, FORMATS[format_name].nbytes
 
@@ -60,8 +59,7 @@ def panel_kernel(format_name: str) -> bytes:
     return compile_kernel(float_panel)
 
 
-def quantized_panel_kernel(format_name: str, as_tiles: bool) -> bytes:
-    """As `panel_kernel`; or as tiles of two terms (matrix_tile_ir.py), of which task g writes the g-th half."""
+def _quantized_panel_kernel(format_name: str) -> bytes:
     variant, tile = format_name, host_tile()
     block, block_bytes = FORMATS[format_name].block, FORMATS[format_name].nbytes
     lanes, code_floats, group_floats = tile.lanes, tile.lanes * DEPTH // 4, tile.lanes * GROUPS
@@ -81,10 +79,7 @@ def quantized_panel_kernel(format_name: str, as_tiles: bool) -> bytes:
         transpose_groups(variant, scales, scale_lines)
         if has_min:
             transpose_groups(variant, mins, min_lines)
-        if as_tiles:
-            fill_tiles(variant, codes, depth, scale_lines, min_lines, get(context, 4) + HALF_BYTES * task)
-        else:
-            fill_panel(variant, codes, depth, scale_lines, min_lines, get(context, 4) + 4 * lanes * task)
+        fill_panel(variant, codes, depth, scale_lines, min_lines, get(context, 4) + 4 * lanes * task)
 
     return compile_kernel(quantized_panel)
 

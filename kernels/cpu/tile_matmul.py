@@ -20,15 +20,16 @@ from quengine.kernels.cpu.kernel_table import (
     matrix_pack_kernel,
     pack_kernel,
     panel_kernel,
-    quantized_panel_kernel,
-    split_kernel,
     tile_matmul_kernel,
+    weight_tiles_kernel,
 )
-from quengine.kernels.cpu.matrix_tiles import BLOCK, MOST_ROWS, matrix_unit
+from quengine.kernels.cpu.matrix_tiles import BLOCK, MOST_BLOCKS, MOST_ROWS, matrix_unit
 from quengine.kernels.cpu.target import host_tile
-from quengine.kernels.cpu.threads import Launch
+from quengine.kernels.cpu.threads import Launch, get_threads
 from quengine.kernels.cpu.tiles import DEPTH
 from quengine.kernels.quant_tensor import QuantTensor
+
+_TASKS = 4  # a thread should get of a weight, before tasks become longer
 
 
 def tile_matmul_launches(
@@ -49,32 +50,34 @@ def tile_matmul_launches(
 
 def _launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor, addend: Tensor) -> list[Launch]:
     """As `tile_matmul_launches`, of so many rows as a launch takes."""
-    rows, tile = x.shape[0], host_tile()
-    block, columns = (BLOCK, BLOCK) if matrix_unit() else (tile.rows, tile.columns)
-    blocks = -(-rows // block)
-    packed = torch.empty(-(-x.shape[1] // DEPTH), blocks, block, DEPTH)
+    rows, block = x.shape[0], BLOCK if matrix_unit() else host_tile().rows
+    blocks, panels = -(-rows // block), -(-x.shape[1] // DEPTH)
+    packed = torch.empty(panels, blocks, block, DEPTH)
     pack = (x.data_ptr(), 4 * x.stride(0), rows, x.shape[1], packed.data_ptr(), blocks)
-    packing = matrix_pack_kernel() if matrix_unit() else pack_kernel()
-    launches = [Launch(packing, pack, blocks, keep=(x, packed))]
+    packing = (matrix_pack_kernel(), panels * blocks) if matrix_unit() else (pack_kernel(), blocks)
+    launches = [Launch(packing[0], pack, packing[1], keep=(x, packed))]
     stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
     column = 0
     for w in parts:
-        kernel, panels, split = _kernels(w)
-        parameters = (
+        operands = (
             *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), rows),
             *(addend.data_ptr() + 4 * column, stride, y.data_ptr() + 4 * column, 4 * y.stride(0)),
-            *(panels, w.format.block, w.format.nbytes, split),
         )
-        tasks = -(-w.rows // columns)
-        launches.append(Launch(kernel, parameters, tasks, column == 0, (w, packed, y, addend)))
+        kernel, parameters, tasks = _matrix_product(w, blocks) if matrix_unit() else _product(w)
+        launches.append(Launch(kernel, operands + parameters, tasks, column == 0, (w, packed, y, addend)))
         column += w.rows
     return launches
 
 
-def _kernels(w: QuantTensor) -> tuple[int, int, int]:
-    """The kernel that multiplies, that which makes its panels, and on matrix tiles that which splits fp32 ones."""
-    if not matrix_unit():
-        return tile_matmul_kernel(), panel_kernel(w.format.name), 0
-    if w.format.is_quantized:
-        return matrix_matmul_kernel(), quantized_panel_kernel(w.format.name, as_tiles=True), 0
-    return matrix_matmul_kernel(), panel_kernel(w.format.name), split_kernel()
+def _product(w: QuantTensor) -> tuple[int, tuple[int, ...], int]:
+    """The kernel that multiplies, its parameters after the operands, and its tasks."""
+    parameters = (panel_kernel(w.format.name), w.format.block, w.format.nbytes)
+    return tile_matmul_kernel(), parameters, -(-w.rows // host_tile().columns)
+
+
+def _matrix_product(w: QuantTensor, blocks: int) -> tuple[int, tuple[int, ...], int]:
+    """As `_product`, on matrix tiles. The strips of one task share activations in the cache."""
+    strips = -(-w.rows // BLOCK)
+    of_task = max(1, min(MOST_BLOCKS // blocks, strips // (_TASKS * get_threads())))
+    parameters = (weight_tiles_kernel(w.format.name), w.format.block, w.format.nbytes, of_task)
+    return matrix_matmul_kernel(), parameters, -(-strips // of_task)

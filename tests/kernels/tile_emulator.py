@@ -21,6 +21,7 @@ CASES = [
     ("Q4_K", 77, 512, 33),
     ("Q6_K", 32, 768, 16),
     ("Q4_1", 64, 576, 530),
+    ("Q8_0", 300, 96, 40),
     ("F16", 40, 300, 50),
     ("F32", 5, 31, 1),
 ]
@@ -36,6 +37,9 @@ def emulate(e: Emitter, name: str, *args: ir.Value) -> None:
             e.store(e.load(vec(I32, 16), e.i64(_file(args[0])), 64 * row), _row(e, args[1], args[2], row))
     elif name == "tdpbf16ps":
         _multiply(e, *(_file(arg) for arg in args))
+    elif name == "tilezero":
+        for row in range(16):
+            e.store(e.const(vec(I32, 16), 0), e.i64(_file(args[0])), 64 * row)
     else:
         assert name in ("ldtilecfg", "tilerelease")
 
@@ -48,15 +52,15 @@ def _row(e: Emitter, pointer: ir.Value, stride: ir.Value, row: int) -> ir.Value:
     return e.at(e.b.ptrtoint(pointer, stride.type), e.b.mul(stride, e.i64(row)))
 
 
-def _multiply(e: Emitter, sums: int, x: int, w: int) -> None:
-    """sums[i, j] += x[i, 2k] * w[k, 2j] + x[i, 2k + 1] * w[k, 2j + 1], of bf16."""
+def _multiply(e: Emitter, sums: int, a: int, b: int) -> None:
+    """sums[i, j] += a[i, 2k] * b[k, 2j] + a[i, 2k + 1] * b[k, 2j + 1], of bf16."""
 
     def row(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         offset = e.b.mul(i, e.i64(64))
 
         def pair(k: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            at = e.at(e.at(e.i64(x), offset), e.b.mul(k, e.i64(4)))
-            both = e.load(vec(I32, 16), e.at(e.i64(w), e.b.mul(k, e.i64(64))))
+            at = e.at(e.at(e.i64(a), offset), e.b.mul(k, e.i64(4)))
+            both = e.load(vec(I32, 16), e.at(e.i64(b), e.b.mul(k, e.i64(64))))
             (total,) = state
             for half in range(2):
                 one = e.b.zext(e.load(I16, at, 2 * half), I32)
