@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quengine.cli import collector, options
+from quengine import collector
+from quengine.cli import options
 from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quengine.cli import collector
+from quengine import collector
 from quengine.cli.list import installed_rows
 
 if TYPE_CHECKING:

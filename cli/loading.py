@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from quengine.cli import collector
+from quengine import collector
 from quengine.cli.options import Drafts
 from quengine.cli.progress import ProgressLine
 from quengine.kernels.cache_types import CacheType

@@ -15,7 +15,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from quengine.cli import collector
+from quengine import collector
 from quengine.cli.bench import bench
 from quengine.cli.chat import chat
 from quengine.cli.doctor import doctor

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quengine import collector
 from quengine.cli import options
 from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
@@ -175,6 +176,7 @@ def _make_engine(model: str, asked: dict[str, Any]) -> "Engine":
         return ProcessEngine(model, asked, progress)
     finally:
         progress.clear()
+        collector.working()
 
 
 def _run(settings: "ServerSettings", make_engine: "Callable[[], Engine]") -> None:

@@ -1,9 +1,10 @@
 """What holds for all tests: Triton's interpreter without a CUDA device, no test that needs a GPU where there is
-none, no notice of kernels being compiled, no logging set up by a test before.
+none, no notice of kernels being compiled, no logging and no garbage collector set up by a test before.
 
 The interpreter's variable must be set before anything imports triton, and pytest imports this file first.
 """
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -28,6 +29,15 @@ def _kernels_compile_quietly() -> None:
     from quengine.kernels.cpu import kernel_table
 
     kernel_table._say_once()
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_found() -> Iterator[None]:
+    """A command run in a test keeps what is there from being collected, as if it were the whole process."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
 
 
 @pytest.fixture(autouse=True)

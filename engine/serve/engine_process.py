@@ -16,6 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from quengine import collector
 from quengine.errors import CannotRunError, EngineError
 from quengine.serve.engine_port import Engine, Event, Failed, Finished, GenerationRequest, Piece
 from quengine.serve.engine_wire import (
@@ -162,9 +163,12 @@ def _kind(error: Exception) -> Kind:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    collector.starting()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
-        EngineLoop(connection, load(connection)).run()
+        engine = load(connection)
+        collector.working()
+        EngineLoop(connection, engine).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except Exception as error:

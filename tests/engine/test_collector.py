@@ -1,19 +1,11 @@
 """When Python's garbage collector runs in a command."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
-from quengine.cli import collector, main
-
-
-@pytest.fixture(autouse=True)
-def _as_found() -> Iterator[None]:
-    thresholds = gc.get_threshold()
-    yield
-    gc.unfreeze()
-    gc.set_threshold(*thresholds)
+from quengine import collector
+from quengine.cli import main
 
 
 def test_what_a_start_made_stays_and_the_rest_is_collected() -> None:

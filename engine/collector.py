@@ -1,4 +1,4 @@
-"""When Python's garbage collector runs in a command: rarely while it starts, never again through what it has loaded.
+"""When Python's garbage collector runs in a process: rarely while it starts, never again through what it has loaded.
 
 What a start makes (torch, a vocabulary, a model) lasts to the end; each collection would walk through all of it.
 """
