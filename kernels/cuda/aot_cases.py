@@ -230,7 +230,7 @@ def _attention_cases() -> Iterator[Case]:
             ):
                 call = partial(_product_attention, heads, cache_type, start)
                 yield Case(f"{case}, {kind}, {LONG_CHUNK} rows", False, archs, call)
-            for rows in (1, BATCH, FEW_ROWS[-1]) if name in _EVERYWHERE else (1, BATCH):
+            for rows in (1, BATCH, FEW_ROWS[-1]):
                 call = partial(_attention, heads, cache_type, rows, _batch(rows))
                 yield Case(f"{case}, paged, decode of {rows}", True, archs, call)
             if name in _EVERYWHERE:

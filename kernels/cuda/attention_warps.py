@@ -309,7 +309,8 @@ def launch_warps(given: DecodeArguments) -> None:
 def _registers(given: DecodeArguments) -> int:
     """Registers of a thread, at most; left to itself, ptxas may stop at fewer than it needs, and spill.
 
-    Which register holds what does not touch the sums: a row has the same bits either way.
+    Which register holds what does not touch the sums: a row has the same bits either way. 128 are enough on Hopper
+    (where there is dependent launch), and a few too little before.
     """
     programs = given.qkv.shape[0] * given.cache.k.shape[1]
-    return 128 if given.coarse and given.group <= 4 and programs > FEW_PROGRAMS else 255
+    return 128 if given.coarse and given.pdl and given.group <= 4 and programs > FEW_PROGRAMS else 255

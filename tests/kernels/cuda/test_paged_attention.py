@@ -18,6 +18,7 @@ from quengine.kernels.cuda.attention_prefill import attention_prefill
 from quengine.kernels.cuda.half import HalfRows, ordered_shape, tiled_shape
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rope_store
+from quengine.kernels.cuda_backend import has_dependent_launch
 from tests.kernels.cuda.attention_cases import filled_cache, make_spec
 
 BLOCKS = 9
@@ -74,7 +75,8 @@ def decode(
     at = torch.tensor(positions, dtype=torch.int32, device=qkv.device)
     workspace = DecodeWorkspace.allocate(batch, spec.heads, spec.kv_heads, spec.head_dim, qkv.device)
     out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=qkv.device)
-    attention_decode(qkv, spec, cache, at, workspace, out, block_tables=tables, coarse=coarse)
+    pdl = qkv.device.type == "cuda" and has_dependent_launch(qkv.device)
+    attention_decode(qkv, spec, cache, at, workspace, out, pdl, tables, coarse)
     assert not workspace.arrived.any()
     return out
 
