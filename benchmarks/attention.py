@@ -20,6 +20,7 @@ import quengine.kernels.cuda.attention_tiles as tiles
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda.activations import RoundedActivations
+from quengine.kernels.cuda.half import HalfRows, ordered_shape
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.kv_q8_0 import quantize_rows
@@ -29,6 +30,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYERS = 16
 CONTEXT = 16384 + 64
 CHUNK = 2048
+BATCHES = ((8, 192), (32, 192), (64, 130), (64, 192), (128, 192), (8, 2048), (32, 2048), (64, 1024))
 SWEPT_Q8_0 = ((128, 8, 2), (64, 8, 2), (64, 4, 2), (32, 4, 2), (32, 4, 3))
 DEVICE = torch.device("cuda")
 
@@ -107,7 +109,8 @@ def random_pool(rows: int, q8_0: bool) -> KVStore:
 
 
 def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: bool) -> float:
-    """Microseconds of one launch over blocks in no order, each layer with a pool of its own."""
+    """Microseconds of one launch over blocks in no order, each layer with a pool of its own: rounded rows in fine slices,
+    or half rows in coarse ones."""
     blocks = depth // BLOCK_SIZE + 1
     layers = min(LAYERS, max(2, (8 << 30) // (batch * blocks * BLOCK_SIZE * 4096)))
     pools = [random_pool(batch * blocks * BLOCK_SIZE, q8_0) for _ in range(layers)]
@@ -116,13 +119,14 @@ def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: 
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
     workspace = arguments.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
     rounded = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
-    plain = torch.empty(batch, HEADS * HEAD_DIM, device=DEVICE)
+    values = torch.zeros(ordered_shape(batch, HEADS * HEAD_DIM), dtype=torch.float16, device=DEVICE)
+    half = HalfRows(values, torch.ones(batch, device=DEVICE))
 
     def launch(pool: KVStore) -> None:
         if rounds:
             decode.attention_decode_round(qkv, spec, pool, positions, workspace, rounded, True, tables)
         else:
-            decode.attention_decode(qkv, spec, pool, positions, workspace, plain, True, tables, coarse=True)
+            decode.attention_decode_half(qkv, spec, pool, positions, workspace, half, True, tables)
 
     return graph_us([lambda pool=pool: launch(pool) for pool in pools])
 
@@ -137,7 +141,7 @@ def batch_table(spec: AttentionSpec) -> list[dict[str, float | bool]]:
             row["contiguous"] = time_decode(spec, caches, depth, True)
             results.append(row | {"floor": decode_floor(depth, q8_0)})
         del caches
-        for batch, depth in itertools.product((8, 32, 64), (256, 2048)):
+        for batch, depth in BATCHES:
             us, floor = time_paged(spec, depth, batch, q8_0, False), batch * decode_floor(depth, q8_0)
             results.append({"q8_0": q8_0, "batch": batch, "depth": depth, "us": us, "floor": floor})
     for row in results:
