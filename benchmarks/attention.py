@@ -109,8 +109,8 @@ def random_pool(rows: int, q8_0: bool) -> KVStore:
 
 
 def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: bool) -> float:
-    """Microseconds of one launch over blocks in no order, each layer with a pool of its own: rounded rows in fine slices,
-    or half rows in coarse ones."""
+    """Microseconds of one launch over blocks in no order, each layer with a pool of its own: rounded rows in fine
+    slices, or half rows in coarse ones."""
     blocks = depth // BLOCK_SIZE + 1
     layers = min(LAYERS, max(2, (8 << 30) // (batch * blocks * BLOCK_SIZE * 4096)))
     pools = [random_pool(batch * blocks * BLOCK_SIZE, q8_0) for _ in range(layers)]
