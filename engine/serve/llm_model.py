@@ -26,6 +26,14 @@ class TextSide:
     chat_template: ChatTemplate | None
     constraints: ConstraintCompiler
 
+    @classmethod
+    def of_file(cls, path: Path) -> "TextSide":
+        """Raises EngineError where the file is no model."""
+        checkpoint = open_checkpoint(path)
+        tokenizer = checkpoint.tokenizer()
+        constraints = ConstraintCompiler(tokenizer, checkpoint.config.vocab_size)
+        return cls(checkpoint, tokenizer, checkpoint.chat_template(), constraints)
+
 
 class LLMModel:
     """A `ServedModel`. `ctx_size`, `notes`, `device` and `cache_type` are those of the engine that computes it."""
@@ -53,17 +61,6 @@ class LLMModel:
             "device": device,
             "cache_type": cache_type,
         }
-
-    @classmethod
-    def of_file(
-        cls, path: Path, ctx_size: int, notes: Sequence[str], device: str, cache_type: str
-    ) -> "LLMModel":
-        """Reads the file by itself. Raises EngineError where it is no model."""
-        checkpoint = open_checkpoint(path)
-        tokenizer = checkpoint.tokenizer()
-        constraints = ConstraintCompiler(tokenizer, checkpoint.config.vocab_size)
-        text = TextSide(checkpoint, tokenizer, checkpoint.chat_template(), constraints)
-        return cls(text, ctx_size, notes, device, cache_type)
 
     def encode(self, text: str, bos: bool, special: bool) -> list[int]:
         return self._text.tokenizer.encode(text, bos=bos, special=special)

@@ -27,7 +27,7 @@ from quengine.serve.engine_wire import (
     receive_from_engine,
     send,
 )
-from quengine.serve.llm_model import LLMModel
+from quengine.serve.llm_model import LLMModel, TextSide
 
 END_SECONDS = 5.0
 """How long the process may take to end by itself."""
@@ -63,14 +63,14 @@ class ProcessEngine:
         theirs.close()
         try:
             self._say(Load(model, options))
+            text = TextSide.of_file(resolve_model(model))  # while the process begins
             ready = self._loaded(progress)
-            cache_type = str(options.get("cache_type", "f16"))
-            self.model = LLMModel.of_file(
-                resolve_model(model), ready.ctx_size, ready.notes, ready.device, cache_type
-            )
         except BaseException:
+            self._process.kill()
             self.close()
             raise
+        cache_type = str(options.get("cache_type", "f16"))
+        self.model = LLMModel(text, ready.ctx_size, ready.notes, ready.device, cache_type)
         self.capacity = ready.capacity
 
     @property
