@@ -1,0 +1,118 @@
+"""Packed weights as the left operand of Hopper's warp-group matrix instruction: dequantized in registers.
+
+Every warp takes a tile of 16 rows. The stored order of the weights fixes which columns meet in an instruction (half.py,
+"ordered"), so that what a thread reads is what it must hold.
+Does not know: the rows that weights are multiplied with (matmul_wgmma.py).
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quengine.kernels.cuda.fragments import chunk_scales, step_codes
+from quengine.kernels.cuda.mma import pack_halves, scale_small
+
+
+@gluon.jit
+def _halves_apart(words, COUNT: gl.constexpr):
+    """COUNT int32 tensors [thread] of two fp16: fp16 [thread, COUNT, 2]."""
+    for level in gl.static_range(8):
+        if 1 << level < COUNT:
+            pairs = ()
+            for i in gl.static_range(COUNT >> (level + 1)):
+                pairs = pairs + (gl.join(words[i], words[i + (COUNT >> (level + 1))]),)
+            words = pairs
+    all_words = words[0]
+    near = all_words.to(gl.int16).to(gl.float16, bitcast=True)
+    far = (all_words >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+    return gl.join(near, far)
+
+
+@gluon.jit
+def _twice(x):
+    """fp32 rounded to fp16, twice in an int32: one instruction where `pack_halves` takes two and a slow conversion."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _fp16_scales(scale, minimum, SIGNED: gl.constexpr):
+    """What `scale_small` takes. Signed bytes become unsigned by adding 128, which the minimum takes off: exactly, since
+    it follows from the rounded scale."""
+    if SIGNED:
+        # Not `_twice`: with it, kernels of Q6_K take 20 registers more, and those of 128 rows overlap nothing.
+        rounded = (scale * 16777216.0).to(gl.float16).to(gl.float32)
+        minimum = rounded * (128.0 / 16777216.0)
+        return pack_halves(rounded, rounded), pack_halves(-minimum, -minimum)
+    else:
+        return _twice(scale * 16777216.0), _twice(-minimum)
+
+
+@gluon.jit
+def _rounded_once(word, scale, minimum):
+    """scale*byte*2^-24 + minimum for the four unsigned bytes of a word, computed in fp32 and rounded to fp16: (bytes 0
+    and 1, bytes 2 and 3). As in `scale_small`, a byte alone in 16 bits is a subnormal fp16."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 lo, hi; .reg .b16 a, b, c, d; .reg .f32 e, f, g, h;"
+        " prmt.b32 lo, $2, 0, 0x4140; prmt.b32 hi, $2, 0, 0x4342; mov.b32 {a, b}, lo; mov.b32 {c, d}, hi;"
+        " cvt.f32.f16 e, a; cvt.f32.f16 f, b; cvt.f32.f16 g, c; cvt.f32.f16 h, d;"
+        " fma.rn.f32 e, e, $3, $4; fma.rn.f32 f, f, $3, $4; fma.rn.f32 g, g, $3, $4; fma.rn.f32 h, h, $3, $4;"
+        " cvt.rn.f16x2.f32 $0, f, e; cvt.rn.f16x2.f32 $1, h, g; }",
+        "=&r,=&r,r,f,f",
+        [word, scale, minimum],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _fp32_scales(scale, minimum, SIGNED: gl.constexpr):
+    """What `_rounded_once` takes, of signed bytes plus 128."""
+    if SIGNED:
+        minimum = scale * 128.0
+    return scale * 16777216.0, -minimum
+
+
+@gluon.jit
+def weights_operand(
+    words, half: gl.constexpr, gain, FMT: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr, EXACT: gl.constexpr
+):  # fmt: skip
+    """128 columns of this program's weights, half `half` of a chunk: fp16 [16*WARPS, 128] as wgmma's left operand.
+
+    EXACT: rounded to fp16 once; else scales and minimums are too, which takes a third of the instructions, and gives
+    three times the error.
+    """
+    STEPS: gl.constexpr = FMT.steps_per_set
+    SETS: gl.constexpr = 128 // (4 * FMT.group)
+    SIGNED: gl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
+    operand = ()
+    for s in gl.static_range(SETS):
+        scales = chunk_scales(words, half * SETS + s, gain, FMT)
+        if EXACT:
+            near, near_min = _fp32_scales(scales[0], scales[1], SIGNED)
+            far, far_min = _fp32_scales(scales[2], scales[3], SIGNED)
+        else:
+            near, near_min = _fp16_scales(scales[0], scales[1], SIGNED)
+            far, far_min = _fp16_scales(scales[2], scales[3], SIGNED)
+        for j in gl.static_range(STEPS):
+            codes = step_codes(words, (half * SETS + s) * STEPS + j, FMT, True)
+            for part in gl.static_range(2):
+                near_codes = codes[2 * part]
+                far_codes = codes[2 * part + 1]
+                if SIGNED:
+                    near_codes = near_codes ^ -2139062144
+                    far_codes = far_codes ^ -2139062144
+                if EXACT:
+                    near_low, near_high = _rounded_once(near_codes, near, near_min)
+                    far_low, far_high = _rounded_once(far_codes, far, far_min)
+                else:
+                    near_low, near_high = scale_small(near_codes, near, near_min)
+                    far_low, far_high = scale_small(far_codes, far, far_min)
+                operand = operand + (near_low, far_low, near_high, far_high)
+    apart = _halves_apart(operand, 32)  # [thread, 8 blocks of 16 columns, pair, rh, e]: see below
+    apart = gl.reshape(apart, [WARPS, 8, 4, 8, 2, 2, 2])  # warp, r, q, block, pair, rh, e
+    return gl.convert_layout(
+        gl.reshape(gl.permute(apart, [0, 5, 1, 3, 4, 2, 6]), [16 * WARPS, 128]), A, assert_trivial=True
+    )
