@@ -171,7 +171,7 @@ def _model_cases() -> Iterator[Case]:
     matrix units of Hopper do not take."""
     for name in ("Q4_K", "Q6_K"):
         layer = partial(_layer, "Q4_K", name, name, 4096, 14336, MISTRAL)
-        for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS, LONG_CHUNK):
+        for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS):
             archs = ARCHS if rows == 1 else (90,)
             yield Case(
                 f"mistral-7b, v and down {name}, {_rows(rows)}", rows == 1, archs, partial(layer, rows)

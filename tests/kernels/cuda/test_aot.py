@@ -181,7 +181,7 @@ from quengine.kernels.cuda import aot
 for v in aot.variants([90]):
     launch = aot.launches(v.case, 90)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
-    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT", "FIXED",
+    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "MANY", "FIXED",
         "ROUND", "WINDOW", "TILED", "SEQUENCES", "REGISTERS")
     given["REGISTERS"] = launch.options.get("maxnreg")
     print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
@@ -208,11 +208,7 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     every = {(*pair, last) for pair in both for last in truths}
     assert met("rope_store_kernel", "PAGED", "Q8", "UNSCALE") == every
     assert met("rope_store_kernel", "QUERY_SCALE", "UNSCALE") == both
-    assert met("attention_prefill_kernel", "FIXED") == {(x,) for x in truths}
-    many = {(block, "True", form) for block in ("128", "256") for form in forms}
-    assert met("wgmma_blocks_kernel", "TB", "EXACT", "EPILOGUE") == many | {
-        ("128", "False", form) for form in forms
-    }
+    assert met("attention_prefill_kernel", "FIXED") == met("wgmma_kernel", "MANY") == {(x,) for x in truths}
     assert met("attention_prefill_kernel", "FIXED", "TILED") == both
     assert met("rope_store_kernel", "SEQUENCES", "UNSCALE") == both
     outs = {("torch.float16",), ("torch.float32",)}
