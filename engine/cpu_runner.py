@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cpu import sampling
 from quengine.kernels.cpu.step import Buffers, Step
 from quengine.kernels.cpu_backend import CpuBackend
 from quengine.kv_cache import KVCache
@@ -27,6 +28,7 @@ _EXACT = 16  # up to so many rows each number has a step of its own, beyond it t
 class CpuRunner(Runner):
     """See the module docstring. The decoder's backend is a CpuBackend."""
 
+    choose = staticmethod(sampling.sample)
     packs_prompts = False  # a dozen rows of one prompt keep the processor as busy as those of many
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:

@@ -296,7 +296,7 @@ class LLM:
             params = replace(params, logit_bias={**params.logit_bias, **banned})
         spec = params.constraint
         constraint = None if spec is None else self.constraints.compile(spec, params.stop_token_ids)
-        sampler = Sampler(params, self.model_config.vocab_size, index, constraint)
+        sampler = Sampler(params, self.model_config.vocab_size, index, constraint, self.runner.choose)
         end_ids = self.tokenizer.eos_ids | set(params.stop_token_ids)
         stream = TextStream(self._shown_bytes(show_special), params.stop)
         return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from quengine.errors import EngineError
+from quengine.kernels import sampling
 from quengine.kernels.backend import Chunk, DecodeBatch, Position, PromptBatch
+from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.ranges import Range
@@ -55,6 +57,9 @@ def rows_of(sequences: Seq[Sequence]) -> list[Row]:
 
 class Runner:
     """Runs the decoder eagerly and samples on the host; knows no text."""
+
+    choose: Choose = staticmethod(sampling.sample)
+    """Chooses tokens on the host."""
 
     packs_prompts = True
     """Whether chunks of several prompts in one step take less time than one after the other."""

@@ -15,7 +15,7 @@ import numpy as np
 from quengine.constraint import Constraint, Mask
 from quengine.errors import EngineError
 from quengine.kernels import sampling
-from quengine.kernels.sampling import Logits
+from quengine.kernels.sampling import Choose, Logits
 from quengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Sampler:
         vocab_size: entries of the logits.
         stream: which completion of the prompt this is; each has random numbers of its own under one seed.
         constraint: masks the tokens; the sequence advances it.
+        choose: `kernels.sampling.sample`, or what gives the same tokens sooner.
 
     Raises:
         EngineError: `logit_bias` or `stop_token_ids` names a token outside the vocabulary.
@@ -63,6 +64,7 @@ class Sampler:
         vocab_size: int,
         stream: int = 0,
         constraint: Constraint | None = None,
+        choose: Choose = sampling.sample,
     ) -> None:
         if params.seed is None:
             raise ValueError("the parameters have no seed: call with_seed() first")
@@ -75,6 +77,7 @@ class Sampler:
         self.seed: int = params.seed
         self.stream = stream
         self.constraint = constraint
+        self._choose = choose
         self._recent = RecentTokens(params.repeat_last_n)
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
@@ -100,7 +103,7 @@ class Sampler:
         adjusted = self._adjusted(given, history, allowed)
         uniform = 0.0 if params.greedy else sampling.uniform(self.seed, position, self.stream)
         try:
-            token = sampling.sample(
+            token = self._choose(
                 adjusted,
                 top_k=params.top_k,
                 typical_p=params.typical_p,

@@ -15,7 +15,7 @@ mathematical library:
 
 import math
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -217,6 +217,22 @@ def sample(
     candidates = keep_top_p(candidates, top_p)
     candidates = keep_min_p(candidates, min_p)
     return draw(candidates, temperature, uniform)
+
+
+class Choose(Protocol):
+    """`sample`, or another way to the same tokens."""
+
+    def __call__(
+        self,
+        logits: Logits,
+        *,
+        top_k: int,
+        typical_p: float,
+        top_p: float,
+        min_p: float,
+        temperature: float,
+        uniform: float,
+    ) -> int: ...
 
 
 def sharpness(temperature: float) -> float:

@@ -140,3 +140,7 @@ def key_panel_kernel(cache_type: CacheType) -> int:
 
 def value_panel_kernel(cache_type: CacheType) -> int:
     return kernel("prefill_attention_kernels", "value_panel_kernel", cache_type)
+
+
+def choose_kernel() -> int:
+    return kernel("sampling_kernels", "choose_kernel")

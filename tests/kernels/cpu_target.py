@@ -14,10 +14,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from llvmlite import binding
 from torch.nn.functional import silu
 
+from quengine.kernels import sampling
 from quengine.kernels.activations import round_activations
 from quengine.kernels.backend import DecodeBatch
 from quengine.kernels.block_formats import dequantize, unpack
@@ -36,6 +38,7 @@ from quengine.kernels.cpu import (
     tile_matmul,
     tiles,
 )
+from quengine.kernels.cpu import sampling as cpu_sampling
 from quengine.kernels.kv_rows import allocate_layer, read_rows, write_rows
 from quengine.kernels.q_dot import q_dot
 from tests.kernels import tile_emulator
@@ -77,7 +80,16 @@ def errors() -> Iterator[tuple[str, float]]:
     yield "rms_norm", nmse(rms_norm(x, norm, 1e-5), scaled)
 
 
+def check_sampling() -> None:
+    logits = np.random.default_rng(1).standard_normal(777).astype(np.float32)
+    for number in range(20):
+        settings = {"top_k": 40, "typical_p": 1.0, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5}
+        given = settings | {"uniform": (number + 0.5) / 20}
+        assert cpu_sampling.sample(logits, **given) == sampling.sample(logits, **given)
+
+
 def check() -> None:
+    check_sampling()
     for name, error in errors():
         assert error <= 1e-11, f"{name}: {error:.1e}"
     tile = target.host_tile()
