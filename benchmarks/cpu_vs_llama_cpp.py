@@ -260,11 +260,11 @@ def compare(
             for test, request in tests.items():
                 for name, pipe in pipes.items():
                     pipe.send(request)
-                    seconds, facts[name] = pipe.recv()
+                    took, facts[name] = pipe.recv()
                     if turn > 0:
-                        samples[test][name].append(request[1] / seconds)
+                        samples[test][name].append(request[1] / took)
                         print(
-                            f"{turn}/{rounds}  {test:8} {name:10} {request[1] / seconds:9.1f} tok/s",
+                            f"{turn}/{rounds}  {test:8} {name:10} {request[1] / took:9.1f} tok/s",
                             file=sys.stderr,
                         )
     return {"facts": facts, "samples": samples}
