@@ -1,6 +1,7 @@
 """quengine and llama.cpp on the same file and the same processor, in turns.
 
-    python benchmarks/cpu_vs_llama_cpp.py [-m MODEL] [-p 512] [-n 64] [-r 5] [-s SECONDS] [-t 2] [--llama-bench PATH]
+    python benchmarks/cpu_vs_llama_cpp.py [-m MODEL] [-p 512] [-n 64] [-r 5] [-s SECONDS] [-t 2] [--no-mmap]
+        [--llama-bench PATH]
 
 Each engine lives in a process of its own, loaded once, and the parent asks them in turns: a machine whose
 speed drifts slows both. Medians, their ratio, and one JSON line at the end. The peer is the package
@@ -59,10 +60,10 @@ class Engine(Protocol):
 class Quengine:
     """Our side, as `engine bench` times it."""
 
-    def __init__(self, model: Path, threads: int, positions: int) -> None:
+    def __init__(self, model: Path, threads: int, positions: int, mmap: bool) -> None:
         from quengine import LLM, __version__
 
-        self.llm = LLM(model, "cpu", positions, threads, reuse_prefix=True)
+        self.llm = LLM(model, "cpu", positions, threads, reuse_prefix=True, mmap=mmap)
         self.facts = {"version": __version__, "simd": list(simd_features()), "load_s": self.llm.loaded.load_s}
 
     def prompt_seconds(self, prompt: int) -> float:
@@ -203,10 +204,11 @@ class Setup:
     threads: int
     positions: int
     llama_bench: Path | None
+    mmap: bool
 
     def make(self) -> Engine:
         if self.ours:
-            return Quengine(self.model, self.threads, self.positions)
+            return Quengine(self.model, self.threads, self.positions, self.mmap)
         if self.llama_bench is not None:
             return LlamaBench(self.llama_bench, self.model, self.threads)
         return LlamaServer(self.model, self.threads, self.positions)
@@ -321,6 +323,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-r", type=int, default=5, help="rounds")
     parser.add_argument("-s", type=float, default=1e9, help="seconds after which no round is begun")
     parser.add_argument("-t", type=int, default=physical_cores(), help="threads")
+    parser.add_argument("--no-mmap", action="store_true", help="our weights in a copy, in huge pages")
     parser.add_argument("--llama-bench", type=Path, help="a build of llama.cpp to use as the peer")
     return parser.parse_args()
 
@@ -338,7 +341,7 @@ def main() -> int:
     tests = {f"pp{p}": ("prompt", p) for p in args.p if p} | {f"tg{n}": ("generate", n) for n in args.n if n}
     positions = max(*args.p, *args.n) + 2
     setups = {
-        name: Setup(name == "quengine", model, args.t, positions, args.llama_bench)
+        name: Setup(name == "quengine", model, args.t, positions, args.llama_bench, not args.no_mmap)
         for name in ("quengine", "llama_cpp")
     }
     print(json.dumps(report(compare(setups, tests, args.r, args.s), model, args.t)))

@@ -72,6 +72,7 @@ def bench(
     draft_ngram: options.DraftNgram = 0,
     draft_tokens: options.DraftTokens = None,
     deterministic: options.Deterministic = False,
+    mmap: options.Mmap = True,
     backend: options.BackendName = "auto",
 ) -> None:
     """Time prompt processing and token generation."""
@@ -110,6 +111,7 @@ def bench(
         draft_ngram=draft_ngram,
         draft_tokens=draft_tokens,
         deterministic=deterministic,
+        mmap=mmap,
     )
     try:
         _WRITERS[output](_cleared(run_bench(plan, progress), progress))

@@ -58,6 +58,7 @@ def chat(
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
     deterministic: options.Deterministic = False,
+    mmap: options.Mmap = True,
     draft_model: options.DraftModel = None,
     draft_ngram: options.DraftNgram = 0,
     draft_tokens: options.DraftTokens = None,
@@ -88,7 +89,7 @@ def chat(
 
     held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)
     asked = (model, device, ctx_size, threads, backend, held)
-    with load_llm(*asked, drafts=drafts, deterministic=deterministic, reuse_prefix=True) as llm:
+    with load_llm(*asked, drafts=drafts, deterministic=deterministic, mmap=mmap, reuse_prefix=True) as llm:
         if llm.chat_template is None:
             raise EngineError(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "

@@ -67,6 +67,7 @@ def generate(
     ctx_size: options.CtxSize = None,
     cache_type: options.CacheTypeName = "f16",
     deterministic: options.Deterministic = False,
+    mmap: options.Mmap = True,
     draft_model: options.DraftModel = None,
     draft_ngram: options.DraftNgram = 0,
     draft_tokens: options.DraftTokens = None,
@@ -96,9 +97,8 @@ def generate(
     )
     source = _prompt_text(text, prompt, file)
     held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)
-    with load_llm(
-        model, device, ctx_size, threads, backend, held, drafts=drafts, deterministic=deterministic
-    ) as llm:
+    asked = (model, device, ctx_size, threads, backend, held)
+    with load_llm(*asked, drafts=drafts, deterministic=deterministic, mmap=mmap) as llm:
         ids = _prompt_ids(llm, source, system, chat, special)
         if show_prompt:
             print(llm.tokenizer.decode(ids, skip_special=False), file=sys.stderr)

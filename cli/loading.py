@@ -21,6 +21,7 @@ def load_llm(
     *,
     drafts: Drafts,
     deterministic: bool,
+    mmap: bool,
     reuse_prefix: bool = False,
 ) -> "LLM":
     """The model as the options of `generate` and `chat` ask for it. Raises what `LLM` does."""
@@ -36,6 +37,7 @@ def load_llm(
         reuse_prefix=reuse_prefix,
         cache_type=cache_type,
         deterministic=deterministic,
+        mmap=mmap,
         draft_model=drafts.draft_model,
         draft_ngram=drafts.draft_ngram,
         draft_tokens=drafts.draft_tokens,

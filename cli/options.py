@@ -44,6 +44,14 @@ Deterministic = Annotated[
         rich_help_panel=_RUN,
     ),
 ]
+Mmap = Annotated[
+    bool,
+    typer.Option(
+        "--mmap/--no-mmap",
+        help="On the CPU: use the weights where the file is mapped, or copy them first (slower start, faster tokens).",
+        rich_help_panel=_RUN,
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_RUN)]
 Threads = Annotated[
     int | None,

@@ -48,7 +48,7 @@ class BenchPlan:
     batches: numbers of sequences computed at once.
 
     profile: also time each kernel of every test. trace: the file for those times as a timeline. draft_model,
-    draft_ngram, draft_tokens, deterministic: as `LLM` has them.
+    draft_ngram, draft_tokens, deterministic, mmap: as `LLM` has them.
     """
 
     models: Seq[str | Path]
@@ -66,6 +66,7 @@ class BenchPlan:
     draft_ngram: int = 0
     draft_tokens: int | None = None
     deterministic: bool = False
+    mmap: bool = True
 
     @property
     def drafts(self) -> bool:
@@ -147,6 +148,7 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
             draft_model=plan.draft_model,
             draft_ngram=plan.draft_ngram,
             draft_tokens=plan.draft_tokens,
+            mmap=plan.mmap,
             progress=progress,
         ) as llm:
             for batch, test in product(batches, plan.tests):

@@ -46,6 +46,8 @@ class EngineConfig:
         draft_ngram: tokens of the longest run that is looked up in a text, for what followed it there, as a draft, and
             of shorter ones down to half of it; 0: nothing is looked up. Comes before a draft model, if there are both.
         draft_tokens: tokens of a draft at most; None: what suits the device.
+        mmap: on the CPU, compute with the mapped file's pages; else with a copy of the weights in huge pages, which is
+            a few percent faster and takes its time at the start.
 
     Raises:
         EngineError: a value is outside its range.
@@ -63,6 +65,7 @@ class EngineConfig:
     draft_model: str | Path | None = None
     draft_ngram: int = 0
     draft_tokens: int | None = None
+    mmap: bool = True
 
     @property
     def speculates(self) -> bool:

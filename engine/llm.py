@@ -55,7 +55,8 @@ class LLM:
             step. The text stays the same (docs/speculative.md).
         draft_ngram: look runs of up to so many tokens up in the text itself, for what followed them, as drafts; 0: not.
         draft_tokens: tokens of a draft at most; None: what suits the device.
-        progress: called with a line of text as weights are loaded onto a GPU.
+        mmap: on the CPU, compute with the pages of the mapped file; else with a copy in huge pages.
+        progress: called with a line of text as weights are loaded onto a GPU, or copied.
 
     Raises:
         EngineError: an argument or the model is wrong.
@@ -78,6 +79,7 @@ class LLM:
         draft_model: str | Path | None = None,
         draft_ngram: int = 0,
         draft_tokens: int | None = None,
+        mmap: bool = True,
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self.config = EngineConfig(
@@ -93,6 +95,7 @@ class LLM:
             draft_model,
             draft_ngram,
             draft_tokens,
+            mmap,
         )
         self.loaded = load_model(model, self.config, progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()

@@ -107,7 +107,7 @@ class _Machine:
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, num_blocks)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
-        with _weights(checkpoint, device, self.progress) as tensors:
+        with _weights(checkpoint, device, config.mmap, self.progress) as tensors:
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size)
         return _make_runner(config, decoder, cache, device)
 
@@ -212,11 +212,11 @@ def _cuda_problem(device: str) -> str | None:
 
 @contextmanager
 def _weights(
-    checkpoint: Checkpoint, device: torch.device, progress: Callable[[str], None] | None
+    checkpoint: Checkpoint, device: torch.device, mapped: bool, progress: Callable[[str], None] | None
 ) -> Iterator[Mapping[str, QuantTensor]]:
-    """The tensors as the decoder takes them: the mapped file's on the CPU, read ahead of it for a CUDA device."""
+    """The tensors as the decoder takes them: on the CPU the mapped file's, or copies; read ahead for a CUDA device."""
     if device.type != "cuda":
-        yield checkpoint.tensors
+        yield checkpoint.tensors if mapped else _copied(checkpoint, progress)
         return
     with WeightLoader(checkpoint.tensors, CudaTransfer(device), checkpoint.nbytes, progress) as tensors:
         yield tensors
@@ -224,6 +224,16 @@ def _weights(
         progress("")  # what is said next stands on a line of its own
     # What lay there before it was repacked is not needed again.
     torch.cuda.empty_cache()
+
+
+def _copied(checkpoint: Checkpoint, progress: Callable[[str], None] | None) -> Mapping[str, QuantTensor]:
+    from quengine.weight_copy import copy_weights
+
+    try:
+        return copy_weights(checkpoint.tensors, checkpoint.let_go_of_pages, progress)
+    finally:
+        if progress is not None:
+            progress("")
 
 
 def _make_backend(

@@ -106,6 +106,9 @@ class HFCheckpoint:
 
         return ChatTemplate.from_hf(self.path)
 
+    def let_go_of_pages(self) -> None:
+        """Nothing is done: the mapping is the safetensors package's, and the system takes pages when it needs them."""
+
     def close(self) -> None:
         """Let the mapped files go; tensors taken before stay valid as long as they are held."""
         self._shards.close()

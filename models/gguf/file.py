@@ -4,6 +4,7 @@ It checks types and ranges that a caller names; what a key means for a model is 
 `vocab_checks`' and `tensor_table`'s business.
 """
 
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -30,6 +31,7 @@ class GGUFFile:
         self.shards = tuple(shard.path for shard in shards)
         self.version = shards[0].version
         self.nbytes = sum(shard.size for shard in shards)
+        self._buffers = [shard.buffer for shard in shards]
         self.entries: dict[str, Entry] = {}
         for shard in shards:
             self.entries = shard.entries | self.entries
@@ -46,9 +48,15 @@ class GGUFFile:
 
     def close(self) -> None:
         """Drops the tensors and metadata; the mapping goes with the last view that somebody holds."""
+        self._buffers = []
         self.tensors = {}
         self.entries = {}
         self.metadata = MappingProxyType({})
+
+    def let_go_of_pages(self) -> None:
+        """What has been read of the mapped files no longer counts as this process's memory, until it is read again."""
+        for buffer in self._buffers:
+            buffer.madvise(mmap.MADV_DONTNEED)
 
     def error(self, key: str, problem: str, index: int | None = None) -> GGUFError:
         """A GGUFError about metadata `key`, or element `index` of its array, with file and byte offset."""

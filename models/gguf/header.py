@@ -73,6 +73,7 @@ class Shard:
     """One parsed file. `size` is its length in bytes."""
 
     path: Path
+    buffer: mmap.mmap
     version: int
     size: int
     alignment: int
@@ -122,7 +123,7 @@ def read_shard(path: Path) -> Shard:
     infos = _read_tensor_infos(cursor, tensor_count)
     data_offset = -(-cursor.pos // alignment) * alignment
     tensors = _place_tensors(cursor, infos, data_offset, alignment)
-    return Shard(path, version, cursor.size, alignment, entries, tensors)
+    return Shard(path, cursor.buffer, version, cursor.size, alignment, entries, tensors)
 
 
 def _read_version(cursor: Cursor) -> int:
