@@ -28,7 +28,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
 # Of kernels/, what code generators read besides the modules of this package.
-_OTHER_SOURCES = ("activations.py", "backend.py", "block_formats.py", "cache_types.py")
+_OTHER_SOURCES = ("activations.py", "backend.py", "block_formats.py", "cache_types.py", "sampling.py")
 _NO_MATTER = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
 
 
