@@ -28,7 +28,9 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
 # Of kernels/, what code generators read besides the modules of this package.
-_OTHER_SOURCES = ("activations.py", "backend.py", "block_formats.py", "cache_types.py", "sampling.py")
+_OTHER_SOURCES = tuple(
+    f"{name}.py" for name in ("activations", "backend", "block_formats", "cache_types", "rope", "sampling")
+)
 _NO_MATTER = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
 
 

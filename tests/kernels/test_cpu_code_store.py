@@ -1,6 +1,7 @@
 """Where compiled kernels are kept: what is found again, and by whom."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,19 @@ def test_a_changed_source_is_another_version(tmp_path: Path, monkeypatch: pytest
         versions.append(module._version())
     module.source_stamp.cache_clear()
     assert len(set(versions)) == len(versions)
+
+
+def test_all_that_kernels_are_made_from_is_watched() -> None:
+    folder = Path(module.__file__).parent
+    makers = [
+        *folder.glob("*_kernels.py"),
+        *folder.glob("*_ir.py"),
+        folder / "tiles.py",
+        folder / "compiled.py",
+    ]
+    imports = re.compile(r"^from quengine\.kernels\.(\w+) import", re.MULTILINE)
+    read = {f"{name}.py" for path in makers for name in imports.findall(path.read_text())}
+    assert read and read <= set(module._OTHER_SOURCES)
 
 
 def test_a_process_has_one_store() -> None:
