@@ -385,7 +385,9 @@ def launch_tiles(given: DecodeArguments) -> None:
         AT_ONCE=combine_heads(group, given.slices, padded),
         ASM=uses_assembly(),
         num_warps=shape.warps,
-        maxnreg=255 if head_dim > 128 and shape.warps == 4 else None,  # ptxas stops at 168 by itself, and spills
+        maxnreg=255
+        if head_dim > 128 and shape.warps == 4
+        else None,  # ptxas stops at 168 by itself, and spills
         launch_pdl=given.pdl,
     )
 
