@@ -27,11 +27,11 @@ from quengine.kernels.cpu.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.rope_store import rope_store_launch
 from quengine.kernels.cpu.stage import Stage
 from quengine.kernels.cpu.swiglu import swiglu_launch
-from quengine.kernels.cpu.threads import Launch, Program
+from quengine.kernels.cpu.threads import Launch, Program, get_threads
 from quengine.kernels.quant_tensor import QuantTensor
 
-# A stage has at least this many tasks, so that threads end close together where a matrix has few rows.
-_SHARES = 32
+# A stage has so many tasks for each thread, where a matrix has the rows, so that threads end close together.
+_SHARES = 4
 
 
 Buffers: TypeAlias = dict[tuple[str, int], Tensor]
@@ -114,7 +114,7 @@ class StepRecorder:
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
         records = None if gate.rows % 32 else self._records("gated", gate.rows)
         # Whole groups of 32, as a task rounds what it makes; half the usual rows, as it makes two of each.
-        step = max(32, task_rows(gate) // 2 // 32 * 32)
+        step = max(32, min(task_rows(gate) // 2, _fair_rows(gate.rows)) // 32 * 32)
         stage = self._stage(
             [
                 matvec_launch(self._input(source, gate), gate, between, 0, step=step),
@@ -164,7 +164,7 @@ class StepRecorder:
 
     def _matvecs(self, x: Rows, weight: Parts, y: Tensor, addend: Tensor | None) -> Stage:
         parts, column = [], 0
-        fair = -(-_rows(weight) // (2 * _SHARES)) * 2
+        fair = _fair_rows(_rows(weight))
         for w in weight.parts:
             step = min(task_rows(w), fair)
             part = [matvec_launch(self._input(x, w), w, y, column, step=step)]
@@ -220,6 +220,11 @@ class StepRecorder:
             room = 1 << (self.rows - 1).bit_length()
             held = self.buffers[role, width] = torch.empty(room, width, dtype=dtype)
         return held[: self.rows]
+
+
+def _fair_rows(rows: int) -> int:
+    """Rows of a task, an even number, of which there are _SHARES tasks a thread."""
+    return -(-rows // (2 * _SHARES * get_threads())) * 2
 
 
 def _rows(weight: Parts) -> int:
