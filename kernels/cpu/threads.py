@@ -62,6 +62,7 @@ class _Team:
     lists: int = 0
     lock: Lock = field(default_factory=Lock)
     bell: Semaphore = field(default_factory=lambda: Semaphore(0))
+    announced: int = 0
     asleep: int = 0
     asleep_lock: Lock = field(default_factory=Lock)
 
@@ -76,20 +77,30 @@ class _Team:
     def _follow(self) -> None:
         seen = 0
         while not self.state[DISMISSED // 8]:
+            known = self.announced
             seen = self.watch(self.address, seen)
-            with self.asleep_lock:
-                self.asleep += 1
-            self.bell.acquire()
+            if self.goes_to_sleep(max(seen, known)):
+                self.bell.acquire()
 
-    def wake(self) -> None:
+    def goes_to_sleep(self, known: int) -> bool:
+        """Whether a thread may wait for the bell: not when a list was announced while it stopped watching."""
         with self.asleep_lock:
+            if self.announced > known:
+                return False
+            self.asleep += 1
+            return True
+
+    def announce(self, number: int) -> None:
+        """Ring for who sleeps, and keep awake who is about to: a list is going to be open."""
+        with self.asleep_lock:
+            self.announced = number
             if self.asleep:
                 self.bell.release(self.asleep)
                 self.asleep = 0
 
     def dismiss(self) -> None:
         self.state[DISMISSED // 8] = 1
-        self.wake()
+        self.announce(self.lists + 1)
 
 
 _team: _Team | None = None
@@ -159,6 +170,5 @@ class Program:
         with self._lock, team.lock:
             memset(counters, 0, COUNTER_BYTES * len(self._launches))
             team.lists += 1
-            if team.asleep:
-                team.wake()
+            team.announce(team.lists)
             team.lead(team.address, team.lists, table, len(self._launches), counters)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from quengine.kernels.cpu import (
     set_threads,
     swiglu,
 )
+from quengine.kernels.cpu.threads import _Team as Team
 from tests.kernels.weights import random_weight
 
 
@@ -55,6 +57,28 @@ def test_a_list_runs_in_order_many_times() -> None:
         between, y = torch.zeros(1, 64), torch.zeros(1, 128)
         run([*linear_launches(x, [first], between), *linear_launches(between, [second], y)])
         assert torch.equal(y, expected)
+
+
+def test_a_thread_does_not_sleep_through_a_list_announced_while_it_stopped_watching() -> None:
+    """A list that it slept through was computed by the others alone, and took so much longer."""
+    team = Team(1)
+    assert team.goes_to_sleep(known=0)
+    team.announce(1)  # rings for it
+    assert team.bell.acquire(blocking=False) and team.asleep == 0
+    team.announce(2)
+    assert not team.goes_to_sleep(known=1), "it has not looked for list 2"
+    assert team.goes_to_sleep(known=2) and team.asleep == 1
+
+
+def test_threads_that_sleep_between_lists_work_on_each_of_them() -> None:
+    """However long the pause: as a thread falls asleep, while it watches, and long after."""
+    set_threads(max_threads())
+    weight = random_weight("Q8_0", 256, 8)
+    x = torch.randn(1, weight.cols, generator=torch.Generator().manual_seed(0))
+    expected = linear(x, [weight])
+    for number in range(60):
+        time.sleep(number % 12 * 5e-4)
+        assert torch.equal(linear(x, [weight]), expected)
 
 
 def test_several_python_threads_may_ask_at_once() -> None:
