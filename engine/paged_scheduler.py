@@ -111,7 +111,7 @@ class PagedScheduler:
         if isinstance(batch, DecodeStep):
             counts = [1] * len(batch.sequences)
         else:
-            counts = [len(chunk.ids) for chunk in _chunks(batch)]
+            counts = [len(chunk.ids) for chunk in batch.chunks]
             self._token_seconds = (time.perf_counter() - self._began) / sum(counts)
         for sequence, count in zip(batch.sequences, counts, strict=True):
             if sequence.finished:
@@ -306,7 +306,3 @@ class PagedScheduler:
             self.blocks.discard(sequence.block_table)
         self.blocks.free(sequence.block_table)
         sequence.block_table = []
-
-
-def _chunks(batch: Batch | PromptStep) -> list[Batch]:
-    return batch.chunks if isinstance(batch, PromptStep) else [batch]

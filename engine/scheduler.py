@@ -26,6 +26,11 @@ class Batch:
         return self.start + len(self.ids) == len(self.sequence.token_ids)
 
     @property
+    def chunks(self) -> "list[Batch]":
+        """Itself: a step of one chunk, as PromptStep is one of several."""
+        return [self]
+
+    @property
     def sequences(self) -> list[Sequence]:
         return [self.sequence]
 

@@ -69,7 +69,7 @@ class Speculation:
         if isinstance(batch, DecodeStep):
             self._draft(batch.sequences)
             return
-        for chunk in batch.chunks if isinstance(batch, PromptStep) else [batch]:
+        for chunk in batch.chunks:
             if self._model is not None and chunk.sequence.pool is None:
                 self._model.follow(chunk.sequence, chunk.start + len(chunk.ids))
 
