@@ -62,7 +62,6 @@ class _Team:
     lists: int = 0
     lock: Lock = field(default_factory=Lock)
     bell: Semaphore = field(default_factory=lambda: Semaphore(0))
-    announced: int = 0
     asleep: int = 0
     asleep_lock: Lock = field(default_factory=Lock)
 
@@ -77,7 +76,7 @@ class _Team:
     def _follow(self) -> None:
         seen = 0
         while not self.state[DISMISSED // 8]:
-            known = self.announced
+            known = self.lists
             seen = self.watch(self.address, seen)
             if self.goes_to_sleep(max(seen, known)):
                 self.bell.acquire()
@@ -85,22 +84,23 @@ class _Team:
     def goes_to_sleep(self, known: int) -> bool:
         """Whether a thread may wait for the bell: not when a list was announced while it stopped watching."""
         with self.asleep_lock:
-            if self.announced > known:
+            if self.lists > known:
                 return False
             self.asleep += 1
             return True
 
-    def announce(self, number: int) -> None:
-        """Ring for who sleeps, and keep awake who is about to: a list is going to be open."""
+    def announce(self) -> int:
+        """Ring for who sleeps, and keep awake who is about to: a list is going to be open, whose number is returned."""
         with self.asleep_lock:
-            self.announced = number
+            self.lists += 1
             if self.asleep:
                 self.bell.release(self.asleep)
                 self.asleep = 0
+            return self.lists
 
     def dismiss(self) -> None:
         self.state[DISMISSED // 8] = 1
-        self.announce(self.lists + 1)
+        self.announce()
 
 
 _team: _Team | None = None
@@ -169,6 +169,4 @@ class Program:
         table, counters = self._table.buffer_info()[0], self._counters.buffer_info()[0]
         with self._lock, team.lock:
             memset(counters, 0, COUNTER_BYTES * len(self._launches))
-            team.lists += 1
-            team.announce(team.lists)
-            team.lead(team.address, team.lists, table, len(self._launches), counters)
+            team.lead(team.address, team.announce(), table, len(self._launches), counters)

@@ -63,9 +63,9 @@ def test_a_thread_does_not_sleep_through_a_list_announced_while_it_stopped_watch
     """A list that it slept through was computed by the others alone, and took so much longer."""
     team = Team(1)
     assert team.goes_to_sleep(known=0)
-    team.announce(1)  # rings for it
+    team.announce()  # rings for it
     assert team.bell.acquire(blocking=False) and team.asleep == 0
-    team.announce(2)
+    team.announce()
     assert not team.goes_to_sleep(known=1), "it has not looked for list 2"
     assert team.goes_to_sleep(known=2) and team.asleep == 1
 
