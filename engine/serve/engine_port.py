@@ -4,15 +4,22 @@ An engine may compute one sequence or many in a step; the worker does not care. 
 engine on the other side of this boundary may live in another process or on another machine.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quengine.errors import EngineError
 from quengine.output import Timings
 from quengine.pooling import Pooling
 from quengine.sampler import TokenLogprobs
 from quengine.sampling_params import SamplingParams
 from quengine.tool_calls_format import ToolFormat
+
+logger = logging.getLogger("quengine.serve")
+
+STATS_SECONDS = 0.1
+"""Between two looks at what an engine holds, while it computes."""
 
 
 @dataclass(frozen=True)
@@ -194,3 +201,20 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None: ...
+
+
+def take(engine: Engine, request: GenerationRequest) -> Failed | None:
+    """Give an engine a sequence; why it cannot be computed, if so."""
+    try:
+        engine.add(request)
+    except Exception as error:
+        return refused(request.id, error)
+    return None
+
+
+def refused(request_id: int, error: BaseException) -> Failed:
+    """What an error becomes that keeps a sequence from being computed at all."""
+    if isinstance(error, EngineError):
+        return Failed(request_id, str(error), "request")
+    logger.error("a request could not be taken in", exc_info=error)
+    return Failed(request_id, f"{type(error).__name__}: {error}")

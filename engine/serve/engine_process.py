@@ -18,7 +18,17 @@ from typing import Any
 
 from quengine import collector
 from quengine.errors import CannotRunError, EngineError
-from quengine.serve.engine_port import Engine, Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.engine_port import (
+    STATS_SECONDS,
+    Engine,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Piece,
+    refused,
+    take,
+)
 from quengine.serve.engine_wire import (
     Add,
     Broken,
@@ -35,7 +45,6 @@ from quengine.serve.engine_wire import (
 
 logger = logging.getLogger("quengine.serve")
 
-STATS_SECONDS = 0.1
 _COMPILING = 2  # constraints at once
 
 
@@ -105,7 +114,7 @@ class EngineLoop:
         if request_id is None:  # cancelled
             return None
         error = future.exception()
-        return self._add(future.result()) if error is None else _refused(request_id, error)
+        return self._add(future.result()) if error is None else refused(request_id, error)
 
     def _cancel(self, request_id: int) -> None:
         if request_id in self._running:
@@ -114,12 +123,10 @@ class EngineLoop:
         self._preparing = {future: given for future, given in self._preparing.items() if given != request_id}
 
     def _add(self, request: GenerationRequest) -> Failed | None:
-        try:
-            self._engine.add(request)
-        except Exception as error:
-            return _refused(request.id, error)
-        self._running.add(request.id)
-        return None
+        failed = take(self._engine, request)
+        if failed is None:
+            self._running.add(request.id)
+        return failed
 
     def _tell(self, events: list[Event]) -> None:
         pieces = tuple(event for event in events if isinstance(event, Piece))
@@ -132,13 +139,6 @@ class EngineLoop:
         if now - self._told_at > STATS_SECONDS or not self._running:
             self._told_at, stats = now, self._engine.stats()
         send(self._connection, Step(pieces, finished, failed, stats))
-
-
-def _refused(request_id: int, error: BaseException) -> Failed:
-    if isinstance(error, EngineError):
-        return Failed(request_id, str(error), "request")
-    logger.error("a request could not be taken in", exc_info=error)
-    return Failed(request_id, f"{type(error).__name__}: {error}")
 
 
 def load(connection: "Connection[Any, Any]") -> Engine:

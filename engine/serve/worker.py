@@ -13,14 +13,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quengine.errors import CannotRunError, EngineError
+from quengine.errors import CannotRunError
 from quengine.pooling import Pooling
 from quengine.sampling_params import SamplingParams
-from quengine.serve.engine_port import Engine, EngineStats, Event, Failed, GenerationRequest, Piece
+from quengine.serve.engine_port import (
+    STATS_SECONDS,
+    Engine,
+    EngineStats,
+    Event,
+    Failed,
+    GenerationRequest,
+    Piece,
+    take,
+)
 
 logger = logging.getLogger("quengine.serve")
 
-STATS_SECONDS = 0.1
 RESTART_SECONDS = 1.0
 """Between attempts to make a lost engine anew."""
 MAX_RESTARTS = 3
@@ -267,7 +275,7 @@ class Worker:
             free = min(self.parallel, engine.capacity) - len(self._running)
             admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
             self._running.update({request.id: handle for handle, request in admitted})
-        failed = [event for _, request in admitted if (event := _add(engine, request)) is not None]
+        failed = [event for _, request in admitted if (event := take(engine, request)) is not None]
         if self._running:
             began = time.perf_counter()
             self._deliver(failed + engine.step())
@@ -317,14 +325,3 @@ class Worker:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:
             logger.debug("the event loop has closed; an event is dropped")
-
-
-def _add(engine: Engine, request: GenerationRequest) -> Failed | None:
-    try:
-        engine.add(request)
-    except EngineError as error:
-        return Failed(request.id, str(error), "request")
-    except Exception as error:
-        logger.exception("a request could not be taken in")
-        return Failed(request.id, f"{type(error).__name__}: {error}")
-    return None
