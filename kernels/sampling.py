@@ -15,7 +15,7 @@ mathematical library:
 
 import math
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -189,16 +189,24 @@ def draw(candidates: Candidates, temperature: float, uniform: float) -> int:
     return int(candidates.ids[np.searchsorted(reached, target, side="right")])
 
 
-def sample(
-    logits: Logits,
-    *,
-    top_k: int,
-    typical_p: float,
-    top_p: float,
-    min_p: float,
-    temperature: float,
-    uniform: float,
-) -> int:
+class Settings(TypedDict):
+    """How a token is chosen, and the uniform number in (0, 1) that it is drawn with."""
+
+    top_k: int
+    typical_p: float
+    top_p: float
+    min_p: float
+    temperature: float
+    uniform: float
+
+
+class Choose(Protocol):
+    """`sample`, or another way to the same tokens."""
+
+    def __call__(self, logits: Logits, **settings: Unpack[Settings]) -> int: ...
+
+
+def sample(logits: Logits, **settings: Unpack[Settings]) -> int:
     """A token id from `logits` [V] (finite or -inf), the samplers applied in llama.cpp's order.
 
     Bias and penalties have been applied before. Temperature 0 is greedy: the most likely token, whatever the
@@ -207,32 +215,16 @@ def sample(
     Raises:
         NoCandidateError: every token is banned.
     """
-    if temperature == 0:
+    if settings["temperature"] == 0:
         token = greedy(logits)
         if logits[token] == -math.inf:
             raise NoCandidateError("every token is banned")
         return token
-    candidates = top_k_candidates(logits, top_k)
-    candidates = keep_typical_p(candidates, typical_p)
-    candidates = keep_top_p(candidates, top_p)
-    candidates = keep_min_p(candidates, min_p)
-    return draw(candidates, temperature, uniform)
-
-
-class Choose(Protocol):
-    """`sample`, or another way to the same tokens."""
-
-    def __call__(
-        self,
-        logits: Logits,
-        *,
-        top_k: int,
-        typical_p: float,
-        top_p: float,
-        min_p: float,
-        temperature: float,
-        uniform: float,
-    ) -> int: ...
+    candidates = top_k_candidates(logits, settings["top_k"])
+    candidates = keep_typical_p(candidates, settings["typical_p"])
+    candidates = keep_top_p(candidates, settings["top_p"])
+    candidates = keep_min_p(candidates, settings["min_p"])
+    return draw(candidates, settings["temperature"], settings["uniform"])
 
 
 def sharpness(temperature: float) -> float:

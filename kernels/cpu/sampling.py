@@ -11,40 +11,25 @@ import math
 import struct
 from ctypes import CFUNCTYPE, c_int64
 from functools import cache
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from quengine.kernels import sampling
 from quengine.kernels.cpu.kernel_table import choose_kernel
-from quengine.kernels.sampling import Logits, NoCandidateError
+from quengine.kernels.sampling import Logits, NoCandidateError, Settings
 
 MOST_CANDIDATES = 128
 """Candidates are held in order as they come, which is slower for very many than numpy's partition."""
 
 
-def sample(
-    logits: Logits,
-    *,
-    top_k: int,
-    typical_p: float,
-    top_p: float,
-    min_p: float,
-    temperature: float,
-    uniform: float,
-) -> int:
+def sample(logits: Logits, **settings: Unpack[Settings]) -> int:
     """As `quengine.kernels.sampling.sample`."""
+    top_k, top_p, min_p = settings["top_k"], settings["top_p"], settings["min_p"]
     few = 0 < top_k <= MOST_CANDIDATES and top_k < logits.shape[0]
-    if temperature == 0 or not few or typical_p < 1 or not logits.flags.c_contiguous:
-        return sampling.sample(
-            logits,
-            top_k=top_k,
-            typical_p=typical_p,
-            top_p=top_p,
-            min_p=min_p,
-            temperature=temperature,
-            uniform=uniform,
-        )
+    greedy, by_surprise = settings["temperature"] == 0, settings["typical_p"] < 1
+    if greedy or not few or by_surprise or not logits.flags.c_contiguous:
+        return sampling.sample(logits, **settings)
     room = np.empty(3 * top_k, dtype=np.int64)
     values, place = 14 * [0], room.ctypes.data
     values[:6] = [
@@ -57,8 +42,8 @@ def sample(
         min(top_p, 1.0),
         math.log(min_p) if min_p > 0 else 0.0,
         sampling.sharpness(1.0),
-        sampling.sharpness(temperature),
-        uniform,
+        sampling.sharpness(settings["temperature"]),
+        settings["uniform"],
     )
     values[6:11] = struct.unpack("5q", struct.pack("5d", *numbers))
     values[11:13] = [int(top_p < 1), int(min_p > 0)]
