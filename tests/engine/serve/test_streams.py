@@ -152,6 +152,30 @@ def test_an_engine_that_is_lost_again_and_again_ends_the_server() -> None:
         assert "3 times in a row" in str(served.server.problem)
 
 
+@pytest.mark.parametrize("failing", [1, 2])
+def test_an_engine_that_cannot_be_started_again_at_once_is_tried_until_losses_and_failures_are_three(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quengine.serve.worker.RESTART_SECONDS", 0.01)
+    attempts: list[int] = []
+
+    def make_engine() -> FakeEngine:
+        attempts.append(len(attempts))
+        if 1 <= attempts[-1] <= failing:
+            raise RuntimeError("the device is still gone")
+        return FakeEngine()
+
+    with serving(make_engine) as served, served.http() as client:
+        client.post("/v1/completions", json={"prompt": "please crash"})
+        if failing == 1:
+            assert served.wait_until(lambda: client.get("/health").status_code == 200)
+            assert client.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
+        else:
+            assert served.wait_until(lambda: served.server.problem is not None)
+            assert "still gone" in str(served.server.problem)
+    assert len(attempts) == 3
+
+
 def raw_connection(served: Served, receive_buffer: int | None = None) -> socket.socket:
     host, _, port = served.url.removeprefix("http://").partition(":")
     connection = socket.socket()
