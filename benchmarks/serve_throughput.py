@@ -41,13 +41,11 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
         from quengine.serve.llm_engine import LLMEngine
         from quengine.serve.process_engine import ProcessEngine
 
-        llm = LLM(given.model, given.device, ctx_size=context, parallel=given.streams)
-        pipe.send(alone(llm, given))
+        options = {"device": given.device, "ctx_size": context, "parallel": given.streams}
+        pipe.send(alone(given, options))
         if given.thread:
-            engine = LLMEngine(llm)
+            engine = LLMEngine(LLM(given.model, **options))
         else:
-            llm.close()
-            options = {"device": given.device, "ctx_size": context, "parallel": given.streams}
             engine = ProcessEngine(given.model, options)
     settings = ServerSettings(("throughput",), port=0, parallel=given.streams, limits=Limits(queue=1024))
     server = Server(settings, lambda: engine, lambda line: print(f"server: {line}", file=sys.stderr))
@@ -56,17 +54,22 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
     asyncio.run(server.serve_engine(listener))
 
 
-def alone(llm: Any, given: argparse.Namespace) -> float:
-    """Tokens per second of the same texts without a server: all of a round's, from the first prompt to the end."""
+def alone(given: argparse.Namespace, options: dict[str, Any]) -> float:
+    """Tokens per second of the same texts without a server: all of a round's, from the first prompt to the end.
+
+    By a model of its own, which is let go of at the end: the server's needs the memory.
+    """
+    from quengine.llm import LLM
     from quengine.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=given.tokens, ignore_eos=True)
     speeds = []
-    for number in range(given.rounds + 1):
-        prompts = [prompt(given, number, stream) for stream in range(given.streams)]
-        began = time.perf_counter()
-        llm.generate(prompts, params)
-        speeds.append(given.streams * given.tokens / (time.perf_counter() - began))
+    with LLM(given.model, **options) as llm:
+        for number in range(given.rounds + 1):
+            prompts = [prompt(given, number, stream) for stream in range(given.streams)]
+            began = time.perf_counter()
+            llm.generate(prompts, params)
+            speeds.append(given.streams * given.tokens / (time.perf_counter() - began))
     return statistics.median(speeds[1:])
 
 
