@@ -4,7 +4,8 @@
 
 Times the matmuls of a Mistral-7B Q4_K_M layer at several numbers of rows, both ways, from CUDA graphs that rotate
 through more weights than the L2 cache holds, and writes the largest number of rows at which the fused way still wins,
-summed over the layer, to the launch table ("fused_limit"). Then the matmuls, norms and roundings of a whole step,
+summed over the layer, to the launch table ("fused_limit"; on Hopper "wgmma_limit", twice the most that was tried where
+it always wins). Then the matmuls, norms and roundings of a whole step,
 32 layers of distinct weights and the output matrix, without attention.
 """
 
@@ -17,6 +18,7 @@ import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda import launch_table
+from quengine.kernels.cuda.attention_prefill import is_hopper
 from quengine.kernels.cuda.expand import dequantize_part
 from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
 from quengine.kernels.cuda.packed import PackedPart, PackedWeight
@@ -33,8 +35,9 @@ SHAPES = {
 SHARES = {"down Q4_K": 0.5, "down Q6_K": 0.5, "output": 0.0}
 """How often a layer has the shape, where that is not once."""
 
-ROWS = (2, 4, 8, 16, 32, 64, 96, 127, 128, 256, 512, 2048)
+ROWS = (2, 4, 8, 16, 32, 64, 96, 127, 128, 192, 256, 384, 512, 768, 1024, 2048)
 MOST_FUSED = 128
+"""Rows up to which the fused way is tried before Hopper, and a step is timed."""
 LAYERS = 32
 
 
@@ -44,7 +47,7 @@ def weight(name: str, copies: int | None = None) -> list[PackedWeight]:
 
 
 def limited(limit: int):  # type: ignore[no-untyped-def]
-    return patch("quengine.kernels.cuda.matmul.fused_limit", lambda: limit)
+    return patch("quengine.kernels.cuda.matmul.fused_limit", lambda _: limit)
 
 
 def shape_times(
@@ -100,14 +103,15 @@ def main() -> None:
     for name in SHAPES:
         part = weights[name][0].parts[0]
         assert isinstance(part, PackedPart)
-        if part.rows * part.cols <= room.weights.numel():
-            expanded = room.weights[: part.rows * part.cols].view(part.rows, part.cols)
+        if part.rows * part.cols <= room.max_weights:
+            expanded = room.expanded(part.rows, part.cols)
             time = graph_time([lambda p=part, e=expanded: dequantize_part(p, False, e)] * 4) / 4
             rate = (part.nbytes + 2 * expanded.numel()) / time / 1e6
             print(f"dequantize {name}: {time:.1f} us, {rate:.2f} TB/s")
+    hopper = is_hopper(torch.device("cuda"))
     results, limit, crossed = [], 1, False
     for rows in ROWS:
-        fused = shape_times(rows, weights, room, rows) if rows <= MOST_FUSED else {}
+        fused = shape_times(rows, weights, room, rows) if hopper or rows <= MOST_FUSED else {}
         expanded = shape_times(rows, weights, room, 0)
         crossed = crossed or not fused or layer(fused) > layer(expanded)
         limit = limit if crossed else rows
@@ -116,6 +120,8 @@ def main() -> None:
             if times:
                 line = "  ".join(f"{name} {time:6.1f}" for name, time in times.items())
                 print(f"{rows:5d} rows {way:8s} {line}  layer {layer(times):7.1f} us", flush=True)
+    limit = limit if crossed else 2 * ROWS[-1]
+    name_of_limit = "wgmma_limit" if hopper else "fused_limit"
     weights.clear()
     layers = [
         [weight(name, 1)[0] for name in ("qkv", "o", "gate_up", f"down Q{4 + number % 2 * 2}_K")]
@@ -128,10 +134,10 @@ def main() -> None:
                 steps[rows] = step_time(rows, layers, output)
             print(f"{rows:5d} rows: a step's matmuls, norms and roundings {steps[rows]:8.1f} us", flush=True)
     table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    table.setdefault(launch_table.device_name(), {})["fused_limit"] = limit
+    table.setdefault(launch_table.device_name(), {})[name_of_limit] = limit
     arguments.out.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     report = {
-        "device": torch.cuda.get_device_name(), "fused_limit": limit, "results": results, "steps": steps
+        "device": torch.cuda.get_device_name(), name_of_limit: limit, "results": results, "steps": steps
     }  # fmt: skip
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -60,12 +60,9 @@ class PendingToken(Protocol):
     def wait(self) -> int: ...
 
 
-_COMPILED_ROWS = (12, 130, 144)
-"""Lengths of prompts whose kernels are compiled ahead: short, long, and long in whole groups of 16, which Triton
-compiles apart."""
-
-_FIXED_ROWS = (12, 24, 40, 100, 130)
-"""The same for fixed kernels, which short prompts' numbers of rows choose among, and long ones' do not."""
+_COMPILED_ROWS = (12, 24, 40, 100, 130, 144)
+"""Lengths of prompts whose kernels are compiled ahead: short ones, whose numbers of rows choose among kernels, long
+ones, and long ones in whole groups of 16, which Triton compiles apart."""
 
 _COMPILED_TOP_K = (1, 64, 0)
 """Samplings compiled ahead: greedy, with a top-k, and without one, which takes a thread some seconds."""
@@ -105,9 +102,10 @@ class CudaRunner(Runner):
                 self._rehearse_batches()
             else:
                 self._rehearse_step()
-            for rows in _FIXED_ROWS if self._fixed else _COMPILED_ROWS:
+            for rows in _COMPILED_ROWS:
                 if rows <= chunk:
-                    self._rehearse_prompt(rows)
+                    with self._prompt():
+                        self._rehearse_prompt(rows)
         torch.cuda.synchronize(device)
         with suppress(OSError):  # a cache that cannot be written: searched again next time
             done.touch()
@@ -172,7 +170,7 @@ class CudaRunner(Runner):
 
     def step(self, batch: Batch) -> Sample | None:
         key = GraphKey.of(batch.sequence.params)
-        if len(batch.ids) != 1 or not batch.samples or key is None or self._is_chunk(batch):
+        if self._is_chunk(batch) or not batch.samples or key is None:
             self._run = _Run(None, None)
             with self._prompt() if self._is_chunk(batch) else nullcontext():
                 return super().step(batch)
@@ -211,8 +209,9 @@ class CudaRunner(Runner):
         return isinstance(self.decoder.backend, CudaBackend) and self.decoder.backend.fixed_kernels
 
     def _is_chunk(self, batch: Batch) -> bool:
-        """Whether these tokens must be computed as all others of their prompt are."""
-        return self._fixed and batch.sequence.num_prompt_tokens > max(1, batch.start)
+        """Whether these tokens are computed as all others of their prompt are: with fixed kernels, one token too."""
+        of_prompt = batch.sequence.num_prompt_tokens > max(1, batch.start)
+        return len(batch.ids) > 1 or (self._fixed and of_prompt)
 
     def _prompt(self) -> AbstractContextManager[None]:
         """In which the backend computes a chunk, be it of one token."""

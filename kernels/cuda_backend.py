@@ -42,7 +42,7 @@ from quengine.kernels.cuda.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.matvec_program import RoundingScratch
 from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.normed import NormedRows
-from quengine.kernels.cuda.packed import PackedWeight, pack
+from quengine.kernels.cuda.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.cuda.prompt_rows import PromptRows
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
@@ -105,6 +105,7 @@ class CudaBackend(PromptScope):
         self._made_prompts: tuple[PromptBatch, PromptRows] | None = None
         self._widest = 0
         self._largest = 0
+        self._packed = False
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
@@ -274,15 +275,20 @@ class CudaBackend(PromptScope):
     def _noted(self, weight: PackedWeight) -> PackedWeight:
         """Remember how much room the prefill needs for this weight."""
         self._widest = max(self._widest, weight.cols)
+        self._packed |= any(isinstance(part, PackedPart) for part in weight.parts)
         size = weight.rows * weight.cols
         whole = size <= MAX_EXPANDED and not weight.paired
         self._largest = max(self._largest, size if whole else min(size, MAX_EXPANDED // 2))
         return weight
 
     def _workspace(self) -> MatmulWorkspace:
-        """Room for prefill, kept from layer to layer."""
+        """Room for matmuls, kept from layer to layer. Few rows of a prompt have weights rounded as many have, those of
+        a batch not."""
         if self._matmul_workspace is None:
-            self._matmul_workspace = MatmulWorkspace(self._largest, self.device, self.fixed_kernels)
+            self._matmul_workspace = MatmulWorkspace(
+                self._largest, self.device, self.fixed_kernels, self._packed
+            )
+        self._matmul_workspace.exact = self.in_prompt or self.fixed_kernels
         return self._matmul_workspace
 
     def _rounding_scratch(self) -> RoundingScratch:

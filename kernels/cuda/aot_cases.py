@@ -171,11 +171,14 @@ def _model_cases() -> Iterator[Case]:
     matrix units of Hopper do not take."""
     for name in ("Q4_K", "Q6_K"):
         layer = partial(_layer, "Q4_K", name, name, 4096, 14336, MISTRAL)
-        for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS):
+        for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS, LONG_CHUNK):
             archs = ARCHS if rows == 1 else (90,)
             yield Case(
                 f"mistral-7b, v and down {name}, {_rows(rows)}", rows == 1, archs, partial(layer, rows)
             )
+            if rows in FEW_ROWS:
+                call = partial(_prompt, partial(layer, rows))
+                yield Case(f"mistral-7b, v and down {name}, prompt of {rows}", False, (90,), call)
     for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS):
         archs = ARCHS if rows in (1, PREFILL_ROWS) else (90,)
         call = partial(_ends, "Q4_K", "Q6_K", 32768, 4096, rows)
@@ -187,6 +190,8 @@ def _model_cases() -> Iterator[Case]:
         yield Case(f"qwen2-1.5b, v and down Q6_K, {_rows(rows)}", rows == 1, (90,), call)
         small = partial(_layer, "Q4_1", "Q4_1", "Q4_1", 576, 1536, HEADS["smollm2 9/3x64"], rows)
         yield Case(f"smollm2-135m, {_rows(rows)}", rows == 1, (90,), small)
+        if rows == 16:
+            yield Case(f"smollm2-135m, prompt of {rows}", False, (90,), partial(_prompt, small))
         ends = partial(_ends, "Q8_0", "Q8_0", 49152, 576, rows)
         yield Case(f"smollm2-135m, embedding and output, {_rows(rows)}", rows == 1, (90,), ends)
 
@@ -200,7 +205,14 @@ def _type_cases() -> Iterator[Case]:
         yield Case(f"{name}, layer, decode", True, decode, partial(layer, 1))
         yield Case(f"{name}, ends, decode", True, decode, partial(ends, 1))
         yield Case(f"{name}, matmul, 16 rows", False, decode, partial(_matmul, name, size, 16))
+        yield Case(
+            f"{name}, prompt matmul, 16 rows",
+            False,
+            (80,),
+            partial(_prompt, partial(_matmul, name, size, 16)),
+        )
         yield Case(f"{name}, layer, 16 rows", False, (90,), partial(layer, 16))
+        yield Case(f"{name}, prompt of 16", False, (90,), partial(_prompt, partial(layer, 16)))
         prefill = ARCHS if name in COMMON_TYPES else (90,)
         yield Case(f"{name}, layer, {PREFILL_ROWS} rows", False, prefill, partial(layer, PREFILL_ROWS))
     for name in ("Q4_K", "Q6_K"):
@@ -260,6 +272,12 @@ def _fixed_cases() -> Iterator[Case]:
 def _fixed(call: Callable[[MetaBackend], object], backend: MetaBackend) -> None:
     backend.fixed_kernels = True
     call(backend)
+
+
+def _prompt(call: Callable[[MetaBackend], object], backend: MetaBackend) -> None:
+    """The few rows of a prompt, whose weights are rounded otherwise than a batch's."""
+    with backend.prompt():
+        call(backend)
 
 
 def _width_cases() -> Iterator[Case]:

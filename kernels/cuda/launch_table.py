@@ -8,9 +8,9 @@ Does not know: how the kernels use the numbers.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,12 @@ from quengine.kernels.cuda.packed import PackedPart
 
 _TABLE = Path(__file__).with_name("launch_table.json")
 _MOST_ROUNDS = 16
+
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
+MOST_FEW = 128
+"""Rows up to which a program of the fused matmul on Hopper takes them all."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,8 @@ class WgmmaGeometry:
     """A program of the fused matmul on Hopper: `warps` (a multiple of 4) tiles of 16 weight rows; `splits` programs
     share the columns, which fixes the order in which a row is summed. `stages` sets of `columns` columns (128 or 256,
     no more than a chunk) of the rows are in shared memory; `overlap`: the matrix units work on 128 columns while the
-    next ones are dequantized. `registers` is a limit per thread (0: none)."""
+    next ones are dequantized. `registers` is a limit per thread (0: none). `block`: rows of x a program, up to 256,
+    where these are many (0: see `wgmma_block`)."""
 
     warps: int
     splits: int = 1
@@ -72,6 +79,20 @@ class WgmmaGeometry:
     overlap: bool = True
     registers: int = 0
     columns: int = 128
+    block: int = 0
+
+
+class Shape(NamedTuple):
+    """What the geometry of a matmul follows from in a matrix, beside what is done with its products."""
+
+    format: str
+    rows: int
+    cols: int
+    chunks: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // 16)
 
 
 @cache
@@ -97,9 +118,16 @@ def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
     return Geometry(*entry) if entry else default_geometry(parts[0], kind)
 
 
-def fused_limit() -> int:
-    """Up to how many rows the fused matmul is faster than dequantizing for cuBLAS, on the current device."""
-    return int(_table().get(device_name(), {}).get("fused_limit", 64))
+def fused_limit(wgmma: bool) -> int:
+    """Up to how many rows the fused matmul is faster than dequantizing for cuBLAS, on the current device; `wgmma`: the
+    one on Hopper's warp-group instruction, which was faster at every number of rows that was tried."""
+    return _fused_limit(device_name(), wgmma)
+
+
+@cache
+def _fused_limit(device: str, wgmma: bool) -> int:
+    name, default = ("wgmma_limit", 4096) if wgmma else ("fused_limit", 64)
+    return int(_table().get(device, {}).get(name, default))
 
 
 def fused_geometry(part: PackedPart, kind: str, rows: int, fixed: bool = False) -> FusedGeometry:
@@ -125,32 +153,56 @@ def wgmma_block(rows: int) -> int:
     return block
 
 
-def wgmma_geometry(part: PackedPart, kind: str, rows: int) -> WgmmaGeometry:
-    """Geometry of the fused matmul on Hopper, `splits` the same for every number of rows; kind "rows" or "swiglu"."""
-    key = f"{kind} {part.layout.format} {part.rows} x {part.cols}"
-    entry = _table().get(device_name(), {}).get("wgmma", {}).get(key)
+def wgmma_geometry(part: PackedPart, kind: str, rows: int, fixed: bool = False) -> WgmmaGeometry:
+    """Geometry of the fused matmul on Hopper; kind "rows" or "swiglu". `splits` is the same for every number of rows up
+    to `MOST_FEW`, and, with `fixed`, for all."""
+    shape = Shape(part.layout.format, part.rows, part.cols, part.chunks)
+    return _wgmma_geometry(device_name(), shape, kind, rows, fixed)
+
+
+@lru_cache(1024)
+def _wgmma_geometry(device: str, shape: Shape, kind: str, rows: int, fixed: bool) -> WgmmaGeometry:
+    key = f"{kind} {shape.format} {shape.rows} x {shape.cols}"
+    entry = _table().get(device, {}).get("wgmma", {}).get(key)
+    splits = _default_splits(shape) if entry is None else entry["splits"]
+    if rows > MOST_FEW:
+        return _many_rows(shape, rows, splits if fixed else 1)
     if entry is None:
-        return default_wgmma(part, rows)
-    if rows > 128:
-        return _many_rows(part, rows, entry["splits"])
+        return default_wgmma(shape, rows)
     warps, *rest = entry[str(wgmma_block(rows))]
-    return WgmmaGeometry(warps, entry["splits"], *rest)
+    return WgmmaGeometry(warps, splits, *rest)
 
 
-def default_wgmma(part: PackedPart, rows: int) -> WgmmaGeometry:
-    """About three programs of 4 warps on each of 132 multiprocessors, with two chunks each or more."""
-    splits = max(1, min(part.chunks // 2, 396 // -(-part.tiles // 4)))
-    if rows > 128:
-        return _many_rows(part, rows, splits)
+def default_wgmma(shape: Shape, rows: int) -> WgmmaGeometry:
+    """About three programs of 4 warps on each multiprocessor, with two chunks each or more; up to `MOST_FEW` rows."""
+    splits = _default_splits(shape)
     if rows <= 16:
         return WgmmaGeometry(4, splits, 2, True, 0, 256)
     return WgmmaGeometry(4, splits, 3, rows > 64, 128 if rows <= 64 else 0)
 
 
-def _many_rows(part: PackedPart, rows: int, splits: int) -> WgmmaGeometry:
-    """For several blocks of 128 rows: 8 warps read them half as often from the L2 cache, where programs are enough."""
-    programs = -(-part.tiles // 8) * -(-rows // 128)
-    return WgmmaGeometry(8 if programs >= 128 else 4, splits, 3, True)
+def _default_splits(shape: Shape) -> int:
+    return max(1, min(shape.chunks // 2, 3 * _MULTIPROCESSORS // -(-shape.tiles // 4)))
+
+
+def _many_rows(shape: Shape, rows: int, splits: int) -> WgmmaGeometry:
+    """Blocks of 256 rows dequantize a weight half as often as blocks of 128, and read x and weights less; those of 128
+    leave fewer multiprocessors without work where there are few. Shares that are added up in order need the room of
+    a second sum."""
+    programs = [(256, 8)] * (splits == 1) + [(128, 8), (128, 4)]
+    block, warps = min(programs, key=lambda program: _passes(shape, rows, *program))
+    return WgmmaGeometry(warps, splits, 3, True, block=block)
+
+
+def _passes(shape: Shape, rows: int, block: int, warps: int) -> float:
+    """How long a launch takes, in units of one program of 8 warps on each multiprocessor with 256 rows of x. Measured
+    for Q4_K of 4096 and 14336 columns on an H200; two programs of 4 warps share a multiprocessor."""
+    programs = -(-shape.tiles // warps) * -(-rows // block)
+    if warps == 8:
+        return -(-programs // _MULTIPROCESSORS) * (1.0 if block == 256 else 0.6)
+    if programs <= 2 * _MULTIPROCESSORS:
+        return 0.45 if programs <= _MULTIPROCESSORS else 0.55
+    return -(-programs // (2 * _MULTIPROCESSORS)) * 0.7
 
 
 def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:

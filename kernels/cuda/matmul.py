@@ -4,7 +4,9 @@ Two ways, by the number of rows (launch_table.py keeps the measured crossover):
 - fused (matmul_wgmma.py on Hopper, else matmul_fused.py): weights are dequantized to fp16 in registers, read packed
   and never written;
 - dequantize to a reused fp16 workspace (expand.py), then cuBLAS with fp32 sums and an fp32 result.
-Both round activations and weights to fp16 once, scaled by powers of two (half.py).
+Both round activations and weights to fp16 once, scaled by powers of two (half.py). Up to 128 rows whose workspace is
+not `exact`, those of a batch, take the fused way with a weight's scale and minimum rounded too: a third of the
+instructions, three times the error.
 
 A row's last bits depend on the way, and with cuBLAS on the number of rows. Where that must not be, the workspace is
 `fixed`: every number of rows, one too, goes the fused way, in launches whose sums have an order that follows from the
@@ -19,7 +21,14 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cuda.expand import dequantize_part
-from quengine.kernels.cuda.half import HalfRows, Products, half_rows, ordered_shape, tiled_shape
+from quengine.kernels.cuda.half import (
+    HalfRows,
+    Products,
+    half_rows,
+    order_rows,
+    ordered_shape,
+    tiled_shape,
+)
 from quengine.kernels.cuda.launch_table import fused_limit
 from quengine.kernels.cuda.matmul_float import launch_float
 from quengine.kernels.cuda.matmul_fused import FusedScratch, launch_fused
@@ -35,31 +44,37 @@ _PRODUCTS = 1 << 23
 
 
 class MatmulWorkspace:
-    """Memory that every `matmul` of one stream reuses: fp16 weights, expanding up to `max_weights` at a time, and room
-    for rows that grows with the longest chunk met. Few rows have room of their own: CUDA graphs of batched decode keep
-    its addresses, whatever chunk comes between them.
+    """Memory that every `matmul` of one stream reuses: fp16 weights, expanding up to `max_weights` at a time, taken
+    when some are first expanded, and room for rows that grows with the longest chunk met. Few rows have room of their
+    own: CUDA graphs of batched decode keep its addresses, whatever chunk comes between them.
 
-    `fixed`: a row's result is the same, to the last bit, whatever the number of rows; nothing is expanded then.
+    `exact`, which may be set from launch to launch: few rows' weights are rounded once, as those of many are.
+    `fixed`: exact, and a row's result is the same, to the last bit, whatever the number of rows; nothing is expanded.
+    `packed`: some weights are; where all are plain floats, many rows are left in the order in which cuBLAS reads them.
     """
 
-    def __init__(self, max_weights: int, device: torch.device | str, fixed: bool = False) -> None:
+    def __init__(
+        self, max_weights: int, device: torch.device | str, fixed: bool = False, packed: bool = True
+    ) -> None:
         self.fixed = fixed
-        self.weights = torch.empty(0 if fixed else max_weights, dtype=torch.float16, device=device)
+        self.exact = fixed
+        self.packed = packed
+        self.max_weights = 0 if fixed else max_weights
+        self.device = torch.device(device)
+        self._weights: Tensor | None = None
         self.scratch = FusedScratch(device)
         self._room: dict[str, Tensor] = {}
         self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._few_ones = torch.ones(_FEW_ROWS, dtype=torch.float32, device=device)
         self._ones = self._few_ones
 
-    def stays_packed(self, rows: int) -> bool:
-        """Whether so many rows go the fused way."""
-        return self.fixed or rows <= fused_limit()
-
     def form(self, rows: int, cols: int) -> Callable[[int, int], tuple[int, ...]] | None:
         """The shape of half rows for the fused way on this device; None where that is not taken."""
-        if not self.stays_packed(rows):
+        wgmma = uses_wgmma(self.device, cols)
+        limit = fused_limit(wgmma) if self.packed else min(fused_limit(wgmma), _FEW_ROWS)
+        if not self.fixed and rows > limit:
             return None
-        return ordered_shape if uses_wgmma(self.weights.device, cols) else tiled_shape
+        return ordered_shape if wgmma else tiled_shape
 
     def half_rows(self, rows: int, cols: int) -> HalfRows:
         """Scaled fp16 rows, tiled or ordered where the fused way is taken; one set at a time is in use."""
@@ -93,14 +108,28 @@ class MatmulWorkspace:
 
     def as_they_are(self, values: Tensor, rows: int) -> HalfRows:
         """`rows` fp16 rows, in any form, that need no scale."""
+        return HalfRows(values, self.ones(rows))
+
+    def ones(self, rows: int) -> Tensor:
+        """The unscale of rows that have none."""
         if self._ones.shape[0] < rows:
-            self._ones = torch.ones(rows, dtype=torch.float32, device=values.device)
-        return HalfRows(values, (self._few_ones if rows <= _FEW_ROWS else self._ones)[:rows])
+            self._ones = torch.ones(rows, dtype=torch.float32, device=self.device)
+        return (self._few_ones if rows <= _FEW_ROWS else self._ones)[:rows]
 
     def expanded(self, rows: int, cols: int) -> Tensor:
         """Where weights are expanded to: fp16 [rows, cols]."""
         view = self._views.get(("weights", (rows, cols)))
-        return self._seen("weights", self.weights, (rows, cols)) if view is None else view
+        if view is not None:
+            return view
+        if self._weights is None:
+            self._weights = torch.empty(self.max_weights, dtype=torch.float16, device=self.device)
+        return self._seen("weights", self._weights, (rows, cols))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is held for rows and weights."""
+        held = [*self._room.values(), *([] if self._weights is None else [self._weights])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def _take(self, name: str, dtype: torch.dtype, rows: int, *shape: int) -> Tensor:
         view = self._views.get((name, shape))
@@ -113,10 +142,10 @@ class MatmulWorkspace:
             self._views.clear()
             self._room.pop(place, None)  # free the smaller one first
             del held
-            if self.weights.is_cuda and rows > _FEW_ROWS:
+            if self.device.type == "cuda" and rows > _FEW_ROWS:
                 torch.cuda.empty_cache()  # nothing else is of its size: kept, it would only take room
             wanted = _FEW_ROWS * -(-size // rows) if rows <= _FEW_ROWS else size
-            held = self._room[place] = torch.empty(wanted, dtype=dtype, device=self.weights.device)
+            held = self._room[place] = torch.empty(wanted, dtype=dtype, device=self.device)
         return self._seen(name, held, shape)
 
     def _seen(self, name: str, held: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -130,11 +159,15 @@ class MatmulWorkspace:
 def matmul_products(
     x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool = False
 ) -> Products | Tensor:
-    """`matmul`, left unscaled where that saves a pass. They then lie in the workspace, until the next rows there."""
+    """`matmul`, left unscaled where that saves a pass. Many rows then lie in the workspace, until the next ones."""
     half = _halved(x, weight, workspace, pdl)
     if _expands_at_once(half, weight, workspace):
         return _multiply_all(half, weight, workspace, workspace.products(half.rows, weight.rows))
-    return matmul(half, weight, workspace, pdl=pdl)
+    if half.rows <= _FEW_ROWS:
+        return matmul(half, weight, workspace, pdl=pdl)
+    y = matmul(half, weight, workspace, pdl=pdl, out=workspace.products(half.rows, weight.rows))
+    # As products, they are told from rows of which attention is to keep more bits than fp16's.
+    return Products(y, workspace.ones(half.rows), 1.0) if half.ordered and not workspace.fixed else y
 
 
 def matmul(
@@ -143,8 +176,10 @@ def matmul(
     workspace: MatmulWorkspace,
     residual: Tensor | None = None,
     pdl: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K] times weight [N, K], plus residual fp32 [T, N]: fp32 [T, N].
+    """x [T, K] times weight [N, K], plus residual fp32 [T, N]: fp32 [T, N], where there is room for it in `out`, which
+    may be the residual where T is more than 128 and x ordered.
 
     x is fp32, or already scaled fp16, which may lie in the workspace. `pdl`: kernels of this project are launched
     before their predecessor in the stream ends (sm_90 and later; it must not write the weights). Raises ValueError on
@@ -154,18 +189,21 @@ def matmul(
     rows = half.rows
     if _expands_at_once(half, weight, workspace):
         return _multiply_all(half, weight, workspace).finish(residual)
-    y = torch.empty(rows, weight.rows, dtype=torch.float32, device=half.values.device)
-    first = 0
+    if out is None:
+        out = torch.empty(rows, weight.rows, dtype=torch.float32, device=half.values.device)
+    y, first = out, 0
     beside = len(weight.parts) > 1 and all(isinstance(part, PackedPart) for part in weight.parts)
     for part in weight.parts:
         if isinstance(part, PackedPart) and half.ordered:
             before, behind = beside and first == 0, beside and first > 0
             launch_wgmma(
-                half, part, weight.paired, y, first, workspace.scratch, residual, pdl, before, behind
+                half, part, weight.paired, y, first, workspace.scratch, residual, pdl, before, behind,
+                workspace.exact, workspace.fixed,
             )  # fmt: skip
         elif isinstance(part, PackedPart) and half.tiled:
             launch_fused(
-                half, part, weight.paired, y, first, workspace.scratch, residual, pdl=pdl, fixed=workspace.fixed
+                half, part, weight.paired, y, first, workspace.scratch, residual, pdl=pdl, exact=workspace.exact,
+                fixed=workspace.fixed,
             )  # fmt: skip
         elif isinstance(part, FloatPart) and workspace.fixed:
             launch_float(half, part, y, first, residual, pdl)
@@ -195,7 +233,8 @@ def matmul_norm(
         products = _multiply_all(half, weight, workspace, workspace.products(rows, weight.rows))
         room = workspace.half_rows(rows, weight.rows)
         return residual, finish_norm_half(products, residual, norm, eps, room, pdl)
-    y = matmul(half, weight, workspace, residual, pdl)
+    in_place = rows > _FEW_ROWS and half.ordered
+    y = matmul(half, weight, workspace, residual, pdl, residual if in_place else None)
     return y, rms_norm_half(y, norm, eps, workspace.half_rows(rows, weight.rows), pdl, workspace.fixed)
 
 
@@ -207,7 +246,10 @@ def _halved(x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspa
         x = half_rows(x, workspace.half_rows(x.shape[0], x.shape[1]), pdl)
     elif x.values.ndim == 2:
         form = workspace.form(x.rows, weight.cols)
-        x = x if form is None else x.as_ordered() if form is ordered_shape else x.as_tiled()
+        if form is ordered_shape:
+            x = order_rows(x, workspace.half_rows(x.rows, weight.cols).values, pdl)
+        elif form is tiled_shape:
+            x = x.as_tiled()
     if not x.fits(weight.cols):
         raise ValueError(f"rows of {list(x.values.shape)} for weights of {weight.cols}")
     return x
@@ -227,17 +269,18 @@ def matmul_swiglu(
         return swiglu_rows(matmul(half, gate_up, workspace, pdl=pdl), pdl=pdl)
     if half.ordered:
         gated = workspace.gated_half(rows, gate_up.rows // 2)
-        launch_wgmma_swiglu(half, part, gated, workspace.scratch, pdl)
+        launch_wgmma_swiglu(half, part, gated, workspace.scratch, pdl, workspace.exact, workspace.fixed)
         return gated
     if half.tiled:
         products = workspace.gated(rows, gate_up.rows // 2)
         launch_fused(
-            half, part, True, products, 0, workspace.scratch, swiglu=True, pdl=pdl, fixed=workspace.fixed
-        )
+            half, part, True, products, 0, workspace.scratch, swiglu=True, pdl=pdl, exact=workspace.exact,
+            fixed=workspace.fixed,
+        )  # fmt: skip
         return half_rows(products, workspace.half_rows(rows, gate_up.rows // 2), pdl)
     out = HalfRows(workspace.wide(rows, gate_up.rows // 2), workspace.gated_unscale(rows))
     # Some gate rows and their up rows at a time, so that neither they nor their products take much memory.
-    most = max(16, min(workspace.weights.numel() // part.cols, _PRODUCTS // rows))
+    most = max(16, min(workspace.max_weights // part.cols, _PRODUCTS // rows))
     pieces = -(-part.rows // most)
     tiles = -(-part.tiles // pieces)
     for tile in range(0, part.tiles, tiles):
@@ -251,10 +294,10 @@ def matmul_swiglu(
 
 def _expands_at_once(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace) -> bool:
     """Whether these are rows for cuBLAS, and the whole weight fits the workspace, its rows in their order."""
-    if workspace.stays_packed(x.rows):
+    if workspace.form(x.rows, weight.cols) is not None:
         return False
     packed = all(isinstance(part, PackedPart) for part in weight.parts)
-    return packed and not weight.paired and weight.rows * weight.cols <= workspace.weights.numel()
+    return packed and not weight.paired and weight.rows * weight.cols <= workspace.max_weights
 
 
 def _multiply_all(
@@ -280,11 +323,11 @@ def _expand_and_multiply(
     first: int,
 ) -> None:
     """As many weight rows at a time as the workspace holds."""
-    at_a_time = workspace.weights.numel() // part.cols
+    at_a_time = workspace.max_weights // part.cols
     if not paired:
         at_a_time = at_a_time // 16 * 16
     if at_a_time < (part.rows if paired else min(16, part.rows)):
-        raise ValueError(f"the workspace expands {workspace.weights.numel()} weights; rows have {part.cols}")
+        raise ValueError(f"the workspace expands {workspace.max_weights} weights; rows have {part.cols}")
     for row in range(0, part.rows, at_a_time):
         count = min(at_a_time, part.rows - row)
         expanded = workspace.expanded(count, part.cols)

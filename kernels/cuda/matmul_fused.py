@@ -20,7 +20,7 @@ from torch import Tensor
 from quengine.kernels.cuda.fragments import chunk_scales, load_chunk, step_codes
 from quengine.kernels.cuda.half import HalfRows
 from quengine.kernels.cuda.launch_table import fused_geometry
-from quengine.kernels.cuda.mma import mma_half_step, scale_bytes, uses_assembly
+from quengine.kernels.cuda.mma import mma_half_step, scale_bytes, scale_bytes_once, uses_assembly
 from quengine.kernels.cuda.packed import PackedPart
 
 _ROWS = tl.constexpr(0)
@@ -54,13 +54,23 @@ def _step_rows(
 
 
 @triton.jit
-def step_halves(codes, scales, FMT: tl.constexpr, ASM: tl.constexpr):
-    """The A operands of both products of a step, fp16: codes as `step_codes`, scales as `chunk_scales` gives them."""
+def _scaled(codes, scale, minimum, SIGNED: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr):
+    if EXACT:
+        low, high = scale_bytes_once(codes, scale, minimum, SIGNED, ASM)
+    else:
+        low, high = scale_bytes(codes, scale, minimum, SIGNED, ASM)
+    return low, high
+
+
+@triton.jit
+def step_halves(codes, scales, FMT: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr):
+    """The A operands of both products of a step, fp16: codes as `step_codes`, scales as `chunk_scales` gives them.
+    EXACT: rounded once."""
     SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
-    a0, a2 = scale_bytes(codes[0], scales[0], scales[1], SIGNED, ASM)
-    a1, a3 = scale_bytes(codes[1], scales[2], scales[3], SIGNED, ASM)
-    b0, b2 = scale_bytes(codes[2], scales[0], scales[1], SIGNED, ASM)
-    b1, b3 = scale_bytes(codes[3], scales[2], scales[3], SIGNED, ASM)
+    a0, a2 = _scaled(codes[0], scales[0], scales[1], SIGNED, EXACT, ASM)
+    a1, a3 = _scaled(codes[1], scales[2], scales[3], SIGNED, EXACT, ASM)
+    b0, b2 = _scaled(codes[2], scales[0], scales[1], SIGNED, EXACT, ASM)
+    b1, b3 = _scaled(codes[3], scales[2], scales[3], SIGNED, EXACT, ASM)
     return (a0, a1, a2, a3), (b0, b1, b2, b3)
 
 
@@ -81,7 +91,8 @@ def _join_halves(values, COUNT: tl.constexpr):
 @triton.jit
 def _multiply_chunk(
     totals, words, x_at, column, gain,
-    FMT: tl.constexpr, K: tl.constexpr, TOKEN_TILES: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
+    FMT: tl.constexpr, K: tl.constexpr, TOKEN_TILES: tl.constexpr, TILES: tl.constexpr, EXACT: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """totals + a chunk of TILES tiles of weights times TOKEN_TILES tiles of rows.
 
@@ -102,7 +113,7 @@ def _multiply_chunk(
             result = ()
             for w in tl.static_range(TILES):
                 codes = step_codes(words[w], s * STEPS + j, FMT, ASM)
-                first, last = step_halves(codes, scales[w], FMT, ASM)
+                first, last = step_halves(codes, scales[w], FMT, EXACT, ASM)
                 for n in tl.static_range(TOKEN_TILES):
                     d = mma_half_step(
                         first, last, x_now[n][0], x_now[n][1],
@@ -188,7 +199,7 @@ def _fused_kernel(
     tiles, rows, first, N, T, gain,
     FMT: tl.constexpr, K: tl.constexpr, TOKEN_TILES: tl.constexpr, TILES: tl.constexpr, N_WARPS: tl.constexpr,
     K_WARPS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, PAIRED: tl.constexpr,
-    EPILOGUE: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    EPILOGUE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """N_WARPS * TILES tiles of weights by 8*TOKEN_TILES rows a program, which K_WARPS warps each share; programs
     (token block, tile block, share of the columns)."""
@@ -234,7 +245,7 @@ def _fused_kernel(
         inside = tl.minimum(c, CHUNKS - 1)
         x_at = x_base + ((inside * (FMT.chunk * 2))[:, None] + x_place)
         column = inside * FMT.chunk + quad * FMT.group
-        totals = _multiply_chunk(totals, now, x_at, column, gain, FMT, K, TOKEN_TILES, TILES, ASM)
+        totals = _multiply_chunk(totals, now, x_at, column, gain, FMT, K, TOKEN_TILES, TILES, EXACT, ASM)
         c += K_WARPS
     if SPLITS == 1:
         for w in tl.static_range(TILES):
@@ -297,10 +308,12 @@ def launch_fused(
     residual: Tensor | None = None,
     swiglu: bool = False,
     pdl: bool = False,
+    exact: bool = False,
     fixed: bool = False,
 ) -> None:
     """Tiled rows x times a packed part, into columns first .. of out fp32 [T, N], plus those of `residual`; or, of a
-    paired part, silu(gate)*up into out [T, N / 2]. `fixed`: with sums in an order that no number of rows changes."""
+    paired part, silu(gate)*up into out [T, N / 2]. `exact`: weights are rounded to fp16
+    once, not their scales and minimums before. `fixed`: exact, with sums in an order that no number of rows changes."""
     geometry = fused_geometry(part, "swiglu" if swiglu else "rows", x.rows, fixed)
     block_tiles = geometry.tiles * geometry.n_warps
     grid = (
@@ -315,6 +328,6 @@ def launch_fused(
         out, scratch.partial(size), scratch.tickets, part.tiles, part.rows, first, out.shape[1], x.rows, part.gain,
         FMT=part.layout, K=part.cols, TOKEN_TILES=geometry.token_tiles, TILES=geometry.tiles,
         N_WARPS=geometry.n_warps, K_WARPS=geometry.k_warps, SPLITS=geometry.splits, AHEAD=geometry.ahead,
-        PAIRED=paired, EPILOGUE=epilogue.value, PDL=pdl, ASM=uses_assembly(),
+        PAIRED=paired, EPILOGUE=epilogue.value, EXACT=exact or fixed, PDL=pdl, ASM=uses_assembly(),
         num_warps=geometry.n_warps * geometry.k_warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

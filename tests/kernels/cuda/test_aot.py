@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,7 +182,7 @@ from quengine.kernels.cuda import aot
 for v in aot.variants([90]):
     launch = aot.launches(v.case, 90)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
-    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "MANY", "FIXED",
+    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT", "FIXED",
         "ROUND", "WINDOW", "TILED", "SEQUENCES", "REGISTERS")
     given["REGISTERS"] = launch.options.get("maxnreg")
     print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
@@ -202,13 +203,15 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
         return {tuple(given[flag] for flag in flags) for name, given in found if name == kernel}
 
     blocks, forms = ("8", "16", "32", "64", "128"), ("0", "1", "2")
-    assert met("wgmma_kernel", "TB", "EPILOGUE") == {(block, form) for block in blocks for form in forms}
     truths = ("False", "True")
+    assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") == set(product(blocks, forms, truths))
+    assert met("fused_kernel", "EXACT") == {(x,) for x in truths}
     both = {(first, second) for first in truths for second in truths}
     every = {(*pair, last) for pair in both for last in truths}
     assert met("rope_store_kernel", "PAGED", "Q8", "UNSCALE") == every
     assert met("rope_store_kernel", "QUERY_SCALE", "UNSCALE") == both
-    assert met("attention_prefill_kernel", "FIXED") == met("wgmma_kernel", "MANY") == {(x,) for x in truths}
+    assert met("attention_prefill_kernel", "FIXED") == {(x,) for x in truths}
+    assert met("wgmma_blocks_kernel", "TB", "EPILOGUE") == set(product(("128", "256"), forms))
     assert met("attention_prefill_kernel", "FIXED", "TILED") == both
     assert met("rope_store_kernel", "SEQUENCES", "UNSCALE") == both
     outs = {("torch.float16",), ("torch.float32",)}

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from quengine.kernels.block_formats import dequantize
+from quengine.kernels.block_formats import FORMATS, dequantize
+from quengine.kernels.cuda import launch_table, matmul_fused, matmul_wgmma
 from quengine.kernels.cuda import matmul as module
-from quengine.kernels.cuda import matmul_fused, matmul_wgmma
 from quengine.kernels.cuda.attention_prefill import is_hopper
 from quengine.kernels.cuda.expand import dequantize_part
-from quengine.kernels.cuda.half import HalfRows, half_rows, ordered_shape, tiled_shape
-from quengine.kernels.cuda.launch_table import FusedGeometry, WgmmaGeometry
-from quengine.kernels.cuda.layout import PACKED_FORMATS
+from quengine.kernels.cuda.half import HalfRows, half_rows, order_rows, ordered_shape, tiled_shape
+from quengine.kernels.cuda.launch_table import FusedGeometry, WgmmaGeometry, wgmma_geometry
+from quengine.kernels.cuda.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.matmul import (
     MatmulWorkspace,
     matmul,
@@ -28,6 +28,10 @@ FP16_ROUNDING = 5e-7
 """Two operands of 11 bits: about 2 * 2^-24 / 3 of the squared size, with room for small sums of large terms."""
 
 
+ROUNDED_ONCE = 8e-8
+"""One operand of 11 bits: a last bit's square over 12, 2^-20 / 12 of the squared size where mantissas are near 1."""
+
+
 def expected(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
     return x.double() @ torch.cat([dequantize(w.format, w.data) for w in weights]).double().T
 
@@ -42,7 +46,7 @@ def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytes
         pytest.skip("needs a Hopper GPU")
     if request.param == "fused":
         monkeypatch.setattr(module, "uses_wgmma", lambda *_: False)
-    monkeypatch.setattr(module, "fused_limit", lambda: 0 if request.param == "expanded" else 64)
+    monkeypatch.setattr(module, "fused_limit", lambda _: 0 if request.param == "expanded" else 64)
     return str(request.param)
 
 
@@ -52,6 +56,17 @@ def test_every_format_within_fp16_rounding(name: str, device: torch.device) -> N
     weight, x = ordinary_weight(name, 21, 256), ordinary_activations(9, 256)
     y = matmul(x.to(device), pack(weight, device), workspace(device))
     assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+@pytest.mark.usefixtures("way")
+def test_of_an_exact_workspace_weights_are_rounded_once(name: str, device: torch.device) -> None:
+    """The rest of the error is that of the rows, which are kept from rounding here."""
+    weight, x = ordinary_weight(name, 21, 256), ordinary_activations(9, 256).half().float()
+    room = workspace(device)
+    room.exact = True
+    y = matmul(x.to(device), pack(weight, device), room)
+    assert nmse(y, expected(x, [weight])) < ROUNDED_ONCE
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
@@ -97,7 +112,7 @@ def test_parts_and_residual(device: torch.device) -> None:
 def test_a_small_workspace_expands_some_rows_at_a_time(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "fused_limit", lambda: 0)
+    monkeypatch.setattr(module, "fused_limit", lambda _: 0)
     weight, x = ordinary_weight("Q4_K", 72, 256), ordinary_activations(9, 256)
     y = matmul(x.to(device), pack(weight, device), workspace(device, 40 * 256))
     assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
@@ -108,7 +123,7 @@ def test_a_small_workspace_expands_some_rows_at_a_time(
 def test_parts_of_different_size_share_one_product(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "fused_limit", lambda: 0)
+    monkeypatch.setattr(module, "fused_limit", lambda _: 0)
     products = []
     multiply = module._products
     monkeypatch.setattr(
@@ -209,6 +224,78 @@ def test_hopper_shares_a_product_too(
         assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
 
 
+@pytest.mark.parametrize("names", [("Q4_K", "Q6_K"), ("IQ4_NL",), ("Q8_0", "F16")], ids="+".join)
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        WgmmaGeometry(8, 1, 3, True, block=256),
+        WgmmaGeometry(8, 1, 2, False, block=256),
+        WgmmaGeometry(8, 1, 3, True, block=128),
+        WgmmaGeometry(4, 1, 3, True, block=128),
+        WgmmaGeometry(8, 3, 3, True, block=128),
+    ],
+    ids=str,
+)
+def test_on_hopper_many_rows_are_multiplied_in_blocks(
+    geometry: WgmmaGeometry, names: tuple[str, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More blocks than multiprocessors, and fewer; rows and weights that fill none; a residual in its place."""
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
+    for rows, sizes in ((130, (200, 2048)), (300, (1000, 512)), (1500, (4500, 256)), (257, (72, 128))):
+        known = [name for name in names if sizes[1] % FORMATS[name].block == 0]
+        weights = [ordinary_weight(name, *sizes, seed=seed) for seed, name in enumerate(known)]
+        if not weights:
+            continue
+        x = ordinary_activations(rows, sizes[1])
+        weight, room = pack(weights, device), workspace(device, 1 << 20)
+        exact = (x.to(device).double() @ expected(torch.eye(sizes[1]), weights).to(device)).cpu()
+        assert nmse(matmul(x.to(device), weight, room, pdl=True), exact) < FP16_ROUNDING
+        residual = ordinary_activations(rows, weight.rows, 3).to(device)
+        kept = residual.clone()
+        norm = torch.ones(weight.rows, device=device)
+        hidden, _ = matmul_norm(x.to(device), weight, room, residual, norm, 1e-5, pdl=True)
+        assert nmse(hidden, exact + kept.cpu()) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("block", [128, 256])
+def test_on_hopper_swiglu_of_many_rows(
+    block: int, warps: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    geometry = WgmmaGeometry(warps, 1, 3, True, block=block)
+    monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
+    for rows, width in ((130, 384), (1000, 3328)):
+        gate, up = ordinary_weight("Q4_K", width, 256), ordinary_weight("Q4_K", width, 256, 1)
+        x = ordinary_activations(rows, 256) * 0.1
+        made = matmul_swiglu(
+            x.to(device), pack([gate, up], device, paired=True), workspace(device, 1 << 20), pdl=True
+        )
+        assert isinstance(made, HalfRows) and made.ordered
+        exact = swiglu(expected(x, [gate, up]))
+        assert nmse(made.dequantize(width), exact) < 4 * FP16_ROUNDING
+        assert torch.equal(
+            made.values[:, :rows], HalfRows(made.row_major(width), made.unscale).as_ordered().values[:, :rows]
+        )
+
+
+def test_on_hopper_blocks_of_rows_have_the_same_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    weight, x = pack(ordinary_weight("Q6_K", 3000, 2048), device), ordinary_activations(700, 2048).to(device)
+    made = []
+    for warps, block in ((8, 256), (8, 128), (4, 128)):
+        geometry = WgmmaGeometry(warps, 1, 3, True, block=block)
+        monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_, g=geometry: g)
+        made += [matmul(x, weight, workspace(device), pdl=True) for _ in range(5)]
+    assert all(torch.equal(each, made[0]) for each in made)
+
+
 def test_on_hopper_a_row_does_not_depend_on_how_many_there_are(device: torch.device) -> None:
     if not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
@@ -301,3 +388,67 @@ def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:
     assert ((peaks[:3] >= 2**13) & (peaks[:3] <= 2**14)).all()
     assert nmse(half.values.cpu().double()[1] * half.unscale.cpu().double()[1], x[1]) < 1e-7
     assert not half.values[3].any()
+
+
+def test_plain_rows_are_ordered_by_a_launch(device: torch.device) -> None:
+    rows, cols = 9, 1280
+    plain = half_rows(ordinary_activations(rows, cols).to(device))
+    room = torch.zeros(ordered_shape(rows, cols), dtype=torch.float16, device=device)
+    ordered = order_rows(plain, room)
+    assert torch.equal(ordered.values[:, :rows], plain.as_ordered().values[:, :rows])
+    assert ordered.unscale is plain.unscale and torch.equal(ordered.row_major(cols), plain.values)
+
+
+def test_weights_are_given_room_when_some_are_expanded(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x, room = (
+        pack(ordinary_weight("Q4_0", 16, 64), device), ordinary_activations(3, 64).to(device), workspace(device)
+    )  # fmt: skip
+    for limit in (64, 0):
+        monkeypatch.setattr(module, "fused_limit", lambda _, limit=limit: limit)
+        held = room.nbytes
+        matmul(x, weight, room)
+        assert (room.nbytes - held >= 2 * room.max_weights) == (limit == 0)
+
+
+@pytest.mark.parametrize(("packed", "form"), [(True, "tiled"), (False, None)])
+def test_many_rows_of_a_model_of_floats_stay_in_order(
+    packed: bool, form: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "fused_limit", lambda _: 4096)
+    room = MatmulWorkspace(0, "cpu", packed=packed)
+    assert room.form(129, 256) is (tiled_shape if form else None) and room.form(128, 256) is tiled_shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "fixed", "chosen"),
+    [
+        (
+            (6144, 4096),
+            512,
+            False,
+            (8, 1, 256),
+        ),  # 96 programs: less than one for each multiprocessor, two halves more
+        ((4096, 4096), 512, False, (4, 1, 128)),  # blocks of 256 rows would leave half of them without work
+        ((4096, 4096), 1024, False, (8, 1, 256)),
+        ((4096, 14336), 130, False, (4, 1, 128)),
+        ((28672, 4096), 2048, False, (8, 1, 256)),
+        ((28672, 4096), 2048, True, (8, 1, 256)),  # one share among few rows too
+        ((4096, 4096), 1024, True, (8, 6, 128)),  # shares added up in order need the room of a second sum
+        ((4096, 4096), 128, True, (4, 6, 0)),
+    ],
+)
+def test_many_rows_are_cut_by_how_many_programs_that_makes(
+    sizes: tuple[int, int],
+    rows: int,
+    fixed: bool,
+    chosen: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    plane = torch.empty(0, dtype=torch.uint8)
+    layout = packed_layout(FORMATS["Q4_K"], sizes[1])
+    part = PackedPart(layout, *sizes, plane, plane, plane, plane, 1.0, 1.0)
+    geometry = wgmma_geometry(part, "rows", rows, fixed)
+    assert (geometry.warps, geometry.splits, geometry.block) == chosen

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.backends.nvidia import driver
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from quengine.kernels.cuda.relaunch import Relaunched
+from quengine.kernels.cuda.relaunch import Copied, Relaunched
 
 
 class Made(CompiledKernel):
@@ -80,3 +84,87 @@ def test_while_launches_are_only_recorded_triton_gets_them(monkeypatch: pytest.M
 def test_a_kernel_takes_tensors_and_numbers() -> None:
     with pytest.raises(TypeError, match="not with str"):
         Relaunched(Kernel())[(1,)]("x", FIRST=1, LAST=2)
+
+
+LAYOUT = NVMMASharedLayout(128, 16, 2)
+SIGNATURE = {
+    "x_ptr": "*fp32",
+    "rows": f"tensordesc<fp16[8, 64],{LAYOUT!r}>",
+    "count": "i32",
+    "FIRST": "constexpr",
+}
+TUPLE = not triton.__version__.startswith("3.6.")
+"""Whether Triton hands a kernel's arguments on as one tuple, behind what every launch has, or one by one."""
+
+
+class Launcher:
+    """Stands for Triton's, around whose launch it has put what makes maps of descriptors."""
+
+    def __init__(self, wrapped: bool) -> None:
+        self.launches: list[list[object]] = []
+        self.launch: Callable[..., None] = self.plain
+        if wrapped:
+            self.launch = driver.wrap_handle_tensordesc(self.plain, SIGNATURE, [{"facts": 1}])
+
+    def plain(self, *arguments: Any) -> None:
+        self.launches.append(list(arguments[-1] if TUPLE else arguments[13:]))
+
+
+class WithMaps(CompiledKernel):
+    def __init__(self, wrapped: bool) -> None:
+        self._run = Launcher(wrapped)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: self._run.launch(*[None] * 13, *([arguments] if TUPLE else arguments))
+
+
+class KernelOfRows(Kernel):
+    arg_names = ("x_ptr", "rows", "count", "FIRST")
+
+    def __init__(self, wrapped: bool) -> None:
+        self.compiled, self.given = WithMaps(wrapped), list[tuple[Any, ...]]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return lambda *arguments, **_named: self.given.append(arguments) or self.compiled
+
+
+def launch_three(kernel: KernelOfRows) -> tuple[list[torch.Tensor], list[list[object]]]:
+    """Two tensors, the second twice, after a first launch by Triton; the arguments of what then launches."""
+    again, x = Relaunched(kernel, LAYOUT), torch.zeros(8)
+    rows = [torch.zeros(32, 128, dtype=torch.float16), torch.zeros(16, 128, dtype=torch.float16)]
+    for tensor in (rows[0], rows[0], rows[1], rows[1]):
+        again[(1,)](x, Copied(tensor, (8, 64)), 32, FIRST=4)
+    ((_, first, _),) = kernel.given
+    assert isinstance(first, TensorDescriptor) and first.base is rows[0] and first.block_shape == [8, 64]
+    launches = kernel.compiled._run.launches
+    assert all(launch[0] is x and launch[-2:] == [32, 4] for launch in launches)
+    return rows, launches
+
+
+def test_maps_for_the_copy_engine_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def encode(descriptor: TensorDescriptor, facts: object) -> list[object]:
+        assert facts == {"facts": 1}
+        made.append(descriptor.base)
+        return [f"map {descriptor.base.data_ptr()}", *descriptor.shape, *descriptor.strides]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    rows, launches = launch_three(KernelOfRows(wrapped=True))
+    for tensor, launch in zip((rows[0], rows[1], rows[1]), launches, strict=True):
+        assert launch[1:-2] == [f"map {tensor.data_ptr()}", *tensor.shape, 128, 1]
+    assert [tensor is rows[0] for tensor in made[-2:]] == [True, False] and len(made) == 3
+
+
+def test_where_triton_makes_them_otherwise_it_is_given_descriptors() -> None:
+    rows, launches = launch_three(KernelOfRows(wrapped=False))
+    for tensor, (_, descriptor, _, _) in zip((rows[0], rows[1], rows[1]), launches, strict=True):
+        assert isinstance(descriptor, TensorDescriptor) and descriptor.base is tensor
+
+
+def test_another_block_is_another_kernel() -> None:
+    kernel = KernelOfRows(wrapped=False)
+    again, rows = Relaunched(kernel, LAYOUT), torch.zeros(32, 128, dtype=torch.float16)
+    for block in ((8, 64), (16, 64), (8, 64)):
+        again[(1,)](torch.zeros(8), Copied(rows, block), 32, FIRST=4)
+    assert len(kernel.given) == 2

@@ -1,0 +1,69 @@
+"""The inner loop of the matmuls on Hopper's warp-group matrix instruction: weights are dequantized while the matrix
+units multiply the ones before, and the copy engine brings the rows of x some sets of columns ahead.
+
+Does not know: which weights and rows a program multiplies, and what becomes of the sums (matmul_wgmma.py).
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from quengine.kernels.cuda.fragments import load_chunk
+from quengine.kernels.cuda.wgmma_operand import weights_operand
+
+
+@gluon.jit
+def copy_set(
+    x_rows, stages, ready, n, begin, count, token0, TB: gl.constexpr, SET: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Start copying set number n of this program's `count`, the first one being set `begin` of the rows from token0."""
+    on = n < count
+    bar = ready.index(n % STAGES)
+    mbarrier.expect(bar, TB * SET * 2, pred=on)
+    tma.async_copy_global_to_shared(
+        x_rows, [token0, (begin + n) * SET], bar, stages.index(n % STAGES), pred=on
+    )
+
+
+@gluon.jit
+def multiply(
+    planes, words, x_rows, stages, ready, tile, tiles, lane, begin, first, last, end, token0, gain,
+    FMT: gl.constexpr, CHUNKS: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    SET: gl.constexpr, ASYNC: gl.constexpr, EXACT: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """Chunks first .. last - 1 of a program's begin .. end - 1: fp32 [16*WARPS, TB], and the words of the chunk behind.
+
+    `words`: those of chunk `first`. All shares of a program are one queue of copied sets.
+    """
+    SETS: gl.constexpr = FMT.chunk // SET
+    HALVES: gl.constexpr = SET // 128
+    first_set = begin * SETS
+    count = (end - begin) * SETS
+    acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
+    for c in range(first, last):
+        later = load_chunk(planes, tile * CHUNKS + c + 1, 0, lane, (tile < tiles) & (c + 1 < end), FMT, True)
+        for number in gl.static_range(SETS):
+            n = (c - begin) * SETS + number
+            rows = stages.index(n % STAGES)
+            for half in gl.static_range(HALVES):
+                a = weights_operand(words, number * HALVES + half, gain, FMT, WARPS, A, EXACT)
+                if half == 0:
+                    mbarrier.wait(ready.index(n % STAGES), (n // STAGES) & 1)
+                x = rows if HALVES == 1 else rows.slice(half * 128, 128, 1)
+                acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=ASYNC)
+                if ASYNC:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    if half == 0:
+                        tl.debug_barrier()  # all warps have read the set before this, which the next is copied over
+                        if n > 0:
+                            copy_set(
+                                x_rows, stages, ready, n - 1 + STAGES, first_set, count, token0, TB, SET, STAGES
+                            )  # fmt: skip
+            if not ASYNC:
+                tl.debug_barrier()
+                copy_set(x_rows, stages, ready, n + STAGES, first_set, count, token0, TB, SET, STAGES)
+        words = later
+    if ASYNC:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, words
