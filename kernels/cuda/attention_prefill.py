@@ -4,8 +4,8 @@ Online softmax over key tiles on the matrix units, fp16 operands and fp32 sums. 
 window's) is the band built once at load; it is read only in the tiles that the diagonal or the window's edge
 crosses, and tiles wholly outside are not visited. Where a row's bits may not depend on its chunk (`fixed`), all tiles
 run through one loop, which compares positions: to compilers, a loop with a mask and one without are two, with sums in
-two orders. Knows a chunk of one sequence, whose cache may lie in blocks, or of several; rotation and the cache write
-come before.
+two orders. On Hopper, most prompts go to a kernel of its own, in attention_prefill_wgmma.py. Knows a chunk of one
+sequence, whose cache may lie in blocks, or of several; rotation and the cache write come before.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,16 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, PromptBatch
+from quengine.kernels.cuda.attention_prefill_wgmma import (
+    HEAD_DIM,
+    TILE_KEYS,
+    TILE_ROWS,
+    attention_wgmma_kernel,
+)
 from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, table_rows
 from quengine.kernels.cuda.mma import uses_assembly
 from quengine.kernels.cuda.prompt_rows import TILE_FIELDS, PromptRows
-from quengine.kernels.cuda.relaunch import Relaunched
+from quengine.kernels.cuda.relaunch import Copied, Relaunched
 from quengine.kernels.cuda.rope import sequence_pointers, table_arguments
 
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
@@ -233,12 +239,14 @@ def attention_prefill(
     fixed: bool = False,
     in_place: bool = False,
     prompts: PromptRows | None = None,
+    ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of T query rows at positions start..start+T of one sequence over cache rows 0..start+T.
 
     q: [T, heads, head_dim] fp16, rotated (`rope_store` makes it and has written the chunk's keys and values);
     `spec.mask_band` must have at least T rows and reach `start`. `block_table`: as in `rope_store`. Returns
-    [T, heads * head_dim] of `out_dtype`; `in_place`: where q was. `fixed`: a row's bits are the same whatever
+    [T, heads * head_dim] of `out_dtype`; `in_place`: where q was; or `ordered`, fp16 rows in the orders of columns
+    (half.py), where `stores_ordered` says so. `fixed`: a row's bits are the same whatever
     chunk it is in: key tiles of one size lie at its multiples, and one in which a row sees nothing leaves its state as
     it is. `prompts` (`prompt_rows` makes it): the rows are chunks of several sequences, `block_table` has a row for
     each, and `start` is 0.
@@ -256,15 +264,21 @@ def attention_prefill(
     assert 0 < rows <= chunk and 0 <= latest <= width - chunk and end <= room
     assert spec.mask_band.dtype == torch.bool and spec.mask_band.stride(1) == 1
     row_step = -spec.mask_band.stride(0)  # the band begins with the last row
-    if in_place:  # a program reads the queries whose results it writes, and no others
+    launch = prefill_launch(head_dim, FIXED_ROWS if fixed else rows, is_hopper(q.device))
+    assert prompts is None or prompts.block_rows == launch.block_rows
+    if ordered is not None:
+        out = ordered
+    elif in_place:  # a program reads the queries whose results it writes, and no others
         out = q.view(tokens, heads * head_dim)
         assert out_dtype == q.dtype
     else:
         out = torch.empty(tokens, heads * head_dim, dtype=out_dtype, device=q.device)
+    if launch.wgmma and not fixed and not cache.q8_0:
+        _launch_wgmma(q, spec, cache, sequence, start, rows, pdl, block_table, prompts, out)
+        return out
+    assert ordered is None
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
     table, blocks = table_arguments(cache, block_table, spec.mask_band)
-    launch = prefill_launch(head_dim, FIXED_ROWS if fixed else rows, is_hopper(q.device))
-    assert prompts is None or prompts.block_rows == launch.block_rows
     blocks_of_rows = -(-rows // launch.block_rows) if prompts is None else prompts.tiles.shape[0]
     _attention_prefill_kernel[(heads, blocks_of_rows)](
         q,
@@ -303,6 +317,56 @@ def attention_prefill(
     return out
 
 
+def _launch_wgmma(
+    q: torch.Tensor,
+    spec: AttentionSpec,
+    cache: KVStore,
+    sequence: int,
+    start: int,
+    rows: int,
+    pdl: bool,
+    block_table: torch.Tensor | None,
+    prompts: PromptRows | None,
+    out: torch.Tensor,
+) -> None:
+    """`attention_prefill` to `out`, plain or ordered rows, by the kernel for Hopper."""
+    tokens, heads, head_dim = q.shape
+    kv_heads, context = cache.k.shape[1:3]
+    table, blocks = table_arguments(cache, block_table, out)
+    k, v = cache.k[sequence].view(-1, head_dim), cache.v[sequence].view(-1, head_dim)
+    part = (TILE_KEYS if block_table is None else BLOCK_SIZE, head_dim)
+    attention_wgmma_kernel[(heads, -(-rows // TILE_ROWS) if prompts is None else prompts.tiles.shape[0])](
+        out,
+        table,
+        table if prompts is None else prompts.tiles,
+        Copied(q.view(tokens, heads * head_dim), (TILE_ROWS, head_dim)),
+        Copied(k, part),
+        Copied(v, part),
+        spec.scale * 1.4426950408889634,  # scores in base 2: exp2 is one instruction
+        start,
+        rows,
+        context,
+        blocks,
+        out.stride(0) if out.ndim == 3 else 0,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        WINDOW=spec.window or 0,
+        PAGED=block_table is not None,
+        TILED=prompts is not None,
+        ORDERED=out.ndim == 3,
+        WARPS=8,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
+    )
+
+
+def stores_ordered(cache: KVStore, prompts: PromptRows | None, tokens: int) -> bool:
+    """Whether `attention_prefill` of so many rows, or of `prompts`, can write `ordered` ones."""
+    rows = tokens if prompts is None else prompts.longest
+    return prefill_launch(cache.k.shape[3], rows, is_hopper(cache.k.device)).wgmma and not cache.q8_0
+
+
 def prompt_rows(batch: PromptBatch, head_dim: int, fixed: bool = False) -> PromptRows:
     """What `rope_store` and `attention_prefill` read of chunks of several sequences."""
     device = batch.block_tables.device
@@ -316,12 +380,14 @@ FIXED_ROWS = 512
 
 @dataclass(frozen=True)
 class PrefillLaunch:
-    """Query rows and keys a tile, warps a block, key tiles in flight."""
+    """Query rows and keys a tile, warps a block, key tiles in flight. `wgmma`: an fp16 cache is read by the kernel for
+    Hopper, unless a row's bits may not depend on its chunk."""
 
     block_rows: int
     block_keys: int
     warps: int
     stages: int
+    wgmma: bool = False
 
 
 def prefill_launch(head_dim: int, rows: int, hopper: bool) -> PrefillLaunch:
@@ -337,7 +403,9 @@ def prefill_launch(head_dim: int, rows: int, hopper: bool) -> PrefillLaunch:
         return PrefillLaunch(64, 64, 4, 2)
     if head_dim <= 64:
         return PrefillLaunch(64, 64, 4, 3)
-    return PrefillLaunch(64, 128, 8, 2) if rows <= 128 else PrefillLaunch(128, 128, 8, 2)
+    if rows <= 128:
+        return PrefillLaunch(64, 128, 8, 2)
+    return PrefillLaunch(TILE_ROWS, TILE_KEYS, 8, 2, head_dim == HEAD_DIM)
 
 
 @cache

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 _LAUNCH = JITFunction.run
-_MOST_MAPS = 64
+_MOST_MAPS = 1024
 
 
 class Copied(NamedTuple):
@@ -102,31 +102,33 @@ class Relaunched:
 
 class Maps:
     """Arguments with what is `Copied` replaced: by descriptors, which Triton turns into maps at every launch, or, where
-    `encode` is given, by what it makes of one: the map, its shape and its strides."""
+    `encode` is given, by what it makes of number i of them: the map, its shape and its strides."""
 
-    def __init__(self, layout: Any, encode: Callable[[TensorDescriptor], list[Any]] | None) -> None:
+    def __init__(self, layout: Any, encode: Callable[[int, TensorDescriptor], list[Any]] | None) -> None:
         self.layout = layout
         self.encode = encode
         self._kept: dict[tuple[int, ...], list[Any]] = {}
 
     def expand(self, arguments: tuple[Any, ...]) -> list[Any]:
         passed: list[Any] = []
+        number = 0
         for argument in arguments:
             if type(argument) is Copied:
-                passed += self._map(argument)
+                passed += self._map(number, argument)
+                number += 1
             else:
                 passed.append(argument)
         return passed
 
-    def _map(self, copied: Copied) -> list[Any]:
+    def _map(self, number: int, copied: Copied) -> list[Any]:
         if self.encode is None:
             return [_descriptor(copied, self.layout)]
-        key = (copied.tensor.data_ptr(), *copied.tensor.shape, *copied.block)
+        key = (number, copied.tensor.data_ptr(), *copied.tensor.shape, *copied.block)
         kept = self._kept.get(key)
         if kept is None:
             if len(self._kept) >= _MOST_MAPS:
                 self._kept.clear()
-            kept = self._kept[key] = self.encode(_descriptor(copied, self.layout))
+            kept = self._kept[key] = self.encode(number, _descriptor(copied, self.layout))
         return kept
 
 
@@ -140,17 +142,18 @@ def _with_maps(made: CompiledKernel, described: tuple[Any, ...], layout: Any) ->
         launcher: Any = made.run
         wrapper = launcher.launch
         held = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
-        (facts,) = held["tensordesc_meta"].cell_contents
+        facts = list(held["tensordesc_meta"].cell_contents)
         encode: Any = driver.make_tensordesc_arg
-        (first,) = (a for a in described if isinstance(a, TensorDescriptor))
-        if len(encode(first, facts)) != 1 + 2 * len(first.shape):
-            return made, Maps(layout, None)
+        descriptors = [a for a in described if isinstance(a, TensorDescriptor)]
+        for descriptor, of_it in zip(descriptors, facts, strict=True):
+            if len(encode(descriptor, of_it)) != 1 + 2 * len(descriptor.shape):
+                return made, Maps(layout, None)
         direct, plain = copy.copy(made), copy.copy(launcher)
         plain.launch = held["launcher"].cell_contents
         direct._run = plain
     except (AttributeError, KeyError, TypeError, ValueError):
         return made, Maps(layout, None)
-    return direct, Maps(layout, lambda descriptor: list(encode(descriptor, facts)))
+    return direct, Maps(layout, lambda number, descriptor: list(encode(descriptor, facts[number])))
 
 
 def _descriptor(copied: Copied, layout: Any) -> TensorDescriptor:

@@ -1,8 +1,9 @@
 """Rotary embedding on CUDA, and the launch that rotates a chunk of tokens and writes its keys and values.
 
-Heads are rotated while they are loaded: an element's partner is loaded beside it (from L1), so no layout
-needs a shuffle and both layouts, partial rotation and per-head norms (Qwen 3) are one code path. Knows the
-merged QKV row, the angle table and the cache; not attention.
+Heads are rotated while they are loaded. A decode step's, and those of which only a part is turned: an element's
+partner is loaded beside it (from L1), so no layout needs a shuffle and both layouts, partial rotation and per-head
+norms (Qwen 3) are one code path. A prompt's, whose bytes are what takes time: both elements of a pair are loaded once,
+several side by side. Knows the merged QKV row, the angle table and the cache; not attention.
 """
 
 import torch
@@ -69,6 +70,35 @@ def load_rotated(
 
 
 @triton.jit
+def _load_turned(
+    head_ptr, live, cos_ptr, sin_ptr, norm_ptr, eps, HEAD_DIM: tl.constexpr, HALVES: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """As `load_rotated`, of heads that are turned whole, a power of two: fp32 [R, HEAD_DIM]. cos_ptr, sin_ptr: the
+    position's rows of the table."""
+    R: tl.constexpr = head_ptr.shape[0]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    i = tl.arange(0, HALF)
+    if HALVES:
+        near = tl.load(head_ptr[:, None] + i[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        far = tl.load(head_ptr[:, None] + (HALF + i)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    else:
+        both = load_heads(head_ptr, live, HEAD_DIM, HEAD_DIM)
+        near, far = tl.split(tl.reshape(both, [R, HALF, 2]))
+    cos = tl.load(cos_ptr + i)[None, :]
+    sin = tl.load(sin_ptr + i)[None, :]
+    if NORM:
+        near_at = i if HALVES else 2 * i
+        far_at = HALF + i if HALVES else 2 * i + 1
+        inverse_rms = tl.rsqrt(tl.sum(near * near + far * far, 1) / HEAD_DIM + eps)[:, None]
+        near = near * inverse_rms * tl.load(norm_ptr + near_at).to(tl.float32)[None, :]
+        far = far * inverse_rms * tl.load(norm_ptr + far_at).to(tl.float32)[None, :]
+    turned = tl.join(near * cos - far * sin, far * cos + near * sin)
+    if HALVES:
+        turned = tl.permute(turned, [0, 2, 1])
+    return tl.reshape(turned, [R, HEAD_DIM])
+
+
+@triton.jit
 def load_heads(head_ptr, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
     """Heads at pointers `head_ptr` [R] as they are: fp32 [R, PADDED], 0 where not live."""
     d = tl.arange(0, PADDED)[None, :]
@@ -123,14 +153,21 @@ def _rope_store_kernel(
     live = head < HEADS + 2 * KV_HEADS
     head_ptr = qkv_ptr + token * qkv_stride + head * HEAD_DIM
     offset = position * (ROPE_DIM // 2)
-    cos, sin, partner = load_angles(cos_ptr + offset, sin_ptr + offset, PADDED, ROPE_DIM, HALVES)
+    WHOLE: tl.constexpr = ROPE_DIM == HEAD_DIM and HEAD_DIM == PADDED
+    if not WHOLE:
+        cos, sin, partner = load_angles(cos_ptr + offset, sin_ptr + offset, PADDED, ROPE_DIM, HALVES)
     scale = 1.0
     if UNSCALE:
         scale = tl.load(unscale_ptr + token) * inverse_gain
         if NORM:  # a normed head has no scale, but its eps has
             eps /= scale * scale
     if first_head < HEADS:
-        q = load_rotated(head_ptr, live, cos, sin, partner, q_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
+        if WHOLE:
+            q = _load_turned(
+                head_ptr, live, cos_ptr + offset, sin_ptr + offset, q_norm_ptr, eps, HEAD_DIM, HALVES, NORM
+            )
+        else:
+            q = load_rotated(head_ptr, live, cos, sin, partner, q_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
         if UNSCALE and not NORM:
             q *= scale
         if QUERY_SCALE:
@@ -150,7 +187,20 @@ def _rope_store_kernel(
             inside = position < context
         row = (head - HEADS).to(tl.int64) * context + at
         if first_head < HEADS + KV_HEADS:
-            k = load_rotated(head_ptr, live, cos, sin, partner, k_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
+            if WHOLE:
+                k = _load_turned(
+                    head_ptr,
+                    live,
+                    cos_ptr + offset,
+                    sin_ptr + offset,
+                    k_norm_ptr,
+                    eps,
+                    HEAD_DIM,
+                    HALVES,
+                    NORM,
+                )
+            else:
+                k = load_rotated(head_ptr, live, cos, sin, partner, k_norm_ptr, eps, HEAD_DIM, PADDED, NORM)
             if UNSCALE and not NORM:
                 k *= scale
             store_rows(k, row, live & inside, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)

@@ -156,6 +156,24 @@ def test_maps_for_the_copy_engine_are_made_once(monkeypatch: pytest.MonkeyPatch)
     assert [tensor is rows[0] for tensor in made[-2:]] == [True, False] and len(made) == 3
 
 
+def test_each_of_several_maps_is_made_by_its_own_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(descriptor: TensorDescriptor, facts: object) -> list[object]:
+        return [f"map {facts}", *descriptor.shape, *descriptor.strides]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    signature = {"x_ptr": "*fp32", "a": SIGNATURE["rows"], "b": SIGNATURE["rows"], "FIRST": "constexpr"}
+    kernel = KernelOfRows(wrapped=True)
+    kernel.arg_names = ("x_ptr", "a", "b", "FIRST")
+    launcher = kernel.compiled._run
+    launcher.launch = driver.wrap_handle_tensordesc(launcher.plain, signature, ["of a", "of b"])
+    again, x = Relaunched(kernel, LAYOUT), torch.zeros(8)
+    a, b = (torch.zeros(rows, 64, dtype=torch.float16) for rows in (32, 16))
+    for first, second in ((a, b), (a, b), (a, a)):
+        again[(1,)](x, Copied(first, (8, 64)), Copied(second, (8, 64)), FIRST=4)
+    for launch, rows in zip(launcher.launches, (16, 32), strict=True):
+        assert launch[1:-1] == ["map of a", 32, 64, 64, 1, "map of b", rows, 64, 64, 1]
+
+
 def test_where_triton_makes_them_otherwise_it_is_given_descriptors() -> None:
     rows, launches = launch_three(KernelOfRows(wrapped=False))
     for tensor, (_, descriptor, _, _) in zip((rows[0], rows[1], rows[1]), launches, strict=True):
