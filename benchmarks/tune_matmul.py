@@ -1,6 +1,6 @@
 """Find the geometry of the matmul of 2 to 128 rows on a Hopper GPU and keep it in kernels/cuda/launch_table.json.
 
-    python -m benchmarks.tune_matmul [-o OUT.json] [--only TEXT] [--json TIMES.json]
+    python -m benchmarks.tune_matmul [-o OUT.json] [--only TEXT] [--keep-splits] [--json TIMES.json]
 
 One number of shares of the columns for each shape, so that a row has the same sums at every number of rows: the one
 whose best times, summed over the numbers of rows, are least. Weights are rotated so that the L2 cache does not serve
@@ -42,24 +42,31 @@ BLOCKS = (8, 16, 32, 64, 128)
 Shape = tuple[str, str, int, int]
 
 
-def shares(shape: Shape) -> tuple[int, ...]:
-    """What is tried for `splits`: enough programs for the machine, two chunks for each."""
+def shares(shape: Shape, keep: bool) -> tuple[int, ...]:
+    """What is tried for `splits`: what the table has, or enough programs for the machine, two chunks for each."""
     _, _, rows, cols = shape
+    entry = launch_table.wgmma_entry(launch_table.device_name(), key_of(shape))
+    if keep and entry is not None:
+        return (int(entry["splits"]),)
     return tuple(n for n in (1, 2, 4, 8) if n * rows >= 12288 and n <= max(1, cols // 512)) or (8,)
 
 
-def geometries(shape: Shape, block: int) -> Iterator[WgmmaGeometry]:
-    """Few rows: large sets of columns. From 32 on: as few registers as let four programs of 4 warps share a
-    multiprocessor. 8 warps won nowhere once all of these were tried."""
-    for splits, overlap in product(shares(shape), (False, True)):
-        if block <= 32:
-            yield WgmmaGeometry(4, splits, 2, overlap, 0, 256)
-            yield WgmmaGeometry(4, splits, 3, overlap, 0, 256)
-        yield WgmmaGeometry(4, splits, 3 if block == 128 else 4, overlap)
-        if block in (32, 64):
-            yield WgmmaGeometry(4, splits, 3, overlap, 128)
-            yield WgmmaGeometry(4, splits, 4, overlap, 128)
-            yield WgmmaGeometry(8, splits, 4, overlap, 128)
+_TRIED = {
+    8: [(4, 2, True, 0, 256), (4, 3, True, 0, 256), (4, 3, False, 0, 256), (4, 2, False, 128, 256)],
+    16: [(4, 2, True, 0, 256), (4, 3, True, 0, 256), (4, 3, False, 0, 256), (4, 2, False, 128, 256)],
+    32: [(4, 3, False, 0, 256), (4, 2, False, 128, 256), (4, 4, False, 128, 128), (4, 4, True, 0, 128)],
+    64: [(4, 3, False, 128, 128), (4, 4, True, 0, 128), (4, 4, False, 128, 128), (8, 3, False, 128, 256)],
+    128: [(4, 3, True, 0, 128), (4, 3, False, 0, 128), (8, 3, True, 0, 128), (8, 3, True, 0, 256)],
+}
+"""Warps, stages, overlap, registers, columns. Every instruction that a set of columns costs beside dequantizing shows
+in a launch, so sets are large where there is room; from 32 rows on 16 warps on a multiprocessor, few registers each."""
+
+
+def geometries(shape: Shape, block: int, keep: bool) -> Iterator[WgmmaGeometry]:
+    wide = [(8, 2, False, 128, 256), (8, 2, True, 0, 256)] if block <= 64 else []
+    for splits, tried in product(shares(shape, keep), [*_TRIED[block], *wide]):
+        warps, *rest = tried
+        yield WgmmaGeometry(warps, splits, *rest)
 
 
 def key_of(shape: Shape) -> str:
@@ -81,13 +88,15 @@ def launcher(shape: Shape, weight: PackedWeight, block: int, scratch: FusedScrat
     return lambda: launch_wgmma(x, part, False, out, 0, scratch, residual, pdl=True)
 
 
-def measure(shape: Shape, compile_only: tuple[int, int] | None) -> list[tuple[int, float, WgmmaGeometry]]:
+def measure(
+    shape: Shape, keep: bool, compile_only: tuple[int, int] | None
+) -> list[tuple[int, float, WgmmaGeometry]]:
     """(block, microseconds, geometry) of every variant; with compile_only (i, n), every n-th is launched once."""
     kind, name, rows, cols = shape
     paired = kind == "swiglu"
     weights = random_weights([(name, rows)], cols, paired, 1 if compile_only else None)
     scratch, results = FusedScratch("cuda"), []
-    variants = [(block, geometry) for block in BLOCKS for geometry in geometries(shape, block)]
+    variants = [(block, geometry) for block in BLOCKS for geometry in geometries(shape, block, keep)]
     for number, (block, geometry) in enumerate(variants):
         if compile_only and number % compile_only[1] != compile_only[0]:
             continue
@@ -126,15 +135,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="")
     parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--keep-splits", action="store_true", help="the numbers of shares that the table has")
     parser.add_argument("--compile", default="")
     arguments = parser.parse_args()
     shapes = [shape for shape in SHAPES if arguments.only in key_of(shape)]
     if arguments.compile:
         part, parts = map(int, arguments.compile.split("/"))
         for shape in shapes:
-            measure(shape, (part, parts))
+            measure(shape, arguments.keep_splits, (part, parts))
         return
     command = [sys.executable, "-m", "benchmarks.tune_matmul", "--only", arguments.only, "--compile"]
+    command[3:3] = ["--keep-splits"] if arguments.keep_splits else []
     running = [subprocess.Popen([*command, f"{i}/{arguments.workers}"]) for i in range(arguments.workers)]
     if max([process.wait() for process in running]) != 0:
         raise SystemExit("a compile worker failed")
@@ -142,7 +153,7 @@ def main() -> None:
     entries = table.setdefault(launch_table.device_name(), {}).setdefault("wgmma", {})
     times = []
     for shape in shapes:
-        results = measure(shape, None)
+        results = measure(shape, arguments.keep_splits, None)
         entries[key_of(shape)] = choose(results)
         for block, us, g in sorted(results, key=lambda result: result[:2]):
             times.append({"shape": key_of(shape), "rows": block, "us": us, "geometry": vars(g)})

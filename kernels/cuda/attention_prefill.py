@@ -17,6 +17,7 @@ import triton.language as tl
 
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, PromptBatch
 from quengine.kernels.cuda.attention_prefill_wgmma import (
+    GROUP_ROWS,
     HEAD_DIM,
     TILE_KEYS,
     TILE_ROWS,
@@ -339,7 +340,7 @@ def _launch_wgmma(
         out,
         table,
         table if prompts is None else prompts.tiles,
-        Copied(q.view(tokens, heads * head_dim), (TILE_ROWS, head_dim)),
+        Copied(q.view(tokens, heads * head_dim), (GROUP_ROWS, head_dim)),
         Copied(k, part),
         Copied(v, part),
         spec.scale * 1.4426950408889634,  # scores in base 2: exp2 is one instruction
@@ -354,9 +355,8 @@ def _launch_wgmma(
         PAGED=block_table is not None,
         TILED=prompts is not None,
         ORDERED=out.ndim == 3,
-        WARPS=8,
         PDL=pdl,
-        num_warps=8,
+        num_warps=4,
         launch_pdl=pdl,
     )
 

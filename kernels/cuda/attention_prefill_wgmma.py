@@ -1,10 +1,12 @@
 """Prefill attention on Hopper's warp-group matrix instruction: fp16 caches, heads of 128.
 
-The same online softmax as attention_prefill.py's, but keys and values come by the copy engine, tiles ahead, and the
-matrix units add up the tile before while the weights of this one are made: scores of a tile and the sum of values of
-the one before are asked for together, and only the scores are waited for. Tiles are visited from the last, which the
-diagonal crosses, to the first. A mask is positions compared. Results may be written as ordered rows (half.py): the
-columns which lie side by side there are a thread's own, so it writes 16 bytes at a time.
+The same online softmax as attention_prefill.py's, with warps of three kinds. One copies tiles of keys and values to
+shared memory by the copy engine, ahead of two groups of four warps that take half of a program's rows each. These meet
+nobody: what is there, and what may be written over, is said by barriers in shared memory, so that one makes weights
+while the matrix units work for the other. Beside that, a group asks for the scores of a tile and the sum of values of
+the tile before together, and waits for the scores only. Tiles are visited from the last, which the diagonal crosses, to
+the first. A mask is positions compared. Results may be written as ordered rows (half.py): the columns which lie side by
+side there are a thread's own, so it writes 16 bytes at a time.
 Does not know: which launches come here (attention_prefill.py), rotation, or where the cache's blocks come from.
 """
 
@@ -26,12 +28,14 @@ from quengine.kernels.cuda.prompt_rows import TILE_FIELDS
 from quengine.kernels.cuda.relaunch import Relaunched
 
 HEAD_DIM = 128
-TILE_ROWS = 128
+GROUP_ROWS = 64
+TILE_ROWS = 2 * GROUP_ROWS
 TILE_KEYS = 128
 
 _FIELDS = gl.constexpr(TILE_FIELDS)
 _STAGES = gl.constexpr(2)
-_ROWS = gl.constexpr(TILE_ROWS)
+_GROUPS = gl.constexpr(2)
+_ROWS = gl.constexpr(GROUP_ROWS)
 _KEYS = gl.constexpr(TILE_KEYS)
 _SIZE = gl.constexpr(HEAD_DIM)
 _BITS = gl.constexpr(TILE_KEYS.bit_length() - 1)
@@ -41,43 +45,42 @@ STAGED = gl.NVMMASharedLayout(128, 16, 2)
 
 
 @gluon.jit
-def _places(table_ptr, blocks, head_row, tile, PAGED: gl.constexpr):
-    """Rows of the cache at which the parts of key tile `tile` begin: one part, or blocks of a pool. `head_row`: where
-    the head's rows begin. A tile below 0 gets some rows."""
-    tile = gl.maximum(tile, 0)
-    places = ()
+def _copy_tile(rows, stage, bar, table_ptr, blocks, head_row, tile, PAGED: gl.constexpr):
+    """Copy key tile `tile` of a head whose rows begin at `head_row`: whole, or by blocks of a pool."""
+    mbarrier.expect(bar, _KEYS * _SIZE * 2)
     if PAGED:
         for part in gl.static_range(_KEYS // BLOCK):
             entry = gl.load(table_ptr + gl.minimum(tile * (_KEYS // BLOCK) + part, blocks - 1))
-            places = places + (head_row + (entry << BLOCK_BITS),)
+            place = head_row + (entry << BLOCK_BITS)
+            tma.async_copy_global_to_shared(rows, [place, 0], bar, stage.slice(part * BLOCK, BLOCK, 0))
     else:
-        places = places + (head_row + tile * _KEYS,)
-    return places
+        tma.async_copy_global_to_shared(rows, [head_row + tile * _KEYS, 0], bar, stage)
 
 
 @gluon.jit
-def _copy_pair(k_rows, v_rows, staged, number, key_places, value_places, count, PAGED: gl.constexpr):
-    """Start copying the values of tile `number` of this program's `count`, and the keys of the one behind it. `staged`:
-    where in shared memory, and barriers that say what is there."""
-    keys, values, keys_ready, values_ready = staged
-    here = number % _STAGES
-    behind = (number + 1) % _STAGES
-    for_keys = number + 1 < count
-    for_values = number < count
-    PARTS: gl.constexpr = _KEYS // BLOCK if PAGED else 1
-    # In this order, as the compiler has all threads meet between whatever touches the same barrier, or tile, in turns.
-    mbarrier.expect(keys_ready.index(behind), _KEYS * _SIZE * 2, pred=for_keys)
-    mbarrier.expect(values_ready.index(here), _KEYS * _SIZE * 2, pred=for_values)
-    for part in gl.static_range(PARTS):
-        _copy(k_rows, keys.index(behind), keys_ready.index(behind), key_places, part, for_keys, PARTS)
-        _copy(v_rows, values.index(here), values_ready.index(here), value_places, part, for_values, PARTS)
-
-
-@gluon.jit
-def _copy(rows, tile, bar, places, part: gl.constexpr, on, PARTS: gl.constexpr):
-    """Start copying a part of a tile of keys or values."""
-    stage = tile if PARTS == 1 else tile.slice(part * (_KEYS // PARTS), _KEYS // PARTS, 0)
-    tma.async_copy_global_to_shared(rows, [places[part], 0], bar, stage, pred=on)
+def _copy_all(
+    q_rows, k_rows, v_rows, shared, table_ptr, blocks, head_row, query_row, column, last_tile, count,
+    PAGED: gl.constexpr,
+):  # fmt: skip
+    """What the copying warp does: `count` tiles from `last_tile` down."""
+    queries, keys, values, query_ready, keys_ready, values_ready, keys_free, values_free, _ = shared
+    mbarrier.expect(query_ready, _GROUPS * _ROWS * _SIZE * 2)
+    for group in gl.static_range(_GROUPS):
+        tma.async_copy_global_to_shared(
+            q_rows, [query_row + group * _ROWS, column], query_ready, queries.index(group)
+        )
+    for i in range(count):
+        stage = i % _STAGES
+        free = ((i // _STAGES) & 1) ^ 1
+        tile = last_tile - i
+        mbarrier.wait(keys_free.index(stage), free)
+        _copy_tile(
+            k_rows, keys.index(stage), keys_ready.index(stage), table_ptr, blocks, head_row, tile, PAGED
+        )
+        mbarrier.wait(values_free.index(stage), free)
+        _copy_tile(
+            v_rows, values.index(stage), values_ready.index(stage), table_ptr, blocks, head_row, tile, PAGED
+        )
 
 
 @gluon.jit
@@ -104,44 +107,44 @@ def _weigh(scores, largest, total, position, key0, scale, WINDOW: gl.constexpr, 
 
 @gluon.jit
 def _attend(
-    queries, staged, k_rows, v_rows, table_ptr, blocks, head_row, places, weights, mixed, largest, total, position,
-    last_tile, begin, end, count, scale, WINDOW: gl.constexpr, PAGED: gl.constexpr, MASKED: gl.constexpr,
+    queries, shared, weights, mixed, largest, total, position, last_tile, begin, end, count, scale,
+    WINDOW: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Tiles number begin .. end - 1 of this program's `count`, number 0 being `last_tile`, and the values of the tile
-    in front of each, whose `weights` are made. `places`: of tile begin + 1. What `begin` needs is there."""
-    keys, values, keys_ready, values_ready = staged
+    in front of each, whose `weights` are made. The keys of `begin` are there."""
+    _, keys, values, _, keys_ready, values_ready, keys_free, values_free, _ = shared
     MMA: gl.constexpr = mixed.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     for i in range(begin, end):
-        later = _places(table_ptr, blocks, head_row, last_tile - i - 2, PAGED)
+        here = i % _STAGES
+        before = (i - 1) % _STAGES
+        behind = (i + 1) % _STAGES
         scores = gl.zeros([_ROWS, _KEYS], gl.float32, MMA)
         scores = warpgroup_mma(
-            queries, keys.index(i % _STAGES).permute((1, 0)), scores, use_acc=False, is_async=True
+            queries, keys.index(here).permute((1, 0)), scores, use_acc=False, is_async=True
         )
-        mixed = warpgroup_mma(weights, values.index((i - 1) % _STAGES), mixed, is_async=True)
+        mbarrier.wait(values_ready.index(before), ((i - 1) // _STAGES) & 1)
+        mixed = warpgroup_mma(weights, values.index(before), mixed, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(keys_free.index(here), count=1)
         new, shrink, largest, total = _weigh(
             scores, largest, total, position, (last_tile - i) * _KEYS, scale, WINDOW, MASKED
         )
         # Here, so that there is a loop between the weights and the wait for the sums: the assembler would wait first.
-        behind = i + 1
-        mbarrier.wait(keys_ready.index(behind % _STAGES), (i // _STAGES) & 1, pred=behind < count)
-        mbarrier.wait(values_ready.index(i % _STAGES), (i // _STAGES) & 1)
+        mbarrier.wait(keys_ready.index(behind), ((i + 1) // _STAGES) & 1, pred=i + 1 < count)
         mixed = warpgroup_mma_wait(0, deps=[mixed])
-        tl.debug_barrier()  # all warps have read the tiles which the next are copied over
-        _copy_pair(k_rows, v_rows, staged, i + 1, later, places, count, PAGED)
-        places = later
+        mbarrier.arrive(values_free.index(before), count=1)
         mixed = mixed * gl.expand_dims(shrink, 1)
         weights = gl.convert_layout(new.to(gl.float16), A, assert_trivial=True)
-    return weights, mixed, largest, total, places
+    return weights, mixed, largest, total
 
 
 @gluon.jit
-def _clear_from(stage, first, WARPS: gl.constexpr):
-    """Rows of values that nothing has been written to, from `first` on, become 0: a weight of 0 times what is no
-    number would be none."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    live = gl.expand_dims(gl.arange(0, _KEYS, layout=gl.SliceLayout(1, L)) < first, 1)
+def _clear_from(stage, first):
+    """Rows [keys / 2] of values that nothing has been written to, from `first` on, become 0: a weight of 0 times what is
+    no number would be none."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    live = gl.expand_dims(gl.arange(0, _KEYS // _GROUPS, layout=gl.SliceLayout(1, L)) < first, 1)
     values = stage.load(L)
     stage.store(gl.where(live, values, 0.0))
     fence_async_shared()
@@ -156,7 +159,7 @@ def _store(out_ptr, mixed, row, width, copy, rows, ORDERED: gl.constexpr):
         L: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
             [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-            [[16, 0], [32, 0], [64, 0]],
+            [[16, 0], [32, 0]],
             [],
             [_ROWS, _SIZE],
         )
@@ -178,36 +181,142 @@ def _store(out_ptr, mixed, row, width, copy, rows, ORDERED: gl.constexpr):
         )
 
 
+@gluon.jit
+def _one_group(
+    group: gl.constexpr, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy,
+    width: gl.constexpr, WINDOW: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """What group `group` of four warps does: its half of the program's rows."""
+    queries, keys, values, query_ready, keys_ready, values_ready, keys_free, _, cleared = shared
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIZE, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    row = first_row + group * _ROWS
+    # Tiles of keys below number `high`, and in a window those from number `low` on, are seen by some rows only.
+    first = start + row
+    high = gl.minimum(gl.maximum(last_tile - ((first + 1) >> _BITS) + 1, 1), count)
+    low = count
+    if WINDOW > 0:
+        last = gl.minimum(first + _ROWS, start + rows) - 1
+        low = last_tile - ((gl.maximum(last - (WINDOW - 1), 0) + _KEYS - 1) >> _BITS) + 1
+        low = gl.maximum(gl.minimum(low, count), high)
+    position = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
+    largest = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, MMA))
+    mixed = gl.zeros([_ROWS, _SIZE], gl.float32, MMA)
+    written = start + rows - last_tile * _KEYS
+    if written < _KEYS:
+        mbarrier.wait(values_ready.index(0), 0)
+        HALF: gl.constexpr = _KEYS // _GROUPS
+        _clear_from(values.index(0).slice(group * HALF, HALF, 0), written - group * HALF)
+        tl.debug_barrier()
+        mbarrier.arrive(cleared, count=1)
+        mbarrier.wait(cleared, 0)
+    mbarrier.wait(query_ready, 0)
+    mbarrier.wait(keys_ready.index(0), 0)
+    mine = queries.index(group)
+    scores = warpgroup_mma(mine, keys.index(0).permute((1, 0)), mixed, use_acc=False)
+    mbarrier.arrive(keys_free.index(0), count=1)
+    weights, _, largest, total = _weigh(
+        scores, largest, total, position, last_tile * _KEYS, scale, WINDOW, True
+    )
+    weights = gl.convert_layout(weights.to(gl.float16), A, assert_trivial=True)
+    mbarrier.wait(keys_ready.index(1), 0, pred=count > 1)
+    weights, mixed, largest, total = _attend(
+        mine, shared, weights, mixed, largest, total, position, last_tile, 1, high, count, scale, WINDOW, True
+    )
+    weights, mixed, largest, total = _attend(
+        mine,
+        shared,
+        weights,
+        mixed,
+        largest,
+        total,
+        position,
+        last_tile,
+        high,
+        low,
+        count,
+        scale,
+        WINDOW,
+        False,
+    )
+    if WINDOW > 0:
+        weights, mixed, largest, total = _attend(
+            mine,
+            shared,
+            weights,
+            mixed,
+            largest,
+            total,
+            position,
+            last_tile,
+            low,
+            count,
+            count,
+            scale,
+            WINDOW,
+            True,
+        )
+    end = count - 1
+    mbarrier.wait(values_ready.index(end % _STAGES), (end // _STAGES) & 1)
+    mixed = warpgroup_mma(weights, values.index(end % _STAGES), mixed)
+    mixed = (mixed / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
+    _store(out_ptr, mixed, row, width, copy, rows, ORDERED)
+
+
+@gluon.jit
+def _first_group(
+    shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, width: gl.constexpr, WINDOW: gl.constexpr,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    _one_group(
+        0, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, width, WINDOW, ORDERED
+    )
+
+
+@gluon.jit
+def _second_group(
+    shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, width: gl.constexpr, WINDOW: gl.constexpr,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    _one_group(
+        1, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, width, WINDOW, ORDERED
+    )
+
+
 @partial(Relaunched, layout=STAGED)
 @gluon.jit(do_not_specialize=["start", "rows", "context", "blocks"])
 def attention_wgmma_kernel(
     out_ptr, table_ptr, tile_ptr, q_rows, k_rows, v_rows, scale, start, rows, context, blocks, copy,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, PAGED: gl.constexpr, TILED: gl.constexpr,
-    ORDERED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    ORDERED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs (query head, TILE_ROWS rows of a chunk). q_rows [T, heads * head size], k_rows and v_rows [rows of all
-    heads, head size] are copied in blocks of [TILE_ROWS or TILE_KEYS, or BLOCK where PAGED, head size]."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _SIZE, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    heads, head size] are copied in blocks of [GROUP_ROWS, or TILE_KEYS, or BLOCK where PAGED, head size]."""
     WIDTH: gl.constexpr = HEADS * _SIZE
-    queries = gl.allocate_shared_memory(gl.float16, [_ROWS, _SIZE], q_rows.layout)
+    queries = gl.allocate_shared_memory(gl.float16, [_GROUPS, _ROWS, _SIZE], q_rows.layout)
     keys = gl.allocate_shared_memory(gl.float16, [_STAGES, _KEYS, _SIZE], k_rows.layout)
     values = gl.allocate_shared_memory(gl.float16, [_STAGES, _KEYS, _SIZE], v_rows.layout)
-    first_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    query_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     keys_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-    staged = (keys, values, keys_ready, values_ready)
-    mbarrier.init(first_ready, count=1)
+    keys_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    values_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    shared = (queries, keys, values, query_ready, keys_ready, values_ready, keys_free, values_free, cleared)
+    mbarrier.init(query_ready, count=1)
+    mbarrier.init(cleared, count=_GROUPS)
     for i in gl.static_range(_STAGES):
         mbarrier.init(keys_ready.index(i), count=1)
         mbarrier.init(values_ready.index(i), count=1)
+        mbarrier.init(keys_free.index(i), count=_GROUPS)
+        mbarrier.init(values_free.index(i), count=_GROUPS)
     fence_async_shared()
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     head = gl.program_id(0)
     head_row = (head // (HEADS // KV_HEADS)) * context
-    chunk_row = 0
     if TILED:
         tile_ptr += gl.program_id(1) * _FIELDS
         chunk_row = gl.load(tile_ptr)
@@ -216,62 +325,37 @@ def attention_wgmma_kernel(
         rows = gl.load(tile_ptr + 2)
         start = gl.load(tile_ptr + 3)
         table_ptr += gl.load(tile_ptr + 4) * blocks
+        query_row = chunk_row + first_row
     else:
         # The last rows see the most keys: they start first, so that no long program is left over at the end.
-        first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * _ROWS
-    # Positions: the program's queries are first..last. Tiles of keys `high` .. below `last_tile`, and in a window those
-    # from number `low` on, are seen by some rows only.
+        first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * (_GROUPS * _ROWS)
+        query_row = first_row
+    out_ptr += head * _SIZE
+    # Positions: the program's queries are first .. last.
     first = start + first_row
-    last = gl.minimum(first + _ROWS, start + rows) - 1
-    last_tile = last >> _BITS
+    last_tile = (gl.minimum(first + _GROUPS * _ROWS, start + rows) - 1) >> _BITS
     count = last_tile + 1
-    high = gl.maximum(last_tile - ((first + 1) >> _BITS) + 1, 1)
-    low = count
     if WINDOW > 0:
         count = last_tile - (gl.maximum(first - (WINDOW - 1), 0) >> _BITS) + 1
-        low = last_tile - ((gl.maximum(last - (WINDOW - 1), 0) + _KEYS - 1) >> _BITS) + 1
-        high = gl.minimum(high, count)
-        low = gl.maximum(gl.minimum(low, count), high)
-    places = _places(table_ptr, blocks, head_row, last_tile, PAGED)
-    mbarrier.expect(first_ready, (_ROWS + _KEYS) * _SIZE * 2)
-    tma.async_copy_global_to_shared(q_rows, [chunk_row + first_row, head * _SIZE], first_ready, queries)
-    for part in gl.static_range(_KEYS // BLOCK if PAGED else 1):
-        _copy(k_rows, keys.index(0), first_ready, places, part, True, _KEYS // BLOCK if PAGED else 1)
-    behind = _places(table_ptr, blocks, head_row, last_tile - 1, PAGED)
-    _copy_pair(k_rows, v_rows, staged, 0, behind, places, count, PAGED)
-    later = _places(table_ptr, blocks, head_row, last_tile - 2, PAGED)
-
-    position = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
-    largest = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-    total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, MMA))
-    mixed = gl.zeros([_ROWS, _SIZE], gl.float32, MMA)
-    mbarrier.wait(first_ready, 0)
-    scores = warpgroup_mma(queries, keys.index(0).permute((1, 0)), mixed, use_acc=False)
-    weights, _, largest, total = _weigh(
-        scores, largest, total, position, last_tile * _KEYS, scale, WINDOW, True
-    )
-    weights = gl.convert_layout(weights.to(gl.float16), A, assert_trivial=True)
-    mbarrier.wait(keys_ready.index(1), 0, pred=count > 1)
-    mbarrier.wait(values_ready.index(0), 0)
-    written = start + rows - last_tile * _KEYS
-    if written < _KEYS:
-        _clear_from(values.index(0), written, WARPS)
-    tl.debug_barrier()
-    _copy_pair(k_rows, v_rows, staged, 1, later, behind, count, PAGED)
-
-    weights, mixed, largest, total, later = _attend(
-        queries, staged, k_rows, v_rows, table_ptr, blocks, head_row, later, weights, mixed, largest, total, position,
-        last_tile, 1, high, count, scale, WINDOW, PAGED, True,
+    # Written out: in a variable, constants would be none.
+    gl.warp_specialize(
+        [
+            (
+                _first_group,
+                (shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, WIDTH, WINDOW, ORDERED),
+            ),
+            (
+                _second_group,
+                (shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, WIDTH, WINDOW, ORDERED),
+            ),
+            (
+                _copy_all,
+                (
+                    q_rows, k_rows, v_rows, shared, table_ptr, blocks, head_row, query_row, head * _SIZE, last_tile,
+                    count, PAGED,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
     )  # fmt: skip
-    weights, mixed, largest, total, later = _attend(
-        queries, staged, k_rows, v_rows, table_ptr, blocks, head_row, later, weights, mixed, largest, total, position,
-        last_tile, high, low, count, scale, WINDOW, PAGED, False,
-    )  # fmt: skip
-    if WINDOW > 0:
-        weights, mixed, largest, total, later = _attend(
-            queries, staged, k_rows, v_rows, table_ptr, blocks, head_row, later, weights, mixed, largest, total,
-            position, last_tile, low, count, count, scale, WINDOW, PAGED, True,
-        )  # fmt: skip
-    mixed = warpgroup_mma(weights, values.index((count - 1) % _STAGES), mixed)
-    mixed = (mixed / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
-    _store(out_ptr + head * _SIZE, mixed, first_row, WIDTH, copy, rows, ORDERED)

@@ -1,7 +1,8 @@
 """Embedding rows of a packed matrix on CUDA: the rows of given tokens, dequantized, in one launch.
 
 Reads the planes that the matmul reads, so a model whose embedding is also its output matrix keeps one copy. Of a
-tile of 16 rows only the four lanes that hold the wanted row are run. Knows planes and ids; not what follows.
+tile of 16 rows only the four lanes that hold the wanted row are run, and a lane stores four columns at a time. Knows
+planes and ids; not what follows.
 """
 
 import torch
@@ -73,13 +74,15 @@ def _embedding_kernel(
         column = chunk * FMT.chunk + group * FMT.group + (step % PER_SET) * 8
         for half in tl.static_range(2):
             word = tl.where(far, codes[2 * half + 1], codes[2 * half])
-            for b in tl.static_range(4):
-                value = _byte(word, b, SIGNED) * scale
-                if FMT.has_min:
-                    value -= minimum
-                value = tl.where(known, value, float("nan"))
-                at = column + 4 * half + b
-                tl.store(out_ptr + token * K + at, value, mask=valid & (at < K))
+            # Byte b of a word is column b of four: joined by the bits of b, the high one first.
+            even = tl.join(_byte(word, 0, SIGNED), _byte(word, 2, SIGNED))
+            odd = tl.join(_byte(word, 1, SIGNED), _byte(word, 3, SIGNED))
+            value = tl.reshape(tl.join(even, odd), [4 * CHUNKS, 4]) * scale[:, None]
+            if FMT.has_min:
+                value -= minimum[:, None]
+            value = tl.where(known, value, float("nan"))
+            at = column[:, None] + 4 * half + tl.arange(0, 4)[None, :]
+            tl.store(out_ptr + token * K + at, value, mask=valid[:, None] & (at < K))
 
 
 @triton.jit

@@ -181,13 +181,13 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
 
 
 @triton.jit
-def chunk_scales(words, s: tl.constexpr, gain, FMT: tl.constexpr):
-    """Scales and minimums of set s, super-scales and gain included, for codes as `step_codes` gives them."""
+def chunk_scales(words, s: tl.constexpr, gain, FMT: tl.constexpr, UP: tl.constexpr = 1.0):
+    """Scales, times UP, and minimums of set s, super-scales and gain included, for codes as `step_codes` gives them."""
     d0, dm0, d1, dm1 = super_scales(words, FMT)
     s0, m0, s1, m1 = set_scales(words, s, FMT)
     # Powers of two round nothing; with the super-scales, which all sets share, they cost little.
-    near = s0 * (d0 * (gain * (1.0 / (1 << FMT.near_shift))))
-    far = s1 * (d1 * (gain * (1.0 / (1 << FMT.far_shift))))
+    near = s0 * (d0 * (gain * (UP / (1 << FMT.near_shift))))
+    far = s1 * (d1 * (gain * (UP / (1 << FMT.far_shift))))
     if not FMT.has_min:
         near_min = (words[0] & 0).to(tl.float32)
         far_min = (words[0] & 0).to(tl.float32)

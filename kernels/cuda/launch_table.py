@@ -160,10 +160,17 @@ def wgmma_geometry(part: PackedPart, kind: str, rows: int, fixed: bool = False) 
     return _wgmma_geometry(device_name(), shape, kind, rows, fixed)
 
 
+def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
+    """What the table has for "kind format rows x columns" on a device: `splits`, and for each number of rows the rest
+    of a WgmmaGeometry."""
+    entry: dict[str, Any] | None = _table().get(device, {}).get("wgmma", {}).get(key)
+    return entry
+
+
 @lru_cache(1024)
 def _wgmma_geometry(device: str, shape: Shape, kind: str, rows: int, fixed: bool) -> WgmmaGeometry:
     key = f"{kind} {shape.format} {shape.rows} x {shape.cols}"
-    entry = _table().get(device, {}).get("wgmma", {}).get(key)
+    entry = wgmma_entry(device, key)
     splits = _default_splits(shape) if entry is None else entry["splits"]
     if rows > MOST_FEW:
         return _many_rows(shape, rows, splits if fixed else 1)

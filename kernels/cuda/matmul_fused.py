@@ -20,7 +20,7 @@ from torch import Tensor
 from quengine.kernels.cuda.fragments import chunk_scales, load_chunk, step_codes
 from quengine.kernels.cuda.half import HalfRows
 from quengine.kernels.cuda.launch_table import fused_geometry
-from quengine.kernels.cuda.mma import mma_half_step, scale_bytes, scale_bytes_once, uses_assembly
+from quengine.kernels.cuda.mma import SUBNORMALS, mma_half_step, scale_bytes, scale_bytes_once, uses_assembly
 from quengine.kernels.cuda.packed import PackedPart
 
 _ROWS = tl.constexpr(0)
@@ -105,7 +105,7 @@ def _multiply_chunk(
     for s in tl.static_range(SETS):
         scales = ()
         for w in tl.static_range(TILES):
-            scales = scales + (chunk_scales(words[w], s, gain, FMT),)
+            scales = scales + (chunk_scales(words[w], s, gain, FMT, SUBNORMALS if EXACT else 1.0),)
         for j in tl.static_range(STEPS):
             x_now = x
             if s * STEPS + j + 1 < SETS * STEPS:

@@ -86,20 +86,20 @@ def _wgmma_kernel(
     thread = gl.arange(0, 32 * WARPS, layout=THREAD)
     lane = thread & 31
     block = gl.program_id(0)
-    tile = block * WARPS + (thread >> 5)
+    tile = gl.minimum(block * WARPS + (thread >> 5), tiles - 1)  # what is beyond is not stored
     begin = gl.program_id(1) * SHARE
     end = gl.minimum(begin + SHARE, CHUNKS)
     planes = (low, high, scales, supers)
-    words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, tile < tiles, FMT, True)
+    words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, True, FMT, False)
     stages, ready = _begin(x_rows, TB, SET, STAGES)
     if PDL and not BEHIND:
         tl.extra.cuda.gdc_wait()
         if BEFORE:
             tl.extra.cuda.gdc_launch_dependents()
     for i in gl.static_range(STAGES):
-        copy_set(x_rows, stages, ready, i, begin * SETS, (end - begin) * SETS, 0, TB, SET, STAGES)
+        copy_set(x_rows, stages, ready, i, i, begin * SETS, (end - begin) * SETS, 0, TB, SET)
     acc, words = multiply(
-        planes, words, x_rows, stages, ready, tile, tiles, lane, begin, begin, end, end, 0, gain,
+        planes, words, x_rows, stages, ready, tile, lane, begin, begin, end, end, 0, gain,
         FMT, CHUNKS, TB, WARPS, STAGES, SET, ASYNC, EXACT, MMA, A,
     )  # fmt: skip
     if PDL and BEHIND:
@@ -159,19 +159,19 @@ def _wgmma_blocks_kernel(
     lane = thread & 31
     token0 = gl.program_id(0) * TB
     tile0 = gl.program_id(1) * WARPS
-    tile = tile0 + (thread >> 5)
+    tile = gl.minimum(tile0 + (thread >> 5), tiles - 1)  # what is beyond is not stored
     planes = (low, high, scales, supers)
-    words = load_chunk(planes, tile * CHUNKS, 0, lane, tile < tiles, FMT, True)
+    words = load_chunk(planes, tile * CHUNKS, 0, lane, True, FMT, False)
     stages, ready = _begin(x_rows, TB, SET, STAGES)
     if PDL and not BEHIND:
         tl.extra.cuda.gdc_wait()
         if BEFORE:
             tl.extra.cuda.gdc_launch_dependents()
     for i in gl.static_range(STAGES):
-        copy_set(x_rows, stages, ready, i, 0, CHUNKS * SETS, token0, TB, SET, STAGES)
+        copy_set(x_rows, stages, ready, i, i, 0, CHUNKS * SETS, token0, TB, SET)
     if SPLITS == 1:
         acc, words = multiply(
-            planes, words, x_rows, stages, ready, tile, tiles, lane, 0, 0, CHUNKS, CHUNKS, token0, gain,
+            planes, words, x_rows, stages, ready, tile, lane, 0, 0, CHUNKS, CHUNKS, token0, gain,
             FMT, CHUNKS, TB, WARPS, STAGES, SET, ASYNC, True, MMA, A,
         )  # fmt: skip
     else:
@@ -179,7 +179,7 @@ def _wgmma_blocks_kernel(
         for share in range(SPLITS):
             last = gl.minimum((share + 1) * SHARE, CHUNKS)
             one, words = multiply(
-                planes, words, x_rows, stages, ready, tile, tiles, lane, 0, share * SHARE, last, CHUNKS, token0, gain,
+                planes, words, x_rows, stages, ready, tile, lane, 0, share * SHARE, last, CHUNKS, token0, gain,
                 FMT, CHUNKS, TB, WARPS, STAGES, SET, ASYNC, True, MMA, A,
             )  # fmt: skip
             acc += one

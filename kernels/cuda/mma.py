@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+SUBNORMALS = tl.constexpr(16777216.0)
+"""A byte alone in the bits of an fp16 stands for so many times less."""
+
 
 @cache
 def uses_assembly() -> bool:
@@ -252,12 +255,12 @@ def scale_bytes(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def scale_bytes_once(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constexpr):
     """`scale_bytes`, computed in fp32 and rounded to fp16 at the end: six instructions for two weights, where it takes
-    three. Signed bytes have no minimum."""
+    three. `scale` is times SUBNORMALS; signed bytes have no minimum."""
     if ASM:
         # A byte alone in 16 bits is a subnormal fp16; signed ones are first made unsigned by adding 128.
         if SIGNED:
             biased = word ^ -2139062144
-            minimum = scale * 128.0
+            minimum = scale * (128.0 / SUBNORMALS)
         else:
             biased = word
         return tl.inline_asm_elementwise(
@@ -267,7 +270,7 @@ def scale_bytes_once(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constex
             " fma.rn.f32 e, e, $3, $4; fma.rn.f32 f, f, $3, $4; fma.rn.f32 g, g, $3, $4; fma.rn.f32 h, h, $3, $4;"
             " cvt.rn.f16x2.f32 $0, f, e; cvt.rn.f16x2.f32 $1, h, g; }",
             "=&r,=&r,r,f,f",
-            [biased, scale * 16777216.0, -minimum],
+            [biased, scale, -minimum],
             dtype=(tl.int32, tl.int32),
             is_pure=True,
             pack=1,
@@ -275,13 +278,13 @@ def scale_bytes_once(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constex
     else:
         values = ()
         for i in tl.static_range(4):
-            values = values + (_byte(word, i, SIGNED).to(tl.float32) * scale - minimum,)
+            values = values + (_byte(word, i, SIGNED).to(tl.float32) * (scale / SUBNORMALS) - minimum,)
         return (pack_halves(values[0], values[1]), pack_halves(values[2], values[3]))
 
 
 @triton.jit
 def scale_small(word, scale, minimum):
-    """scale*byte*2^-24 + minimum in fp16 for the four unsigned bytes of a word: (bytes 0 and 1, bytes 2 and 3).
+    """scale*byte/SUBNORMALS + minimum in fp16 for the four unsigned bytes of a word: (bytes 0 and 1, bytes 2 and 3).
 
     `scale`, `minimum`: two equal fp16 a word. A byte alone in 16 bits is a subnormal fp16, which
     multiplies as any other: nothing has to be taken off first, as in `scale_bytes`. NVIDIA only.

@@ -15,20 +15,19 @@ from quengine.kernels.cuda.wgmma_operand import weights_operand
 
 @gluon.jit
 def copy_set(
-    x_rows, stages, ready, n, begin, count, token0, TB: gl.constexpr, SET: gl.constexpr, STAGES: gl.constexpr
+    x_rows, stages, ready, n, slot, begin, count, token0, TB: gl.constexpr, SET: gl.constexpr
 ):  # fmt: skip
-    """Start copying set number n of this program's `count`, the first one being set `begin` of the rows from token0."""
+    """Start copying set number n of this program's `count` to its slot, n modulo the stages; the first set is number
+    `begin` of the rows from token0."""
     on = n < count
-    bar = ready.index(n % STAGES)
+    bar = ready.index(slot)
     mbarrier.expect(bar, TB * SET * 2, pred=on)
-    tma.async_copy_global_to_shared(
-        x_rows, [token0, (begin + n) * SET], bar, stages.index(n % STAGES), pred=on
-    )
+    tma.async_copy_global_to_shared(x_rows, [token0, (begin + n) * SET], bar, stages.index(slot), pred=on)
 
 
 @gluon.jit
 def multiply(
-    planes, words, x_rows, stages, ready, tile, tiles, lane, begin, first, last, end, token0, gain,
+    planes, words, x_rows, stages, ready, tile, lane, begin, first, last, end, token0, gain,
     FMT: gl.constexpr, CHUNKS: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
     SET: gl.constexpr, ASYNC: gl.constexpr, EXACT: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
@@ -41,15 +40,17 @@ def multiply(
     first_set = begin * SETS
     count = (end - begin) * SETS
     acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
+    n = (first - begin) * SETS
+    slot, turn, before = n % STAGES, (n // STAGES) & 1, (n + STAGES - 1) % STAGES
     for c in range(first, last):
-        later = load_chunk(planes, tile * CHUNKS + c + 1, 0, lane, (tile < tiles) & (c + 1 < end), FMT, True)
+        # The last chunk is read twice: as cheap as a mask is not, whose zeros are an instruction a word.
+        later = load_chunk(planes, tile * CHUNKS + gl.minimum(c + 1, end - 1), 0, lane, True, FMT, False)
         for number in gl.static_range(SETS):
-            n = (c - begin) * SETS + number
-            rows = stages.index(n % STAGES)
+            rows = stages.index(slot)
             for half in gl.static_range(HALVES):
                 a = weights_operand(words, number * HALVES + half, gain, FMT, WARPS, A, EXACT)
                 if half == 0:
-                    mbarrier.wait(ready.index(n % STAGES), (n // STAGES) & 1)
+                    mbarrier.wait(ready.index(slot), turn)
                 x = rows if HALVES == 1 else rows.slice(half * 128, 128, 1)
                 acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=ASYNC)
                 if ASYNC:
@@ -58,11 +59,27 @@ def multiply(
                         tl.debug_barrier()  # all warps have read the set before this, which the next is copied over
                         if n > 0:
                             copy_set(
-                                x_rows, stages, ready, n - 1 + STAGES, first_set, count, token0, TB, SET, STAGES
-                            )  # fmt: skip
+                                x_rows,
+                                stages,
+                                ready,
+                                n - 1 + STAGES,
+                                before,
+                                first_set,
+                                count,
+                                token0,
+                                TB,
+                                SET,
+                            )
             if not ASYNC:
                 tl.debug_barrier()
-                copy_set(x_rows, stages, ready, n + STAGES, first_set, count, token0, TB, SET, STAGES)
+                copy_set(x_rows, stages, ready, n + STAGES, slot, first_set, count, token0, TB, SET)
+            n += 1
+            before = slot
+            if STAGES & (STAGES - 1) == 0:
+                slot, turn = n % STAGES, (n // STAGES) & 1
+            else:  # cheaper than a remainder
+                turn = gl.where(slot == STAGES - 1, turn ^ 1, turn)
+                slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         words = later
     if ASYNC:
         acc = warpgroup_mma_wait(0, deps=[acc])

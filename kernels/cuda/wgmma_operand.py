@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quengine.kernels.cuda.fragments import chunk_scales, step_codes
-from quengine.kernels.cuda.mma import pack_halves, scale_bytes_once, scale_small
+from quengine.kernels.cuda.mma import SUBNORMALS, pack_halves, scale_bytes_once, scale_small
 
 
 @gluon.jit
@@ -42,11 +42,11 @@ def _fp16_scales(scale, minimum, SIGNED: gl.constexpr):
     it follows from the rounded scale."""
     if SIGNED:
         # Not `_twice`: with it, kernels of Q6_K take 20 registers more, and those of 128 rows overlap nothing.
-        rounded = (scale * 16777216.0).to(gl.float16).to(gl.float32)
+        rounded = scale.to(gl.float16).to(gl.float32)
         minimum = rounded * (128.0 / 16777216.0)
         return pack_halves(rounded, rounded), pack_halves(-minimum, -minimum)
     else:
-        return _twice(scale * 16777216.0), _twice(-minimum)
+        return _twice(scale), _twice(-minimum)
 
 
 @gluon.jit
@@ -63,7 +63,7 @@ def weights_operand(
     SIGNED: gl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
     operand = ()
     for s in gl.static_range(SETS):
-        scales = chunk_scales(words, half * SETS + s, gain, FMT)
+        scales = chunk_scales(words, half * SETS + s, gain, FMT, SUBNORMALS)
         near, near_min, far, far_min = scales
         if not EXACT:
             near, near_min = _fp16_scales(near, near_min, SIGNED)
