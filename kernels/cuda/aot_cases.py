@@ -107,6 +107,7 @@ HEADS = {
     "qwen3 16/8x128, norms": Heads(16, 8, 128, "halves", None, True),
     "64/4x128": Heads(64, 4, 128, "halves"),
     "ministral 32/8x128, scaled": Heads(32, 8, 128, scaled=True),
+    "mistral-7b v0.1 32/8x128, window": Heads(32, 8, 128, window=4096),
 }
 _EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
 """The attentions that are compiled for every GPU; the others for the newest only."""

@@ -1,7 +1,8 @@
 """What a kernel touches before it waits for the kernel in front of it, read from its PTX.
 
 With programmatic dependent launch a kernel starts while its predecessor still runs; up to `griddepcontrol.wait` it may
-read what no kernel writes (weights), and write nothing. PTX: NVIDIA's "Parallel Thread Execution ISA", 9.7.13
+read what no kernel writes (weights), and write nothing. Where a kernel has warps of several kinds, one kind waits, and
+the others begin when they have met it. PTX: NVIDIA's "Parallel Thread Execution ISA", 9.7.13
 (griddepcontrol) and 9.7.9 (loads and stores). Knows instructions and parameters; not what the parameters mean.
 """
 
@@ -10,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 WAIT = "griddepcontrol.wait"
+_MEETING = "barrier.sync"
+"""Of all warps, where it names no number of threads; what Triton writes for those of one kind is `bar.sync`."""
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _PARAMETER = re.compile(r"_param_(\d+)\b")
 _LABEL = re.compile(r"^(\$?\w+):")
+_TARGET = re.compile(r"\$\w+")
 _INSTRUCTION = re.compile(r"^(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*?);")
 _WRITES = ("st.global", "red.global", "atom.global", "st.async", "cp.reduce")
 _READS = ("ld.global", "cp.async", "prefetch")
@@ -50,33 +54,57 @@ def before_wait(ptx: str) -> Early:
     return Early(waits, frozenset(reads), frozenset(writes))
 
 
-def _body(ptx: str) -> tuple[list[_Instruction], dict[str, int]]:
-    """The instructions in order, and where each label stands among them."""
+def _body(ptx: str) -> tuple[list[_Instruction], dict[str, set[int]]]:
+    """The instructions in order, and where among them a label stands, or the labels of a list of branch targets."""
     body: list[_Instruction] = []
-    labels: dict[str, int] = {}
+    labels: dict[str, set[int]] = {}
+    lists: dict[str, list[str]] = {}
+    names: list[str] | None = None
     for line in ptx[ptx.index(".entry") :].splitlines():
         text = line.split("//")[0].strip()
-        if label := _LABEL.match(text):
-            labels[label[1]] = len(body)
+        if names is not None:
+            names += _TARGET.findall(text)
+            names = None if text.endswith(";") else names
+        elif label := _LABEL.match(text):
+            labels[label[1]] = {len(body)}
+            if ".branchtargets" in text:
+                names = lists[label[1]] = []
         elif found := _INSTRUCTION.match(text):
             body.append(_Instruction(found[2], found[3], found[1] is not None))
+    labels.update(
+        {name: set().union(*(labels[target] for target in targets)) for name, targets in lists.items()}
+    )
     return body, labels
 
 
-def _reachable(body: list[_Instruction], labels: dict[str, int]) -> Iterator[int]:
+def _reachable(body: list[_Instruction], labels: dict[str, set[int]]) -> Iterator[int]:
     """Instructions that can run before any wait."""
+    meetings = {at for at, found in enumerate(body) if found.name == _MEETING and "," not in found.operands}
+    if any(body[at].name == WAIT for meeting in meetings for at in _behind(meeting, body, labels, set())):
+        meetings = set()  # warps meet that have not waited
+    for at in _behind(0, body, labels, meetings):
+        if body[at].name != WAIT:
+            yield at
+
+
+def _behind(
+    start: int, body: list[_Instruction], labels: dict[str, set[int]], ends: set[int]
+) -> Iterator[int]:
+    """Instructions that can run from `start` on, up to a wait and to any of `ends`, with these."""
     seen: set[int] = set()
-    waiting = [0]
+    waiting = [start]
     while waiting:
         at = waiting.pop()
-        if at in seen or at >= len(body) or body[at].name == WAIT:
+        if at in seen or at >= len(body):
             continue
         seen.add(at)
         yield at
         instruction = body[at]
-        leaves = instruction.name.startswith(("bra", "ret", "exit", "trap"))
-        if instruction.name.startswith("bra"):
-            waiting.append(labels[instruction.operands.strip()])
+        if instruction.name == WAIT or at in ends:
+            continue
+        leaves = instruction.name.startswith(("bra", "brx", "ret", "exit", "trap"))
+        if instruction.name.startswith(("bra", "brx")):
+            waiting.extend(labels[instruction.operands.split(",")[-1].strip()])
         if not leaves or instruction.guarded:
             waiting.append(at + 1)
 

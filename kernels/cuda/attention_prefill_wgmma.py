@@ -141,8 +141,8 @@ def _attend(
 
 @gluon.jit
 def _clear_from(stage, first):
-    """Rows [keys / 2] of values that nothing has been written to, from `first` on, become 0: a weight of 0 times what is
-    no number would be none."""
+    """Rows [keys / 2] of values that nothing has been written to, from `first` on, become 0: a weight of 0 times what
+    is no number would be none."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     live = gl.expand_dims(gl.arange(0, _KEYS // _GROUPS, layout=gl.SliceLayout(1, L)) < first, 1)
     values = stage.load(L)

@@ -66,6 +66,32 @@ def test_writes_atomics_and_copies_above_the_wait_are_seen() -> None:
     assert early(body + WAIT) == (True, {2}, {0, 1})
 
 
+KINDS = """
+    @%p1 bra $L__BB0_3;
+{first}
+    barrier.sync 1;
+    bra.uni $L__BB0_5;
+$L__BB0_3:
+    barrier.sync 1;
+    $L_brx_0: .branchtargets
+        $L__BB0_4,
+        $L__BB0_5;
+    brx.idx %r2, $L_brx_0;
+$L__BB0_4:
+    st.global.b32 [ %rd1 + 0 ], {{ %r1 }};
+    bra.uni $L__BB0_3;
+$L__BB0_5:
+"""
+
+
+def test_warps_that_meet_those_that_have_waited_have_waited() -> None:
+    assert early(KINDS.format(first=WAIT)) == (True, set(), set())
+    late = KINDS.format(first="    barrier.sync 1;") + WAIT
+    assert early(late) == (True, set(), {0}), "the warps met before the wait"
+    some = KINDS.replace("barrier.sync 1;", "barrier.sync 1, 64;").format(first=WAIT)
+    assert early(some) == (True, set(), {0}), "only some warps met"
+
+
 def test_every_branch_is_followed_up_to_its_own_wait() -> None:
     body = f"""
     @%p1 bra $L__BB0_2;
