@@ -70,8 +70,8 @@ def _wgmma_kernel(
     low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, partial_ptr, tickets_ptr,
     tiles, rows, first, N, copy, T, gain, reach,
     FMT: gl.constexpr, K: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
-    STAGES: gl.constexpr, SET: gl.constexpr, ASYNC: gl.constexpr, EXACT: gl.constexpr, PAIRED: gl.constexpr,
-    EPILOGUE: gl.constexpr, PDL: gl.constexpr, BEFORE: gl.constexpr, BEHIND: gl.constexpr,
+    AT_ONCE: gl.constexpr, STAGES: gl.constexpr, SET: gl.constexpr, ASYNC: gl.constexpr, EXACT: gl.constexpr,
+    PAIRED: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr, BEFORE: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
     """Programs (16*WARPS rows of weights, share of the columns), up to TB rows of x. BEFORE, BEHIND: see
     `launch_wgmma`."""
@@ -117,18 +117,16 @@ def _wgmma_kernel(
         tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
         ticket = gl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu")
         if ticket == SPLITS - 1:
-            # Other programs wrote these: not from this multiprocessor's own cache.
-            total = gl.load(partial_ptr + block * SIZE + spread, cache_modifier=".cg")
-            if TB <= 32:
-                for split in gl.static_range(1, SPLITS):
-                    total += gl.load(
-                        partial_ptr + (split * blocks + block) * SIZE + spread, cache_modifier=".cg"
-                    )
-            else:  # unrolled, this would take more registers than all that comes before it
-                for split in range(1, SPLITS):
-                    total += gl.load(
-                        partial_ptr + (split * blocks + block) * SIZE + spread, cache_modifier=".cg"
-                    )
+            # Other programs wrote these: not from this multiprocessor's own cache. All at once would take more
+            # registers than all that comes before; one after the other, a way to the L2 cache each.
+            at = partial_ptr + block * SIZE + spread
+            step = blocks * SIZE
+            total = gl.load(at, cache_modifier=".cg")
+            for i in gl.static_range(1, AT_ONCE):
+                total += gl.load(at + i * step, cache_modifier=".cg")
+            for split in range(AT_ONCE, SPLITS, AT_ONCE):
+                for i in gl.static_range(AT_ONCE):
+                    total += gl.load(at + (split + i) * step, cache_modifier=".cg")
             store_sums(
                 total, block * (16 * WARPS), unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy,
                 T, gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
@@ -305,6 +303,15 @@ class _Plan:
     constants: Constants
 
 
+def _at_once(splits: int, block: int, geometry: WgmmaGeometry) -> int:
+    """How many shares' sums are read at once: a divisor of `splits`, for whose registers, block / 2 each, there is
+    room when all else has ended."""
+    registers = 64 if geometry.registers or block > 64 else 128
+    return max(
+        n for n in range(1, splits + 1) if splits % n == 0 and n * (block // 2) <= max(registers, block // 2)
+    )
+
+
 @lru_cache(1024)
 def _plan(
     geometry: WgmmaGeometry,
@@ -331,7 +338,7 @@ def _plan(
     named = {
         "FMT": layout, "K": cols, "TB": block, "WARPS": geometry.warps, "SPLITS": splits, "STAGES": geometry.stages,
         "SET": columns, "ASYNC": overlap, "PAIRED": paired, "EPILOGUE": epilogue, "PDL": pdl, "BEFORE": before,
-        "BEHIND": behind, **({} if many else {"EXACT": exact}),
+        "BEHIND": behind, **({} if many else {"EXACT": exact, "AT_ONCE": _at_once(splits, block, geometry)}),
         "num_warps": geometry.warps, "maxnreg": geometry.registers or None, "launch_pdl": pdl,
     }  # fmt: skip
     apart = not many and splits > 1
