@@ -210,8 +210,9 @@ class CudaRunner(Runner):
 
     def _is_chunk(self, batch: Batch) -> bool:
         """Whether these tokens are computed as all others of their prompt are: with fixed kernels, one token too."""
-        of_prompt = batch.sequence.num_prompt_tokens > max(1, batch.start)
-        return len(batch.ids) > 1 or (self._fixed and of_prompt)
+        if len(batch.ids) > 1:
+            return True
+        return self._fixed and batch.sequence.num_prompt_tokens > max(1, batch.start)
 
     def _prompt(self) -> AbstractContextManager[None]:
         """In which the backend computes a chunk, be it of one token."""

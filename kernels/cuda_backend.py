@@ -32,7 +32,7 @@ from quengine.kernels.cuda.attention_decode import (
     attention_decode_half,
     attention_decode_round,
 )
-from quengine.kernels.cuda.attention_prefill import attention_prefill, prompt_rows
+from quengine.kernels.cuda.attention_prefill import attention_prefill, prompt_rows, stores_ordered
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.half import HalfRows, Products
 from quengine.kernels.cuda.kv_store import KVStore
@@ -194,9 +194,14 @@ class CudaBackend(PromptScope):
             room = self._workspace()
             q = room.wide(tokens, spec.heads * spec.head_dim)
             q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q, sequences)
+            ordered = None
+            if stores_ordered(cache, prompts, tokens):
+                half = room.half_rows(tokens, spec.heads * spec.head_dim)
+                ordered = half.values if half.ordered else None
             out = attention_prefill(
-                q, spec, cache, 0, first, torch.float16, self.pdl, table, in_place=True, prompts=prompts
-            )
+                q, spec, cache, 0, first, torch.float16, self.pdl, table,
+                in_place=True, prompts=prompts, ordered=ordered,
+            )  # fmt: skip
             return room.as_they_are(out, tokens)
         q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, sequences=sequences)
         return attention_prefill(

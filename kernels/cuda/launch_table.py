@@ -153,11 +153,13 @@ def wgmma_block(rows: int) -> int:
     return block
 
 
-def wgmma_geometry(part: PackedPart, kind: str, rows: int, fixed: bool = False) -> WgmmaGeometry:
+def wgmma_geometry(
+    part: PackedPart, kind: str, rows: int, fixed: bool = False, behind: bool = False
+) -> WgmmaGeometry:
     """Geometry of the fused matmul on Hopper; kind "rows" or "swiglu". `splits` is the same for every number of rows up
-    to `MOST_FEW`, and, with `fixed`, for all."""
+    to `MOST_FEW`, and, with `fixed`, for all. `behind`: see `launch_wgmma`."""
     shape = Shape(part.layout.format, part.rows, part.cols, part.chunks)
-    return _wgmma_geometry(device_name(), shape, kind, rows, fixed)
+    return _wgmma_geometry(device_name(), shape, kind, rows, fixed, behind)
 
 
 def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
@@ -168,12 +170,14 @@ def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
 
 
 @lru_cache(1024)
-def _wgmma_geometry(device: str, shape: Shape, kind: str, rows: int, fixed: bool) -> WgmmaGeometry:
+def _wgmma_geometry(
+    device: str, shape: Shape, kind: str, rows: int, fixed: bool, behind: bool
+) -> WgmmaGeometry:
     key = f"{kind} {shape.format} {shape.rows} x {shape.cols}"
     entry = wgmma_entry(device, key)
     splits = _default_splits(shape) if entry is None else entry["splits"]
     if rows > MOST_FEW:
-        return _many_rows(shape, rows, splits if fixed else 1)
+        return _many_rows(shape, rows, splits if fixed else 1, behind)
     if entry is None:
         return default_wgmma(shape, rows)
     warps, *rest = entry[str(wgmma_block(rows))]
@@ -192,12 +196,13 @@ def _default_splits(shape: Shape) -> int:
     return max(1, min(shape.chunks // 2, 3 * _MULTIPROCESSORS // -(-shape.tiles // 4)))
 
 
-def _many_rows(shape: Shape, rows: int, splits: int) -> WgmmaGeometry:
+def _many_rows(shape: Shape, rows: int, splits: int, behind: bool) -> WgmmaGeometry:
     """Blocks of 256 rows dequantize a weight half as often as blocks of 128, and read x and weights less; those of 128
-    leave fewer multiprocessors without work where there are few. Shares that are added up in order need the room of
-    a second sum."""
+    leave fewer multiprocessors without work where there are few; a launch behind another fills those that this one
+    leaves. Shares that are added up in order need the room of a second sum."""
     programs = [(256, 8)] * (splits == 1) + [(128, 8), (128, 4)]
-    block, warps = min(programs, key=lambda program: _passes(shape, rows, *program))
+    cost = _work if behind else _passes
+    block, warps = min(programs, key=lambda program: cost(shape, rows, *program))
     return WgmmaGeometry(warps, splits, 3, True, block=block)
 
 
@@ -210,6 +215,12 @@ def _passes(shape: Shape, rows: int, block: int, warps: int) -> float:
     if programs <= 2 * _MULTIPROCESSORS:
         return 0.45 if programs <= _MULTIPROCESSORS else 0.55
     return -(-programs // (2 * _MULTIPROCESSORS)) * 0.7
+
+
+def _work(shape: Shape, rows: int, block: int, warps: int) -> float:
+    """How long a launch keeps one multiprocessor busy, in the units of `_passes`."""
+    programs = -(-shape.tiles // warps) * -(-rows // block)
+    return programs * (0.35 if warps == 4 else 1.0 if block == 256 else 0.6)
 
 
 def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:

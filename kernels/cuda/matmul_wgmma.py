@@ -222,7 +222,7 @@ def launch_wgmma(
     sums: it waits for its end only before it writes, and runs beside it until then. It may, because the one `before`
     lets it begin only when what both read is written.
     """
-    geometry = wgmma_geometry(part, "rows", x.rows, fixed)
+    geometry = wgmma_geometry(part, "rows", x.rows, fixed, behind)
     epilogue = ROWS if residual is None else RESIDUAL
     added = out if residual is None else residual
     _launch(
