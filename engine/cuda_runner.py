@@ -170,7 +170,7 @@ class CudaRunner(Runner):
 
     def step(self, batch: Batch) -> Sample | None:
         key = GraphKey.of(batch.sequence.params)
-        if self._is_chunk(batch) or not batch.samples or key is None:
+        if len(batch.ids) != 1 or not batch.samples or key is None or self._is_chunk(batch):
             self._run = _Run(None, None)
             with self._prompt() if self._is_chunk(batch) else nullcontext():
                 return super().step(batch)
@@ -187,6 +187,10 @@ class CudaRunner(Runner):
             self._run = _Run(None, None)
             return super().step(batch)  # says what is wrong with the logits
         return Sample(token)
+
+    def forward(self, ids: Seq[int], start: int, last_only: bool = True) -> torch.Tensor:
+        with self._prompt() if len(ids) > 1 else nullcontext():
+            return super().forward(ids, start, last_only)
 
     def prefill(self, batch: Batch) -> Sample | None:
         with self._prompt():
@@ -209,13 +213,11 @@ class CudaRunner(Runner):
         return isinstance(self.decoder.backend, CudaBackend) and self.decoder.backend.fixed_kernels
 
     def _is_chunk(self, batch: Batch) -> bool:
-        """Whether these tokens are computed as all others of their prompt are: with fixed kernels, one token too."""
-        if len(batch.ids) > 1:
-            return True
+        """Whether these tokens must be computed as all others of their prompt are, be it a single one."""
         return self._fixed and batch.sequence.num_prompt_tokens > max(1, batch.start)
 
     def _prompt(self) -> AbstractContextManager[None]:
-        """In which the backend computes a chunk, be it of one token."""
+        """In which the backend computes a chunk, be it of one token, with a prompt's kernels and rounding."""
         backend = self.decoder.backend
         return backend.prompt() if isinstance(backend, CudaBackend) else nullcontext()
 

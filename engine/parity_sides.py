@@ -4,7 +4,7 @@ Knows how a model is loaded and fed; not what is measured.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.kernels.backend import PromptScope
 from quengine.kernels.cache_types import CacheType
 from quengine.llm import LLM
 from quengine.load import choose_device
@@ -76,8 +77,10 @@ class LLMSide:
     def eager(self, ids: list[int], start: int) -> Tensor:
         """As `forward`, one operation of the backend after the other: no recorded step."""
         self.llm.runner.cache.tokens.clear()
-        tokens = torch.tensor(ids, device=self.decoder.backend.device)
-        return self.decoder.forward(tokens, self.llm.runner.cache.layers, start, last_only=False)
+        backend = self.decoder.backend
+        tokens = torch.tensor(ids, device=backend.device)
+        with backend.prompt() if len(ids) > 1 and isinstance(backend, PromptScope) else nullcontext():
+            return self.decoder.forward(tokens, self.llm.runner.cache.layers, start, last_only=False)
 
     def cached(self, start: int, end: int) -> list[Tensor]:
         return [rows[start:end] for layer in self.llm.runner.cache.layers for rows in layer.tensors]

@@ -151,7 +151,7 @@ def _feed_forward(tokens: int) -> Run:
         output = backend.weight([floats(torch.randn(ROWS, COLS, generator=random))])
         x, norm = rows_on(backend, tokens, COLS, 4), _norm(backend, COLS)
         x = backend.linear_add(backend.norm_swiglu(x, norm, EPS, gate_up), down, x, norm, EPS)
-        return backend.norm_linear(x, norm, EPS, output)
+        return backend.logits(x, norm, EPS, output)
 
     return run
 

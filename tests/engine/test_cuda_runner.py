@@ -185,6 +185,16 @@ def test_with_fixed_kernels_a_prompts_last_token_is_no_decode_step(
     assert not eager.backend.in_prompt
 
 
+def test_the_tokens_of_a_chunk_are_a_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose kernels round weights once, as a batch's do not. A single one is a decode step."""
+    monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _: False)
+    eager = Eager(fixed_kernels=False)
+    runner = CudaRunner(eager, SimpleNamespace(ctx_size=CTX, layers=[]))  # type: ignore[arg-type]
+    runner.forward([1, 2, 3], 0)
+    runner.forward([4], 3)
+    assert eager.log == [(0, True), (3, False)]
+
+
 def test_a_constraint_takes_the_eager_path() -> None:
     free = SamplingParams(temperature=0)
     assert GraphKey.of(free) is not None

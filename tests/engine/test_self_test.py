@@ -89,7 +89,7 @@ def test_activations_rounded_to_eight_bits_fail():
             return super().logits((groups / step).round().mul(step).view_as(x), norm, eps, weight, rows)
 
     done = [check for check in checks(Rounded(keep=True), ["Q4_K", "F16"]) if check.test.endswith("token")]
-    assert [check.passed for check in done] == [False, True] * 2
+    assert len(done) == 4 and not any(check.passed for check in done)
 
 
 def test_a_result_that_is_not_finite_fails():
