@@ -225,38 +225,12 @@ def _one_group(
         mine, shared, weights, mixed, largest, total, position, last_tile, 1, high, count, scale, WINDOW, True
     )
     weights, mixed, largest, total = _attend(
-        mine,
-        shared,
-        weights,
-        mixed,
-        largest,
-        total,
-        position,
-        last_tile,
-        high,
-        low,
-        count,
-        scale,
-        WINDOW,
-        False,
-    )
+        mine, shared, weights, mixed, largest, total, position, last_tile, high, low, count, scale, WINDOW, False
+    )  # fmt: skip
     if WINDOW > 0:
         weights, mixed, largest, total = _attend(
-            mine,
-            shared,
-            weights,
-            mixed,
-            largest,
-            total,
-            position,
-            last_tile,
-            low,
-            count,
-            count,
-            scale,
-            WINDOW,
-            True,
-        )
+            mine, shared, weights, mixed, largest, total, position, last_tile, low, count, count, scale, WINDOW, True
+        )  # fmt: skip
     end = count - 1
     mbarrier.wait(values_ready.index(end % _STAGES), (end // _STAGES) & 1)
     mixed = warpgroup_mma(weights, values.index(end % _STAGES), mixed)
