@@ -447,8 +447,20 @@ def test_many_rows_are_cut_by_how_many_programs_that_makes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
-    plane = torch.empty(0, dtype=torch.uint8)
-    layout = packed_layout(FORMATS["Q4_K"], sizes[1])
-    part = PackedPart(layout, *sizes, plane, plane, plane, plane, 1.0, 1.0)
-    geometry = wgmma_geometry(part, "rows", rows, fixed)
+    geometry = wgmma_geometry(empty_part("Q4_K", *sizes), "rows", rows, fixed)
     assert (geometry.warps, geometry.splits, geometry.block) == chosen
+
+
+@pytest.mark.parametrize(("behind", "chosen"), [(False, (4, 128)), (True, (8, 256))])
+def test_a_part_behind_another_keeps_few_multiprocessors_rather_than_many_for_less_long(
+    behind: bool, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """attn_v in Q6_K: alone 256 small programs, two on each multiprocessor; in the last wave of attn_q and attn_k 64."""
+    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    geometry = wgmma_geometry(empty_part("Q6_K", 1024, 4096), "rows", 2048, behind=behind)
+    assert (geometry.warps, geometry.block) == chosen
+
+
+def empty_part(name: str, rows: int, cols: int) -> PackedPart:
+    plane = torch.empty(0, dtype=torch.uint8)
+    return PackedPart(packed_layout(FORMATS[name], cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
