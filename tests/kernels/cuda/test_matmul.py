@@ -455,7 +455,7 @@ def test_many_rows_are_cut_by_how_many_programs_that_makes(
 def test_a_part_behind_another_keeps_few_multiprocessors_rather_than_many_for_less_long(
     behind: bool, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """attn_v in Q6_K: alone 256 small programs, two on each multiprocessor; in the last wave of attn_q and attn_k 64."""
+    """attn_v in Q6_K: alone 256 small programs, two a multiprocessor; in the last wave of attn_q and attn_k 64."""
     monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
     geometry = wgmma_geometry(empty_part("Q6_K", 1024, 4096), "rows", 2048, behind=behind)
     assert (geometry.warps, geometry.block) == chosen
