@@ -118,6 +118,18 @@ def matrix_matmul_kernel() -> int:
     return kernel("matrix_tile_kernels", "matrix_matmul_kernel")
 
 
+def word_pack_kernel() -> int:
+    return kernel("word_tile_kernels", "word_pack_kernel")
+
+
+def word_panel_kernel(format_name: str) -> int:
+    return kernel("word_tile_kernels", "word_panel_kernel", format_name)
+
+
+def word_matmul_kernel(format_name: str) -> int:
+    return kernel("word_tile_kernels", "word_matmul_kernel", format_name)
+
+
 def block_kernel() -> int:
     return kernel("prefill_attention_kernels", "block_kernel")
 

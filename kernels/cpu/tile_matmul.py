@@ -1,9 +1,10 @@
-"""Matmul of many activation rows ("prefill") on weights as stored, in fp32 or on matrix tiles.
+"""Matmul of many activation rows ("prefill") on weights as stored: in fp32, on 16-bit integers or on matrix tiles.
 
 Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. An element
 of the result is the sum over the inner dimension in order, in one accumulator: it depends on its two rows alone, not
 on the other rows or the number of threads. Matrix tiles, where there are any, take an fp32 as two bf16
-(matrix_tiles.py).
+(matrix_tiles.py); K-quants without them are multiplied as integers where the processor adds up their products
+(word_tiles.py).
 
 Does not know: the model, what is multiplied.
 """
@@ -11,10 +12,12 @@ Does not know: the model, what is multiplied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from quengine.kernels.cpu import word_tiles
 from quengine.kernels.cpu.kernel_table import (
     matrix_matmul_kernel,
     matrix_pack_kernel,
@@ -22,13 +25,18 @@ from quengine.kernels.cpu.kernel_table import (
     panel_kernel,
     tile_matmul_kernel,
     weight_tiles_kernel,
+    word_matmul_kernel,
+    word_pack_kernel,
+    word_panel_kernel,
 )
 from quengine.kernels.cpu.matrix_tiles import BLOCK, MOST_BLOCKS, MOST_ROWS, matrix_unit
 from quengine.kernels.cpu.target import host_tile
 from quengine.kernels.cpu.threads import Launch, get_threads
 from quengine.kernels.cpu.tiles import DEPTH
+from quengine.kernels.cpu.word_tiles import takes_words
 from quengine.kernels.quant_tensor import QuantTensor
 
+_Placed = tuple[int, QuantTensor]  # the first of its columns, and a weight
 _TASKS = 4  # a thread should get of a weight, before tasks become longer
 
 
@@ -40,33 +48,59 @@ def tile_matmul_launches(
     x fp32 [T, K], y fp32 [T, sum of N_i], contiguous; the addend may be y.
     """
     addend = torch.zeros(1, y.shape[1]) if addend is None else addend.contiguous()
+    words: list[_Placed] = []
+    others: list[_Placed] = []
+    for column, w in zip(accumulate((w.rows for w in parts), initial=0), parts, strict=False):
+        (words if takes_words(w) and not matrix_unit() else others).append((column, w))
     launches: list[Launch] = []
-    most = MOST_ROWS if matrix_unit() else max(1, x.shape[0])
-    for first in range(0, x.shape[0], most):
-        rows = slice(first, first + most)
-        launches += _launches(x[rows], parts, y[rows], addend[rows] if addend.shape[0] > 1 else addend)
+    for placed, make, most in (
+        (words, _word_launches, word_tiles.MOST_ROWS),
+        (others, _launches, MOST_ROWS if matrix_unit() else max(1, x.shape[0])),
+    ):
+        for first in range(0, x.shape[0] if placed else 0, most):
+            rows = slice(first, first + most)
+            launches += make(x[rows], placed, y[rows], addend[rows] if addend.shape[0] > 1 else addend)
     return launches
 
 
-def _launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor, addend: Tensor) -> list[Launch]:
-    """As `tile_matmul_launches`, of so many rows as a launch takes."""
+def _launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
+    """As `tile_matmul_launches`, of so many rows as a launch takes, in fp32 or on matrix tiles."""
     rows, block = x.shape[0], BLOCK if matrix_unit() else host_tile().rows
     blocks, panels = -(-rows // block), -(-x.shape[1] // DEPTH)
     packed = torch.empty(panels, blocks, block, DEPTH)
     pack = (x.data_ptr(), 4 * x.stride(0), rows, x.shape[1], packed.data_ptr(), blocks)
     packing = (matrix_pack_kernel(), panels * blocks) if matrix_unit() else (pack_kernel(), blocks)
     launches = [Launch(packing[0], pack, packing[1], keep=(x, packed))]
-    stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
-    column = 0
-    for w in parts:
-        operands = (
-            *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), rows),
-            *(addend.data_ptr() + 4 * column, stride, y.data_ptr() + 4 * column, 4 * y.stride(0)),
-        )
+    for number, (column, w) in enumerate(placed):
         kernel, parameters, tasks = _matrix_product(w, blocks) if matrix_unit() else _product(w)
-        launches.append(Launch(kernel, operands + parameters, tasks, column == 0, (w, packed, y, addend)))
-        column += w.rows
+        operands = _operands(w, column, packed, rows, y, addend) + parameters
+        launches.append(Launch(kernel, operands, tasks, number == 0, (w, packed, y, addend)))
     return launches
+
+
+def _word_launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
+    """The same on 16-bit integers."""
+    (rows, cols), tile = x.shape, word_tiles.TILE
+    blocks = -(-rows // tile.rows)
+    packed = torch.empty(cols // DEPTH, blocks, tile.rows, word_tiles.ROW_BYTES, dtype=torch.uint8)
+    pack = (x.data_ptr(), 4 * x.stride(0), rows, cols, packed.data_ptr(), blocks)
+    launches = [Launch(word_pack_kernel(), pack, blocks, keep=(x, packed))]
+    for number, (column, w) in enumerate(placed):
+        operands = (*_operands(w, column, packed, rows, y, addend), word_panel_kernel(w.format.name))
+        kernel, tasks = word_matmul_kernel(w.format.name), -(-w.rows // tile.columns)
+        launches.append(Launch(kernel, operands, tasks, number == 0, (w, packed, y, addend)))
+    return launches
+
+
+def _operands(
+    w: QuantTensor, column: int, packed: Tensor, rows: int, y: Tensor, addend: Tensor
+) -> tuple[int, ...]:
+    """What all products are given first."""
+    stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
+    return (
+        *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), rows),
+        *(addend.data_ptr() + 4 * column, stride, y.data_ptr() + 4 * column, 4 * y.stride(0)),
+    )
 
 
 def _product(w: QuantTensor) -> tuple[int, tuple[int, ...], int]:

@@ -134,6 +134,14 @@ class Emitter:
             declared = ir.Function(self.b.module, ir.FunctionType(total.type, [total.type] * 3), name)
         return self.b.call(declared, [total, *(self.b.bitcast(v, total.type) for v in (x, y))])
 
+    def add_pair_products(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+        """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, all in 16 int32 lanes. Only where there are `words`."""
+        name = "llvm.x86.avx512.vpdpwssd.512"
+        declared = self.b.module.globals.get(name)
+        if declared is None:
+            declared = ir.Function(self.b.module, ir.FunctionType(total.type, [total.type] * 3), name)
+        return self.b.call(declared, [total, x, y])
+
     # ---- floats ------------------------------------------------------------------------------------------
     def to_float(self, v: ir.Value) -> ir.Value:
         """Signed integers to fp32."""

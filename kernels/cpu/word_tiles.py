@@ -1,0 +1,53 @@
+"""Matmul of many rows on 16-bit integers: of K-quants, where the processor adds products of pairs to an int32.
+
+A weight is d * sc * q - dmin * m. The integers sc * q of a super-block are exact in 16 bits, and d, dmin and m are left
+to the sums:
+
+    x[k] = t * a[k],  a = round(x / t) int16,  t = max |x| / ACTIVATION_MOST, over DEPTH columns
+    y = sum over super-blocks of  d * t * sum(sc * q * a)  -  sum over groups of  dmin * m * t * sum(a)
+
+The inner sums are exact int32, over as many columns as cannot overflow (`FLUSH`), then added up in fp32. What is
+rounded is x, to 15 bits: about 3e-9 of its squared size. A result depends on its two rows alone.
+
+Packed activations, of each block of TILE.rows rows and DEPTH columns, [K / DEPTH, blocks]: pairs of a, int32
+[DEPTH / 2, rows], then for each row TAIL bytes:
+    fp32 -t * sum of a, of each 32 columns | the same of each 16 columns | fp32 t | padding
+
+Does not know: threads, or how weights are unpacked.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cpu.target import host_tile
+from quengine.kernels.cpu.tiles import DEPTH, Tile
+from quengine.kernels.quant_tensor import QuantTensor
+
+TILE = Tile(lanes=16, vectors=3, rows=8)
+"""Of fp32 lanes, or int32 ones: 24 sums in registers, and fewer rows left over than a taller tile would have."""
+
+ACTIVATION_MOST = 16383
+FLUSH = {"Q2_K": 256, "Q3_K": 256, "Q4_K": 128, "Q5_K": 64, "Q6_K": 32, "IQ4_XS": 32}
+"""Columns whose products an int32 holds: largest |sc * q| * ACTIVATION_MOST * columns < 2^31."""
+
+BY_32 = 0
+BY_16 = 4 * DEPTH // 32
+SCALE = BY_16 + 4 * DEPTH // 16
+TAIL = 128
+ROW_BYTES = 2 * DEPTH + TAIL
+MOST_ROWS = 512  # of activations in one launch: a strip's sums of all of them lie on the stack
+
+
+def takes_words(w: QuantTensor) -> bool:
+    """Whether a weight can be multiplied so on this processor."""
+    return host_tile().words == TILE.lanes and w.format.name in FLUSH
+
+
+def word_product(x: Tensor, w: QuantTensor) -> Tensor:
+    """The definition: x [T, K] fp32 times w [N, K], transposed: fp64 [T, N], whose sums are not rounded."""
+    groups = x.double().view(x.shape[0], -1, DEPTH)
+    t = groups.abs().amax(2, keepdim=True) / ACTIVATION_MOST
+    rounded = (groups / t).nan_to_num(0).round() * t
+    return rounded.view(x.shape) @ dequantize(w.format, w.data).double().T

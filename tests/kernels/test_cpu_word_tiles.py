@@ -1,0 +1,104 @@
+"""Prompts on 16-bit integers: exact products of rounded activations, whatever the shape and the numbers."""
+
+import pytest
+import torch
+
+from quengine.kernels.block_formats import FORMATS, dequantize, unpack
+from quengine.kernels.cpu import prompt_linear, tile_matmul, word_tiles
+from quengine.kernels.cpu.target import host_tile
+from quengine.kernels.cpu.word_tiles import ACTIVATION_MOST, FLUSH, word_product
+from quengine.kernels.quant_tensor import QuantTensor
+from tests.kernels.weights import nmse, random_weight
+
+needs_words = pytest.mark.skipif(
+    host_tile().words == 0, reason="this processor does not add pairs of products"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_matrix_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_matmul, "matrix_unit", lambda: False)
+
+
+def numbers(rows: int, cols: int) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows))
+
+
+@needs_words
+@pytest.mark.parametrize("name", FLUSH)
+@pytest.mark.parametrize(
+    ("weight_rows", "blocks", "rows"), [(37, 3, 13), (96, 1, 8), (5, 2, 1), (49, 2, 530)]
+)
+def test_prompts_are_their_definition(name: str, weight_rows: int, blocks: int, rows: int) -> None:
+    w = random_weight(name, weight_rows, blocks)
+    x, addend = numbers(rows, w.cols), numbers(rows, weight_rows)
+    expected = word_product(x, w)
+    assert nmse(prompt_linear(x, [w]), expected) <= 1e-10
+    assert nmse(prompt_linear(x, [w], addend), expected + addend) <= 1e-10
+
+
+@needs_words
+@pytest.mark.parametrize("name", FLUSH)
+def test_rounding_to_fifteen_bits_is_all_the_error(name: str) -> None:
+    w, x = random_weight(name, 64, 4), numbers(16, 1024)
+    exact = x.double() @ dequantize(w.format, w.data).double().T
+    assert 1e-10 < nmse(prompt_linear(x, [w]), exact) < 6e-9
+
+
+@pytest.mark.parametrize("name", FLUSH)
+def test_no_sum_can_leave_an_int32(name: str) -> None:
+    """The largest sub-scale and code that a format can hold, in every column."""
+    fmt, most = FORMATS[name], 0
+    for fill in (0, 0x7F, 0x80, 0xFF):
+        for codes in (0, 0xFF):
+            block = torch.full((1, fmt.nbytes), codes, dtype=torch.uint8)
+            for field, (start, stop) in fmt.layout.items():
+                if field.startswith("scales"):
+                    block[:, start:stop] = fill
+            groups = unpack(fmt, block)
+            assert groups.sc is not None
+            sub = groups.sc.double().abs().max()
+            ints = max(map(abs, fmt.table)) if fmt.table else max(fmt.offset, 2**fmt.bits - 1 - fmt.offset)
+            most = max(most, int(sub) * ints)
+    assert 0 < most * ACTIVATION_MOST * FLUSH[name] < 2**31
+
+
+@needs_words
+def test_large_equal_numbers_are_added_exactly() -> None:
+    """All sums as large as they get: every activation is the largest, every code too."""
+    for name in FLUSH:
+        fmt = FORMATS[name]
+        block = torch.full((3, 2 * fmt.nbytes), 0xFF, dtype=torch.uint8)
+        for field in ("d", "dmin"):
+            if field in fmt.layout:
+                start, stop = fmt.layout[field]
+                for first in (0, fmt.nbytes):
+                    block[:, first + start : first + stop] = torch.tensor([0.01]).half().view(torch.uint8)
+        w = QuantTensor("w", fmt, (3, 512), block)
+        x = torch.ones(9, 512)
+        assert nmse(prompt_linear(x, [w]), x.double() @ dequantize(fmt, block).double().T) <= 1e-10
+
+
+@needs_words
+def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
+    w = random_weight("Q4_K", 20, 2)
+    x = numbers(4, 512)
+    x[0], x[1, 300], x[2, 7] = 0, float("nan"), float("inf")
+    y = prompt_linear(x, [w])
+    assert not y[0].any()
+    assert y[1].isnan().all() and y[2].isnan().all()
+    assert torch.equal(y[3:], prompt_linear(x[3:], [w]))
+
+
+@needs_words
+def test_blocks_without_a_scale_weigh_nothing() -> None:
+    w = random_weight("Q6_K", 20, 2)
+    start, stop = w.format.layout["d"]
+    w.data[:, start:stop] = 0
+    x = numbers(4, 512)
+    assert nmse(prompt_linear(x, [w]), word_product(x, w)) <= 1e-10
+
+
+def test_it_is_for_k_quants_on_a_processor_that_has_the_instruction() -> None:
+    assert not word_tiles.takes_words(random_weight("Q4_1", 4, 8))
+    assert word_tiles.takes_words(random_weight("Q4_K", 4, 1)) == (host_tile().words == 16)
