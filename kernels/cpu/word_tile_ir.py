@@ -88,30 +88,29 @@ def _total(e: Emitter, v: ir.Value) -> ir.Value:
 
 
 @intrinsic(prefer_literal=True)
-def unpack_words(typingctx: Any, variant: Any, block: Any, words: Any, d: Any, mins: Any) -> Any:
-    """A super-block at an address: its DEPTH sc * q as int16, d as fp32, and its groups' minimums, if any, as fp32."""
+def unpack_words(
+    typingctx: Any, variant: Any, block: Any, words: Any, factors: Any, d: Any, mins: Any
+) -> Any:
+    """A super-block at an address: its DEPTH q as int16; of each group sc, twice in an int32; d, and the groups'
+    minimums, if any, as fp32."""
     fmt = FORMATS[variant.literal_value.split("/")[0]]
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, block, words, d, mins = args
+        _, block, words, factors, d, mins = args
         e = emitter(context, builder)
         content = emit_blocks(e, fmt, block, 1)
         super_scale = e.load_halves(1, block, fmt.layout["d"][0])
         e.store(super_scale, d)
-        factors = [_whole(e, line, e.lane(super_scale, 0)) for line in content.scales]
         for j in range(DEPTH // 32):
-            ints = e.widen(content.ints(e, j, 1), I16, True)
-            if fmt.group == 32:
-                factor = e.splat_lane(factors[0], j, 32)
-            else:
-                vector, lane = divmod(2 * j, 8)
-                factor = e.pick(factors[vector], [lane] * 16 + [lane + 1] * 16)
-            e.store(builder.mul(ints, factor), words, 64 * j)
+            e.store(e.widen(content.ints(e, j, 1), I16, True), words, 64 * j)
+        for k, line in enumerate(content.scales):
+            whole = _whole(e, line, e.lane(super_scale, 0))
+            e.store(e.interleave(whole, whole), factors, 32 * k)
         for k, line in enumerate(content.mins or ()):
             e.store(line, mins, 32 * k)
         return context.get_dummy_value()
 
-    return types.void(variant, *[types.int64] * 4), codegen
+    return types.void(variant, *[types.int64] * 5), codegen
 
 
 def _whole(e: Emitter, scales: ir.Value, d: ir.Value) -> ir.Value:
@@ -123,26 +122,32 @@ def _whole(e: Emitter, scales: ir.Value, d: ir.Value) -> ir.Value:
 
 
 @intrinsic(prefer_literal=True)
-def transpose_words(typingctx: Any, variant: Any, rows: Any, out: Any) -> Any:
-    """`TILE.lanes` rows of DEPTH int16, side by side as a panel has them: lines `TILE.columns` int32 apart."""
+def fill_words(typingctx: Any, variant: Any, rows: Any, factors: Any, out: Any) -> Any:
+    """`TILE.lanes` rows of DEPTH int16, side by side as a panel has them, times their groups' factors.
+
+    factors: [groups, lanes], as `unpack_words` gives them; lines of out are `TILE.columns` int32 apart.
+    """
+    fmt = FORMATS[variant.literal_value.split("/")[0]]
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, rows, out = args
-        e, tile = emitter(context, builder), TILE
-        lanes = tile.lanes
+        _, rows, factors, out = args
+        e, lanes = emitter(context, builder), TILE.lanes
+        words = vec(I16, 2 * lanes)
 
         def square(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             source = e.at(rows, builder.mul(k, e.i64(4)))
             lines = [e.load(vec(I32, lanes), source, 2 * DEPTH * i) for i in range(lanes)]
-            target = e.at(out, builder.mul(k, e.i64(4 * tile.columns)))
+            target = e.at(out, builder.mul(k, e.i64(4 * TILE.columns)))
+            group = e.at(factors, builder.mul(builder.udiv(k, e.i64(fmt.group // 2)), e.i64(4 * lanes)))
             for i, line in enumerate(transposed(e, lines)):
-                e.store(line, target, 4 * tile.columns * i)
+                factor = e.load(words, group, 4 * lanes * (2 * i // fmt.group))
+                e.store(builder.mul(builder.bitcast(line, words), factor), target, 4 * TILE.columns * i)
             return []
 
         e.loop(e.i64(0), e.i64(DEPTH // 2), lanes, [], square)
         return context.get_dummy_value()
 
-    return types.void(variant, types.int64, types.int64), codegen
+    return types.void(variant, *[types.int64] * 3), codegen
 
 
 @intrinsic(prefer_literal=True)

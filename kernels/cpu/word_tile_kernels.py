@@ -15,7 +15,7 @@ from quengine.kernels.cpu.panel_ir import GROUPS, transpose_groups
 from quengine.kernels.cpu.row_ir import get, put
 from quengine.kernels.cpu.tile_ir import clear_floats, copy_floats, prefetch, stack_floats
 from quengine.kernels.cpu.tiles import DEPTH
-from quengine.kernels.cpu.word_tile_ir import multiply_words, round_words, transpose_words, unpack_words
+from quengine.kernels.cpu.word_tile_ir import fill_words, multiply_words, round_words, unpack_words
 from quengine.kernels.cpu.word_tiles import MOST_ROWS, ROW_BYTES, TAIL, TILE
 
 
@@ -50,13 +50,16 @@ def word_panel_kernel(format_name: str) -> bytes:
 
     def word_panel(context: int, task: int) -> None:
         rows, mins = stack_floats(row_floats), stack_floats(group_floats)
+        factors, factor_lines = stack_floats(group_floats), stack_floats(group_floats)
         d = get(context, 4) + 4 * lanes * task
         for i in range(lanes):
             w = get(context, 0) + min(task * lanes + i, get(context, 2) - 1) * get(context, 1)
-            unpack_words(variant, w, rows + 2 * DEPTH * i, d + 4 * i, mins + 4 * GROUPS * i)
+            groups = 4 * GROUPS * i
+            unpack_words(variant, w, rows + 2 * DEPTH * i, factors + groups, d + 4 * i, mins + groups)
             for line in range(0, block_bytes, 64):
                 prefetch(w + block_bytes + line)
-        transpose_words(variant, rows, get(context, 3) + 4 * lanes * task)
+        transpose_groups(variant, factors, factor_lines)
+        fill_words(variant, rows, factor_lines, get(context, 3) + 4 * lanes * task)
         if has_min:
             transpose_groups(variant, mins, get(context, 5) + 4 * group_floats * task)
 
