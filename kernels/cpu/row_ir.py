@@ -144,7 +144,7 @@ def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, first: Any, last:
                 e.store(builder.mul(sums, e.const(sums.type, -QUAD_OFFSET)), e.at(quads, i))
             else:
                 _store_pairs(e, a, record, cols, i)
-            parts = [e.to_float(_total_int(e, part)) for part in e.halves(sums)]
+            parts = [e.to_float(total_int(e, part)) for part in e.halves(sums)]
             offset = builder.lshr(i, e.i64(3))  # 4 bytes per group of 32
             e.store(t, e.at(scales, offset))
             e.store(builder.fmul(t, builder.fadd(*parts)), e.at(by_32, offset))
@@ -164,19 +164,25 @@ def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
     # As integers the bits of |x| order like |x|, and a NaN is above all: it is then t.
     largest = e.and_(b.bitcast(x, vec(I32, 32)), 0x7FFFFFFF)
     while largest.type.count > 1:
-        low, high = e.halves(largest)
-        largest = b.select(b.icmp_unsigned(">", low, high), low, high)
+        largest = greater(e, *e.halves(largest))
     t = b.fdiv(b.bitcast(e.lane(largest, 0), F32), e.const(F32, float(ACTIVATION_MAX)))
-    quotient = b.fdiv(x, e.splat(t, 32))
-    limit, zero = e.const(lanes, float(ACTIVATION_MAX)), e.const(lanes, 0.0)
-    # Comparisons with NaN are false: 0/0 of a zero group and all of a non-finite one become 0.
-    quotient = b.select(b.fcmp_ordered("ord", quotient, zero), quotient, zero)
-    quotient = b.select(b.fcmp_ordered("<", quotient, limit), quotient, limit)
-    quotient = b.select(b.fcmp_ordered(">", quotient, b.fneg(limit)), quotient, b.fneg(limit))
+    quotient, zero = b.fdiv(x, e.splat(t, 32)), e.const(lanes, 0.0)
+    # 0/0 of a zero group and all of a non-finite one become 0.
     quotient = b.select(b.fcmp_ordered("==", e.splat(t, 32), zero), zero, quotient)
-    # Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
-    shifted = b.bitcast(b.fadd(quotient, e.const(lanes, 12582912.0)), vec(I32, 32))
-    return b.trunc(shifted, vec(I16, 32)), t
+    return round_within(e, quotient, ACTIVATION_MAX), t
+
+
+def round_within(e: Emitter, x: ir.Value, limit: int) -> ir.Value:
+    """fp32 lanes to int16 ones of -limit .. limit, to the nearest, ties to even; NaN becomes 0."""
+    b, lanes = e.b, x.type
+    most, zero = e.const(lanes, float(limit)), e.const(lanes, 0.0)
+    # Comparisons with NaN are false.
+    x = b.select(b.fcmp_ordered("ord", x, zero), x, zero)
+    x = b.select(b.fcmp_ordered("<", x, most), x, most)
+    x = b.select(b.fcmp_ordered(">", x, b.fneg(most)), x, b.fneg(most))
+    # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+    shifted = b.bitcast(b.fadd(x, e.const(lanes, 12582912.0)), vec(I32, lanes.count))
+    return b.trunc(shifted, vec(I16, lanes.count))
 
 
 def _store_bytes(e: Emitter, a: ir.Value, record: ir.Value, cols: ir.Value, i: ir.Value) -> None:
@@ -206,7 +212,12 @@ def _quad_sums(e: Emitter, a: ir.Value) -> ir.Value:
     return e.b.add(*e.evens_odds(pairs))
 
 
-def _total_int(e: Emitter, total: ir.Value) -> ir.Value:
+def greater(e: Emitter, x: ir.Value, y: ir.Value) -> ir.Value:
+    """The greater of each two unsigned lanes."""
+    return e.b.select(e.b.icmp_unsigned(">", x, y), x, y)
+
+
+def total_int(e: Emitter, total: ir.Value) -> ir.Value:
     while total.type.count > 1:
         low, high = e.halves(total)
         total = e.b.add(low, high)

@@ -20,14 +20,13 @@ class Tile:
     """rows * vectors accumulators of `lanes` fp32 stay in registers; `vectors` and one more are operands.
 
     quads: int32 lanes of the instruction that adds the products of four unsigned with four signed bytes to each
-    (vpdpbusd); 0: the processor has none. words: those of the one for two int16 and two (vpdpwssd).
+    (vpdpbusd); 0: the processor has none. With 16 comes the one for two int16 and two (vpdpwssd).
     """
 
     lanes: int
     vectors: int
     rows: int
     quads: int = 0
-    words: int = 0
 
     @property
     def columns(self) -> int:
@@ -40,8 +39,7 @@ def tile_for(triple: str, features: str) -> Tile:
         return Tile(lanes=4, vectors=4, rows=6)
     has = set(features.split(","))
     if "+avx512f" in has:
-        most = 16 if has >= {"+avx512vnni", "+avx512vl"} else 0
-        return Tile(lanes=16, vectors=2, rows=12, quads=most, words=most)
+        return Tile(lanes=16, vectors=2, rows=12, quads=16 if has >= {"+avx512vnni", "+avx512vl"} else 0)
     if "+avx" in has:
         return Tile(lanes=8, vectors=2, rows=6, quads=8 if "+avxvnni" in has else 0)
     return Tile(lanes=4, vectors=2, rows=6)

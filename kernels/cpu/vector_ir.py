@@ -31,6 +31,14 @@ class Emitter:
         self.quads = quads  # as Tile.quads
         self._has_half = has_half
 
+    def _call(self, name: str, *args: ir.Value) -> ir.Value:
+        """An instruction of LLVM's by name, whose arguments and result have one type."""
+        declared = self.b.module.globals.get(name)
+        if declared is None:
+            signature = ir.FunctionType(args[0].type, [args[0].type] * len(args))
+            declared = ir.Function(self.b.module, signature, name)
+        return self.b.call(declared, list(args))
+
     # ---- constants, memory -------------------------------------------------------------------------------
     def const(self, type_: ir.Type, value: Any) -> ir.Constant:
         """A scalar, or a vector with the value in all lanes, or with a list of lanes."""
@@ -128,19 +136,12 @@ class Emitter:
         if count > self.quads:
             parts = zip(*(self.halves(v) for v in (total, x, y)), strict=True)
             return self.join(*[self.add_quad_products(*part) for part in parts])
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * count}"
-        declared = self.b.module.globals.get(name)
-        if declared is None:
-            declared = ir.Function(self.b.module, ir.FunctionType(total.type, [total.type] * 3), name)
-        return self.b.call(declared, [total, *(self.b.bitcast(v, total.type) for v in (x, y))])
+        x, y = (self.b.bitcast(v, total.type) for v in (x, y))
+        return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * count}", total, x, y)
 
     def add_pair_products(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
         """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, all in 16 int32 lanes. Only where there are `words`."""
-        name = "llvm.x86.avx512.vpdpwssd.512"
-        declared = self.b.module.globals.get(name)
-        if declared is None:
-            declared = ir.Function(self.b.module, ir.FunctionType(total.type, [total.type] * 3), name)
-        return self.b.call(declared, [total, x, y])
+        return self._call("llvm.x86.avx512.vpdpwssd.512", total, x, y)
 
     # ---- floats ------------------------------------------------------------------------------------------
     def to_float(self, v: ir.Value) -> ir.Value:
@@ -150,19 +151,12 @@ class Emitter:
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         """x*y + z in one rounding."""
-        type_ = x.type
-        name = f"llvm.fma.v{type_.count}f32" if isinstance(type_, ir.VectorType) else "llvm.fma.f32"
-        declared = self.b.module.globals.get(name)
-        if declared is None:
-            declared = ir.Function(self.b.module, ir.FunctionType(type_, [type_] * 3), name)
-        return self.b.call(declared, [x, y, z])
+        vector = isinstance(x.type, ir.VectorType)
+        return self._call(f"llvm.fma.v{x.type.count}f32" if vector else "llvm.fma.f32", x, y, z)
 
     def sqrt(self, x: ir.Value) -> ir.Value:
         """Of one fp32."""
-        declared = self.b.module.globals.get("llvm.sqrt.f32")
-        if declared is None:
-            declared = ir.Function(self.b.module, ir.FunctionType(F32, [F32]), "llvm.sqrt.f32")
-        return self.b.call(declared, [x])
+        return self._call("llvm.sqrt.f32", x)
 
     def half_to_float(self, bits: ir.Value) -> ir.Value:
         """fp16 lanes given as i16 to fp32, every value.

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.block_ir import emit_blocks
 from quengine.kernels.cpu.panel_ir import GROUPS
-from quengine.kernels.cpu.row_ir import emitter
+from quengine.kernels.cpu.row_ir import emitter, greater, round_within, total_int
 from quengine.kernels.cpu.tile_ir import transposed
 from quengine.kernels.cpu.tiles import DEPTH
 from quengine.kernels.cpu.vector_ir import F32, I16, I32, Emitter, vec
@@ -39,11 +39,11 @@ def round_words(typingctx: Any, variant: Any, x: Any, words: Any, tail: Any) -> 
         zero = b.fcmp_ordered("==", t, e.const(F32, 0.0))
         inverse = b.fdiv(e.const(F32, 1.0), b.select(zero, e.const(F32, 1.0), t))
         for k in range(0, DEPTH, _LANES):
-            a = _rounded(e, b.fmul(e.load(_WIDE, x, 4 * k), e.splat(inverse, _LANES)))
+            a = round_within(e, b.fmul(e.load(_WIDE, x, 4 * k), e.splat(inverse, _LANES)), ACTIVATION_MOST)
             pairs = b.bitcast(a, vec(I32, _LANES // 2))
             for p in range(_LANES // 2):
                 e.store(e.lane(pairs, p), words, 4 * TILE.rows * (k // 2 + p))
-            sums = [_total(e, half) for half in e.halves(e.widen(a, I32, True))]
+            sums = [total_int(e, half) for half in e.halves(e.widen(a, I32, True))]
             for i, value in enumerate(sums):
                 e.store(b.fmul(b.fneg(t), e.to_float(value)), tail, BY_16 + 4 * (k // 16 + i))
             e.store(b.fmul(b.fneg(t), e.to_float(b.add(*sums))), tail, BY_32 + 4 * (k // 32))
@@ -58,33 +58,11 @@ def _largest(e: Emitter, x: ir.Value) -> ir.Value:
     largest = None
     for k in range(0, DEPTH, _LANES):
         bits = e.and_(e.b.bitcast(e.load(_WIDE, x, 4 * k), vec(I32, _LANES)), 0x7FFFFFFF)
-        largest = bits if largest is None else _greater(e, largest, bits)
+        largest = bits if largest is None else greater(e, largest, bits)
     assert largest is not None
     while largest.type.count > 1:
-        largest = _greater(e, *e.halves(largest))
+        largest = greater(e, *e.halves(largest))
     return e.b.bitcast(e.lane(largest, 0), F32)
-
-
-def _greater(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
-    return e.b.select(e.b.icmp_unsigned(">", a, b), a, b)
-
-
-def _rounded(e: Emitter, quotient: ir.Value) -> ir.Value:
-    """fp32 to int16 within ACTIVATION_MOST, to the nearest, ties to even; NaN becomes 0."""
-    b, lanes = e.b, quotient.type
-    limit, zero = e.const(lanes, float(ACTIVATION_MOST)), e.const(lanes, 0.0)
-    quotient = b.select(b.fcmp_ordered("ord", quotient, zero), quotient, zero)
-    quotient = b.select(b.fcmp_ordered("<", quotient, limit), quotient, limit)
-    quotient = b.select(b.fcmp_ordered(">", quotient, b.fneg(limit)), quotient, b.fneg(limit))
-    # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-    shifted = b.bitcast(b.fadd(quotient, e.const(lanes, 12582912.0)), vec(I32, lanes.count))
-    return b.trunc(shifted, vec(I16, lanes.count))
-
-
-def _total(e: Emitter, v: ir.Value) -> ir.Value:
-    while v.type.count > 1:
-        v = e.b.add(*e.halves(v))
-    return e.lane(v, 0)
 
 
 @intrinsic(prefer_literal=True)

@@ -42,7 +42,7 @@ MOST_ROWS = 512  # of activations in one launch: a strip's sums of all of them l
 
 def takes_words(w: QuantTensor) -> bool:
     """Whether a weight can be multiplied so on this processor."""
-    return host_tile().words == TILE.lanes and w.format.name in FLUSH
+    return host_tile().quads == TILE.lanes and w.format.name in FLUSH
 
 
 def word_product(x: Tensor, w: QuantTensor) -> Tensor:
