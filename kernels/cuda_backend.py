@@ -293,7 +293,7 @@ class CudaBackend(PromptScope):
             self._matmul_workspace = MatmulWorkspace(
                 self._largest, self.device, self.fixed_kernels, self._packed
             )
-        self._matmul_workspace.exact = self.in_prompt or self.fixed_kernels
+        self._matmul_workspace.exact = self.in_prompt
         return self._matmul_workspace
 
     def _rounding_scratch(self) -> RoundingScratch:

@@ -238,26 +238,6 @@ def _one_group(
     _store(out_ptr, mixed, row, width, copy, rows, ORDERED)
 
 
-@gluon.jit
-def _first_group(
-    shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, width: gl.constexpr, WINDOW: gl.constexpr,
-    ORDERED: gl.constexpr,
-):  # fmt: skip
-    _one_group(
-        0, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, width, WINDOW, ORDERED
-    )
-
-
-@gluon.jit
-def _second_group(
-    shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, width: gl.constexpr, WINDOW: gl.constexpr,
-    ORDERED: gl.constexpr,
-):  # fmt: skip
-    _one_group(
-        1, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, width, WINDOW, ORDERED
-    )
-
-
 @partial(Relaunched, layout=STAGED)
 @gluon.jit(do_not_specialize=["start", "rows", "context", "blocks"])
 def attention_wgmma_kernel(
@@ -315,12 +295,12 @@ def attention_wgmma_kernel(
     gl.warp_specialize(
         [
             (
-                _first_group,
-                (shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, WIDTH, WINDOW, ORDERED),
+                _one_group,
+                (0, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, WIDTH, WINDOW, ORDERED),
             ),
             (
-                _second_group,
-                (shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, WIDTH, WINDOW, ORDERED),
+                _one_group,
+                (1, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, WIDTH, WINDOW, ORDERED),
             ),
             (
                 _copy_all,

@@ -22,6 +22,9 @@ _MOST_ROUNDS = 16
 _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 
+_LENGTHS = {(256, 8): 1.0, (128, 8): 0.6, (128, 4): 0.35}
+"""Of a program of many rows, by rows of x and warps, beside the longest; one of 4 warps has half a multiprocessor."""
+
 MOST_FEW = 128
 """Rows up to which a program of the fused matmul on Hopper takes them all."""
 
@@ -200,7 +203,7 @@ def _many_rows(shape: Shape, rows: int, splits: int, behind: bool) -> WgmmaGeome
     """Blocks of 256 rows dequantize a weight half as often as blocks of 128, and read x and weights less; those of 128
     leave fewer multiprocessors without work where there are few; a launch behind another fills those that this one
     leaves. Shares that are added up in order need the room of a second sum."""
-    programs = [(256, 8)] * (splits == 1) + [(128, 8), (128, 4)]
+    programs = [program for program in _LENGTHS if splits == 1 or program != (256, 8)]
     cost = _work if behind else _passes
     block, warps = min(programs, key=lambda program: cost(shape, rows, *program))
     return WgmmaGeometry(warps, splits, 3, True, block=block)
@@ -209,9 +212,9 @@ def _many_rows(shape: Shape, rows: int, splits: int, behind: bool) -> WgmmaGeome
 def _passes(shape: Shape, rows: int, block: int, warps: int) -> float:
     """How long a launch takes, in units of one program of 8 warps on each multiprocessor with 256 rows of x. Measured
     for Q4_K of 4096 and 14336 columns on an H200; two programs of 4 warps share a multiprocessor."""
-    programs = -(-shape.tiles // warps) * -(-rows // block)
+    programs = _programs(shape, rows, block, warps)
     if warps == 8:
-        return -(-programs // _MULTIPROCESSORS) * (1.0 if block == 256 else 0.6)
+        return -(-programs // _MULTIPROCESSORS) * _LENGTHS[block, warps]
     if programs <= 2 * _MULTIPROCESSORS:
         return 0.45 if programs <= _MULTIPROCESSORS else 0.55
     return -(-programs // (2 * _MULTIPROCESSORS)) * 0.7
@@ -219,8 +222,11 @@ def _passes(shape: Shape, rows: int, block: int, warps: int) -> float:
 
 def _work(shape: Shape, rows: int, block: int, warps: int) -> float:
     """How long a launch keeps one multiprocessor busy, in the units of `_passes`."""
-    programs = -(-shape.tiles // warps) * -(-rows // block)
-    return programs * (0.35 if warps == 4 else 1.0 if block == 256 else 0.6)
+    return _programs(shape, rows, block, warps) * _LENGTHS[block, warps]
+
+
+def _programs(shape: Shape, rows: int, block: int, warps: int) -> int:
+    return -(-shape.tiles // warps) * -(-rows // block)
 
 
 def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:

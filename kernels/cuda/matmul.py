@@ -49,7 +49,7 @@ class MatmulWorkspace:
     own: CUDA graphs of batched decode keep its addresses, whatever chunk comes between them.
 
     `exact`, which may be set from launch to launch: few rows' weights are rounded once, as those of many are.
-    `fixed`: exact, and a row's result is the same, to the last bit, whatever the number of rows; nothing is expanded.
+    `fixed`: so always, and a row's result is the same, to the last bit, for any number of rows; nothing is expanded.
     `packed`: some weights are; where all are plain floats, many rows are left in the order in which cuBLAS reads them.
     """
 
@@ -57,7 +57,7 @@ class MatmulWorkspace:
         self, max_weights: int, device: torch.device | str, fixed: bool = False, packed: bool = True
     ) -> None:
         self.fixed = fixed
-        self.exact = fixed
+        self.exact = False
         self.packed = packed
         self.max_weights = 0 if fixed else max_weights
         self.device = torch.device(device)

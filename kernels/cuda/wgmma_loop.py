@@ -59,17 +59,8 @@ def multiply(
                         tl.debug_barrier()  # all warps have read the set before this, which the next is copied over
                         if n > 0:
                             copy_set(
-                                x_rows,
-                                stages,
-                                ready,
-                                n - 1 + STAGES,
-                                before,
-                                first_set,
-                                count,
-                                token0,
-                                TB,
-                                SET,
-                            )
+                                x_rows, stages, ready, n - 1 + STAGES, before, first_set, count, token0, TB, SET
+                            )  # fmt: skip
             if not ASYNC:
                 tl.debug_barrier()
                 copy_set(x_rows, stages, ready, n + STAGES, slot, first_set, count, token0, TB, SET)

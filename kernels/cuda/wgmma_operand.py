@@ -43,7 +43,7 @@ def _fp16_scales(scale, minimum, SIGNED: gl.constexpr):
     if SIGNED:
         # Not `_twice`: with it, kernels of Q6_K take 20 registers more, and those of 128 rows overlap nothing.
         rounded = scale.to(gl.float16).to(gl.float32)
-        minimum = rounded * (128.0 / 16777216.0)
+        minimum = rounded * (128.0 / SUBNORMALS)
         return pack_halves(rounded, rounded), pack_halves(-minimum, -minimum)
     else:
         return _twice(scale), _twice(-minimum)

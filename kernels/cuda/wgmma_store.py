@@ -54,6 +54,25 @@ def _store_gated(
 
 
 @gluon.jit
+def _store_rows(
+    y, row, token, residual_ptr, out_ptr, rows, first, N, T, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr
+):  # fmt: skip
+    """Store fp32 [16*WARPS, TB] as rows, or added to others. row, token: as `_store_gated`'s."""
+    token = gl.expand_dims(token, 0)
+    if PAIRED:
+        column = (row >> 4) * 8 + (row & 7)
+        inside = gl.expand_dims(column < rows // 2, 1) & (token < T)
+        column = column + ((row >> 3) & 1) * (rows // 2)
+    else:
+        column = row
+        inside = gl.expand_dims(row < rows, 1) & (token < T)
+    at = token * N + (first + gl.expand_dims(column, 1))
+    if EPILOGUE == RESIDUAL:
+        y += gl.load(residual_ptr + at, mask=inside, other=0.0)
+    gl.store(out_ptr + at, y, mask=inside)
+
+
+@gluon.jit
 def store_sums(
     y, block_row, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T, gain, reach,
     MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -66,18 +85,7 @@ def store_sums(
     if EPILOGUE == SWIGLU:
         _store_gated(y, row, token, scale, out_ptr, out_unscale_ptr, N, copy, T, reach, WARPS, TB)
     else:
-        token = gl.expand_dims(token, 0)
-        if PAIRED:
-            column = (row >> 4) * 8 + (row & 7)
-            inside = gl.expand_dims(column < rows // 2, 1) & (token < T)
-            column = column + ((row >> 3) & 1) * (rows // 2)
-        else:
-            column = row
-            inside = gl.expand_dims(row < rows, 1) & (token < T)
-        at = token * N + (first + gl.expand_dims(column, 1))
-        if EPILOGUE == RESIDUAL:
-            y += gl.load(residual_ptr + at, mask=inside, other=0.0)
-        gl.store(out_ptr + at, y, mask=inside)
+        _store_rows(y, row, token, residual_ptr, out_ptr, rows, first, N, T, PAIRED, EPILOGUE)
 
 
 @gluon.jit
@@ -144,18 +152,7 @@ def _finish_rows(
     token = token0 + gl.arange(0, TB, layout=gl.SliceLayout(0, LINES))
     scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0)
     y = y * gl.expand_dims(scale / gain, 0)
-    token = gl.expand_dims(token, 0)
-    if PAIRED:
-        column = (row >> 4) * 8 + (row & 7)
-        inside = gl.expand_dims(column < rows // 2, 1) & (token < T)
-        column = column + ((row >> 3) & 1) * (rows // 2)
-    else:
-        column = row
-        inside = gl.expand_dims(row < rows, 1) & (token < T)
-    at = token * N + (first + gl.expand_dims(column, 1))
-    if EPILOGUE == RESIDUAL:
-        y += gl.load(residual_ptr + at, mask=inside, other=0.0)
-    gl.store(out_ptr + at, y, mask=inside)
+    _store_rows(y, row, token, residual_ptr, out_ptr, rows, first, N, T, PAIRED, EPILOGUE)
 
 
 @gluon.jit
