@@ -56,11 +56,11 @@ def emit_blocks(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> 
     return Slices(codes, (scales,), mins, _code_offset(fmt))
 
 
-_TABLE_OFFSET = 128  # of integers that are stored, or looked up, as signed bytes
+TABLE_OFFSET = 128  # of integers that are stored, or looked up, as signed bytes
 
 
 def _code_offset(fmt: BlockFormat) -> int:
-    return _TABLE_OFFSET if fmt.table is not None or fmt.name == "Q8_0" else fmt.offset
+    return TABLE_OFFSET if fmt.table is not None or fmt.name == "Q8_0" else fmt.offset
 
 
 def _nibbles(e: Emitter, raw: ir.Value, run: int) -> ir.Value:
@@ -99,11 +99,11 @@ def _shifted(e: Emitter, v: ir.Value, by: list[int]) -> ir.Value:
     return e.b.bitcast(shift(e.b.bitcast(v, wide), amounts), v.type)
 
 
-def _lookup(e: Emitter, table: tuple[int, ...], codes: ir.Value) -> ir.Value:
-    """table[code] + _TABLE_OFFSET of int8 lanes. LLVM turns 16 such single-lane picks into one byte shuffle."""
+def lookup(e: Emitter, table: tuple[int, ...], codes: ir.Value) -> ir.Value:
+    """table[code] + TABLE_OFFSET of int8 lanes. LLVM turns 16 such single-lane picks into one byte shuffle."""
     if codes.type.count > 16:
-        return e.join(*(_lookup(e, table, half) for half in e.halves(codes)))
-    entries = e.const(vec(I8, 16), [(entry + _TABLE_OFFSET) % 256 for entry in table])
+        return e.join(*(lookup(e, table, half) for half in e.halves(codes)))
+    entries = e.const(vec(I8, 16), [(entry + TABLE_OFFSET) % 256 for entry in table])
     picked: ir.Value = ir.Constant(vec(I8, 16), ir.Undefined)
     for i in range(16):
         index = e.b.extract_element(codes, ir.Constant(I32, i))
@@ -145,7 +145,7 @@ def _e8m0(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> tuple[
 
 def _q4(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
     codes = _nibbles_16(e, blocks, fmt.layout["codes"][0])
-    return codes if fmt.table is None else _lookup(e, fmt.table, codes)
+    return codes if fmt.table is None else lookup(e, fmt.table, codes)
 
 
 def _q5(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
@@ -157,7 +157,7 @@ def _q5(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
 
 def _q8(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
     ints = _row(e, [e.load(vec(I8, 32), block, fmt.layout["codes"][0]) for block in blocks])
-    return e.b.xor(ints, e.const(ints.type, _TABLE_OFFSET))
+    return e.b.xor(ints, e.const(ints.type, TABLE_OFFSET))
 
 
 def _splat_half(e: Emitter, fmt: BlockFormat, block: ir.Value, field: str) -> ir.Value:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.atomics import call_kernel
 from quengine.kernels.cpu.compiled import compile_kernel
-from quengine.kernels.cpu.panel_ir import GROUPS, transpose_groups
+from quengine.kernels.cpu.panel_ir import GROUPS
 from quengine.kernels.cpu.row_ir import get, put
 from quengine.kernels.cpu.tile_ir import clear_floats, copy_floats, prefetch, stack_floats
 from quengine.kernels.cpu.tiles import DEPTH
-from quengine.kernels.cpu.word_tile_ir import fill_words, multiply_words, round_words, unpack_words
+from quengine.kernels.cpu.word_panel_ir import fill_words
+from quengine.kernels.cpu.word_tile_ir import multiply_words, round_words
 from quengine.kernels.cpu.word_tiles import MOST_ROWS, ROW_BYTES, TAIL, TILE
 
 
@@ -44,24 +45,18 @@ def word_panel_kernel(format_name: str) -> bytes:
     0 weights, from the first of the columns on; 1 row bytes, 2 rows (the last one is repeated), 3 panel, 4 d, 5
     minimums.
     """
-    variant, lanes = format_name, TILE.lanes
-    block_bytes, has_min = FORMATS[format_name].nbytes, FORMATS[format_name].has_min
-    row_floats, group_floats = lanes * DEPTH // 2, lanes * GROUPS
+    variant, lanes, block_bytes = format_name, TILE.lanes, FORMATS[format_name].nbytes
+    group_floats = lanes * GROUPS
 
     def word_panel(context: int, task: int) -> None:
-        rows, mins = stack_floats(row_floats), stack_floats(group_floats)
-        factors, factor_lines = stack_floats(group_floats), stack_floats(group_floats)
-        d = get(context, 4) + 4 * lanes * task
+        w, row_bytes, last = get(context, 0), get(context, 1), get(context, 2) - 1
+        panel, d = get(context, 3) + 4 * lanes * task, get(context, 4) + 4 * lanes * task
+        mins, first = get(context, 5) + 4 * group_floats * task, task * lanes
+        fill_words(variant, w, row_bytes, first, last, panel, d, mins)
         for i in range(lanes):
-            w = get(context, 0) + min(task * lanes + i, get(context, 2) - 1) * get(context, 1)
-            groups = 4 * GROUPS * i
-            unpack_words(variant, w, rows + 2 * DEPTH * i, factors + groups, d + 4 * i, mins + groups)
+            ahead = w + min(first + i, last) * row_bytes + block_bytes
             for line in range(0, block_bytes, 64):
-                prefetch(w + block_bytes + line)
-        transpose_groups(variant, factors, factor_lines)
-        fill_words(variant, rows, factor_lines, get(context, 3) + 4 * lanes * task)
-        if has_min:
-            transpose_groups(variant, mins, get(context, 5) + 4 * group_floats * task)
+                prefetch(ahead + line)
 
     return compile_kernel(word_panel)
 
@@ -83,8 +78,7 @@ def word_matmul_kernel(format_name: str) -> bytes:
         count = min(columns, get(context, 2) - first)
         blocks = (x_rows + tile_rows - 1) // tile_rows
         panel, d, mins = stack_floats(panel_floats), stack_floats(d_floats), stack_floats(min_floats)
-        sums, totals = stack_floats(tile_floats), stack_floats(total_floats)
-        request = stack_floats(request_floats)
+        totals, request = stack_floats(total_floats), stack_floats(request_floats)
         clear_floats(variant, totals, blocks * tile_floats)
         for i in range(x_rows):
             addend = get(context, 6) + 4 * first + i * get(context, 7)
@@ -100,7 +94,7 @@ def word_matmul_kernel(format_name: str) -> bytes:
             for group in range(vectors):
                 call_kernel(get(context, 10), request, group)
             for b in range(blocks):
-                multiply_words(variant, panel, d, mins, x, sums, totals + 4 * tile_floats * b)
+                multiply_words(variant, panel, d, mins, x, totals + 4 * tile_floats * b)
                 x += x_bytes
         for i in range(x_rows):
             y = get(context, 8) + 4 * first + i * get(context, 9)
