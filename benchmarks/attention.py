@@ -20,7 +20,7 @@ import quengine.kernels.cuda.attention_tiles as tiles
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
 from quengine.kernels.cuda.activations import RoundedActivations
-from quengine.kernels.cuda.half import HalfRows, ordered_shape
+from quengine.kernels.cuda.half import Form, HalfRows
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.kv_q8_0 import quantize_rows
@@ -119,8 +119,8 @@ def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: 
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
     workspace = arguments.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
     rounded = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
-    values = torch.zeros(ordered_shape(batch, HEADS * HEAD_DIM), dtype=torch.float16, device=DEVICE)
-    half = HalfRows(values, torch.ones(batch, device=DEVICE))
+    half = HalfRows.empty(batch, HEADS * HEAD_DIM, DEVICE, Form.ORDERED)
+    half.unscale.fill_(1)
 
     def launch(pool: KVStore) -> None:
         if rounds:

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda import launch_table
-from quengine.kernels.cuda.half import HalfRows, half_rows, ordered_shape
+from quengine.kernels.cuda.half import Form, HalfRows, half_rows
 from quengine.kernels.cuda.launch_table import WgmmaGeometry
 from quengine.kernels.cuda.matmul_fused import FusedScratch
 from quengine.kernels.cuda.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu
@@ -80,8 +80,7 @@ def launcher(shape: Shape, weight: PackedWeight, block: int, scratch: FusedScrat
     assert isinstance(part, PackedPart)
     x = half_rows(torch.randn(block, cols, device="cuda")).as_ordered()
     if kind == "swiglu":
-        values = torch.empty(ordered_shape(block, rows // 2), dtype=torch.float16, device="cuda")
-        gated = HalfRows(values, torch.empty(block, device="cuda"))
+        gated = HalfRows.empty(block, rows // 2, "cuda", Form.ORDERED)
         return lambda: launch_wgmma_swiglu(x, part, gated, scratch, pdl=True)
     out = torch.zeros(block, rows, device="cuda")
     residual = torch.zeros_like(out) if kind == "added" else None

@@ -34,7 +34,7 @@ from quengine.kernels.cuda.attention_decode import (
 )
 from quengine.kernels.cuda.attention_prefill import attention_prefill, prompt_rows, stores_ordered
 from quengine.kernels.cuda.embedding import embedding
-from quengine.kernels.cuda.half import HalfRows, Products
+from quengine.kernels.cuda.half import Form, HalfRows, Products
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_products, matmul_swiglu
 from quengine.kernels.cuda.matvec import matvec
@@ -192,17 +192,17 @@ class CudaBackend(PromptScope):
             positions, sequences = prompts.positions, prompts.sequences
         if isinstance(qkv, Products):
             room = self._workspace()
-            q = room.wide(tokens, spec.heads * spec.head_dim)
+            width, form = spec.heads * spec.head_dim, Form.ROW_MAJOR
+            q = room.wide(tokens, width)
             q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q, sequences)
             ordered = None
-            if stores_ordered(cache, prompts, tokens):
-                half = room.half_rows(tokens, spec.heads * spec.head_dim)
-                ordered = half.values if half.ordered else None
+            if stores_ordered(cache, prompts, tokens) and room.form(tokens, width) is Form.ORDERED:
+                ordered, form = room.half_rows(tokens, width).values, Form.ORDERED
             out = attention_prefill(
                 q, spec, cache, 0, first, torch.float16, self.pdl, table,
                 in_place=True, prompts=prompts, ordered=ordered,
             )  # fmt: skip
-            return room.as_they_are(out, tokens)
+            return room.as_they_are(out, tokens, form)
         q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, sequences=sequences)
         return attention_prefill(
             q, spec, cache, 0, first, torch.float32, self.pdl, table, self.fixed_kernels, prompts=prompts
@@ -247,7 +247,8 @@ class CudaBackend(PromptScope):
             rounded = RoundedActivations.empty(rows, width, self.device)
             return attention_decode_round(qkv, spec, cache, positions, workspace, rounded, pdl, tables)
         room = self._workspace()
-        out = room.as_they_are(room.half_rows(rows, width).values, rows)
+        half = room.half_rows(rows, width)
+        out = room.as_they_are(half.values, rows, half.form)
         return attention_decode_half(qkv, spec, cache, positions, workspace, out, pdl, tables)
 
     def _normed(self, x: Residual, norm: Tensor, eps: float) -> Rows:

@@ -123,7 +123,6 @@ class DecodeArguments:
             blocks,
             self.qkv.stride(0),
             0 if half is None else half.stride,
-            0 if half is None else half.values.stride(0),
         )
 
     def constants(self) -> dict[str, int | bool]:
@@ -137,6 +136,6 @@ class DecodeArguments:
             "PAGED": self.block_tables is not None,
             "SLICES": self.slices,
             "ROUND": self.rounds,
-            "FORM": -1 if self.half is None else self.half.form,
+            "FORM": -1 if self.half is None else int(self.half.form),
             "PDL": self.pdl,
         }

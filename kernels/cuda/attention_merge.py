@@ -70,7 +70,7 @@ def merged_slices(
 
 @gluon.jit
 def store_heads(
-    out, head, outputs, sequence, stride, copy,
+    out, head, outputs, sequence, stride,
     GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROUND: gl.constexpr, FORM: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
@@ -100,6 +100,6 @@ def store_heads(
         column = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS)), 0)
         column += (head + member) * HEAD_DIM
         if FORM >= 0:
-            store_half(outputs[0], sequence, column, stride, copy, out, member + column * 0 < GROUP, FORM)
+            store_half(outputs[0], sequence, column, stride, out, member + column * 0 < GROUP, FORM)
         else:
             gl.store(outputs[0] + column, out, mask=member < GROUP)

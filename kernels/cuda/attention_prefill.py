@@ -246,11 +246,10 @@ def attention_prefill(
 
     q: [T, heads, head_dim] fp16, rotated (`rope_store` makes it and has written the chunk's keys and values);
     `spec.mask_band` must have at least T rows and reach `start`. `block_table`: as in `rope_store`. Returns
-    [T, heads * head_dim] of `out_dtype`; `in_place`: where q was; or `ordered`, fp16 rows in the orders of columns
-    (half.py), where `stores_ordered` says so. `fixed`: a row's bits are the same whatever
-    chunk it is in: key tiles of one size lie at its multiples, and one in which a row sees nothing leaves its state as
-    it is. `prompts` (`prompt_rows` makes it): the rows are chunks of several sequences, `block_table` has a row for
-    each, and `start` is 0.
+    [T, heads * head_dim] of `out_dtype`; `in_place`: where q was; or `ordered`, the values of ordered rows (half.py),
+    where `stores_ordered` says so. `fixed`: a row's bits are the same whatever chunk it is in: key tiles of one size
+    lie at its multiples, and one in which a row sees nothing leaves its state as it is. `prompts` (`prompt_rows` makes
+    it): the rows are chunks of several sequences, `block_table` has a row for each, and `start` is 0.
     Source: Dao 2023 (FlashAttention-2).
     """
     tokens, heads, head_dim = q.shape
@@ -275,7 +274,9 @@ def attention_prefill(
     else:
         out = torch.empty(tokens, heads * head_dim, dtype=out_dtype, device=q.device)
     if launch.wgmma and not fixed and not cache.q8_0:
-        _launch_wgmma(q, spec, cache, sequence, start, rows, pdl, block_table, prompts, out)
+        _launch_wgmma(
+            q, spec, cache, sequence, start, rows, pdl, block_table, prompts, out, ordered is not None
+        )  # fmt: skip
         return out
     assert ordered is None
     k, v, k_scale, v_scale = sequence_pointers(cache, sequence)
@@ -329,6 +330,7 @@ def _launch_wgmma(
     block_table: torch.Tensor | None,
     prompts: PromptRows | None,
     out: torch.Tensor,
+    ordered: bool,
 ) -> None:
     """`attention_prefill` to `out`, plain or ordered rows, by the kernel for Hopper."""
     tokens, heads, head_dim = q.shape
@@ -348,13 +350,12 @@ def _launch_wgmma(
         rows,
         context,
         blocks,
-        out.stride(0) if out.ndim == 3 else 0,
         HEADS=heads,
         KV_HEADS=kv_heads,
         WINDOW=spec.window or 0,
         PAGED=block_table is not None,
         TILED=prompts is not None,
-        ORDERED=out.ndim == 3,
+        ORDERED=ordered,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -5,7 +5,7 @@ shared memory by the copy engine, ahead of two groups of four warps that take ha
 nobody: what is there, and what may be written over, is said by barriers in shared memory, so that one makes weights
 while the matrix units work for the other. Beside that, a group asks for the scores of a tile and the sum of values of
 the tile before together, and waits for the scores only. Tiles are visited from the last, which the diagonal crosses, to
-the first. A mask is positions compared. Results may be written as ordered rows (half.py): the columns which lie side by
+the first. A mask is positions compared. Results may be written as ordered rows (half.py): columns which lie side by
 side there are a thread's own, so it writes 16 bytes at a time.
 Does not know: which launches come here (attention_prefill.py), rotation, or where the cache's blocks come from.
 """
@@ -151,11 +151,10 @@ def _clear_from(stage, first):
 
 
 @gluon.jit
-def _store(out_ptr, mixed, row, width, copy, rows, ORDERED: gl.constexpr):
-    """Store [rows, columns of a head] from `out_ptr` on; ORDERED: in both orders of columns (`half_place`)."""
+def _store(out_ptr, mixed, row, width, rows, ORDERED: gl.constexpr):
+    """Store [rows, columns of a head] from `out_ptr` on; ORDERED: with the columns in order (`half_place`)."""
     if ORDERED:
-        # Thread (r, q) of a warp has columns 8 n + 2 q + e: of each place in either order, the lowest three bits lie
-        # in one thread.
+        # Thread (r, q) of a warp has columns 8 n + 2 q + e: the lowest three bits of a place lie in one thread.
         L: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
             [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -163,15 +162,13 @@ def _store(out_ptr, mixed, row, width, copy, rows, ORDERED: gl.constexpr):
             [],
             [_ROWS, _SIZE],
         )
-        near = gl.reshape(gl.permute(gl.reshape(mixed, [_ROWS, 4, 16, 2]), [0, 2, 1, 3]), [_ROWS, _SIZE])
-        far = gl.reshape(gl.permute(gl.reshape(mixed, [_ROWS, 2, 4, 8, 2]), [0, 1, 3, 2, 4]), [_ROWS, _SIZE])
+        mixed = gl.reshape(gl.permute(gl.reshape(mixed, [_ROWS, 4, 16, 2]), [0, 2, 1, 3]), [_ROWS, _SIZE])
         token = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, L))
         place = gl.expand_dims(token * width, 1) + gl.expand_dims(
             gl.arange(0, _SIZE, layout=gl.SliceLayout(0, L)), 0
         )
-        live = gl.expand_dims(token < rows, 1)
-        gl.store(out_ptr + place, gl.convert_layout(near, L, assert_trivial=True), mask=live)
-        gl.store(out_ptr + copy + place, gl.convert_layout(far, L, assert_trivial=True), mask=live)
+        mixed = gl.convert_layout(mixed, L, assert_trivial=True)
+        gl.store(out_ptr + place, mixed, mask=gl.expand_dims(token < rows, 1))
     else:
         MMA: gl.constexpr = mixed.type.layout
         token = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
@@ -183,7 +180,7 @@ def _store(out_ptr, mixed, row, width, copy, rows, ORDERED: gl.constexpr):
 
 @gluon.jit
 def _one_group(
-    group: gl.constexpr, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy,
+    group: gl.constexpr, shared, out_ptr, scale, start, first_row, rows, last_tile, count,
     width: gl.constexpr, WINDOW: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """What group `group` of four warps does: its half of the program's rows."""
@@ -235,13 +232,13 @@ def _one_group(
     mbarrier.wait(values_ready.index(end % _STAGES), (end // _STAGES) & 1)
     mixed = warpgroup_mma(weights, values.index(end % _STAGES), mixed)
     mixed = (mixed / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
-    _store(out_ptr, mixed, row, width, copy, rows, ORDERED)
+    _store(out_ptr, mixed, row, width, rows, ORDERED)
 
 
 @partial(Relaunched, layout=STAGED)
 @gluon.jit(do_not_specialize=["start", "rows", "context", "blocks"])
 def attention_wgmma_kernel(
-    out_ptr, table_ptr, tile_ptr, q_rows, k_rows, v_rows, scale, start, rows, context, blocks, copy,
+    out_ptr, table_ptr, tile_ptr, q_rows, k_rows, v_rows, scale, start, rows, context, blocks,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, PAGED: gl.constexpr, TILED: gl.constexpr,
     ORDERED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -296,11 +293,11 @@ def attention_wgmma_kernel(
         [
             (
                 _one_group,
-                (0, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, WIDTH, WINDOW, ORDERED),
+                (0, shared, out_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW, ORDERED),
             ),
             (
                 _one_group,
-                (1, shared, out_ptr, scale, start, first_row, rows, last_tile, count, copy, WIDTH, WINDOW, ORDERED),
+                (1, shared, out_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW, ORDERED),
             ),
             (
                 _copy_all,

@@ -95,7 +95,6 @@ def _store_heads(
     sums_ptr,
     sequence,
     stride,
-    copy,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -116,7 +115,7 @@ def _store_heads(
         column = head[:, None] * HEAD_DIM + d
         inside = live[:, None] & (d < HEAD_DIM)
         if FORM >= 0:
-            store_half(out_ptr, sequence, column, stride, copy, out, inside, FORM)
+            store_half(out_ptr, sequence, column, stride, out, inside, FORM)
         else:
             tl.store(out_ptr + column, out, mask=inside)
 
@@ -131,7 +130,6 @@ def _combine(
     sums_ptr,
     sequence,
     stride,
-    copy,
     first_head,
     slices,
     GROUP: tl.constexpr,
@@ -159,7 +157,7 @@ def _combine(
         weight = tl.exp2(largest - tl.max(largest, 1)[:, None])
         out = tl.sum(mixed * weight[:, :, None], 1) / tl.sum(total * weight, 1)[:, None]
         _store_heads(
-            out, head, member < GROUP, out_ptr, low_ptr, scale_ptr, sums_ptr, sequence, stride, copy,
+            out, head, member < GROUP, out_ptr, low_ptr, scale_ptr, sums_ptr, sequence, stride,
             HEAD_DIM, PADDED, AT_ONCE, ROUND, FORM,
         )  # fmt: skip
 
@@ -191,7 +189,6 @@ def _attention_tiles_kernel(
     blocks,
     qkv_stride,
     out_stride,
-    copy,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
@@ -324,7 +321,7 @@ def _attention_tiles_kernel(
     if slices == 1:
         out = mixed / total[:, None]
         _store_heads(
-            out, head, live, out_ptr, low_ptr, out_scale_ptr, sums_ptr, sequence, out_stride, copy,
+            out, head, live, out_ptr, low_ptr, out_scale_ptr, sums_ptr, sequence, out_stride,
             HEAD_DIM, PADDED, HEADS_PADDED, ROUND, FORM,
         )  # fmt: skip
     else:
@@ -347,7 +344,6 @@ def _attention_tiles_kernel(
                 sums_ptr,
                 sequence,
                 out_stride,
-                copy,
                 kv_head * GROUP,
                 slices,
                 GROUP,

@@ -116,7 +116,7 @@ def _cache_row(table_ptr, blocks, place, PAGED: gl.constexpr):
 def _attention_warps_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, query_scale_ptr, position_ptr, table_ptr, k_ptr, v_ptr,
     mixed_ptr, state_ptr, arrived_ptr, out_ptr, low_ptr, out_scale_ptr, sums_ptr,
-    eps, scale, context, blocks, qkv_stride, out_stride, copy,
+    eps, scale, context, blocks, qkv_stride, out_stride,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE_DIM: gl.constexpr,
     HALVES: gl.constexpr, NORM: gl.constexpr, QUERY_SCALE: gl.constexpr, WINDOW: gl.constexpr, PAGED: gl.constexpr,
     SLICES: gl.constexpr, LEAST: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr, ROUND: gl.constexpr,
@@ -257,9 +257,7 @@ def _attention_warps_kernel(
         head = kv_head * GROUP
         if slices == 1:
             out = out / gl.expand_dims(sum, 1)
-            store_heads(
-                out, head, outputs, sequence, out_stride, copy, GROUP, HEADS, HEAD_DIM, ROUND, FORM, F
-            )
+            store_heads(out, head, outputs, sequence, out_stride, GROUP, HEADS, HEAD_DIM, ROUND, FORM, F)
         else:
             mixed_ptr += sequence * (ALL_HEADS * SLICES * HEAD_DIM)
             state_ptr += sequence * (ALL_HEADS * SLICES * 2)
@@ -278,9 +276,7 @@ def _attention_warps_kernel(
                     mixed_ptr, state_ptr, head, slices, GROUP, HEADS, HEAD_DIM, SLICES, F
                 )
                 out = out / gl.expand_dims(sum, 1)
-                store_heads(
-                    out, head, outputs, sequence, out_stride, copy, GROUP, HEADS, HEAD_DIM, ROUND, FORM, F
-                )
+                store_heads(out, head, outputs, sequence, out_stride, GROUP, HEADS, HEAD_DIM, ROUND, FORM, F)
 
 
 def launch_warps(given: DecodeArguments) -> None:

@@ -9,7 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.fragments import load_chunk, set_scales, step_codes, super_scales
+from quengine.kernels.cuda.fragments import (
+    LANE_COLUMNS,
+    load_chunk,
+    set_scales,
+    step_codes,
+    step_column,
+    super_scales,
+)
 from quengine.kernels.cuda.mma import uses_assembly
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
 
@@ -49,7 +56,7 @@ def _embedding_kernel(
     row = tl.where(known, row, 0)
     tile = row // 16
     far = (row % 16) >= 8
-    # Lane 4r + q of a tile's chunk holds rows r and r + 8, columns of groups q, 4 + q, ... (see layout.py).
+    # Lane 4r + q of a tile's chunk holds rows r and r + 8, 32 columns of each block (see layout.py).
     i = tl.arange(0, 4 * CHUNKS)
     quad = i % 4
     lane = (row % 8).to(tl.int32) * 4 + quad
@@ -70,8 +77,7 @@ def _embedding_kernel(
         near_minimum = dmin0 * m0 if FMT.super_bytes > 0 else m0
         far_minimum = dmin1 * m1 if FMT.super_bytes > 0 else m1
         minimum = tl.where(far, far_minimum, near_minimum)
-        group = (step // PER_SET) * 4 + quad
-        column = chunk * FMT.chunk + group * FMT.group + (step % PER_SET) * 8
+        column = chunk * FMT.chunk + quad * LANE_COLUMNS + step_column(step)
         for half in tl.static_range(2):
             word = tl.where(far, codes[2 * half + 1], codes[2 * half])
             # Byte b of a word is column b of four: joined by the bits of b, the high one first.

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.fragments import chunk_scales, load_chunk, step_codes
+from quengine.kernels.cuda.fragments import LANE_COLUMNS, chunk_scales, load_chunk, step_codes
 from quengine.kernels.cuda.mma import pack_halves, uses_assembly
 from quengine.kernels.cuda.packed import PackedPart
 from quengine.kernels.cuda.relaunch import Relaunched
@@ -28,16 +28,12 @@ def _byte_values(word, scale, minimum, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _store_group(pointer, values, inside, STEPS: tl.constexpr):
-    """Store a group of a row, 8*STEPS fp16 in a run, from every thread: words side by side, so that they coalesce."""
-    if STEPS == 2:
-        quads = tl.join(tl.join(values[0], values[1]), tl.join(values[2], values[3]))
-        run = tl.reshape(tl.permute(quads, [0, 2, 1]), [values[0].shape[0], 4])
-    else:
-        first = tl.join(tl.join(values[0], values[1]), tl.join(values[2], values[3]))
-        last = tl.join(tl.join(values[4], values[5]), tl.join(values[6], values[7]))
-        run = tl.reshape(tl.permute(tl.join(first, last), [0, 3, 2, 1]), [values[0].shape[0], 8])
-    tl.store(pointer[:, None] + tl.arange(0, 2 * STEPS)[None, :], run, mask=inside[:, None])
+def _store_run(pointer, values, inside):
+    """Store 32 columns of a row, 8 words of fp16, from every thread: words side by side, so that they coalesce."""
+    first = tl.join(tl.join(values[0], values[1]), tl.join(values[2], values[3]))
+    last = tl.join(tl.join(values[4], values[5]), tl.join(values[6], values[7]))
+    run = tl.reshape(tl.permute(tl.join(first, last), [0, 3, 2, 1]), [values[0].shape[0], 8])
+    tl.store(pointer[:, None] + tl.arange(0, 8)[None, :], run, mask=inside[:, None])
 
 
 @Relaunched
@@ -48,7 +44,8 @@ def _dequantize_kernel(
 ):  # fmt: skip
     """fp16 [rows, K] of a part, from tile first_tile on; one warp a chunk. Row 0 of `out` is that tile's first."""
     CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
-    SETS: tl.constexpr = FMT.sets
+    BLOCKS: tl.constexpr = FMT.blocks
+    SETS: tl.constexpr = FMT.sets_per_block
     STEPS: tl.constexpr = FMT.steps_per_set
     SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
     thread = tl.arange(0, 32 * WARPS)
@@ -59,7 +56,7 @@ def _dequantize_kernel(
         (low, high, scales, supers), chunk + first_tile * CHUNKS, 0, lane, valid, FMT, True
     )  # fmt: skip
     tile = chunk // CHUNKS
-    column = (chunk % CHUNKS) * FMT.chunk + (lane & 3) * FMT.group
+    column = (chunk % CHUNKS) * FMT.chunk + (lane & 3) * LANE_COLUMNS
     if PAIRED:
         near_row = tile * 8 + (lane >> 2)
         far_row = near_row + rows // 2
@@ -73,18 +70,19 @@ def _dequantize_kernel(
     pointer = out_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     near_at = pointer + (near_row.to(tl.int64) * K + column) // 4
     far_at = pointer + (far_row.to(tl.int64) * K + column) // 4
-    for s in tl.static_range(SETS):
-        near, near_min, far, far_min = chunk_scales(words, s, gain, FMT)
+    for block in tl.static_range(BLOCKS):
         near_values = ()
         far_values = ()
-        for j in tl.static_range(STEPS):
-            codes = step_codes(words, s * STEPS + j, FMT, ASM)
-            for half in tl.static_range(2):
-                near_values = near_values + (_byte_values(codes[2 * half], near, near_min, SIGNED),)
-                far_values = far_values + (_byte_values(codes[2 * half + 1], far, far_min, SIGNED),)
-        fits = column + s * 4 * FMT.group < K
-        _store_group(near_at + s * FMT.group, near_values, inside & fits, STEPS)
-        _store_group(far_at + s * FMT.group, far_values, far_inside & fits, STEPS)
+        for s in tl.static_range(SETS):
+            near, near_min, far, far_min = chunk_scales(words, block * SETS + s, gain, FMT)
+            for j in tl.static_range(STEPS):
+                codes = step_codes(words, (block * SETS + s) * STEPS + j, FMT, ASM)
+                for half in tl.static_range(2):
+                    near_values = near_values + (_byte_values(codes[2 * half], near, near_min, SIGNED),)
+                    far_values = far_values + (_byte_values(codes[2 * half + 1], far, far_min, SIGNED),)
+        fits = column + block * 128 < K
+        _store_run(near_at + block * 32, near_values, inside & fits)
+        _store_run(far_at + block * 32, far_values, far_inside & fits)
 
 
 def dequantize_part(

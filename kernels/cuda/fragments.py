@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.block_formats import IQ4_TABLE, MXFP4_TABLE
+from quengine.kernels.cuda import layout
 from quengine.kernels.cuda.mma import byte_permute
 
 # The sixteen int8 entries of a table, four to an int32.
@@ -26,6 +27,15 @@ _SIX = tl.constexpr(6)
 _HALF = tl.constexpr(0)
 _HALF_MIN = tl.constexpr(1)
 _E8M0 = tl.constexpr(2)
+
+
+LANE_COLUMNS = tl.constexpr(layout.LANE_COLUMNS)
+
+
+@triton.constexpr_function
+def step_column(step: int) -> int:
+    """How far behind the first column of lane q in a chunk, LANE_COLUMNS * q, its columns of a step begin."""
+    return step // 4 * layout.BLOCK_COLUMNS + step % 4 * 8
 
 
 @triton.jit

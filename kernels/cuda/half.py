@@ -4,20 +4,20 @@ A row of activations is multiplied by 2^e so that its largest value lies in [2^1
 `gain`; both are undone in fp32 after the sum. So only the 11 bits of fp16's mantissa round anything.
 Rows lie one after the other, for cuBLAS, or tiled: 8 rows by 128 columns at a time, in the order in which the
 kernel on packed weights multiplies them. 8 consecutive columns of a row, 16 bytes, are what a lane takes in one step;
-of column k, q = k // 32 % 4 is the lane's place in its quad and j = k // 8 % 4 the step, in a format of groups of 32.
+of column k, q = k // 32 % 4 is the lane's place in its quad and j = k // 8 % 4 the step (layout.py).
 
     tiled [rows / 8, columns / 128, j, row, q, 8 columns]
 
 Ordered rows, for Hopper's matrix units, lie one after the other, but their columns stand as they meet in one
-instruction of 16: columns 2p and 2p + 1 (p = 0, 1) of half h of step j of the quad's four lanes. Groups of 32 give one
-such order of 128 columns, groups of 16 one of 64; a matmul may have weights of both kinds, so there are two copies.
+instruction of 16: columns 2p and 2p + 1 (p = 0, 1) of half h of step j of the quad's four lanes.
 
-    ordered [2, rows, columns / (4 * group), j, h, p, q, 2 columns]
+    ordered [rows, columns / 128, j, h, p, q, 2 columns]
 
-Does not know: packed layouts, or which matmul reads the rows.
+Does not know: which matmul reads the rows.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 import triton
@@ -26,29 +26,40 @@ from torch import Tensor
 
 from quengine.kernels.cuda.relaunch import Relaunched
 
-ROW_MAJOR = tl.constexpr(0)
-TILED = tl.constexpr(1)
-ORDERED_32 = tl.constexpr(2)
-ORDERED_16 = tl.constexpr(3)
-
 ROWS_A_TILE = 8
 COLUMNS_A_TILE = 128
 
 
+class Form(IntEnum):
+    """How half rows lie."""
+
+    ROW_MAJOR = 0
+    TILED = 1
+    ORDERED = 2
+
+
+_TILED = tl.constexpr(int(Form.TILED))
+ORDERED = tl.constexpr(int(Form.ORDERED))
+
+
 @dataclass(frozen=True)
 class HalfRows:
-    """T rows of K activations: x is about values * unscale. values fp16 [T, K], unit inner stride, or tiled (six
-    axes; see the module) with columns padded to 128 and rows to what `padded_rows` says, the padding being anything,
-    or ordered [2, rows padded likewise, K]; unscale fp32 [T], powers of two."""
+    """T rows of K activations: x is about values * unscale. values fp16 of the shape `half_shape` gives, unit inner
+    stride; rows and columns that pad it are anything. unscale fp32 [T], powers of two."""
 
     values: Tensor
     unscale: Tensor
+    form: Form = Form.ROW_MAJOR
 
     @classmethod
-    def empty(cls, rows: int, cols: int, device: torch.device | str) -> "HalfRows":
+    def empty(
+        cls, rows: int, cols: int, device: torch.device | str, form: Form = Form.ROW_MAJOR
+    ) -> "HalfRows":
+        """Raises ValueError where such rows are not to be had."""
         return cls(
-            torch.empty(rows, cols, dtype=torch.float16, device=device),
+            torch.empty(half_shape(rows, cols, form), dtype=torch.float16, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
+            form,
         )
 
     @property
@@ -57,21 +68,16 @@ class HalfRows:
 
     @property
     def tiled(self) -> bool:
-        return self.values.ndim == 6
+        return self.form is Form.TILED
 
     @property
     def ordered(self) -> bool:
-        return self.values.ndim == 3
+        return self.form is Form.ORDERED
 
     @property
     def stride(self) -> int:
         """From a row to the next, or from a tile of rows to the next."""
-        return self.values.stride(1 if self.ordered else 0)
-
-    @property
-    def form(self) -> int:
-        """How the values lie, as kernels take it (`half_place`)."""
-        return int({2: ROW_MAJOR, 3: ORDERED_32, 6: TILED}[self.values.ndim].value)
+        return self.values.stride(0)
 
     def fits(self, cols: int) -> bool:
         """Whether these are rows of `cols` columns (tiled: as far as can be told)."""
@@ -81,24 +87,24 @@ class HalfRows:
 
     def as_tiled(self) -> "HalfRows":
         """The same rows, copied into tiles."""
-        tiles, blocks = tiled_shape(*self.values.shape)[:2]
-        padding = (0, blocks * COLUMNS_A_TILE - self.values.shape[1], 0, tiles * ROWS_A_TILE - self.rows)
+        rows, cols = self.values.shape
+        tiles, blocks = half_shape(rows, cols, Form.TILED)[:2]
+        padding = (0, blocks * COLUMNS_A_TILE - cols, 0, tiles * ROWS_A_TILE - rows)
         padded = torch.nn.functional.pad(self.values, padding).view(tiles, 8, blocks, 4, 4, 8)
-        return HalfRows(padded.permute(0, 2, 4, 1, 3, 5).contiguous(), self.unscale)
+        return HalfRows(padded.permute(0, 2, 4, 1, 3, 5).contiguous(), self.unscale, Form.TILED)
 
     def as_ordered(self) -> "HalfRows":
-        """The same rows, copied into the orders of columns. Raises ValueError where K is no multiple of 128."""
+        """The same rows, copied with their columns in order. Raises ValueError where K is no multiple of 128."""
         rows, cols = self.values.shape
-        ordered = self.values.new_empty(ordered_shape(rows, cols))
-        for copy, group in zip(ordered, (32, 16), strict=True):
-            split = self.values.view(rows, -1, 4, group // 8, 2, 2, 2)
-            copy[:rows] = split.permute(0, 1, 3, 4, 5, 2, 6).reshape(rows, cols)
-        return HalfRows(ordered, self.unscale)
+        ordered = self.values.new_empty(half_shape(rows, cols, Form.ORDERED))
+        split = self.values.view(rows, -1, 4, 4, 2, 2, 2)
+        ordered[:rows] = split.permute(0, 1, 3, 4, 5, 2, 6).reshape(rows, cols)
+        return HalfRows(ordered, self.unscale, Form.ORDERED)
 
     def row_major(self, cols: int) -> Tensor:
         """The values, fp16 [T, cols], one row after the other."""
         if self.ordered:
-            split = self.values[0, : self.rows].view(self.rows, -1, 4, 2, 2, 4, 2)
+            split = self.values[: self.rows].view(self.rows, -1, 4, 2, 2, 4, 2)
             return split.permute(0, 1, 5, 2, 3, 4, 6).reshape(self.rows, cols)
         if not self.tiled:
             return self.values
@@ -141,42 +147,40 @@ def padded_rows(rows: int) -> int:
     return ROWS_A_TILE * (1 << (tiles - 1).bit_length() if tiles <= 8 else -(-tiles // 8) * 8)
 
 
-def tiled_shape(rows: int, cols: int) -> tuple[int, int, int, int, int, int]:
-    return padded_rows(rows) // ROWS_A_TILE, -(-cols // COLUMNS_A_TILE), 4, 8, 4, 8
+def half_shape(rows: int, cols: int, form: Form) -> tuple[int, ...]:
+    """The shape of the values of half rows: [rows, cols]; tiled, six axes (see the module), rows padded to what
+    `padded_rows` says and columns to 128; ordered, [rows padded likewise, cols].
 
-
-def ordered_shape(rows: int, cols: int) -> tuple[int, int, int]:
-    """Raises ValueError where such rows are not to be had."""
+    Raises ValueError where such rows are not to be had.
+    """
+    if form is Form.ROW_MAJOR:
+        return rows, cols
+    if form is Form.TILED:
+        return padded_rows(rows) // ROWS_A_TILE, -(-cols // COLUMNS_A_TILE), 4, 8, 4, 8
     if cols % COLUMNS_A_TILE:
         raise ValueError(f"ordered rows have a multiple of {COLUMNS_A_TILE} columns, not {cols}")
-    return 2, padded_rows(rows), cols
+    return padded_rows(rows), cols
 
 
 @triton.jit
 def half_place(row, column, stride, FORM: tl.constexpr):
     """Where row `row`, column `column` of half rows stands. `stride`: fp16 from a row to the next, or, tiled, from
     a tile of rows to the next."""
-    if FORM == TILED:
+    if FORM == _TILED:
         place = (row >> 3) * stride + ((column >> 7) * 1024 + ((column >> 3) & 3) * 256)
         return place + (row & 7) * 32 + (((column >> 5) & 3) * 8 + (column & 7))
-    elif FORM == ORDERED_32:
+    elif FORM == ORDERED:
         place = (column & ~127) + ((column >> 2) & 7) * 16 + ((column >> 1) & 1) * 8
         return row * stride + (place + ((column >> 5) & 3) * 2 + (column & 1))
-    elif FORM == ORDERED_16:
-        place = (column & ~63) + ((column >> 2) & 3) * 16 + ((column >> 1) & 1) * 8
-        return row * stride + (place + ((column >> 4) & 3) * 2 + (column & 1))
     else:
         return row * stride + column
 
 
 @triton.jit
-def store_half(out_ptr, row, column, stride, copy, values, mask, FORM: tl.constexpr):
-    """Store `values` as half rows: fp16, or `out_ptr`'s own type in plain rows. `copy`: fp16 from one copy of ordered
-    rows to the other."""
+def store_half(out_ptr, row, column, stride, values, mask, FORM: tl.constexpr):
+    """Store `values` as half rows: fp16, or `out_ptr`'s own type in plain rows."""
     values = values.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + half_place(row, column, stride, FORM), values, mask=mask)
-    if FORM == ORDERED_32:
-        tl.store(out_ptr + copy + half_place(row, column, stride, ORDERED_16), values, mask=mask)
 
 
 @triton.jit
@@ -193,7 +197,7 @@ def half_scale(peak):
 @Relaunched
 @triton.jit
 def _half_rows_kernel(
-    x_ptr, half_ptr, unscale_ptr, K, half_stride, copy, BLOCK: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr
+    x_ptr, half_ptr, unscale_ptr, K, half_stride, BLOCK: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -209,7 +213,7 @@ def _half_rows_kernel(
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-        store_half(half_ptr, row, k, half_stride, copy, x * scale, k < K, FORM)
+        store_half(half_ptr, row, k, half_stride, x * scale, k < K, FORM)
 
 
 def half_rows(x: Tensor, out: HalfRows | None = None, pdl: bool = False) -> HalfRows:
@@ -217,8 +221,7 @@ def half_rows(x: Tensor, out: HalfRows | None = None, pdl: bool = False) -> Half
     rows = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     block = min(4096, int(triton.next_power_of_2(x.shape[1])))
     _half_rows_kernel[(x.shape[0],)](
-        x, rows.values, rows.unscale, x.shape[1], rows.stride, rows.values.stride(0), BLOCK=block, FORM=rows.form,
-        PDL=pdl,
+        x, rows.values, rows.unscale, x.shape[1], rows.stride, BLOCK=block, FORM=int(rows.form), PDL=pdl,
         num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return rows
@@ -226,7 +229,7 @@ def half_rows(x: Tensor, out: HalfRows | None = None, pdl: bool = False) -> Half
 
 @Relaunched
 @triton.jit
-def _order_rows_kernel(x_ptr, out_ptr, K, stride, copy, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _order_rows_kernel(x_ptr, out_ptr, K, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -234,22 +237,19 @@ def _order_rows_kernel(x_ptr, out_ptr, K, stride, copy, BLOCK: tl.constexpr, PDL
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
     # Exchanged between threads, so that they store whole words side by side: `half_place` of all columns at once.
-    near = tl.reshape(tl.permute(tl.reshape(x, [BLOCK // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4]), [BLOCK])
-    far = tl.reshape(tl.permute(tl.reshape(x, [BLOCK // 64, 4, 4, 2, 2]), [0, 2, 3, 1, 4]), [BLOCK])
-    tl.store(out_ptr + row * stride + k, near, mask=k < K)
-    tl.store(out_ptr + copy + row * stride + k, far, mask=k < K)
+    ordered = tl.reshape(tl.permute(tl.reshape(x, [BLOCK // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4]), [BLOCK])
+    tl.store(out_ptr + row * stride + k, ordered, mask=k < K)
 
 
 def order_rows(x: HalfRows, out: Tensor, pdl: bool = False) -> HalfRows:
-    """Contiguous plain rows, stored to `out` in the orders of columns: as `as_ordered`, by one launch."""
-    assert x.values.is_contiguous() and out.shape == ordered_shape(*x.values.shape)
-    ordered = HalfRows(out, x.unscale)
-    cols = x.values.shape[1]
-    _order_rows_kernel[(x.rows, -(-cols // 1024))](
-        x.values, out, cols, ordered.stride, out.stride(0), BLOCK=1024, PDL=pdl,
+    """Contiguous plain rows, stored to `out` with their columns in order: as `as_ordered`, by one launch."""
+    rows, cols = x.values.shape
+    assert x.values.is_contiguous() and out.shape == half_shape(rows, cols, Form.ORDERED)
+    _order_rows_kernel[(rows, -(-cols // 1024))](
+        x.values, out, cols, out.stride(0), BLOCK=1024, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    return ordered
+    return HalfRows(out, x.unscale, Form.ORDERED)
 
 
 @Relaunched

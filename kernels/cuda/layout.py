@@ -1,11 +1,15 @@
 """How each block format lies in packed planes: the constants that packing, kernels and tests share.
 
 A packed matrix is cut in tiles of 16 rows, a tile in chunks of 256 columns (128 where the columns are no
-multiple of 256), a chunk in steps. One step is what one integer matrix instruction (m16n8k32) of one warp
-consumes: lane 4r + q holds 8 consecutive columns of rows r and r + 8. The four lanes of a quad (q = 0..3)
-hold columns of four *different* groups: step s*J + j of a chunk covers columns 8j .. 8j+7 of groups 4s ..
-4s+3, with J = group/8. So a lane meets one group at a time, and the scales of that group are the only ones
-it needs. 4s .. 4s+3 is "set" s.
+multiple of 256), a chunk in blocks of 128. Lane 4r + q of a warp holds the neighbouring columns 32q .. 32q+31 of
+each block, of rows r and r + 8, whatever the format: 8 in each of four steps. One step is what one integer matrix
+instruction (m16n8k32) of the warp consumes. Step i of a chunk covers columns 8j .. 8j+7 (j = i % 4) of a lane's 32
+in block i // 4.
+
+So the four lanes of a quad (q = 0..3) hold columns of four *different* groups, and a lane meets one group at a
+time, whose scales are the only ones it needs: all 32 columns of a block, or the first and then the last 16. The
+steps that have such a group, and the groups of the quad, are a "set": with J = group/8 steps, set s is steps s*J ..
+s*J + J-1. In groups of 32 these are groups 4s + q of the chunk, in groups of 16 groups 8*(s // 2) + 2q + s % 2.
 
 Plane     per lane         content (rh: 0 for row r, 1 for row r + 8; half: first or last 4 of the 8 columns)
 low       4 bits: 8 B/step byte b of word `half`: code of rh 0 in the low nibble, of rh 1 in the high one
@@ -28,6 +32,9 @@ from quengine.kernels.block_formats import FORMATS, BlockFormat
 
 TILE_ROWS = 16
 LANES = 32
+BLOCK_COLUMNS = 128
+LANE_COLUMNS = 32
+"""Neighbouring columns of a block that a lane holds."""
 
 
 class ScaleKind(IntEnum):
@@ -71,8 +78,17 @@ class PackedLayout:
         return 4 if self.bits == 4 and not self.table else self.near_shift
 
     @property
+    def blocks(self) -> int:
+        """Blocks a chunk."""
+        return self.chunk // BLOCK_COLUMNS
+
+    @property
     def sets(self) -> int:
         return self.chunk // (4 * self.group)
+
+    @property
+    def sets_per_block(self) -> int:
+        return LANE_COLUMNS // self.group
 
     @property
     def steps(self) -> int:

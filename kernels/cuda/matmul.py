@@ -15,20 +15,12 @@ Does not know: models, or where rows come from.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.cuda.expand import dequantize_part
-from quengine.kernels.cuda.half import (
-    HalfRows,
-    Products,
-    half_rows,
-    order_rows,
-    ordered_shape,
-    tiled_shape,
-)
+from quengine.kernels.cuda.half import Form, HalfRows, Products, half_rows, half_shape, order_rows
 from quengine.kernels.cuda.launch_table import fused_limit
 from quengine.kernels.cuda.matmul_float import launch_float
 from quengine.kernels.cuda.matmul_fused import FusedScratch, launch_fused
@@ -68,19 +60,19 @@ class MatmulWorkspace:
         self._few_ones = torch.ones(_FEW_ROWS, dtype=torch.float32, device=device)
         self._ones = self._few_ones
 
-    def form(self, rows: int, cols: int) -> Callable[[int, int], tuple[int, ...]] | None:
-        """The shape of half rows for the fused way on this device; None where that is not taken."""
+    def form(self, rows: int, cols: int) -> Form:
+        """How half rows lie for the fused way on this device; row-major where that is not taken."""
         wgmma = uses_wgmma(self.device, cols)
         limit = fused_limit(wgmma) if self.packed else min(fused_limit(wgmma), _FEW_ROWS)
         if not self.fixed and rows > limit:
-            return None
-        return ordered_shape if wgmma else tiled_shape
+            return Form.ROW_MAJOR
+        return Form.ORDERED if wgmma else Form.TILED
 
     def half_rows(self, rows: int, cols: int) -> HalfRows:
         """Scaled fp16 rows, tiled or ordered where the fused way is taken; one set at a time is in use."""
         form = self.form(rows, cols)
-        shape = (rows, cols) if form is None else form(rows, cols)
-        return HalfRows(self._take("rows", torch.float16, rows, *shape), self.unscale(rows))
+        values = self._take("rows", torch.float16, rows, *half_shape(rows, cols, form))
+        return HalfRows(values, self.unscale(rows), form)
 
     def unscale(self, rows: int) -> Tensor:
         return self._take("unscale", torch.float32, rows, rows)
@@ -91,8 +83,8 @@ class MatmulWorkspace:
 
     def gated_half(self, rows: int, width: int) -> HalfRows:
         """Ordered rows of SwiGLU."""
-        values = self._take("gated half", torch.float16, rows, *ordered_shape(rows, width))
-        return HalfRows(values, self.gated_unscale(rows))
+        values = self._take("gated half", torch.float16, rows, *half_shape(rows, width, Form.ORDERED))
+        return HalfRows(values, self.gated_unscale(rows), Form.ORDERED)
 
     def gated_unscale(self, rows: int) -> Tensor:
         return self._take("gated unscale", torch.float32, rows, rows)
@@ -106,9 +98,9 @@ class MatmulWorkspace:
         """fp32 [rows, width], contiguous: products that the next launch reads."""
         return self._take("products", torch.float32, rows, rows, width)
 
-    def as_they_are(self, values: Tensor, rows: int) -> HalfRows:
-        """`rows` fp16 rows, in any form, that need no scale."""
-        return HalfRows(values, self.ones(rows))
+    def as_they_are(self, values: Tensor, rows: int, form: Form = Form.ROW_MAJOR) -> HalfRows:
+        """`rows` fp16 rows that need no scale."""
+        return HalfRows(values, self.ones(rows), form)
 
     def ones(self, rows: int) -> Tensor:
         """The unscale of rows that have none."""
@@ -244,11 +236,11 @@ def _halved(x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspa
         if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous():
             raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")
         x = half_rows(x, workspace.half_rows(x.shape[0], x.shape[1]), pdl)
-    elif x.values.ndim == 2:
+    elif x.form is Form.ROW_MAJOR:
         form = workspace.form(x.rows, weight.cols)
-        if form is ordered_shape:
+        if form is Form.ORDERED:
             x = order_rows(x, workspace.half_rows(x.rows, weight.cols).values, pdl)
-        elif form is tiled_shape:
+        elif form is Form.TILED:
             x = x.as_tiled()
     if not x.fits(weight.cols):
         raise ValueError(f"rows of {list(x.values.shape)} for weights of {weight.cols}")
@@ -294,7 +286,7 @@ def matmul_swiglu(
 
 def _expands_at_once(x: HalfRows, weight: PackedWeight, workspace: MatmulWorkspace) -> bool:
     """Whether these are rows for cuBLAS, and the whole weight fits the workspace, its rows in their order."""
-    if workspace.form(x.rows, weight.cols) is not None:
+    if workspace.form(x.rows, weight.cols) is not Form.ROW_MAJOR:
         return False
     packed = all(isinstance(part, PackedPart) for part in weight.parts)
     return packed and not weight.paired and weight.rows * weight.cols <= workspace.max_weights

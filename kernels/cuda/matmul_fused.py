@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.fragments import chunk_scales, load_chunk, step_codes
+from quengine.kernels.cuda.fragments import (
+    LANE_COLUMNS,
+    chunk_scales,
+    load_chunk,
+    step_codes,
+    step_column,
+)
 from quengine.kernels.cuda.half import HalfRows
 from quengine.kernels.cuda.launch_table import fused_geometry
 from quengine.kernels.cuda.mma import SUBNORMALS, mma_half_step, scale_bytes, scale_bytes_once, uses_assembly
@@ -37,17 +43,14 @@ def _step_rows(
     Zeros past column K: the weights there are zero too, but what lies in memory need not be finite.
     """
     PADDED: tl.constexpr = (K + 127) // 128 * 128
-    s: tl.constexpr = step // FMT.steps_per_set
-    j: tl.constexpr = step % FMT.steps_per_set
-    # Units of 8 columns of a row, 2 int64; 4 * 8 * 4 of them are 128 columns of a token tile.
-    AT: tl.constexpr = (s * 4 + j) * 32 if FMT.group == 32 else (s // 2) * 128 + j * 32 + (s % 2) * 2
     words = ()
     for n in tl.static_range(TOKEN_TILES):
-        at = x_at + (AT * 2 + n * PADDED * 2)
+        # Units of 4 columns of a row: a step of a token tile is 8 columns of 8 rows for each lane of a quad.
+        at = x_at + (step * 64 + n * PADDED * 2)
         if K % FMT.chunk == 0:
             both = tl.load(at)
         else:
-            fits = column < K - (s * 4 * FMT.group + j * 8)
+            fits = column < K - step_column(step)
             both = tl.load(at, mask=fits[:, None], other=0)
         words = words + (tl.split(both),)
     return words
@@ -222,13 +225,8 @@ def _fused_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     token0 = tl.program_id(0) * (8 * TOKEN_TILES)
-    quad = lane & 3
-    if FMT.group == 32:
-        place = lane
-    else:
-        place = (quad & 1) * 64 + (lane - quad) + (quad >> 1)
     x_base = x_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + token0 * (PADDED // 4)
-    x_place = (place * 2)[:, None] + tl.arange(0, 2)[None, :]
+    x_place = (lane * 2)[:, None] + tl.arange(0, 2)[None, :]
     totals = ()
     for i in tl.static_range(4 * TILES * TOKEN_TILES):
         totals = totals + ((lane & 0).to(tl.float32),)
@@ -244,7 +242,7 @@ def _fused_kernel(
         # Past the edge codes and scales are zero; the rows read there must still exist.
         inside = tl.minimum(c, CHUNKS - 1)
         x_at = x_base + ((inside * (FMT.chunk * 2))[:, None] + x_place)
-        column = inside * FMT.chunk + quad * FMT.group
+        column = inside * FMT.chunk + (lane & 3) * LANE_COLUMNS
         totals = _multiply_chunk(totals, now, x_at, column, gain, FMT, K, TOKEN_TILES, TILES, EXACT, ASM)
         c += K_WARPS
     if SPLITS == 1:

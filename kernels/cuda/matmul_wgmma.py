@@ -68,7 +68,7 @@ def _begin(x_rows, TB: gl.constexpr, SET: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit(do_not_specialize=["T"])  # any number of rows up to TB runs the same code
 def _wgmma_kernel(
     low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, partial_ptr, tickets_ptr,
-    tiles, rows, first, N, copy, T, gain, reach,
+    tiles, rows, first, N, T, gain, reach,
     FMT: gl.constexpr, K: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
     AT_ONCE: gl.constexpr, STAGES: gl.constexpr, SET: gl.constexpr, ASYNC: gl.constexpr, EXACT: gl.constexpr,
     PAIRED: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr, BEFORE: gl.constexpr, BEHIND: gl.constexpr,
@@ -106,7 +106,7 @@ def _wgmma_kernel(
         tl.extra.cuda.gdc_wait()
     if SPLITS == 1:
         store_sums(
-            acc, block * (16 * WARPS), unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T,
+            acc, block * (16 * WARPS), unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T,
             gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
         )  # fmt: skip
     else:
@@ -128,7 +128,7 @@ def _wgmma_kernel(
                 for i in gl.static_range(AT_ONCE):
                     total += gl.load(at + (split + i) * step, cache_modifier=".cg")
             store_sums(
-                total, block * (16 * WARPS), unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy,
+                total, block * (16 * WARPS), unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N,
                 T, gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
             )  # fmt: skip
             gl.store(tickets_ptr + block, 0)
@@ -137,7 +137,7 @@ def _wgmma_kernel(
 @partial(Relaunched, layout=_STAGED)
 @gluon.jit(do_not_specialize=["T"])
 def _wgmma_blocks_kernel(
-    low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, tiles, rows, first, N, copy,
+    low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, tiles, rows, first, N,
     T, gain, reach,
     FMT: gl.constexpr, K: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, SET: gl.constexpr, ASYNC: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -184,7 +184,7 @@ def _wgmma_blocks_kernel(
     if PDL and BEHIND:
         tl.extra.cuda.gdc_wait()
     store_block(
-        acc, tile0 * 16, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T, gain,
+        acc, tile0 * 16, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T, gain,
         reach, WARPS, TB, PAIRED, EPILOGUE, 64 if EPILOGUE == SWIGLU else 32,
     )  # fmt: skip
 
@@ -232,7 +232,7 @@ def launch_wgmma(
         paired,
         epilogue.value,
         added,
-        (out, out, out.shape[1], 0, first),
+        (out, out, out.shape[1], first),
         scratch,
         pdl,
         exact,
@@ -254,7 +254,7 @@ def launch_wgmma_swiglu(
     """silu(gate)*up of ordered rows times a paired part, to ordered rows."""
     geometry = wgmma_geometry(part, "swiglu", x.rows, fixed)
     assert out.ordered
-    outputs = (out.values, out.unscale, out.stride, out.values.stride(0), 0)
+    outputs = (out.values, out.unscale, out.stride, 0)
     _launch(x, part, geometry, True, SWIGLU.value, out.unscale, outputs, scratch, pdl, exact, fixed)
 
 
@@ -265,7 +265,7 @@ def _launch(
     paired: bool,
     epilogue: int,
     residual: Tensor,
-    outputs: tuple[Tensor, Tensor, int, int, int],
+    outputs: tuple[Tensor, Tensor, int, int],
     scratch: FusedScratch,
     pdl: bool,
     exact: bool,
@@ -273,17 +273,17 @@ def _launch(
     before: bool = False,
     behind: bool = False,
 ) -> None:
-    """`outputs`: values, unscale (or anything), from a row to the next, from a copy to the next, first column."""
-    out, unscale, stride, copy, first = outputs
+    """`outputs`: values, unscale (or anything), from a row to the next, first column."""
+    out, unscale, stride, first = outputs
     exact = exact or fixed or x.rows > MOST_FEW
     plan = _plan(
         geometry, part.layout, part.rows, part.cols, x.rows, exact, paired, epilogue, pdl, before, behind
     )
     assert x.ordered and x.rows * stride < 2**31, "the kernel counts results in 32 bits"
-    values = Copied(x.values[0 if part.layout.group == 32 else 1], plan.copied)
+    values = Copied(x.values, plan.copied)
     gain = part.gain if exact else _small_gain(part)
     matrices = (part.low, part.high, part.scales, part.supers, values, x.unscale, residual, out, unscale)
-    sizes = (part.tiles, part.rows, first, stride, copy, x.rows, gain, reach_of(part))
+    sizes = (part.tiles, part.rows, first, stride, x.rows, gain, reach_of(part))
     if x.rows > MOST_FEW:
         _wgmma_blocks_kernel.launch(plan.grid, matrices + sizes, plan.constants)
     else:

@@ -246,8 +246,8 @@ def _padded(values: Tensor, width: int) -> Tensor:
 
 def _to_fragments(codes: Tensor, layout: PackedLayout) -> Tensor:
     """uint8 [rows, cols] -> [tiles, chunks, steps, 32 lanes, 2 halves, 2 rh, 4 columns]."""
-    shape = (-1, 2, 8, codes.shape[1] // layout.chunk, layout.sets, 4, layout.steps_per_set, 2, 4)
-    order = (0, 3, 4, 6, 2, 5, 7, 1, 8)
+    shape = (-1, 2, 8, codes.shape[1] // layout.chunk, layout.blocks, 4, 4, 2, 4)
+    order = (0, 3, 4, 6, 2, 5, 7, 1, 8)  # tile, chunk, block, step, r, q, half, rh, column
     fragments = codes.view(shape).permute(order)
     return fragments.reshape(fragments.shape[0], fragments.shape[1], layout.steps, 32, 2, 2, 4)
 
@@ -255,7 +255,7 @@ def _to_fragments(codes: Tensor, layout: PackedLayout) -> Tensor:
 def _from_fragments(fragments: Tensor, layout: PackedLayout) -> Tensor:
     """The inverse of `_to_fragments`."""
     tiles, chunks = fragments.shape[:2]
-    shape = (tiles, chunks, layout.sets, layout.steps_per_set, 8, 4, 2, 2, 4)
+    shape = (tiles, chunks, layout.blocks, 4, 8, 4, 2, 2, 4)
     return (
         fragments.reshape(shape)
         .permute(0, 7, 4, 1, 2, 5, 3, 6, 8)
@@ -292,7 +292,8 @@ def _by_lane(values: Tensor, layout: PackedLayout) -> Tensor:
     """One value a group, [rows, cols/group] -> [tiles, chunks, 32 lanes, sets, 2 rh]."""
     padded = _padded(values, layout.chunk // layout.group)
     chunks = padded.shape[1] * layout.group // layout.chunk
-    split = padded.view(-1, 2, 8, chunks, layout.sets, 4).permute(0, 3, 2, 5, 4, 1)
+    shape = (-1, 2, 8, chunks, layout.blocks, 4, layout.sets_per_block)
+    split = padded.view(shape).permute(0, 3, 2, 5, 4, 6, 1)
     return split.reshape(split.shape[0], chunks, 32, layout.sets, 2)
 
 
@@ -342,8 +343,9 @@ def unpack_part(part: PackedPart) -> Groups:
     group_count, kind = part.cols // layout.group, layout.scales
 
     def by_row(values: Tensor) -> Tensor:
-        split = values.reshape(*shape, 8, 4, layout.sets, 2).permute(0, 5, 2, 1, 4, 3)
-        return split.reshape(part.tiles * TILE_ROWS, -1)[: part.rows, :group_count].contiguous()
+        split = values.reshape(*shape, 8, 4, layout.blocks, layout.sets_per_block, 2)
+        rows = split.permute(0, 6, 2, 1, 4, 3, 5).reshape(part.tiles * TILE_ROWS, -1)
+        return rows[: part.rows, :group_count].contiguous()
 
     if kind == ScaleKind.E8M0:
         return Groups(fmt, codes, by_row(part.scales))

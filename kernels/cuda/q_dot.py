@@ -13,7 +13,14 @@ Does not know: where the rows go, or what is done with them (matvec.py).
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.fragments import load_chunk, set_scales, step_codes, super_scales
+from quengine.kernels.cuda.fragments import (
+    LANE_COLUMNS,
+    load_chunk,
+    set_scales,
+    step_codes,
+    step_column,
+    super_scales,
+)
 from quengine.kernels.cuda.mma import mma_int8
 
 MOST_UNROLLED = tl.constexpr(8)
@@ -51,16 +58,19 @@ def _group_value(
 
 @triton.jit
 def _sum_value(
-    sums_ptr, row: tl.constexpr, group, ON: tl.constexpr, groups: tl.constexpr, T,
+    sums_ptr, row: tl.constexpr, group, ON: tl.constexpr, groups: tl.constexpr, T, s: tl.constexpr,
     FMT: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the integers of a group, as fp32: exact in int32, rounded once."""
-    if FMT.group == 16:
-        return _group_value(sums_ptr, row, group, ON, groups, T, PADDED).to(tl.float32)
+    """The sum of the integers of a group of 32, or of set s's half of it, as fp32: exact in int32, rounded once."""
+    pairs = sums_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    both = _group_value(pairs, row, group, ON, groups, T, PADDED)
+    if FMT.group == 32:
+        total = both.to(tl.int32) + (both >> 32).to(tl.int32)
+    elif s % 2 == 0:
+        total = both.to(tl.int32)
     else:
-        pairs = sums_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-        both = _group_value(pairs, row, group, ON, groups, T, PADDED)
-        return (both.to(tl.int32) + (both >> 32).to(tl.int32)).to(tl.float32)
+        total = (both >> 32).to(tl.int32)
+    return total.to(tl.float32)
 
 
 @triton.jit
@@ -72,20 +82,19 @@ def _load_set(
 
     For each row: a word a step, of high or low bytes by lane; then for each row: t, t * sum (0 without minimums).
     """
-    G: tl.constexpr = FMT.group
     STEPS: tl.constexpr = FMT.steps_per_set
     quad = lane & 3
-    column = c * FMT.chunk + quad * G
-    group = c * (FMT.chunk // G) + quad
-    AT: tl.constexpr = ON * FMT.chunk + s * 4 * G
+    column = c * FMT.chunk + quad * LANE_COLUMNS
+    group = c * (FMT.chunk // 32) + quad
+    AT: tl.constexpr = ON * FMT.chunk + step_column(s * STEPS)
     words = ()
     for row in tl.static_range(ROWS):
         for j in tl.static_range(STEPS):
             words = words + (_activation_words(x, column, AT + 8 * j, T, lane, row, K, PADDED),)
     for row in tl.static_range(ROWS):
-        t = _group_value(t_ptr, row, group // (32 // G), AT // 32, K // 32, T, PADDED)
+        t = _group_value(t_ptr, row, group, AT // 32, K // 32, T, PADDED)
         if FMT.has_min:
-            words = words + (t, t * _sum_value(sums_ptr, row, group, AT // G, K // G, T, FMT, PADDED))
+            words = words + (t, t * _sum_value(sums_ptr, row, group, AT // 32, K // 32, T, s, FMT, PADDED))
         else:
             words = words + (t, 0.0)
     return words

@@ -111,7 +111,6 @@ def _rms_norm_kernel(
     x_stride,
     residual_stride,
     out_stride,
-    copy,
     inverse_gain,
     eps,
     WIDTH: tl.constexpr,
@@ -168,9 +167,9 @@ def _rms_norm_kernel(
             y *= scale[:, None]
             if TAIL > 0:
                 y_tail *= scale[:, None]
-        store_half(out_ptr, row, column, out_stride, copy, y, live, HALF_FORM)
+        store_half(out_ptr, row, column, out_stride, y, live, HALF_FORM)
         if TAIL > 0:
-            store_half(out_ptr, row, tail_column, out_stride, copy, y_tail, tail_live, HALF_FORM)
+            store_half(out_ptr, row, tail_column, out_stride, y_tail, tail_live, HALF_FORM)
 
 
 def rms_norm(
@@ -274,7 +273,6 @@ def _launch(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         out_stride,
-        0 if half is None else half.values.stride(0),
         1.0 if products is None else 1.0 / products.gain,
         eps,
         WIDTH=width,
@@ -283,7 +281,7 @@ def _launch(
         TAIL=shape.tail,
         ADD=_FINISH.value if products else _ALONE.value if residual is None else _ADD.value,
         FORM=form,
-        HALF_FORM=0 if half is None else half.form,
+        HALF_FORM=0 if half is None else int(half.form),
         PDL=pdl,
         num_warps=shape.warps,
         launch_pdl=pdl,

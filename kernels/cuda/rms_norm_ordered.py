@@ -1,7 +1,8 @@
 """RMSNorm to ordered half rows (half.py) on Hopper: a batch's norms, whose rows go to matmul_wgmma.py.
 
-A program takes a row, and a thread the columns that lie side by side in both of the orders, so that it writes 16 bytes
-at a time; in rms_norm.py's kernel, which serves every form, they are 2. Sum and largest value are found in one pass.
+A program takes a row, and a thread columns that lie side by side in the order, so that it writes 16 bytes at a time, a
+warp whole lines; in rms_norm.py's kernel, which serves every form, they are 2. Sum and largest value are found in one
+pass.
 The order of a row's sum follows from its width alone. Does not know: who asks (rms_norm.py).
 """
 
@@ -23,7 +24,7 @@ def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
 @Relaunched
 @gluon.jit
 def _norm_ordered_kernel(
-    x_ptr, weight_ptr, out_ptr, unscale_ptr, x_stride, copy, eps,
+    x_ptr, weight_ptr, out_ptr, unscale_ptr, x_stride, eps,
     BLOCKS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # [block of 128 columns, bits 1 to 3 of a column, bits 4 to 6, bit 0]
@@ -55,19 +56,16 @@ def _norm_ordered_kernel(
     scale, unscale = half_scale(largest)
     gl.store(unscale_ptr + row, unscale)
     y = (y * inverse_rms * scale).to(gl.float16)
-    out_ptr += row * (BLOCKS * 128)
-    _store_order(out_ptr, y, BLOCKS, WARPS, False)
-    _store_order(out_ptr + copy, y, BLOCKS, WARPS, True)
+    _store_ordered(out_ptr + row * (BLOCKS * 128), y, BLOCKS, WARPS)
 
 
 @gluon.jit
-def _store_order(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr, SIXTEENS: gl.constexpr):
-    """y fp16 [block, 8 (bits 3, 2, 1 of a column), 8 (bits 6, 5, 4), 2 (bit 0)]: a row in the order of groups of 16, or
-    of 32. There, 8 values side by side are bits 5, 4 and 0, or bits 6, 5 and 0, and bit 1 says which of two eights."""
+def _store_ordered(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
+    """Store a row, y fp16 [block, 8 (bits 3, 2, 1 of a column), 8 (bits 6, 5, 4), 2 (bit 0)], in order (`half_place`):
+    8 values side by side are bits 6, 5 and 0, and bit 1 says which of two eights."""
     PADDED: gl.constexpr = y.shape[0]
     L: gl.constexpr = gl.BlockedLayout([1, 1, 2, 8], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
-    if not SIXTEENS:
-        y = gl.permute(gl.reshape(y, [PADDED, 8, 4, 2, 2]), [0, 1, 3, 2, 4])
+    y = gl.permute(gl.reshape(y, [PADDED, 8, 4, 2, 2]), [0, 1, 3, 2, 4])
     y = gl.convert_layout(gl.reshape(y, [PADDED, 8, 2, 8]), L, assert_trivial=True)
     block = gl.arange(0, PADDED, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
     low = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
@@ -90,7 +88,7 @@ def launch_norm_ordered(
     warps = min(32, padded // 4)
     assert out.ordered and x.dtype == weight.dtype == torch.float32 and x.shape[1] % 128 == 0
     _norm_ordered_kernel[(x.shape[0],)](
-        x, weight, out.values, out.unscale, x.stride(0), out.values.stride(0), eps,
+        x, weight, out.values, out.unscale, x.stride(0), eps,
         BLOCKS=blocks, PADDED=padded, WARPS=warps, PDL=pdl,
         num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -10,7 +10,7 @@ Does not know: how the sums came about (matmul_wgmma.py).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.half import ORDERED_16, ORDERED_32, half_place
+from quengine.kernels.cuda.half import ORDERED, half_place
 from quengine.kernels.cuda.swiglu import product_scales
 
 ROWS = gl.constexpr(0)
@@ -33,9 +33,9 @@ def _gated(gate, up):
 
 @gluon.jit
 def _store_gated(
-    y, row, token, scale, out_ptr, unscale_ptr, width, copy, T, reach, WARPS: gl.constexpr, TB: gl.constexpr
+    y, row, token, scale, out_ptr, unscale_ptr, width, T, reach, WARPS: gl.constexpr, TB: gl.constexpr
 ):  # fmt: skip
-    """Store silu(gate)*up of fp32 [16*WARPS, TB], as scaled fp16 rows in both orders of columns, and their unscale.
+    """Store silu(gate)*up of fp32 [16*WARPS, TB], as ordered rows of scaled fp16, and their unscale.
 
     row, token: of the packed matrix and of x, along their axes; scale: what x's rows are scaled by.
     """
@@ -47,10 +47,8 @@ def _store_gated(
     column = gl.expand_dims((row >> 4) * 8 + (row & 7), 1)
     token = gl.expand_dims(token, 0)
     live, _ = _pair(((column < width) & (token < T)).to(gl.int32), WARPS, TB)
-    near_place, _ = _pair(half_place(token, column, width, ORDERED_32), WARPS, TB)
-    far_place, _ = _pair(half_place(token, column, width, ORDERED_16), WARPS, TB)
-    gl.store(out_ptr + near_place, values, mask=live != 0)
-    gl.store(out_ptr + copy + far_place, values, mask=live != 0)
+    place, _ = _pair(half_place(token, column, width, ORDERED), WARPS, TB)
+    gl.store(out_ptr + place, values, mask=live != 0)
 
 
 @gluon.jit
@@ -74,7 +72,7 @@ def _store_rows(
 
 @gluon.jit
 def store_sums(
-    y, block_row, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T, gain, reach,
+    y, block_row, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T, gain, reach,
     MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Finish and store fp32 [16*WARPS, TB] of few rows of x; the first row is row `block_row` of the packed matrix."""
@@ -83,7 +81,7 @@ def store_sums(
     scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0)
     y = y * gl.expand_dims(scale / gain, 0)
     if EPILOGUE == SWIGLU:
-        _store_gated(y, row, token, scale, out_ptr, out_unscale_ptr, N, copy, T, reach, WARPS, TB)
+        _store_gated(y, row, token, scale, out_ptr, out_unscale_ptr, N, T, reach, WARPS, TB)
     else:
         _store_rows(y, row, token, residual_ptr, out_ptr, rows, first, N, T, PAIRED, EPILOGUE)
 
@@ -104,23 +102,20 @@ def _store_pieces(
 
 
 @gluon.jit
-def _store_runs(values, column0, token0, out_ptr, width, copy, T, WARPS: gl.constexpr, TB: gl.constexpr):
-    """Store fp16 [WARPS, 8, TB], columns from column0 on of rows from token0 on, in both orders of columns."""
+def _store_runs(values, column0, token0, out_ptr, width, T, WARPS: gl.constexpr, TB: gl.constexpr):
+    """Store fp16 [WARPS, 8, TB], columns from column0 on of rows from token0 on, as ordered rows."""
     # Columns by their bits, highest first: 5 (of 8 warps), 4, 3 and 2, 1, 0. Of a place the lowest bits are 0, 5, 6 of
-    # the column in the first order, and 0, 4, 5 in the second (`half_place`), then 1, 2, 3 and so on.
+    # the column (`half_place`), then 1, 2, 3 and 4.
     HIGH: gl.constexpr = WARPS // 4
-    bits = gl.reshape(values, [HIGH, 2, 4, 2, 2, TB])
-    near = gl.reshape(gl.permute(bits, [5, 1, 2, 3, 0, 4]), [TB, 16, 2 * HIGH])
+    bits = gl.reshape(values, [HIGH, 4, 4, 2, TB])
+    runs = gl.reshape(gl.permute(bits, [4, 1, 2, 0, 3]), [TB, 16, 2 * HIGH])
     start = column0 // 128 * 128 + column0 // (32 * HIGH) % (4 // HIGH) * (2 * HIGH)
-    _store_pieces(out_ptr + start, near, token0, width, T, WARPS, TB, 16, 2 * HIGH)
-    far = gl.reshape(gl.permute(bits, [5, 2, 3, 0, 1, 4]), [TB, 8, 4 * HIGH])
-    start = column0 // 64 * 64 + column0 // (32 * HIGH) % (2 // HIGH) * (4 * HIGH)
-    _store_pieces(out_ptr + copy + start, far, token0, width, T, WARPS, TB, 8, 4 * HIGH)
+    _store_pieces(out_ptr + start, runs, token0, width, T, WARPS, TB, 16, 2 * HIGH)
 
 
 @gluon.jit
 def _finish_gated(
-    y, block_row, token0, unscale_ptr, out_ptr, out_unscale_ptr, width, copy, T, gain, reach,
+    y, block_row, token0, unscale_ptr, out_ptr, out_unscale_ptr, width, T, gain, reach,
     WARPS: gl.constexpr, TB: gl.constexpr,
 ):  # fmt: skip
     """`store_block` of silu(gate)*up."""
@@ -136,7 +131,7 @@ def _finish_gated(
     of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
     gate = gate * gl.expand_dims(gl.expand_dims(of_gate, 0), 0)
     up = up * gl.expand_dims(gl.expand_dims(of_up, 0), 0)
-    _store_runs(_gated(gate, up), block_row // 2, token0, out_ptr, width, copy, T, WARPS, TB)
+    _store_runs(_gated(gate, up), block_row // 2, token0, out_ptr, width, T, WARPS, TB)
 
 
 @gluon.jit
@@ -157,7 +152,7 @@ def _finish_rows(
 
 @gluon.jit
 def store_block(
-    y, block_row, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T, gain, reach,
+    y, block_row, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T, gain, reach,
     WARPS: gl.constexpr, TB: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Finish and store fp32 [16*WARPS, TB], whose first row is row `block_row` of the packed matrix, whose first column
@@ -165,18 +160,18 @@ def store_block(
     if TB > PART:
         near, far = gl.split(gl.permute(gl.reshape(y, [16 * WARPS, 2, TB // 2]), [0, 2, 1]))
         store_block(
-            near, block_row, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy, T,
-            gain, reach, WARPS, TB // 2, PAIRED, EPILOGUE, PART,
+            near, block_row, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T, gain,
+            reach, WARPS, TB // 2, PAIRED, EPILOGUE, PART,
         )  # fmt: skip
         store_block(
-            far, block_row, token0 + TB // 2, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, copy,
-            T, gain, reach, WARPS, TB // 2, PAIRED, EPILOGUE, PART,
+            far, block_row, token0 + TB // 2, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T,
+            gain, reach, WARPS, TB // 2, PAIRED, EPILOGUE, PART,
         )  # fmt: skip
     elif EPILOGUE == SWIGLU:
         MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
         _finish_gated(
             gl.convert_layout(y, MMA, assert_trivial=True), block_row, token0, unscale_ptr, out_ptr, out_unscale_ptr, N,
-            copy, T, gain, reach, WARPS, TB,
+            T, gain, reach, WARPS, TB,
         )  # fmt: skip
     else:
         _finish_rows(

@@ -9,7 +9,7 @@ import torch
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, PromptBatch
 from quengine.kernels.cuda.attention_prefill import attention_prefill, is_hopper, prompt_rows, stores_ordered
-from quengine.kernels.cuda.half import HalfRows, ordered_shape
+from quengine.kernels.cuda.half import Form, HalfRows, half_shape
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rope_store
 from tests.kernels.cuda.attention_cases import make_spec
@@ -93,10 +93,10 @@ def test_blocks_of_a_pool_and_ordered_rows_have_the_same_bits(
         plain = attention_prefill(q, spec, own, 0, start)
         paged = attention_prefill(q, spec, pool, 0, start, block_table=table, pdl=True)
         assert torch.equal(plain, paged)
-        room = torch.zeros(ordered_shape(length, 512), dtype=torch.float16, device=device)
+        room = torch.zeros(half_shape(length, 512, Form.ORDERED), dtype=torch.float16, device=device)
         attention_prefill(q, spec, own, 0, start, ordered=room)
-        assert torch.equal(room[:, :length], HalfRows(plain, plain[:, 0]).as_ordered().values[:, :length])
-        assert not room[:, length:].any(), "rows behind the last were written"
+        assert torch.equal(room[:length], HalfRows(plain, plain[:, 0]).as_ordered().values[:length])
+        assert not room[length:].any(), "rows behind the last were written"
         assert torch.equal(attention_prefill(q, spec, own, 0, start, in_place=True), plain)
         start += length
 
@@ -121,11 +121,11 @@ def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> Non
         qkv, spec, pool, 0, prompts.positions, block_table=batch.block_tables, sequences=prompts.sequences
     )
     assert stores_ordered(pool, prompts, len(qkv))
-    room = torch.zeros(ordered_shape(len(qkv), 512), dtype=torch.float16, device=device)
+    room = torch.zeros(half_shape(len(qkv), 512, Form.ORDERED), dtype=torch.float16, device=device)
     attention_prefill(
         q, spec, pool, 0, 0, block_table=batch.block_tables, prompts=prompts, ordered=room, pdl=True
     )
-    together = HalfRows(room, torch.ones(len(qkv), device=device)).row_major(512)
+    together = HalfRows(room, torch.ones(len(qkv), device=device), Form.ORDERED).row_major(512)
     for sequence, (rows, chunk) in enumerate(batch.chunks()):
         at = torch.arange(chunk.start, chunk.start + lengths[sequence], dtype=torch.int32, device=device)
         alone = rope_store(qkv[rows], spec, own[sequence], 0, at)

@@ -91,11 +91,11 @@ print(room.nbytes)
 
 
 def test_a_chunk_of_a_7b_model_needs_little_room_beside_its_weights() -> None:
-    """All that is kept for 2048 rows: below 0.27 GB, of which SwiGLU's rows, in two orders, are 0.12. No weights are
-    expanded. On no device, in a process of its own: launches are recorded, which the interpreter's are not."""
+    """All that is kept for 2048 rows: below 0.2 GB, of which SwiGLU's rows are 0.06. No weights are expanded. On no
+    device, in a process of its own: launches are recorded, which the interpreter's are not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", ROOM], capture_output=True, text=True, env=environment, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert 0.2e9 < int(done.stdout) < 0.27e9
+    assert 0.1e9 < int(done.stdout) < 0.2e9

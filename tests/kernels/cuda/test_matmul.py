@@ -8,7 +8,7 @@ from quengine.kernels.cuda import launch_table, matmul_fused, matmul_wgmma
 from quengine.kernels.cuda import matmul as module
 from quengine.kernels.cuda.attention_prefill import is_hopper
 from quengine.kernels.cuda.expand import dequantize_part
-from quengine.kernels.cuda.half import HalfRows, half_rows, order_rows, ordered_shape, tiled_shape
+from quengine.kernels.cuda.half import Form, HalfRows, half_rows, half_shape, order_rows
 from quengine.kernels.cuda.launch_table import FusedGeometry, WgmmaGeometry, wgmma_geometry
 from quengine.kernels.cuda.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.matmul import (
@@ -278,7 +278,7 @@ def test_on_hopper_swiglu_of_many_rows(
         exact = swiglu(expected(x, [gate, up]))
         assert nmse(made.dequantize(width), exact) < 4 * FP16_ROUNDING
         assert torch.equal(
-            made.values[:, :rows], HalfRows(made.row_major(width), made.unscale).as_ordered().values[:, :rows]
+            made.values[:rows], HalfRows(made.row_major(width), made.unscale).as_ordered().values[:rows]
         )
 
 
@@ -339,25 +339,20 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
 @pytest.mark.parametrize(("rows", "cols"), [(1, 64), (9, 576), (17, 256)])
 def test_tiled_rows_are_the_rows(rows: int, cols: int, device: torch.device) -> None:
     x = ordinary_activations(rows, cols).to(device)
-    room = torch.empty(tiled_shape(rows, cols), dtype=torch.float16, device=device)
-    plain, tiled = half_rows(x), half_rows(x, HalfRows(room, torch.empty(rows, device=device)))
+    plain, tiled = half_rows(x), half_rows(x, HalfRows.empty(rows, cols, device, Form.TILED))
     assert torch.equal(tiled.row_major(cols), plain.values) and torch.equal(tiled.unscale, plain.unscale)
     assert torch.equal(plain.as_tiled().row_major(cols), plain.values)
 
 
-def test_ordered_rows_are_the_rows_twice(device: torch.device) -> None:
+def test_ordered_rows_are_the_rows(device: torch.device) -> None:
     x = ordinary_activations(9, 384).to(device)
-    plain = half_rows(x)
-    room = torch.empty(ordered_shape(9, 384), dtype=torch.float16, device=device)
-    ordered = half_rows(x, HalfRows(room, torch.empty(9, device=device)))
+    plain, ordered = half_rows(x), half_rows(x, HalfRows.empty(9, 384, device, Form.ORDERED))
     assert torch.equal(ordered.row_major(384), plain.values)
-    assert torch.equal(plain.as_ordered().values[:, :9], ordered.values[:, :9])
-    lane, block = 2, 5  # columns of one lane of the quad in one block of 16, by both sizes of group
-    for copy, group in zip(ordered.values, (32, 16), strict=True):
-        half, step = block % 2, block // 2 % (group // 8)
-        first = block // (group // 4) * 4 * group + lane * group + 8 * step + 4 * half
-        at = 16 * block + 2 * lane
-        assert torch.equal(copy[:9, [at, at + 1, at + 8, at + 9]], plain.values[:, first : first + 4])
+    assert torch.equal(plain.as_ordered().values[:9], ordered.values[:9])
+    lane, instruction = 2, 13  # columns of one lane of the quad in one instruction of 16
+    first = instruction // 8 * 128 + lane * 32 + instruction % 8 * 4
+    at = 16 * instruction + 2 * lane
+    assert torch.equal(ordered.values[:9, [at, at + 1, at + 8, at + 9]], plain.values[:, first : first + 4])
 
 
 def test_short_batches_keep_their_room_when_a_long_prompt_comes(device: torch.device) -> None:
@@ -393,9 +388,9 @@ def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:
 def test_plain_rows_are_ordered_by_a_launch(device: torch.device) -> None:
     rows, cols = 9, 1280
     plain = half_rows(ordinary_activations(rows, cols).to(device))
-    room = torch.zeros(ordered_shape(rows, cols), dtype=torch.float16, device=device)
+    room = torch.zeros(half_shape(rows, cols, Form.ORDERED), dtype=torch.float16, device=device)
     ordered = order_rows(plain, room)
-    assert torch.equal(ordered.values[:, :rows], plain.as_ordered().values[:, :rows])
+    assert ordered.ordered and torch.equal(ordered.values[:rows], plain.as_ordered().values[:rows])
     assert ordered.unscale is plain.unscale and torch.equal(ordered.row_major(cols), plain.values)
 
 
@@ -412,13 +407,13 @@ def test_weights_are_given_room_when_some_are_expanded(
         assert (room.nbytes - held >= 2 * room.max_weights) == (limit == 0)
 
 
-@pytest.mark.parametrize(("packed", "form"), [(True, "tiled"), (False, None)])
+@pytest.mark.parametrize(("packed", "form"), [(True, Form.TILED), (False, Form.ROW_MAJOR)])
 def test_many_rows_of_a_model_of_floats_stay_in_order(
-    packed: bool, form: str | None, monkeypatch: pytest.MonkeyPatch
+    packed: bool, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "fused_limit", lambda _: 4096)
     room = MatmulWorkspace(0, "cpu", packed=packed)
-    assert room.form(129, 256) is (tiled_shape if form else None) and room.form(128, 256) is tiled_shape
+    assert room.form(129, 256) is form and room.form(128, 256) is Form.TILED
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,20 @@ def test_unpacking_gives_back_the_stored_integers(
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_a_lane_holds_32_neighbouring_columns_of_a_block_and_their_scales(name: str) -> None:
+    layout = packed_layout(FORMATS[name], 256)
+    columns = torch.arange(256, dtype=torch.uint8).expand(16, 256)
+    (held,) = packed._to_fragments(columns, layout)[0]  # [steps, 32 lanes, 2 halves, 2 rh, 4 columns]
+    block, step = torch.arange(2).view(2, 1, 1, 1), torch.arange(4).view(1, 4, 1, 1)
+    first = (128 * block + 8 * step + 32 * (torch.arange(32) % 4).view(1, 1, 32, 1)).view(8, 32, 1)
+    for rh in (0, 1):
+        assert torch.equal(held[..., rh, :].reshape(8, 32, 8), first + torch.arange(8))
+    (scaled,) = packed._by_lane(columns[:, :: layout.group], layout)[0]  # [32 lanes, sets, 2 rh]
+    for rh in (0, 1):
+        assert torch.equal(scaled[..., rh], first[:: layout.steps_per_set, :, 0].T)
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
 @pytest.mark.parametrize("cols", [4096, 1536, 11008])
 def test_planes_take_at_most_three_percent_over_the_file(name: str, cols: int) -> None:
     layout = packed_layout(FORMATS[name], cols)

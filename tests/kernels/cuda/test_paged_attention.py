@@ -1,7 +1,5 @@
 """Attention over blocks of a pool: the same bits as over a sequence's own cache, alone and in any batch."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from quengine.kernels.cuda.attention_decode import (
     attention_decode_round,
 )
 from quengine.kernels.cuda.attention_prefill import attention_prefill
-from quengine.kernels.cuda.half import HalfRows, ordered_shape, tiled_shape
+from quengine.kernels.cuda.half import Form, HalfRows
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.cuda_backend import has_dependent_launch
@@ -155,9 +153,9 @@ def test_coarse_slices_are_the_same_sums(device: torch.device, monkeypatch: pyte
     assert torch.equal(alone[0], coarse[1])
 
 
-@pytest.mark.parametrize("shape", [ordered_shape, tiled_shape])
+@pytest.mark.parametrize("form", [Form.ORDERED, Form.TILED])
 def test_a_batch_may_leave_half_rows(
-    shape: Callable[[int, int], tuple[int, ...]], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    form: Form, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One slice, and two that are combined."""
     monkeypatch.setattr(attention_tiles, "COARSE", 64)
@@ -167,8 +165,9 @@ def test_a_batch_may_leave_half_rows(
     pool, tables = as_pool(sequences_of(spec, 2, False), 1)
     qkv = random_qkv(device, spec, 2)
     plain = decode(spec, pool, qkv, positions.tolist(), tables, coarse=True)
-    values = torch.full(shape(2, 128), float("nan"), dtype=torch.float16, device=device)
-    rows = HalfRows(values, torch.ones(2, device=device))
+    rows = HalfRows.empty(2, 128, device, form)
+    rows.values.fill_(float("nan"))
+    rows.unscale.fill_(1)
     workspace = DecodeWorkspace.allocate(2, spec.heads, spec.kv_heads, spec.head_dim, device)
     attention_decode_half(qkv, spec, pool, positions, workspace, rows, block_tables=tables)
     assert torch.equal(rows.dequantize(128), plain.half().float())
