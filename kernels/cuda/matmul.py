@@ -24,7 +24,13 @@ from quengine.kernels.cuda.half import Form, HalfRows, Products, half_rows, half
 from quengine.kernels.cuda.launch_table import fused_limit
 from quengine.kernels.cuda.matmul_float import launch_float
 from quengine.kernels.cuda.matmul_fused import FusedScratch, launch_fused
-from quengine.kernels.cuda.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu, uses_wgmma
+from quengine.kernels.cuda.matmul_wgmma import (
+    launch_wgmma,
+    launch_wgmma_swiglu,
+    launch_wgmma_two_parts,
+    takes_two_parts,
+    uses_wgmma,
+)
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
 from quengine.kernels.cuda.rms_norm import finish_norm_half, rms_norm_half
 from quengine.kernels.cuda.swiglu import reach_of, swiglu_products, swiglu_rows
@@ -184,6 +190,10 @@ def matmul(
     if out is None:
         out = torch.empty(rows, weight.rows, dtype=torch.float32, device=half.values.device)
     y, first = out, 0
+    if residual is None and takes_two_parts(half, weight, workspace.fixed):
+        parts = [part for part in weight.parts if isinstance(part, PackedPart)]
+        launch_wgmma_two_parts(half, parts, y, workspace.scratch, pdl, workspace.exact)
+        return y
     beside = len(weight.parts) > 1 and all(isinstance(part, PackedPart) for part in weight.parts)
     for part in weight.parts:
         if isinstance(part, PackedPart) and half.ordered:

@@ -5,23 +5,24 @@ the rows, the right operand, are staged in shared memory by the copy engine, som
 that all warps of a program share them and no register waits for them. The stored order of the weights fixes which
 columns meet in an instruction; rows come with their columns in that order (half.py, "ordered").
 
-Programs take 16 rows of weights a warp and up to 128 rows of x. Where such programs are too few, `splits` of them share
-the columns, and the last to end adds up what all have left, in the order of the columns. Where rows are more than 128,
-they are cut into blocks of 128 or 256, and a program takes all columns: as one share, or, where a row's sums must be
-the same, to the last bit, as among few rows, one share after the other, and adds them up in the same order.
+Programs take 16 rows of weights a warp and up to 128 rows of x; where such programs are too few, `splits` of them
+share the columns (wgmma_program.py). A matrix of two parts is one launch then. Where rows are more than 128, they are
+cut into blocks of 128 or 256, and a program takes all columns: as one share, or, where a row's sums must be the same,
+to the last bit, as among few rows, one share after the other, and adds them up in the same order.
 Does not know: how weights become an operand (wgmma_operand.py), what is made of the sums (wgmma_store.py), where rows
 come from, or when this way pays (matmul.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from quengine.kernels.cuda.attention_prefill import is_hopper
 from quengine.kernels.cuda.fragments import load_chunk
@@ -34,34 +35,14 @@ from quengine.kernels.cuda.launch_table import (
 )
 from quengine.kernels.cuda.layout import PackedLayout
 from quengine.kernels.cuda.matmul_fused import FusedScratch
-from quengine.kernels.cuda.packed import PackedPart
+from quengine.kernels.cuda.packed import PackedPart, PackedWeight
 from quengine.kernels.cuda.relaunch import Constants, Copied, Relaunched
 from quengine.kernels.cuda.swiglu import reach_of
 from quengine.kernels.cuda.wgmma_loop import copy_set, multiply
-from quengine.kernels.cuda.wgmma_store import RESIDUAL, ROWS, SWIGLU, store_block, store_sums
+from quengine.kernels.cuda.wgmma_program import begin_copies, few_rows_program
+from quengine.kernels.cuda.wgmma_store import RESIDUAL, ROWS, SWIGLU, store_block
 
 _STAGED = gl.NVMMASharedLayout(128, 16, 2)
-
-
-@gluon.jit
-def _places(WARPS: gl.constexpr, TB: gl.constexpr, MMA: gl.constexpr):
-    """Where programs leave fp32 [16*WARPS, TB] for each other: as the threads hold it, two values of each side by side,
-    so that a warp writes 256 bytes in a row."""
-    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
-    token = gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
-    of_row = ((row // 8) % 2) * (64 * WARPS) + (row // 16) * 64 + (row % 8) * 8
-    return gl.expand_dims(of_row, 1) + gl.expand_dims(token // 8 * (128 * WARPS) + token % 8, 0)
-
-
-@gluon.jit
-def _begin(x_rows, TB: gl.constexpr, SET: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for the sets of columns of x that are on their way, and the barriers that say which are there."""
-    stages = gl.allocate_shared_memory(gl.float16, [STAGES, TB, SET], x_rows.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
-    return stages, ready
 
 
 @partial(Relaunched, layout=_STAGED)
@@ -75,63 +56,45 @@ def _wgmma_kernel(
 ):  # fmt: skip
     """Programs (16*WARPS rows of weights, share of the columns), up to TB rows of x. BEFORE, BEHIND: see
     `launch_wgmma`."""
-    CHUNKS: gl.constexpr = K // FMT.chunk
-    SHARE: gl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
-    SETS: gl.constexpr = FMT.chunk // SET
-    THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if PDL and not BEFORE:
         tl.extra.cuda.gdc_launch_dependents()
-    thread = gl.arange(0, 32 * WARPS, layout=THREAD)
-    lane = thread & 31
     block = gl.program_id(0)
-    tile = gl.minimum(block * WARPS + (thread >> 5), tiles - 1)  # what is beyond is not stored
-    begin = gl.program_id(1) * SHARE
-    end = gl.minimum(begin + SHARE, CHUNKS)
-    planes = (low, high, scales, supers)
-    words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, True, FMT, False)
-    stages, ready = _begin(x_rows, TB, SET, STAGES)
-    if PDL and not BEHIND:
-        tl.extra.cuda.gdc_wait()
-        if BEFORE:
-            tl.extra.cuda.gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        copy_set(x_rows, stages, ready, i, i, begin * SETS, (end - begin) * SETS, 0, TB, SET)
-    acc, words = multiply(
-        planes, words, x_rows, stages, ready, tile, lane, begin, begin, end, end, 0, gain,
-        FMT, CHUNKS, TB, WARPS, STAGES, SET, ASYNC, EXACT, MMA, A,
+    few_rows_program(
+        (low, high, scales, supers), x_rows, (unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr),
+        (partial_ptr, tickets_ptr), (tiles, rows, first, N, T, gain, reach),
+        block, gl.program_id(1), block, gl.num_programs(0),
+        FMT, K, TB, WARPS, SPLITS, AT_ONCE, STAGES, SET, ASYNC, EXACT, PAIRED, EPILOGUE, PDL, BEFORE, BEHIND,
     )  # fmt: skip
-    if PDL and BEHIND:
-        tl.extra.cuda.gdc_wait()
-    if SPLITS == 1:
-        store_sums(
-            acc, block * (16 * WARPS), unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T,
-            gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
+
+
+@partial(Relaunched, layout=_STAGED)
+@gluon.jit(do_not_specialize=["T"])
+def _wgmma_two_parts_kernel(
+    low, high, scales, supers, x_rows, unscale_ptr, out_ptr, partial_ptr, tickets_ptr, tiles, rows, N, T, gain,
+    low_2, high_2, scales_2, supers_2, tiles_2, rows_2, gain_2,
+    FMT: gl.constexpr, FMT_2: gl.constexpr, K: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr,
+    SPLITS: gl.constexpr, AT_ONCE: gl.constexpr, STAGES: gl.constexpr, SET: gl.constexpr, ASYNC: gl.constexpr,
+    EXACT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """`_wgmma_kernel` for two parts of one matrix, whose types differ: the blocks of one behind those of the other."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    place = gl.program_id(0)
+    outs = (unscale_ptr, out_ptr, out_ptr, out_ptr)
+    shared = (partial_ptr, tickets_ptr)
+    blocks = (tiles + WARPS - 1) // WARPS
+    if place < blocks:
+        few_rows_program(
+            (low, high, scales, supers), x_rows, outs, shared, (tiles, rows, 0, N, T, gain, 0.0),
+            place, gl.program_id(1), place, gl.num_programs(0),
+            FMT, K, TB, WARPS, SPLITS, AT_ONCE, STAGES, SET, ASYNC, EXACT, False, ROWS, PDL, False, False,
         )  # fmt: skip
     else:
-        SIZE: gl.constexpr = 16 * WARPS * TB
-        spread = _places(WARPS, TB, MMA)
-        blocks = gl.num_programs(0)
-        gl.store(partial_ptr + (gl.program_id(1) * blocks + block) * SIZE + spread, acc)
-        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-        ticket = gl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu")
-        if ticket == SPLITS - 1:
-            # Other programs wrote these: not from this multiprocessor's own cache. All at once would take more
-            # registers than all that comes before; one after the other, a way to the L2 cache each.
-            at = partial_ptr + block * SIZE + spread
-            step = blocks * SIZE
-            total = gl.load(at, cache_modifier=".cg")
-            for i in gl.static_range(1, AT_ONCE):
-                total += gl.load(at + i * step, cache_modifier=".cg")
-            for split in range(AT_ONCE, SPLITS, AT_ONCE):
-                for i in gl.static_range(AT_ONCE):
-                    total += gl.load(at + (split + i) * step, cache_modifier=".cg")
-            store_sums(
-                total, block * (16 * WARPS), unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N,
-                T, gain, reach, MMA, WARPS, TB, PAIRED, EPILOGUE,
-            )  # fmt: skip
-            gl.store(tickets_ptr + block, 0)
+        few_rows_program(
+            (low_2, high_2, scales_2, supers_2), x_rows, outs, shared, (tiles_2, rows_2, rows, N, T, gain_2, 0.0),
+            place - blocks, gl.program_id(1), place, gl.num_programs(0),
+            FMT_2, K, TB, WARPS, SPLITS, AT_ONCE, STAGES, SET, ASYNC, EXACT, False, ROWS, PDL, False, False,
+        )  # fmt: skip
 
 
 @partial(Relaunched, layout=_STAGED)
@@ -160,7 +123,7 @@ def _wgmma_blocks_kernel(
     tile = gl.minimum(tile0 + (thread >> 5), tiles - 1)  # what is beyond is not stored
     planes = (low, high, scales, supers)
     words = load_chunk(planes, tile * CHUNKS, 0, lane, True, FMT, False)
-    stages, ready = _begin(x_rows, TB, SET, STAGES)
+    stages, ready = begin_copies(x_rows, TB, SET, STAGES)
     if PDL and not BEHIND:
         tl.extra.cuda.gdc_wait()
         if BEFORE:
@@ -242,6 +205,46 @@ def launch_wgmma(
     )
 
 
+def takes_two_parts(x: HalfRows, weight: PackedWeight, fixed: bool) -> bool:
+    """Whether `launch_wgmma_two_parts` takes these rows and this weight. With `fixed` sums each part keeps the shares
+    that many rows have, so it is a launch of its own."""
+    parts = weight.parts
+    return (
+        x.ordered
+        and x.rows <= MOST_FEW
+        and not fixed
+        and not weight.paired
+        and len(parts) == 2
+        and all(isinstance(part, PackedPart) for part in parts)
+    )
+
+
+def launch_wgmma_two_parts(
+    x: HalfRows,
+    parts: Sequence[PackedPart],
+    out: Tensor,
+    scratch: FusedScratch,
+    pdl: bool = False,
+    exact: bool = False,
+) -> None:
+    """Ordered rows times a matrix of two parts, fp32, to `out`, in one launch with the geometry of the first part: two
+    launches beside each other take half as long again."""
+    one, two = parts
+    geometry = wgmma_geometry(one, "rows", x.rows)
+    plan = _plan_two_parts(geometry, one.layout, two.layout, one.rows, two.rows, one.cols, x.rows, exact, pdl)
+    assert plan.grid[0] <= scratch.tickets.shape[0] and x.rows * out.shape[1] < 2**31
+    gains = [part.gain if exact else _small_gain(part) for part in parts]
+    _wgmma_two_parts_kernel.launch(
+        plan.grid,
+        (
+            one.low, one.high, one.scales, one.supers, Copied(x.values, plan.copied), x.unscale, out,
+            scratch.partial(plan.partial), scratch.tickets, one.tiles, one.rows, out.shape[1], x.rows, gains[0],
+            two.low, two.high, two.scales, two.supers, two.tiles, two.rows, gains[1],
+        ),
+        plan.constants,
+    )  # fmt: skip
+
+
 def launch_wgmma_swiglu(
     x: HalfRows,
     part: PackedPart,
@@ -312,6 +315,22 @@ def _at_once(splits: int, block: int, geometry: WgmmaGeometry) -> int:
     )
 
 
+def _program_constants(
+    geometry: WgmmaGeometry, layout: PackedLayout, cols: int, rows: int, pdl: bool
+) -> dict[str, Any]:
+    """What every kernel here is told of its programs, and how it is launched."""
+    chunks = cols // layout.chunk
+    share = -(-chunks // geometry.splits)
+    return {
+        "FMT": layout, "K": cols, "TB": geometry.block or wgmma_block(rows), "WARPS": geometry.warps,
+        "SPLITS": -(-chunks // share),  # none without a share
+        "STAGES": geometry.stages, "SET": min(geometry.columns, layout.chunk),
+        # Where the loop has one turn at most, the compiler may copy sums in front of the wait that is behind it.
+        "ASYNC": geometry.overlap and share > 1,
+        "PDL": pdl, "num_warps": geometry.warps, "maxnreg": geometry.registers or None, "launch_pdl": pdl,
+    }  # fmt: skip
+
+
 @lru_cache(1024)
 def _plan(
     geometry: WgmmaGeometry,
@@ -326,25 +345,38 @@ def _plan(
     before: bool,
     behind: bool,
 ) -> _Plan:
-    block = geometry.block or wgmma_block(rows)
+    named = _program_constants(geometry, layout, cols, rows, pdl)
+    named |= {"PAIRED": paired, "EPILOGUE": epilogue, "BEFORE": before, "BEHIND": behind}
+    block, splits = named["TB"], named["SPLITS"]
     blocks = -(-weight_rows // (16 * geometry.warps))
-    chunks = cols // layout.chunk
-    share = -(-chunks // geometry.splits)
-    splits = -(-chunks // share)  # none without a share
-    columns = min(geometry.columns, layout.chunk)
-    # Where the loop has one turn at most, the compiler may copy sums in front of the wait that is behind it.
-    overlap = geometry.overlap and share > 1
-    many = rows > MOST_FEW
-    named = {
-        "FMT": layout, "K": cols, "TB": block, "WARPS": geometry.warps, "SPLITS": splits, "STAGES": geometry.stages,
-        "SET": columns, "ASYNC": overlap, "PAIRED": paired, "EPILOGUE": epilogue, "PDL": pdl, "BEFORE": before,
-        "BEHIND": behind, **({} if many else {"EXACT": exact, "AT_ONCE": _at_once(splits, block, geometry)}),
-        "num_warps": geometry.warps, "maxnreg": geometry.registers or None, "launch_pdl": pdl,
-    }  # fmt: skip
-    apart = not many and splits > 1
+    copied = (block, named["SET"])
+    if rows > MOST_FEW:
+        return _Plan((-(-rows // block), blocks), copied, 0, Constants(named))
+    named |= {"EXACT": exact, "AT_ONCE": _at_once(splits, block, geometry)}
+    return _Plan((blocks, splits), copied, _partial(blocks, named), Constants(named))
+
+
+@lru_cache(1024)
+def _plan_two_parts(
+    geometry: WgmmaGeometry,
+    layout: PackedLayout,
+    second: PackedLayout,
+    weight_rows: int,
+    second_rows: int,
+    cols: int,
+    rows: int,
+    exact: bool,
+    pdl: bool,
+) -> _Plan:
+    named = _program_constants(geometry, layout, cols, rows, pdl)
+    named |= {"FMT_2": second, "EXACT": exact, "AT_ONCE": _at_once(named["SPLITS"], named["TB"], geometry)}
+    blocks = sum(-(-count // (16 * geometry.warps)) for count in (weight_rows, second_rows))
     return _Plan(
-        (-(-rows // block), blocks) if many else (blocks, splits),
-        (block, columns),
-        splits * blocks * 16 * geometry.warps * block if apart else 0,
-        Constants(named),
+        (blocks, named["SPLITS"]), (named["TB"], named["SET"]), _partial(blocks, named), Constants(named)
     )
+
+
+def _partial(blocks: int, named: dict[str, Any]) -> int:
+    """fp32 that programs leave for each other."""
+    splits: int = named["SPLITS"]
+    return splits * blocks * 16 * named["WARPS"] * named["TB"] if splits > 1 else 0

@@ -231,6 +231,7 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     blocks, forms = ("8", "16", "32", "64", "128"), ("0", "1", "2")
     truths = ("False", "True")
     assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") == set(product(blocks, forms, truths))
+    assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
     assert met("fused_kernel", "EXACT") == {(x,) for x in truths}
     both = {(first, second) for first in truths for second in truths}
     every = {(*pair, last) for pair in both for last in truths}

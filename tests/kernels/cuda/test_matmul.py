@@ -327,6 +327,28 @@ def test_on_hopper_parts_of_a_matrix_run_beside_each_other(device: torch.device)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, exact, strict=True))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("rows", [2, 16, 30, 64, 127])
+def test_on_hopper_a_matrix_of_two_parts_is_one_launch(
+    rows: int, exact: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(module, "launch_wgmma", None)
+    room = workspace(device)
+    room.exact = exact
+    for shapes in (
+        (("Q4_K", 5120), ("Q6_K", 1024)),
+        (("Q6_K", 72), ("IQ4_NL", 200)),
+        (("Q8_0", 16), ("Q4_K", 640)),
+    ):
+        parts = [ordinary_weight(name, count, 1024, seed) for seed, (name, count) in enumerate(shapes)]
+        weight, x = pack(parts, device), ordinary_activations(rows, 1024)
+        made = [matmul(x.to(device), weight, room, pdl=True) for _ in range(3)]
+        assert nmse(made[0], expected(x, parts)) < FP16_ROUNDING
+        assert all(torch.equal(each, made[0]) for each in made)
+
+
 def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     weight, x = pack(ordinary_weight("Q4_K", 32, 512), device), ordinary_activations(6, 512)
     other = x.clone()
