@@ -39,7 +39,7 @@ class Form(IntEnum):
 
 
 _TILED = tl.constexpr(int(Form.TILED))
-ORDERED = tl.constexpr(int(Form.ORDERED))
+_ORDERED = tl.constexpr(int(Form.ORDERED))
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def half_place(row, column, stride, FORM: tl.constexpr):
     if FORM == _TILED:
         place = (row >> 3) * stride + ((column >> 7) * 1024 + ((column >> 3) & 3) * 256)
         return place + (row & 7) * 32 + (((column >> 5) & 3) * 8 + (column & 7))
-    elif FORM == ORDERED:
+    elif FORM == _ORDERED:
         place = (column & ~127) + ((column >> 2) & 7) * 16 + ((column >> 1) & 1) * 8
         return row * stride + (place + ((column >> 5) & 3) * 2 + (column & 1))
     else:

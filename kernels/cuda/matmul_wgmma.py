@@ -40,7 +40,7 @@ from quengine.kernels.cuda.relaunch import Constants, Copied, Relaunched
 from quengine.kernels.cuda.swiglu import reach_of
 from quengine.kernels.cuda.wgmma_loop import copy_set, multiply
 from quengine.kernels.cuda.wgmma_program import begin_copies, few_rows_program
-from quengine.kernels.cuda.wgmma_store import RESIDUAL, ROWS, SWIGLU, store_block
+from quengine.kernels.cuda.wgmma_store import RESIDUAL, ROWS, SWIGLU, store_block, tile_of
 
 _STAGED = gl.NVMMASharedLayout(128, 16, 2)
 
@@ -119,8 +119,8 @@ def _wgmma_blocks_kernel(
     thread = gl.arange(0, 32 * WARPS, layout=THREAD)
     lane = thread & 31
     token0 = gl.program_id(0) * TB
-    tile0 = gl.program_id(1) * WARPS
-    tile = gl.minimum(tile0 + (thread >> 5), tiles - 1)  # what is beyond is not stored
+    block = gl.program_id(1)
+    tile = gl.minimum(tile_of(block, thread >> 5, WARPS, EPILOGUE), tiles - 1)  # what is beyond is not stored
     planes = (low, high, scales, supers)
     words = load_chunk(planes, tile * CHUNKS, 0, lane, True, FMT, False)
     stages, ready = begin_copies(x_rows, TB, SET, STAGES)
@@ -147,7 +147,7 @@ def _wgmma_blocks_kernel(
     if PDL and BEHIND:
         tl.extra.cuda.gdc_wait()
     store_block(
-        acc, tile0 * 16, token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T, gain,
+        acc, block * (16 * WARPS), token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T, gain,
         reach, WARPS, TB, PAIRED, EPILOGUE, 64 if EPILOGUE == SWIGLU else 32,
     )  # fmt: skip
 

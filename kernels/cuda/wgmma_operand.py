@@ -59,7 +59,7 @@ def weights_operand(
     three times the error.
     """
     STEPS: gl.constexpr = FMT.steps_per_set
-    SETS: gl.constexpr = 128 // (4 * FMT.group)
+    SETS: gl.constexpr = FMT.sets_per_block
     SIGNED: gl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
     operand = ()
     for s in gl.static_range(SETS):

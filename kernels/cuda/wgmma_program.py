@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from quengine.kernels.cuda.fragments import load_chunk
 from quengine.kernels.cuda.wgmma_loop import copy_set, multiply
-from quengine.kernels.cuda.wgmma_store import store_sums
+from quengine.kernels.cuda.wgmma_store import store_sums, tile_of
 
 
 @gluon.jit
@@ -88,7 +88,7 @@ def few_rows_program(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     thread = gl.arange(0, 32 * WARPS, layout=THREAD)
     lane = thread & 31
-    tile = gl.minimum(block * WARPS + (thread >> 5), tiles - 1)  # what is beyond is not stored
+    tile = gl.minimum(tile_of(block, thread >> 5, WARPS, EPILOGUE), tiles - 1)  # what is beyond is not stored
     begin = share * SHARE
     end = gl.minimum(begin + SHARE, CHUNKS)
     words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, True, FMT, False)

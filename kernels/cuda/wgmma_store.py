@@ -1,16 +1,16 @@
 """What becomes of the sums of a matmul on Hopper's warp-group matrix instruction: unscaled, and stored as rows, as rows
 added to others, or as SwiGLU's rows for the next matmul.
 
-A tensor of sums is fp32 [16 * WARPS, TB], rows of weights by rows of x, as the instruction leaves it. Few are stored by
-the threads that have them. Of many rows of x, some at a time are first exchanged between threads, so that a warp stores
-whole lines: all at once would take more registers than the multiplication.
+A tensor of sums is fp32 [16 * WARPS, TB], rows of weights by rows of x, as the instruction leaves it. Rows of few are
+stored by the threads that have them. Of many rows of x, some at a time are first exchanged between threads, so that a
+warp stores whole lines: all at once would take more registers than the multiplication. SwiGLU's are always exchanged,
+being a quarter as much.
 Does not know: how the sums came about (matmul_wgmma.py).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.half import ORDERED, half_place
 from quengine.kernels.cuda.swiglu import product_scales
 
 ROWS = gl.constexpr(0)
@@ -26,36 +26,59 @@ def _pair(values, WARPS: gl.constexpr, TB: gl.constexpr):
 
 
 @gluon.jit
-def _gated(gate, up):
-    """silu(gate)*up, fp16."""
-    return (gate / (1.0 + gl.exp(-gate)) * up).to(gl.float16)
+def tile_of(block, warp, WARPS: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Which tile of weights a warp of block number `block` takes: one behind the other. For SwiGLU, of whose result a
+    tile is 8 columns, those that stand side by side in ordered rows (half.py): a block is 8*WARPS places in a row."""
+    if EPILOGUE == SWIGLU:
+        # Of a place the lowest bits are 0, 5, 6, 1, 2, 3 and 4 of the column. A tile has bits 0 to 2; 5 and 6 are a
+        # warp's own number, and so is 3 of 8 warps; the others are the block's.
+        HIGH: gl.constexpr = WARPS // 4
+        NEAR: gl.constexpr = 4 // HIGH
+        return block // NEAR * 16 + warp // HIGH * 4 + block % NEAR * HIGH + warp % HIGH
+    else:
+        return block * WARPS + warp
 
 
 @gluon.jit
-def _store_gated(
-    y, row, token, scale, out_ptr, unscale_ptr, width, T, reach, WARPS: gl.constexpr, TB: gl.constexpr
-):  # fmt: skip
-    """Store silu(gate)*up of fp32 [16*WARPS, TB], as ordered rows of scaled fp16, and their unscale.
+def _store_ordered(values, first, token0, out_ptr, width, T, WARPS: gl.constexpr, TB: gl.constexpr):
+    """Store fp16 [WARPS, 8, TB], 8 columns of each of a block's tiles (`tile_of`), as ordered rows, from place `first`
+    and from row token0 on."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WARPS, WARPS], [WARPS, 1], [1, 0])
+    bits = gl.permute(gl.reshape(values, [4, WARPS // 4, 4, 2, TB]), [4, 1, 2, 0, 3])
+    values = gl.convert_layout(gl.reshape(bits, [TB, 8 * WARPS]), LINES)
+    token = gl.expand_dims(token0 + gl.arange(0, TB, layout=gl.SliceLayout(1, LINES)), 1)
+    place = gl.expand_dims(first + gl.arange(0, 8 * WARPS, layout=gl.SliceLayout(0, LINES)), 0)
+    gl.store(out_ptr + (token * width + place), values, mask=token < T)
 
-    row, token: of the packed matrix and of x, along their axes; scale: what x's rows are scaled by.
-    """
+
+@gluon.jit
+def _finish_gated(
+    y, block_row, token0, unscale_ptr, out_ptr, out_unscale_ptr, width, T, gain, reach,
+    WARPS: gl.constexpr, TB: gl.constexpr,
+):  # fmt: skip
+    """Finish and store silu(gate)*up of fp32 [16*WARPS, TB], as ordered rows of scaled fp16, and their unscale."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    token = token0 + gl.arange(0, TB, layout=LINE)
+    scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0)
     out_scale, out_unscale = product_scales(scale, reach)
-    gl.store(unscale_ptr + token, out_unscale, mask=(token < T) & (gl.program_id(0) == 0))
-    far = gl.expand_dims((row >> 3) & 1, 1)
-    gate, up = _pair(y * gl.where(far == 1, gl.expand_dims(out_scale, 0), 1.0), WARPS, TB)
-    values = _gated(gate, up)
-    column = gl.expand_dims((row >> 4) * 8 + (row & 7), 1)
-    token = gl.expand_dims(token, 0)
-    live, _ = _pair(((column < width) & (token < T)).to(gl.int32), WARPS, TB)
-    place, _ = _pair(half_place(token, column, width, ORDERED), WARPS, TB)
-    gl.store(out_ptr + place, values, mask=live != 0)
+    gl.store(out_unscale_ptr + token, out_unscale, mask=(token < T) & (block_row == 0))
+    gate, up = _pair(y, WARPS, TB)
+    OF_TOKEN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gate.type.layout))
+    near = scale / gain
+    of_gate = gl.convert_layout(near, OF_TOKEN)
+    of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
+    gate = gate * gl.expand_dims(gl.expand_dims(of_gate, 0), 0)
+    up = up * gl.expand_dims(gl.expand_dims(of_up, 0), 0)
+    gated = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.float16)
+    _store_ordered(gated, block_row // 2, token0, out_ptr, width, T, WARPS, TB)
 
 
 @gluon.jit
 def _store_rows(
     y, row, token, residual_ptr, out_ptr, rows, first, N, T, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr
 ):  # fmt: skip
-    """Store fp32 [16*WARPS, TB] as rows, or added to others. row, token: as `_store_gated`'s."""
+    """Store fp32 [16*WARPS, TB] as rows, or added to others. row, token: of the packed matrix and of x, along their
+    axes."""
     token = gl.expand_dims(token, 0)
     if PAIRED:
         column = (row >> 4) * 8 + (row & 7)
@@ -76,62 +99,16 @@ def store_sums(
     MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Finish and store fp32 [16*WARPS, TB] of few rows of x; the first row is row `block_row` of the packed matrix."""
-    row = block_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
-    token = gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
-    scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0)
-    y = y * gl.expand_dims(scale / gain, 0)
     if EPILOGUE == SWIGLU:
-        _store_gated(y, row, token, scale, out_ptr, out_unscale_ptr, N, T, reach, WARPS, TB)
+        _finish_gated(
+            y, block_row, 0, unscale_ptr, out_ptr, out_unscale_ptr, N, T, gain, reach, WARPS, TB
+        )  # fmt: skip
     else:
+        row = block_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
+        token = gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
+        scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0)
+        y = y * gl.expand_dims(scale / gain, 0)
         _store_rows(y, row, token, residual_ptr, out_ptr, rows, first, N, T, PAIRED, EPILOGUE)
-
-
-@gluon.jit
-def _store_pieces(
-    out_ptr, values, token0, width, T, WARPS: gl.constexpr, TB: gl.constexpr, RUN: gl.constexpr, ONE: gl.constexpr
-):  # fmt: skip
-    """Store [TB, RUN, ONE]: RUN pieces of ONE values, one piece every 8 places."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1, ONE], [32 // RUN, RUN, 1], [WARPS, 1, 1], [2, 1, 0])
-    values = gl.convert_layout(values, LINES)
-    token = token0 + gl.arange(0, TB, layout=gl.SliceLayout(1, gl.SliceLayout(2, LINES)))
-    token = gl.expand_dims(gl.expand_dims(token, 1), 2)
-    run = gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(2, LINES)))
-    one = gl.arange(0, ONE, layout=gl.SliceLayout(0, gl.SliceLayout(1, LINES)))
-    place = gl.expand_dims(gl.expand_dims(run * 8, 0), 2) + gl.expand_dims(gl.expand_dims(one, 0), 1)
-    gl.store(out_ptr + (token * width + place), values, mask=token < T)
-
-
-@gluon.jit
-def _store_runs(values, column0, token0, out_ptr, width, T, WARPS: gl.constexpr, TB: gl.constexpr):
-    """Store fp16 [WARPS, 8, TB], columns from column0 on of rows from token0 on, as ordered rows."""
-    # Columns by their bits, highest first: 5 (of 8 warps), 4, 3 and 2, 1, 0. Of a place the lowest bits are 0, 5, 6 of
-    # the column (`half_place`), then 1, 2, 3 and 4.
-    HIGH: gl.constexpr = WARPS // 4
-    bits = gl.reshape(values, [HIGH, 4, 4, 2, TB])
-    runs = gl.reshape(gl.permute(bits, [4, 1, 2, 0, 3]), [TB, 16, 2 * HIGH])
-    start = column0 // 128 * 128 + column0 // (32 * HIGH) % (4 // HIGH) * (2 * HIGH)
-    _store_pieces(out_ptr + start, runs, token0, width, T, WARPS, TB, 16, 2 * HIGH)
-
-
-@gluon.jit
-def _finish_gated(
-    y, block_row, token0, unscale_ptr, out_ptr, out_unscale_ptr, width, T, gain, reach,
-    WARPS: gl.constexpr, TB: gl.constexpr,
-):  # fmt: skip
-    """`store_block` of silu(gate)*up."""
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    token = token0 + gl.arange(0, TB, layout=LINE)
-    scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0)
-    out_scale, out_unscale = product_scales(scale, reach)
-    gl.store(out_unscale_ptr + token, out_unscale, mask=(token < T) & (block_row == 0))
-    gate, up = _pair(y, WARPS, TB)
-    OF_TOKEN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gate.type.layout))
-    near = scale / gain
-    of_gate = gl.convert_layout(near, OF_TOKEN)
-    of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
-    gate = gate * gl.expand_dims(gl.expand_dims(of_gate, 0), 0)
-    up = up * gl.expand_dims(gl.expand_dims(of_up, 0), 0)
-    _store_runs(_gated(gate, up), block_row // 2, token0, out_ptr, width, T, WARPS, TB)
 
 
 @gluon.jit

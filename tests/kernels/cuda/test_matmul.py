@@ -259,6 +259,33 @@ def test_on_hopper_many_rows_are_multiplied_in_blocks(
         assert nmse(hidden, exact + kept.cpu()) < FP16_ROUNDING
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize(
+    ("rows", "geometry"),
+    [
+        (3, WgmmaGeometry(4, 1, 2, True, 0, 256)),
+        (17, WgmmaGeometry(4, 2, 2, False, 128, 256)),
+        (64, WgmmaGeometry(4, 1, 3, False, 128)),
+        (40, WgmmaGeometry(8, 2, 3, False)),
+        (127, WgmmaGeometry(16, 1, 3, True)),
+    ],
+)
+def test_on_hopper_swiglu_of_few_rows(
+    rows: int, geometry: WgmmaGeometry, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every place of the result is written, and none behind its rows."""
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
+    for width in (128, 1408):
+        gate, up = ordinary_weight(name, width, 512), ordinary_weight(name, width, 512, 1)
+        x, room = ordinary_activations(rows, 512) * 0.1, workspace(device, 1 << 20)
+        room.gated_half(rows, width).values.fill_(float("nan"))
+        made = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), room, pdl=True)
+        assert isinstance(made, HalfRows) and made.ordered and made.values[rows:].isnan().all()
+        assert nmse(made.dequantize(width), swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+
+
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("block", [128, 256])
 def test_on_hopper_swiglu_of_many_rows(
