@@ -194,6 +194,14 @@ def half_scale(peak):
     return scale, ((exponent - 13) << 23).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _in_order(values):
+    """Columns [N], a multiple of 128, as ordered rows have them. Exchanged between threads, so that they store whole
+    words side by side: `half_place` of all columns at once."""
+    N: tl.constexpr = values.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(values, [N // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4]), [N])
+
+
 @Relaunched
 @triton.jit
 def _half_rows_kernel(
@@ -213,7 +221,10 @@ def _half_rows_kernel(
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-        store_half(half_ptr, row, k, half_stride, x * scale, k < K, FORM)
+        if FORM == _ORDERED:
+            tl.store(half_ptr + row * half_stride + k, _in_order((x * scale).to(tl.float16)), mask=k < K)
+        else:
+            store_half(half_ptr, row, k, half_stride, x * scale, k < K, FORM)
 
 
 def half_rows(x: Tensor, out: HalfRows | None = None, pdl: bool = False) -> HalfRows:
@@ -236,9 +247,7 @@ def _order_rows_kernel(x_ptr, out_ptr, K, stride, BLOCK: tl.constexpr, PDL: tl.c
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-    # Exchanged between threads, so that they store whole words side by side: `half_place` of all columns at once.
-    ordered = tl.reshape(tl.permute(tl.reshape(x, [BLOCK // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4]), [BLOCK])
-    tl.store(out_ptr + row * stride + k, ordered, mask=k < K)
+    tl.store(out_ptr + row * stride + k, _in_order(x), mask=k < K)
 
 
 def order_rows(x: HalfRows, out: Tensor, pdl: bool = False) -> HalfRows:
