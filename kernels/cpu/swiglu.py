@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.kernel_table import swiglu_kernel
-from quengine.kernels.cpu.threads import Launch, run
+from quengine.kernels.cpu.threads import Launch, get_threads, run
 
-_COLUMNS = 64  # of a task where rows are many
+_COLUMNS, _TASKS = 64, 4  # of a task where rows are many, a multiple; of a thread
 
 
 def swiglu_launch(gate_up: Tensor, out: Tensor, records: Tensor | None, step: int) -> Launch:
@@ -31,5 +31,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of each row of gate_up fp32 [T, 2F]: fp32 [T, F]."""
     gate_up = gate_up.contiguous()
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    run([swiglu_launch(gate_up, out, None, _COLUMNS)])
+    # As long runs of a row as there are tasks enough: short ones are read from a new page each.
+    step = -(-out.shape[1] // (_COLUMNS * _TASKS * get_threads())) * _COLUMNS
+    run([swiglu_launch(gate_up, out, None, step)])
     return out

@@ -17,6 +17,7 @@ from quengine.kernels.cpu.compiled import compile_kernel
 from quengine.kernels.cpu.row_ir import emitter, get, round_row
 from quengine.kernels.cpu.vector_ir import F32, vec
 
+_LANES = 16
 _MOST = 88.0  # exp of more overflows; silu(-88) is -5e-37
 
 
@@ -57,7 +58,7 @@ def _gated(typingctx: Any, variant: Any, gate: Any, up: Any, first: Any, last: A
             silu = builder.fdiv(g, builder.fadd(e.const(lane, 1.0), emit_exp(e, power)))
             e.store(builder.fmul(silu, e.load(lane, e.at(up, at))), e.at(out, at))
 
-        e.spans(first, last, span)
+        e.spans(first, last, span, _LANES)
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 5), codegen

@@ -86,10 +86,24 @@ def _word_launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tens
     pack = (x.data_ptr(), 4 * x.stride(0), rows, cols, packed.data_ptr(), blocks)
     launches = [Launch(word_pack_kernel(), pack, blocks, keep=(x, packed))]
     for number, (column, w) in enumerate(placed):
-        operands = (*_operands(w, column, packed, rows, y, addend), word_panel_kernel(w.format.name))
-        kernel, tasks = word_matmul_kernel(w.format.name), -(-w.rows // tile.columns)
+        strips = -(-w.rows // tile.columns)
+        most = min(word_tiles.MOST_STRIPS, word_tiles.MOST_SUMS // (blocks * tile.rows * tile.columns))
+        of_task = _strips_of_task(strips, most, get_threads())
+        parameters = (word_panel_kernel(w.format.name), of_task)
+        operands = _operands(w, column, packed, rows, y, addend) + parameters
+        kernel, tasks = word_matmul_kernel(w.format.name), -(-strips // of_task)
         launches.append(Launch(kernel, operands, tasks, number == 0, (w, packed, y, addend)))
     return launches
+
+
+def _strips_of_task(strips: int, most: int, threads: int) -> int:
+    """As many strips a task, up to `most`, as leave no thread at work for long when the others have finished."""
+    for size in range(most, 1, -1):
+        rounds, alone = divmod(-(-strips // size), threads)
+        longest = rounds * size + (strips % size or size) * (alone == 1) + size * (alone > 1)
+        if longest * threads <= 1.03 * strips:
+            return size
+    return 1
 
 
 def _operands(

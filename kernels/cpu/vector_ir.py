@@ -230,8 +230,10 @@ class Emitter:
         return [self.lane(vector, i) for vector in vectors for i in range(vector.type.count)]
 
     # ---- loops -------------------------------------------------------------------------------------------
-    def spans(self, start: ir.Value, stop: ir.Value, body: Callable[[ir.Value, int], None]) -> None:
-        """body(i, lanes) over start .. stop - 1: eight at a time, then one at a time."""
+    def spans(
+        self, start: ir.Value, stop: ir.Value, body: Callable[[ir.Value, int], None], most: int = 8
+    ) -> None:
+        """body(i, lanes) over start .. stop - 1: `most`, a power of two, at a time, then one at a time."""
 
         def of(lanes: int) -> Callable[[ir.Value, list[ir.Value]], list[ir.Value]]:
             def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
@@ -240,8 +242,8 @@ class Emitter:
 
             return turn
 
-        whole = self.b.add(start, self.b.and_(self.b.sub(stop, start), self.i64(-8)))
-        self.loop(start, whole, 8, [], of(8))
+        whole = self.b.add(start, self.b.and_(self.b.sub(stop, start), self.i64(-most)))
+        self.loop(start, whole, most, [], of(most))
         self.loop(whole, stop, 1, [], of(1))
 
     def loop(

@@ -17,7 +17,8 @@ from numba.extending import intrinsic
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.panel_ir import GROUPS
-from quengine.kernels.cpu.row_ir import emitter, greater, round_within, total_int
+from quengine.kernels.cpu.row_ir import emitter, greater, round_within
+from quengine.kernels.cpu.tile_ir import transposed
 from quengine.kernels.cpu.tiles import DEPTH
 from quengine.kernels.cpu.vector_ir import F32, I32, Emitter, vec
 from quengine.kernels.cpu.word_tiles import (
@@ -37,57 +38,103 @@ _WIDE = vec(F32, _LANES)
 
 
 @intrinsic(prefer_literal=True)
-def round_words(typingctx: Any, variant: Any, x: Any, words: Any, tail: Any) -> Any:
-    """DEPTH fp32 at address x as pairs of int16, a pair every 4 * `TILE.rows` bytes, and a tail."""
+def find_largest(typingctx: Any, variant: Any, x: Any, largest: Any) -> Any:
+    """The largest |x| of DEPTH fp32 at address x, to address largest."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, words, tail = args
-        e, b = emitter(context, builder), builder
-        largest = _largest(e, x)
-        zero = b.fcmp_ordered("==", largest, e.const(F32, 0.0))
-        inverse = b.fdiv(e.const(F32, 1.0), b.select(zero, e.const(F32, 1.0), largest))
-        unit = _unit(e, x, inverse)
-        t = b.fmul(largest, unit)
-        times = e.splat(b.fdiv(inverse, unit), _LANES)
+        _, x, largest = args
+        e, found = emitter(context, builder), None
+        # As integers the bits of |x| order like |x|, and a NaN is above all.
         for k in range(0, DEPTH, _LANES):
-            a = round_within(e, b.fmul(e.load(_WIDE, x, 4 * k), times), ACTIVATION_MOST)
-            ordered = e.pick(a, [4 * i + j for i in range(_LANES // 4) for j in ORDER])
-            pairs = b.bitcast(ordered, vec(I32, _LANES // 2))
-            for p in range(_LANES // 2):
-                e.store(e.lane(pairs, p), words, 4 * TILE.rows * (k // 2 + p))
-            sums = [total_int(e, half) for half in e.halves(e.widen(a, I32, True))]
-            for i, value in enumerate(sums):
-                e.store(b.fmul(b.fneg(t), e.to_float(value)), tail, BY_16 + 4 * (k // 16 + i))
-            e.store(b.fmul(b.fneg(t), e.to_float(b.add(*sums))), tail, BY_32 + 4 * (k // 32))
-        e.store(t, tail, SCALE)
+            bits = e.and_(builder.bitcast(e.load(_WIDE, x, 4 * k), vec(I32, _LANES)), 0x7FFFFFFF)
+            found = bits if found is None else greater(e, found, bits)
+        assert found is not None
+        while found.type.count > 1:
+            found = greater(e, *e.halves(found))
+        e.store(found, largest)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 2), codegen
+
+
+@intrinsic(prefer_literal=True)
+def find_scale(typingctx: Any, variant: Any, x: Any, largest: Any, tail: Any) -> Any:
+    """t of DEPTH fp32 at address x, to their tail; at address largest 1 / t takes the place of what is there."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, x, place, tail = args
+        e, b, one = emitter(context, builder), builder, ir.Constant(F32, 1.0)
+        largest = e.load(F32, place)
+        zero = b.fcmp_ordered("==", largest, e.const(F32, 0.0))
+        inverse = b.fdiv(one, b.select(zero, one, largest))
+        unit = e.const(F32, 1 / ACTIVATION_MOST)
+        for first in range(0, DEPTH, DEPTH // 2):
+            squares = e.const(_WIDE, 0.0)
+            for k in range(first, first + DEPTH // 2, _LANES):
+                value = b.fmul(e.load(_WIDE, x, 4 * k), e.splat(inverse, _LANES))  # its square is finite
+                squares = e.fma(value, value, squares)
+            norm = b.fmul(e.sqrt(e.total(squares)), e.const(F32, 1 / HALF_NORM))
+            unit = b.select(b.fcmp_ordered(">", norm, unit), norm, unit)
+        e.store(b.fmul(largest, unit), tail, SCALE)
+        e.store(b.fdiv(inverse, unit), place)
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 3), codegen
 
 
-def _largest(e: Emitter, x: ir.Value) -> ir.Value:
-    """The largest |x| of DEPTH fp32. As integers the bits of |x| order like |x|, and a NaN is above all."""
-    largest = None
-    for k in range(0, DEPTH, _LANES):
-        bits = e.and_(e.b.bitcast(e.load(_WIDE, x, 4 * k), vec(I32, _LANES)), 0x7FFFFFFF)
-        largest = bits if largest is None else greater(e, largest, bits)
-    assert largest is not None
-    while largest.type.count > 1:
-        largest = greater(e, *e.halves(largest))
-    return e.b.bitcast(e.lane(largest, 0), F32)
+@intrinsic(prefer_literal=True)
+def round_words(typingctx: Any, variant: Any, x: Any, inverse: Any, words: Any, tail: Any) -> Any:
+    """DEPTH fp32 at address x, of which `find_scale` has been told, as int16 in `ORDER`, and the rest of their tail."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, x, inverse, words, tail = args
+        e, b, pairs = emitter(context, builder), builder, []
+        times, t = e.splat(e.load(F32, inverse), _LANES), e.load(F32, tail, SCALE)
+        for k in range(0, DEPTH, _LANES):
+            a = round_within(e, b.fmul(e.load(_WIDE, x, 4 * k), times), ACTIVATION_MOST)
+            e.store(e.pick(a, [4 * i + j for i in range(_LANES // 4) for j in ORDER]), words, 2 * k)
+            pairs.append(e.pair_products(a, e.const(a.type, 1)))
+        by_16 = _eights(e, pairs)
+        for by, sums in ((BY_16, by_16), (BY_32, b.add(*e.evens_odds(by_16)))):
+            e.store(b.fmul(e.splat(b.fneg(t), sums.type.count), e.to_float(sums)), tail, by)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 4), codegen
 
 
-def _unit(e: Emitter, x: ir.Value, inverse: ir.Value) -> ir.Value:
-    """t of DEPTH fp32 divided by the largest of them, whose inverse is given."""
-    b, unit = e.b, e.const(F32, 1 / ACTIVATION_MOST)
-    for first in range(0, DEPTH, DEPTH // 2):
-        squares = e.const(_WIDE, 0.0)
-        for k in range(first, first + DEPTH // 2, _LANES):
-            value = b.fmul(e.load(_WIDE, x, 4 * k), e.splat(inverse, _LANES))
-            squares = e.fma(value, value, squares)
-        norm = b.fmul(e.sqrt(e.total(squares)), e.const(F32, 1 / HALF_NORM))
-        unit = b.select(b.fcmp_ordered(">", norm, unit), norm, unit)
-    return unit
+def _eights(e: Emitter, parts: list[ir.Value]) -> ir.Value:
+    """The sums of each eight int32 lanes of eight vectors of 16, in one."""
+    lanes = 8
+    while len(parts) > 1:
+        half, groups = lanes // 2, range(0, 2 * parts[0].type.count, lanes)
+        low, high = ([g + i for g in groups for i in range(s, s + half)] for s in (0, half))
+        parts = [
+            e.b.add(e.pick(x, low, y), e.pick(x, high, y))
+            for x, y in zip(parts[::2], parts[1::2], strict=True)
+        ]
+        lanes = half
+    return parts[0]
+
+
+@intrinsic(prefer_literal=True)
+def interleave_words(typingctx: Any, variant: Any, rows: Any, out: Any) -> Any:
+    """Pairs of int16 [TILE.rows, DEPTH / 2] at address rows to [DEPTH / 2, TILE.rows] at address out."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, rows, out = args
+        e, side = emitter(context, builder), TILE.rows
+
+        def square(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            source, target = e.at(rows, builder.mul(k, e.i64(4))), e.at(out, builder.mul(k, e.i64(4 * side)))
+            lines = [e.load(vec(I32, side), source, 2 * DEPTH * i) for i in range(side)]
+            for i, line in enumerate(transposed(e, lines)):
+                e.store(line, target, 4 * side * i)
+            return []
+
+        e.loop(e.i64(0), e.i64(DEPTH // 2), side, [], square)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 2), codegen
 
 
 @intrinsic(prefer_literal=True)

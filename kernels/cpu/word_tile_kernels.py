@@ -16,8 +16,14 @@ from quengine.kernels.cpu.row_ir import get, put
 from quengine.kernels.cpu.tile_ir import clear_floats, copy_floats, prefetch, stack_floats
 from quengine.kernels.cpu.tiles import DEPTH
 from quengine.kernels.cpu.word_panel_ir import fill_words
-from quengine.kernels.cpu.word_tile_ir import multiply_words, round_words
-from quengine.kernels.cpu.word_tiles import MOST_ROWS, ROW_BYTES, TAIL, TILE
+from quengine.kernels.cpu.word_tile_ir import (
+    find_largest,
+    find_scale,
+    interleave_words,
+    multiply_words,
+    round_words,
+)
+from quengine.kernels.cpu.word_tiles import MOST_SUMS, ROW_BYTES, TAIL, TILE
 
 
 def word_pack_kernel() -> bytes:
@@ -25,16 +31,27 @@ def word_pack_kernel() -> bytes:
 
     0 x, 1 x stride, 2 rows, 3 columns (a multiple of DEPTH), 4 packed, 5 blocks.
     """
-    variant, block_rows, tail = "pack", TILE.rows, TAIL
+    variant, block_rows, tail_bytes, depth = "pack", TILE.rows, TAIL, DEPTH
     word_bytes, block_bytes = 2 * DEPTH * TILE.rows, ROW_BYTES * TILE.rows
+    word_floats = word_bytes // 4
 
     def pack_words(context: int, task: int) -> None:
         x, stride, rows, cols = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
-        for i in range(block_rows):
-            source = x + min(task * block_rows + i, rows - 1) * stride
-            for k in range(0, cols, DEPTH):
-                block = get(context, 4) + (k // DEPTH * get(context, 5) + task) * block_bytes
-                round_words(variant, source + 4 * k, block + 4 * i, block + word_bytes + tail * i)
+        words, inverses = stack_floats(word_floats), stack_floats(block_rows)
+        for k in range(0, cols, depth):
+            block = get(context, 4) + (k // depth * get(context, 5) + task) * block_bytes
+            # Rows together, as each of the three is a chain of instructions that wait for one another.
+            for i in range(block_rows):
+                source = x + min(task * block_rows + i, rows - 1) * stride + 4 * k
+                find_largest(variant, source, inverses + 4 * i)
+            for i in range(block_rows):
+                source = x + min(task * block_rows + i, rows - 1) * stride + 4 * k
+                find_scale(variant, source, inverses + 4 * i, block + word_bytes + tail_bytes * i)
+            for i in range(block_rows):
+                source = x + min(task * block_rows + i, rows - 1) * stride + 4 * k
+                tail, row = block + word_bytes + tail_bytes * i, words + 2 * depth * i
+                round_words(variant, source, inverses + 4 * i, row, tail)
+            interleave_words(variant, words, block)
 
     return compile_kernel(pack_words)
 
@@ -45,7 +62,7 @@ def word_panel_kernel(format_name: str) -> bytes:
     0 weights, from the first of the columns on; 1 row bytes, 2 rows (the last one is repeated), 3 panel, 4 d, 5
     minimums.
     """
-    variant, lanes, block_bytes = format_name, TILE.lanes, FORMATS[format_name].nbytes
+    variant, lanes = format_name, TILE.lanes
     group_floats = lanes * GROUPS
 
     def word_panel(context: int, task: int) -> None:
@@ -53,51 +70,64 @@ def word_panel_kernel(format_name: str) -> bytes:
         panel, d = get(context, 3) + 4 * lanes * task, get(context, 4) + 4 * lanes * task
         mins, first = get(context, 5) + 4 * group_floats * task, task * lanes
         fill_words(variant, w, row_bytes, first, last, panel, d, mins)
-        for i in range(lanes):
-            ahead = w + min(first + i, last) * row_bytes + block_bytes
-            for line in range(0, block_bytes, 64):
-                prefetch(ahead + line)
 
     return compile_kernel(word_panel)
 
 
 def word_matmul_kernel(format_name: str) -> bytes:
-    """Strips of weight rows times packed activations, plus an addend. A task is a strip.
+    """Strips of weight rows times packed activations, plus an addend. A task is some strips.
 
     0 weights, 1 row bytes, 2 rows, 3 columns, 4 packed activations, 5 their rows, 6 addend (fp32), 7 its stride, 8 y
-    (fp32), 9 its stride, 10 the panel kernel. The addend may be y.
+    (fp32), 9 its stride, 10 the panel kernel, 11 strips of a task: with so many rows at most MOST_SUMS. The addend may
+    be y.
     """
     variant, tile, block_bytes = format_name, TILE, FORMATS[format_name].nbytes
     columns, tile_rows, vectors, x_bytes = tile.columns, tile.rows, tile.vectors, ROW_BYTES * tile.rows
     panel_floats, tile_floats, request_floats = columns * DEPTH // 2, columns * tile_rows, 16
-    d_floats, min_floats, total_floats = columns, columns * GROUPS, columns * (MOST_ROWS + tile_rows)
+    d_floats, min_floats, total_floats = columns, columns * GROUPS, MOST_SUMS
 
     def word_matmul(context: int, task: int) -> None:
         row_bytes, cols, x_rows = get(context, 1), get(context, 3), get(context, 5)
-        first = task * columns
-        count = min(columns, get(context, 2) - first)
+        begin = task * get(context, 11) * columns
+        end = min(begin + get(context, 11) * columns, get(context, 2))
         blocks = (x_rows + tile_rows - 1) // tile_rows
         panel, d, mins = stack_floats(panel_floats), stack_floats(d_floats), stack_floats(min_floats)
         totals, request = stack_floats(total_floats), stack_floats(request_floats)
-        clear_floats(variant, totals, blocks * tile_floats)
+        strip_bytes = 4 * tile_floats * blocks
+        clear_floats(variant, totals, (end - begin + columns - 1) // columns * blocks * tile_floats)
         for i in range(x_rows):
-            addend = get(context, 6) + 4 * first + i * get(context, 7)
-            copy_floats(variant, addend, totals + 4 * columns * i, count)
+            addend, sums = get(context, 6) + 4 * begin + i * get(context, 7), totals + 4 * columns * i
+            for first in range(begin, end, columns):
+                copy_floats(variant, addend, sums, min(columns, end - first))
+                addend += 4 * columns
+                sums += strip_bytes
         put(request, 1, row_bytes)
-        put(request, 2, count)
         put(request, 3, panel)
         put(request, 4, d)
         put(request, 5, mins)
-        x = get(context, 4)
         for k in range(0, cols, DEPTH):
-            put(request, 0, get(context, 0) + first * row_bytes + k // DEPTH * block_bytes)
-            for group in range(vectors):
-                call_kernel(get(context, 10), request, group)
-            for b in range(blocks):
-                multiply_words(variant, panel, d, mins, x, totals + 4 * tile_floats * b)
-                x += x_bytes
+            # The activations of these columns stay in the L2 cache for all strips.
+            x, total = get(context, 4) + k // DEPTH * blocks * x_bytes, totals
+            for first in range(begin, end, columns):
+                put(request, 0, get(context, 0) + first * row_bytes + k // DEPTH * block_bytes)
+                put(request, 2, min(columns, end - first))
+                for group in range(vectors):
+                    call_kernel(get(context, 10), request, group)
+                ahead = get(request, 0) + columns * row_bytes
+                if first + columns >= end:
+                    ahead = get(context, 0) + begin * row_bytes + (k // DEPTH + 1) * block_bytes
+                for b in range(blocks):
+                    # A few at a time: a burst would have to wait for the memory.
+                    for i in range(columns * b // blocks, columns * (b + 1) // blocks):
+                        for line in range(0, block_bytes, 64):
+                            prefetch(ahead + i * row_bytes + line)
+                    multiply_words(variant, panel, d, mins, x + x_bytes * b, total)
+                    total += 4 * tile_floats
         for i in range(x_rows):
-            y = get(context, 8) + 4 * first + i * get(context, 9)
-            copy_floats(variant, totals + 4 * columns * i, y, count)
+            y, sums = get(context, 8) + 4 * begin + i * get(context, 9), totals + 4 * columns * i
+            for first in range(begin, end, columns):
+                copy_floats(variant, sums, y, min(columns, end - first))
+                y += 4 * columns
+                sums += strip_bytes
 
     return compile_kernel(word_matmul)

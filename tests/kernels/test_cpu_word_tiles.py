@@ -105,6 +105,30 @@ def test_blocks_without_a_scale_weigh_nothing() -> None:
     assert nmse(prompt_linear(x, [w]), word_product(x, w)) <= 1e-10
 
 
+@needs_words
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_bits_do_not_depend_on_the_strips_of_a_task(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = random_weight(name, 6 * word_tiles.TILE.columns - 7, 2)
+    x, addend = numbers(21, w.cols), numbers(21, w.rows)
+    results = []
+    for most in (1, 2, 4, 8):
+        monkeypatch.setattr(tile_matmul, "_strips_of_task", lambda *_, most=most: most)
+        results.append(prompt_linear(x, [w], addend))
+    assert nmse(results[0], word_product(x, w) + addend) <= 5e-10
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_tasks_leave_no_thread_at_work_alone(threads: int) -> None:
+    for strips in range(1, 700):
+        size = tile_matmul._strips_of_task(strips, 8, threads)
+        at_work = [0] * threads
+        for first in range(0, strips, size):  # a thread that is free takes the next task
+            at_work[at_work.index(min(at_work))] += min(size, strips - first)
+        assert 1 <= size <= 8
+        assert size == 1 or max(at_work) <= 1.03 * strips / threads
+
+
 def test_it_is_for_k_quants_on_a_processor_that_has_the_instruction() -> None:
     assert not word_tiles.takes_words(random_weight("Q4_1", 4, 8))
     assert word_tiles.takes_words(random_weight("Q4_K", 4, 1)) == (host_tile().quads == 16)
