@@ -179,6 +179,18 @@ class PromptScope:
             self.in_prompt = before
 
 
+class RowPicker(PromptScope):
+    """Of a backend whose `Hidden` are tensors of rows, and to which fewer rows of a prompt are less work.
+
+    In the last layer, behind the attention, only rows whose logits are wanted go on. Inside `prompt` each has the bits
+    that it has among all others.
+    """
+
+    def pick(self, x: Hidden, rows: "slice | Tensor") -> Hidden:
+        """Those rows of x alone."""
+        return x[rows]
+
+
 class Backend(Protocol[WeightT]):
     """The operations of a decoder over T tokens, on weights of the backend's own kind.
 

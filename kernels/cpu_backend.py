@@ -23,7 +23,7 @@ from quengine.kernels.backend import (
     KVLayer,
     Position,
     PromptBatch,
-    PromptScope,
+    RowPicker,
 )
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.step import Buffers, Step, StepRecorder
@@ -50,7 +50,7 @@ class CpuWeight:
         return sum(part.nbytes for part in self.parts)
 
 
-class CpuBackend(PromptScope):
+class CpuBackend(RowPicker):
     """See the module docstring.
 
     Raises:

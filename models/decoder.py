@@ -22,6 +22,7 @@ from quengine.kernels.backend import (
     KVLayer,
     Position,
     PromptBatch,
+    RowPicker,
 )
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
@@ -38,9 +39,16 @@ class Block:
         self.attention = Attention(config, tensors, backend, spec)
         self.ffn = FeedForward(config, tensors, backend)
 
-    def __call__(self, x: Hidden, cache: KVLayer, start: Position, next_norm: Tensor) -> Hidden:
-        """`next_norm`: weights of the norm behind this layer, the next layer's or the output's."""
-        return self.ffn(self.attention(x, cache, start, self.ffn.ffn_norm), next_norm)
+    def __call__(
+        self,
+        x: Hidden,
+        cache: KVLayer,
+        start: Position,
+        next_norm: Tensor,
+        rows: slice | Tensor = ALL_ROWS,
+    ) -> Hidden:
+        """`next_norm`: weights of the norm behind this layer, the next one's or the output's. `rows`: see Attention."""
+        return self.ffn(self.attention(x, cache, start, self.ffn.ffn_norm, rows), next_norm)
 
 
 class Decoder:
@@ -84,8 +92,12 @@ class Decoder:
         [T, vocab] when `last_only` is false.
         """
         last = start.last_rows if isinstance(start, PromptBatch) else LAST_ROW
-        x = self._layers(ids, cache, start)
-        rows = last if last_only else ALL_ROWS
+        rows, backend = last if last_only else ALL_ROWS, self.backend
+        if last_only and len(ids) > 1 and isinstance(backend, RowPicker):
+            with backend.prompt():  # a row that goes on alone is not a step of decode
+                x, rows = self._layers(ids, cache, start, rows), ALL_ROWS
+        else:
+            x = self._layers(ids, cache, start)
         return self.backend.logits(x, self.output_norm, self.config.rms_eps, self.output, rows)
 
     def hidden(self, ids: Tensor, cache: Sequence[KVLayer], start: Position) -> Tensor:
@@ -93,10 +105,13 @@ class Decoder:
         x = self._layers(ids, cache, start)
         return self.backend.normed(x, self.output_norm, self.config.rms_eps)
 
-    def _layers(self, ids: Tensor, cache: Sequence[KVLayer], start: Position) -> Hidden:
-        x = self.backend.embed(self.token_embd, ids)
+    def _layers(
+        self, ids: Tensor, cache: Sequence[KVLayer], start: Position, rows: slice | Tensor = ALL_ROWS
+    ) -> Hidden:
+        """`rows`: of a RowPicker, those that are returned."""
+        x, last = self.backend.embed(self.token_embd, ids), self.blk[-1]
         for block, layer, next_norm in zip(self.blk, cache, self._next_norms, strict=True):
-            x = block(x, layer, start, next_norm)
+            x = block(x, layer, start, next_norm, rows if block is last else ALL_ROWS)
         return x
 
     @property

@@ -8,7 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer, Position
+from quengine.kernels.backend import (
+    ALL_ROWS,
+    AttentionSpec,
+    Backend,
+    Hidden,
+    KVLayer,
+    Position,
+    RowPicker,
+)
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
 
@@ -43,10 +51,19 @@ class Attention:
             self.attn_qkv_bias = backend.vector(tensors.take("attn_q", "attn_k", "attn_v", kind="bias"))
         self.attn_output = backend.weight(tensors.take("attn_output"))
 
-    def __call__(self, x: Hidden, cache: KVLayer, start: Position, next_norm: Tensor) -> Hidden:
-        """`next_norm`: weights of the norm that reads the result."""
+    def __call__(
+        self,
+        x: Hidden,
+        cache: KVLayer,
+        start: Position,
+        next_norm: Tensor,
+        rows: slice | Tensor = ALL_ROWS,
+    ) -> Hidden:
+        """`next_norm`: weights of the norm that reads the result. Of a RowPicker, the result may be some rows only."""
         qkv = self.backend.norm_linear(x, self.attn_norm, self.eps, self.attn_qkv, self.attn_qkv_bias)
         mixed = self.backend.attention(qkv, self.spec, cache, start)
+        if rows is not ALL_ROWS and isinstance(self.backend, RowPicker):
+            mixed, x = self.backend.pick(mixed, rows), self.backend.pick(x, rows)
         return self.backend.linear_add(mixed, self.attn_output, x, next_norm, self.eps)
 
     @property

@@ -51,6 +51,23 @@ def test_text_and_cache_are_the_same_for_every_chunk_size_and_thread_count(model
             assert all(torch.equal(a, b) for a, b in zip(held, rows, strict=True))
 
 
+def test_only_the_last_row_of_a_prompt_leaves_the_last_layer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated: list[int] = []
+    swiglu = cpu.swiglu
+    monkeypatch.setattr(cpu, "swiglu", lambda x: (gated.append(len(x)), swiglu(x))[1])
+    with LLM(model, "cpu", 64) as llm, torch.no_grad():
+        decoder, layers, backend = llm.loaded.decoder, llm.loaded.cache.layers, llm.loaded.decoder.backend
+        picked = decoder.forward(torch.tensor(PROMPT), layers, 0)
+        assert gated == [len(PROMPT)] * (len(layers) - 1) + [1]
+        x = decoder._layers(torch.tensor(PROMPT), layers, 0)
+        assert len(x) == len(PROMPT)
+        norm, eps = decoder.output_norm, decoder.config.rms_eps
+        assert torch.equal(picked, backend.logits(x, norm, eps, decoder.output, slice(-1, None)))
+        assert len(decoder.forward(torch.tensor(PROMPT), layers, 0, last_only=False)) == len(PROMPT)
+
+
 def test_a_single_token_in_a_prompt_is_computed_as_among_others(model: Path) -> None:
     with LLM(model, "cpu", 64) as llm, torch.no_grad():
         decoder, layers, backend = llm.loaded.decoder, llm.loaded.cache.layers, llm.loaded.decoder.backend
