@@ -139,17 +139,18 @@ def interleave_words(typingctx: Any, variant: Any, rows: Any, out: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def multiply_words(typingctx: Any, variant: Any, panel: Any, d: Any, mins: Any, x: Any, totals: Any) -> Any:
-    """totals[i, j] += a panel's columns of row j times those of row i of x: a whole tile, fp32 [TILE.rows, columns].
+    """totals[i, j] += a panel's columns of row j times those of row i of x: fp32 [TILE.rows, columns].
 
-    x: a block of packed activations.
+    `variant`: "Q4_K/8" for a whole tile, "Q4_K/4" for the first four rows. x: a block of packed activations.
     """
-    fmt = FORMATS[variant.literal_value.split("/")[0]]
+    name, rows = variant.literal_value.split("/")
+    fmt, rows = FORMATS[name], int(rows)
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, panel, d, mins, x, totals = args
         e, tile = emitter(context, builder), TILE
         ints, floats, size = vec(I32, tile.lanes), vec(F32, tile.lanes), 4 * tile.lanes
-        cells = tile.rows * tile.vectors
+        cells = rows * tile.vectors
         tails = e.at(x, 2 * DEPTH * tile.rows)
 
         # One pair a turn: of several, LLVM makes multiplications and additions, to break chains that bound nothing.
@@ -158,7 +159,7 @@ def multiply_words(typingctx: Any, variant: Any, panel: Any, d: Any, mins: Any, 
             place = e.at(x, builder.mul(k, e.i64(2 * tile.rows)))
             weights = [e.load(ints, line, size * j) for j in range(tile.vectors)]
             result = []
-            for i in range(tile.rows):
+            for i in range(rows):
                 value = e.splat(e.load(I32, place, 4 * i), tile.lanes)
                 for j, weight in enumerate(weights):
                     result.append(e.add_pair_products(products[i * tile.vectors + j], value, weight))
@@ -171,16 +172,16 @@ def multiply_words(typingctx: Any, variant: Any, panel: Any, d: Any, mins: Any, 
             parts = [e.to_float(product) for product in products]
             sums = [builder.fadd(*both) for both in zip(sums, parts, strict=True)] if first else parts
         for j in range(tile.vectors):
-            places = [size * (i * tile.vectors + j) for i in range(tile.rows)]
+            places = [size * (i * tile.vectors + j) for i in range(rows)]
             scale = e.load(floats, d, size * j)
             added = [e.load(floats, totals, place) for place in places]
-            for i in range(tile.rows):
+            for i in range(rows):
                 t = e.splat(e.load(F32, tails, TAIL * i + SCALE), tile.lanes)
                 added[i] = e.fma(builder.fmul(sums[i * tile.vectors + j], scale), t, added[i])
             for g in range(DEPTH // fmt.group if fmt.has_min else 0):
                 line = e.load(floats, mins, size * (j * GROUPS + g))
                 by = (BY_32 if fmt.group == 32 else BY_16) + 4 * g
-                for i in range(tile.rows):
+                for i in range(rows):
                     added[i] = e.fma(line, e.splat(e.load(F32, tails, TAIL * i + by), tile.lanes), added[i])
             for value, place in zip(added, places, strict=True):
                 e.store(value, totals, place)

@@ -81,7 +81,8 @@ def word_matmul_kernel(format_name: str) -> bytes:
     (fp32), 9 its stride, 10 the panel kernel, 11 strips of a task: with so many rows at most MOST_SUMS. The addend may
     be y.
     """
-    variant, tile, block_bytes = format_name, TILE, FORMATS[format_name].nbytes
+    variant, tile, block_bytes, few = format_name, TILE, FORMATS[format_name].nbytes, TILE.rows // 2
+    whole, part = f"{format_name}/{TILE.rows}", f"{format_name}/{few}"
     columns, tile_rows, vectors, x_bytes = tile.columns, tile.rows, tile.vectors, ROW_BYTES * tile.rows
     panel_floats, tile_floats, request_floats = columns * DEPTH // 2, columns * tile_rows, 16
     d_floats, min_floats, total_floats = columns, columns * GROUPS, MOST_SUMS
@@ -121,7 +122,10 @@ def word_matmul_kernel(format_name: str) -> bytes:
                     for i in range(columns * b // blocks, columns * (b + 1) // blocks):
                         for line in range(0, block_bytes, 64):
                             prefetch(ahead + i * row_bytes + line)
-                    multiply_words(variant, panel, d, mins, x + x_bytes * b, total)
+                    if x_rows - b * tile_rows > few:
+                        multiply_words(whole, panel, d, mins, x + x_bytes * b, total)
+                    else:
+                        multiply_words(part, panel, d, mins, x + x_bytes * b, total)
                     total += 4 * tile_floats
         for i in range(x_rows):
             y, sums = get(context, 8) + 4 * begin + i * get(context, 9), totals + 4 * columns * i

@@ -107,7 +107,9 @@ def test_blocks_without_a_scale_weigh_nothing() -> None:
 
 @needs_words
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_bits_do_not_depend_on_the_strips_of_a_task(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_do_not_depend_on_the_strips_of_a_task_or_on_other_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = random_weight(name, 6 * word_tiles.TILE.columns - 7, 2)
     x, addend = numbers(21, w.cols), numbers(21, w.rows)
     results = []
@@ -116,6 +118,8 @@ def test_bits_do_not_depend_on_the_strips_of_a_task(name: str, monkeypatch: pyte
         results.append(prompt_linear(x, [w], addend))
     assert nmse(results[0], word_product(x, w) + addend) <= 5e-10
     assert all(torch.equal(result, results[0]) for result in results)
+    for few in (slice(0, 1), slice(7, 10), slice(18, 21)):  # in half a tile
+        assert torch.equal(prompt_linear(x[few], [w], addend[few]), results[0][few])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
