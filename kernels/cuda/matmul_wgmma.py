@@ -232,7 +232,8 @@ def launch_wgmma_two_parts(
     one, two = parts
     geometry = wgmma_geometry(one, "rows", x.rows)
     plan = _plan_two_parts(geometry, one.layout, two.layout, one.rows, two.rows, one.cols, x.rows, exact, pdl)
-    assert plan.grid[0] <= scratch.tickets.shape[0] and x.rows * out.shape[1] < 2**31
+    assert x.rows * out.shape[1] < 2**31, "the kernel counts results in 32 bits"
+    assert plan.partial == 0 or plan.grid[0] <= scratch.tickets.shape[0]
     gains = [part.gain if exact else _small_gain(part) for part in parts]
     _wgmma_two_parts_kernel.launch(
         plan.grid,
