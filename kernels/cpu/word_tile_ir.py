@@ -34,6 +34,7 @@ from quengine.kernels.cpu.word_tiles import (
 )
 
 _LANES = 32
+_LEAST = 2.0**-100  # smaller activations have fewer bits: 1 / t stays finite, and t is no denormal
 _WIDE = vec(F32, _LANES)
 
 
@@ -63,10 +64,10 @@ def find_scale(typingctx: Any, variant: Any, x: Any, largest: Any, tail: Any) ->
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, x, place, tail = args
-        e, b, one = emitter(context, builder), builder, ir.Constant(F32, 1.0)
-        largest = e.load(F32, place)
-        zero = b.fcmp_ordered("==", largest, e.const(F32, 0.0))
-        inverse = b.fdiv(one, b.select(zero, one, largest))
+        e, b = emitter(context, builder), builder
+        largest, least = e.load(F32, place), e.const(F32, _LEAST)
+        largest = b.select(b.fcmp_ordered("<", largest, least), least, largest)
+        inverse = b.fdiv(e.const(F32, 1.0), largest)
         unit = e.const(F32, 1 / ACTIVATION_MOST)
         for first in range(0, DEPTH, DEPTH // 2):
             squares = e.const(_WIDE, 0.0)

@@ -97,6 +97,21 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
 
 
 @needs_words
+@pytest.mark.parametrize("power", [-80, -40, 40, 80])
+def test_a_power_of_two_of_the_activations_is_one_of_the_result(power: int) -> None:
+    w, x = random_weight("Q4_K", 20, 2), numbers(3, 512)
+    assert torch.equal(prompt_linear(x * 2.0**power, [w]), prompt_linear(x, [w]) * 2.0**power)
+
+
+@needs_words
+@pytest.mark.parametrize("size", [2.0**-110, 1e-39, 1e-44])
+def test_tiny_activations_have_tiny_results(size: float) -> None:
+    w, x = random_weight("Q4_K", 20, 2), numbers(3, 512)
+    y = prompt_linear(x * size, [w])
+    assert (y.double() - size * word_product(x, w)).abs().max() < 1e-32
+
+
+@needs_words
 def test_blocks_without_a_scale_weigh_nothing() -> None:
     w = random_weight("Q6_K", 20, 2)
     start, stop = w.format.layout["d"]
