@@ -26,9 +26,8 @@ from quengine.kernels.cpu.word_tiles import TILE
 
 _LANES = TILE.lanes
 _INTS, _WORDS, _BYTES = vec(I32, _LANES), vec(I16, 2 * _LANES), vec(I8, 4 * _LANES)
-_Codes = Iterator[
-    tuple[int, ir.Value]
-]  # a multiple of 4, and the codes of so many and the next three columns
+_Codes = Iterator[tuple[int, ir.Value]]
+"""A column, a multiple of 4, and the codes of it and of the next three."""
 
 
 @dataclass(frozen=True)
