@@ -45,9 +45,8 @@ TAIL = 128
 ROW_BYTES = 2 * DEPTH + TAIL
 MOST_ROWS = 512  # of activations in one launch
 MOST_STRIPS = 8  # of a task
-MOST_SUMS = (
-    1 << 17
-)  # fp32 of a task: of all rows of activations and some strips, on the stack and in the L2 cache
+MOST_SUMS = 1 << 17
+"""fp32 of a task: of all rows of activations and some strips, on the stack and in the L2 cache."""
 
 
 def takes_words(w: QuantTensor) -> bool:
