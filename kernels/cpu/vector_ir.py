@@ -140,7 +140,7 @@ class Emitter:
         return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * count}", total, x, y)
 
     def add_pair_products(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
-        """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, all in 16 int32 lanes. Only where there are `words`."""
+        """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, all in 16 int32 lanes. Only where `quads` is 16."""
         return self._call("llvm.x86.avx512.vpdpwssd.512", total, x, y)
 
     # ---- floats ------------------------------------------------------------------------------------------

@@ -190,11 +190,11 @@ def matmul(
     if out is None:
         out = torch.empty(rows, weight.rows, dtype=torch.float32, device=half.values.device)
     y, first = out, 0
-    if residual is None and takes_two_parts(half, weight, workspace.fixed):
-        parts = [part for part in weight.parts if isinstance(part, PackedPart)]
-        launch_wgmma_two_parts(half, parts, y, workspace.scratch, pdl, workspace.exact)
+    packed = [part for part in weight.parts if isinstance(part, PackedPart)]
+    beside = len(packed) == len(weight.parts) > 1
+    if beside and residual is None and takes_two_parts(half, packed, workspace.fixed):
+        launch_wgmma_two_parts(half, packed, y, workspace.scratch, pdl, workspace.exact)
         return y
-    beside = len(weight.parts) > 1 and all(isinstance(part, PackedPart) for part in weight.parts)
     for part in weight.parts:
         if isinstance(part, PackedPart) and half.ordered:
             before, behind = beside and first == 0, beside and first > 0

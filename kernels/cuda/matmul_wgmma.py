@@ -25,7 +25,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quengine.kernels.cuda.attention_prefill import is_hopper
-from quengine.kernels.cuda.fragments import load_chunk
 from quengine.kernels.cuda.half import HalfRows
 from quengine.kernels.cuda.launch_table import (
     MOST_FEW,
@@ -35,12 +34,12 @@ from quengine.kernels.cuda.launch_table import (
 )
 from quengine.kernels.cuda.layout import PackedLayout
 from quengine.kernels.cuda.matmul_fused import FusedScratch
-from quengine.kernels.cuda.packed import PackedPart, PackedWeight
+from quengine.kernels.cuda.packed import PackedPart
 from quengine.kernels.cuda.relaunch import Constants, Copied, Relaunched
 from quengine.kernels.cuda.swiglu import reach_of
-from quengine.kernels.cuda.wgmma_loop import copy_set, multiply
-from quengine.kernels.cuda.wgmma_program import begin_copies, few_rows_program
-from quengine.kernels.cuda.wgmma_store import RESIDUAL, ROWS, SWIGLU, store_block, tile_of
+from quengine.kernels.cuda.wgmma_loop import multiply
+from quengine.kernels.cuda.wgmma_program import begin_block, few_rows_program
+from quengine.kernels.cuda.wgmma_store import RESIDUAL, ROWS, SWIGLU, store_block
 
 _STAGED = gl.NVMMASharedLayout(128, 16, 2)
 
@@ -110,26 +109,17 @@ def _wgmma_blocks_kernel(
     SPLITS shares of them added up in order."""
     CHUNKS: gl.constexpr = K // FMT.chunk
     SHARE: gl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
-    SETS: gl.constexpr = FMT.chunk // SET
-    THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if PDL and not BEFORE:
         tl.extra.cuda.gdc_launch_dependents()
-    thread = gl.arange(0, 32 * WARPS, layout=THREAD)
-    lane = thread & 31
     token0 = gl.program_id(0) * TB
     block = gl.program_id(1)
-    tile = gl.minimum(tile_of(block, thread >> 5, WARPS, EPILOGUE), tiles - 1)  # what is beyond is not stored
     planes = (low, high, scales, supers)
-    words = load_chunk(planes, tile * CHUNKS, 0, lane, True, FMT, False)
-    stages, ready = begin_copies(x_rows, TB, SET, STAGES)
-    if PDL and not BEHIND:
-        tl.extra.cuda.gdc_wait()
-        if BEFORE:
-            tl.extra.cuda.gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        copy_set(x_rows, stages, ready, i, i, 0, CHUNKS * SETS, token0, TB, SET)
+    words, stages, ready, tile, lane = begin_block(
+        planes, x_rows, block, tiles, 0, CHUNKS, token0,
+        FMT, CHUNKS, TB, WARPS, STAGES, SET, EPILOGUE, PDL, BEFORE, BEHIND,
+    )  # fmt: skip
     if SPLITS == 1:
         acc, words = multiply(
             planes, words, x_rows, stages, ready, tile, lane, 0, 0, CHUNKS, CHUNKS, token0, gain,
@@ -205,18 +195,10 @@ def launch_wgmma(
     )
 
 
-def takes_two_parts(x: HalfRows, weight: PackedWeight, fixed: bool) -> bool:
-    """Whether `launch_wgmma_two_parts` takes these rows and this weight. With `fixed` sums each part keeps the shares
-    that many rows have, so it is a launch of its own."""
-    parts = weight.parts
-    return (
-        x.ordered
-        and x.rows <= MOST_FEW
-        and not fixed
-        and not weight.paired
-        and len(parts) == 2
-        and all(isinstance(part, PackedPart) for part in parts)
-    )
+def takes_two_parts(x: HalfRows, parts: Sequence[PackedPart], fixed: bool) -> bool:
+    """Whether `launch_wgmma_two_parts` takes these rows and all parts of a matrix. With `fixed` sums each part keeps
+    the shares that many rows have, so it is a launch of its own."""
+    return x.ordered and x.rows <= MOST_FEW and not fixed and len(parts) == 2
 
 
 def launch_wgmma_two_parts(

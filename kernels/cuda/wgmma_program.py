@@ -27,7 +27,7 @@ def _places(WARPS: gl.constexpr, TB: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def begin_copies(x_rows, TB: gl.constexpr, SET: gl.constexpr, STAGES: gl.constexpr):
+def _room_for_copies(x_rows, TB: gl.constexpr, SET: gl.constexpr, STAGES: gl.constexpr):
     """Shared memory for the sets of columns of x that are on their way, and the barriers that say which are there."""
     stages = gl.allocate_shared_memory(gl.float16, [STAGES, TB, SET], x_rows.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -35,6 +35,30 @@ def begin_copies(x_rows, TB: gl.constexpr, SET: gl.constexpr, STAGES: gl.constex
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     return stages, ready
+
+
+@gluon.jit
+def begin_block(
+    planes, x_rows, block, tiles, begin, end, token0,
+    FMT: gl.constexpr, CHUNKS: gl.constexpr, TB: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
+    SET: gl.constexpr, EPILOGUE: gl.constexpr, PDL: gl.constexpr, BEFORE: gl.constexpr, BEHIND: gl.constexpr,
+):  # fmt: skip
+    """What a program does before its first product, for chunks begin .. end - 1 of a block of weight rows and rows of x
+    from token0 on: its weights' first words are on their way, and, once the launch in front has ended, the first sets
+    of x. The words, shared memory and barriers of the sets, this thread's tile and lane."""
+    SETS: gl.constexpr = FMT.chunk // SET
+    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    lane = thread & 31
+    tile = gl.minimum(tile_of(block, thread >> 5, WARPS, EPILOGUE), tiles - 1)  # what is beyond is not stored
+    words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, True, FMT, False)
+    stages, ready = _room_for_copies(x_rows, TB, SET, STAGES)
+    if PDL and not BEHIND:
+        tl.extra.cuda.gdc_wait()
+        if BEFORE:
+            tl.extra.cuda.gdc_launch_dependents()
+    for i in gl.static_range(STAGES):
+        copy_set(x_rows, stages, ready, i, i, begin * SETS, (end - begin) * SETS, token0, TB, SET)
+    return words, stages, ready, tile, lane
 
 
 @gluon.jit
@@ -82,23 +106,14 @@ def few_rows_program(
     tiles, rows, first, N, T, gain, reach = sizes
     CHUNKS: gl.constexpr = K // FMT.chunk
     SHARE: gl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
-    SETS: gl.constexpr = FMT.chunk // SET
-    THREAD: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    thread = gl.arange(0, 32 * WARPS, layout=THREAD)
-    lane = thread & 31
-    tile = gl.minimum(tile_of(block, thread >> 5, WARPS, EPILOGUE), tiles - 1)  # what is beyond is not stored
     begin = share * SHARE
     end = gl.minimum(begin + SHARE, CHUNKS)
-    words = load_chunk(planes, tile * CHUNKS + begin, 0, lane, True, FMT, False)
-    stages, ready = begin_copies(x_rows, TB, SET, STAGES)
-    if PDL and not BEHIND:
-        tl.extra.cuda.gdc_wait()
-        if BEFORE:
-            tl.extra.cuda.gdc_launch_dependents()
-    for i in gl.static_range(STAGES):
-        copy_set(x_rows, stages, ready, i, i, begin * SETS, (end - begin) * SETS, 0, TB, SET)
+    words, stages, ready, tile, lane = begin_block(
+        planes, x_rows, block, tiles, begin, end, 0,
+        FMT, CHUNKS, TB, WARPS, STAGES, SET, EPILOGUE, PDL, BEFORE, BEHIND,
+    )  # fmt: skip
     acc, words = multiply(
         planes, words, x_rows, stages, ready, tile, lane, begin, begin, end, end, 0, gain,
         FMT, CHUNKS, TB, WARPS, STAGES, SET, ASYNC, EXACT, MMA, A,
