@@ -11,7 +11,7 @@ Does not know: the model, what is multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -37,6 +37,9 @@ from quengine.kernels.cpu.word_tiles import takes_words
 from quengine.kernels.quant_tensor import QuantTensor
 
 _Placed = tuple[int, QuantTensor]  # the first of its columns, and a weight
+_Product = tuple[
+    int, tuple[int, ...], int
+]  # the kernel that multiplies, its parameters after the operands, its tasks
 _TASKS = 4  # a thread should get of a weight, before tasks become longer
 
 
@@ -68,32 +71,67 @@ def _launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -
     rows, block = x.shape[0], BLOCK if matrix_unit() else host_tile().rows
     blocks, panels = -(-rows // block), -(-x.shape[1] // DEPTH)
     packed = torch.empty(panels, blocks, block, DEPTH)
-    pack = (x.data_ptr(), 4 * x.stride(0), rows, x.shape[1], packed.data_ptr(), blocks)
     packing = (matrix_pack_kernel(), panels * blocks) if matrix_unit() else (pack_kernel(), blocks)
-    launches = [Launch(packing[0], pack, packing[1], keep=(x, packed))]
-    for number, (column, w) in enumerate(placed):
-        kernel, parameters, tasks = _matrix_product(w, blocks) if matrix_unit() else _product(w)
-        operands = _operands(w, column, packed, rows, y, addend) + parameters
-        launches.append(Launch(kernel, operands, tasks, number == 0, (w, packed, y, addend)))
-    return launches
+    product = _matrix_product if matrix_unit() else _product
+    return _packed_and_multiplied(x, packed, packing, blocks, placed, product, y, addend)
 
 
 def _word_launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
     """The same on 16-bit integers."""
-    (rows, cols), tile = x.shape, word_tiles.TILE
-    blocks = -(-rows // tile.rows)
-    packed = torch.empty(cols // DEPTH, blocks, tile.rows, word_tiles.ROW_BYTES, dtype=torch.uint8)
-    pack = (x.data_ptr(), 4 * x.stride(0), rows, cols, packed.data_ptr(), blocks)
-    launches = [Launch(word_pack_kernel(), pack, blocks, keep=(x, packed))]
+    (rows, cols), block = x.shape, word_tiles.TILE.rows
+    blocks = -(-rows // block)
+    packed = torch.empty(cols // DEPTH, blocks, block, word_tiles.ROW_BYTES, dtype=torch.uint8)
+    packing = (word_pack_kernel(), blocks)
+    return _packed_and_multiplied(x, packed, packing, blocks, placed, _word_product, y, addend)
+
+
+def _packed_and_multiplied(
+    x: Tensor,
+    packed: Tensor,
+    packing: tuple[int, int],
+    blocks: int,
+    placed: Sequence[_Placed],
+    product: Callable[[QuantTensor, int], _Product],
+    y: Tensor,
+    addend: Tensor,
+) -> list[Launch]:
+    """The launch that packs x, by a kernel in so many tasks (`packing`), and one for each weight."""
+    pack = (x.data_ptr(), 4 * x.stride(0), *x.shape, packed.data_ptr(), blocks)
+    launches = [Launch(packing[0], pack, packing[1], keep=(x, packed))]
+    stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
     for number, (column, w) in enumerate(placed):
-        strips = -(-w.rows // tile.columns)
-        most = min(word_tiles.MOST_STRIPS, word_tiles.MOST_SUMS // (blocks * tile.rows * tile.columns))
-        of_task = _strips_of_task(strips, most, get_threads())
-        parameters = (word_panel_kernel(w.format.name), of_task)
-        operands = _operands(w, column, packed, rows, y, addend) + parameters
-        kernel, tasks = word_matmul_kernel(w.format.name), -(-strips // of_task)
-        launches.append(Launch(kernel, operands, tasks, number == 0, (w, packed, y, addend)))
+        kernel, parameters, tasks = product(w, blocks)
+        operands = (
+            *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), x.shape[0]),
+            *(addend.data_ptr() + 4 * column, stride, y.data_ptr() + 4 * column, 4 * y.stride(0)),
+        )
+        launches.append(Launch(kernel, operands + parameters, tasks, number == 0, (w, packed, y, addend)))
     return launches
+
+
+def _product(w: QuantTensor, blocks: int) -> _Product:
+    """In fp32, of so many blocks of activation rows."""
+    del blocks
+    parameters = (panel_kernel(w.format.name), w.format.block, w.format.nbytes)
+    return tile_matmul_kernel(), parameters, -(-w.rows // host_tile().columns)
+
+
+def _matrix_product(w: QuantTensor, blocks: int) -> _Product:
+    """On matrix tiles. The strips of one task share activations in the cache."""
+    strips = -(-w.rows // BLOCK)
+    of_task = max(1, min(MOST_BLOCKS // blocks, strips // (_TASKS * get_threads())))
+    parameters = (weight_tiles_kernel(w.format.name), w.format.block, w.format.nbytes, of_task)
+    return matrix_matmul_kernel(), parameters, -(-strips // of_task)
+
+
+def _word_product(w: QuantTensor, blocks: int) -> _Product:
+    """On 16-bit integers."""
+    tile = word_tiles.TILE
+    strips = -(-w.rows // tile.columns)
+    most = min(word_tiles.MOST_STRIPS, word_tiles.MOST_SUMS // (blocks * tile.rows * tile.columns))
+    of_task = _strips_of_task(strips, most, get_threads())
+    parameters = (word_panel_kernel(w.format.name), of_task)
+    return word_matmul_kernel(w.format.name), parameters, -(-strips // of_task)
 
 
 def _strips_of_task(strips: int, most: int, threads: int) -> int:
@@ -104,28 +142,3 @@ def _strips_of_task(strips: int, most: int, threads: int) -> int:
         if longest * threads <= 1.03 * strips:
             return size
     return 1
-
-
-def _operands(
-    w: QuantTensor, column: int, packed: Tensor, rows: int, y: Tensor, addend: Tensor
-) -> tuple[int, ...]:
-    """What all products are given first."""
-    stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
-    return (
-        *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), rows),
-        *(addend.data_ptr() + 4 * column, stride, y.data_ptr() + 4 * column, 4 * y.stride(0)),
-    )
-
-
-def _product(w: QuantTensor) -> tuple[int, tuple[int, ...], int]:
-    """The kernel that multiplies, its parameters after the operands, and its tasks."""
-    parameters = (panel_kernel(w.format.name), w.format.block, w.format.nbytes)
-    return tile_matmul_kernel(), parameters, -(-w.rows // host_tile().columns)
-
-
-def _matrix_product(w: QuantTensor, blocks: int) -> tuple[int, tuple[int, ...], int]:
-    """As `_product`, on matrix tiles. The strips of one task share activations in the cache."""
-    strips = -(-w.rows // BLOCK)
-    of_task = max(1, min(MOST_BLOCKS // blocks, strips // (_TASKS * get_threads())))
-    parameters = (weight_tiles_kernel(w.format.name), w.format.block, w.format.nbytes, of_task)
-    return matrix_matmul_kernel(), parameters, -(-strips // of_task)

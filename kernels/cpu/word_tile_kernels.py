@@ -8,6 +8,8 @@ Does not know: tensors. tile_matmul.py fills the parameters.
 
 from __future__ import annotations
 
+from numba import njit
+
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.atomics import call_kernel
 from quengine.kernels.cpu.compiled import compile_kernel
@@ -24,6 +26,8 @@ from quengine.kernels.cpu.word_tile_ir import (
     round_words,
 )
 from quengine.kernels.cpu.word_tiles import MOST_SUMS, ROW_BYTES, TAIL, TILE
+
+_COLUMNS = TILE.columns
 
 
 def word_pack_kernel() -> bytes:
@@ -74,6 +78,21 @@ def word_panel_kernel(format_name: str) -> bytes:
     return compile_kernel(word_panel)
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _copy_strips(
+    source: int, source_row: int, source_strip: int, target: int, row: int, strip: int, rows: int, count: int
+) -> None:
+    """`count` fp32 of each row, a strip's columns at a time; bytes from a row, and from a strip, to the next."""
+    for i in range(rows):
+        for k in range((count + _COLUMNS - 1) // _COLUMNS):
+            copy_floats(
+                "strips",
+                source + i * source_row + k * source_strip,
+                target + i * row + k * strip,
+                min(_COLUMNS, count - k * _COLUMNS),
+            )
+
+
 def word_matmul_kernel(format_name: str) -> bytes:
     """Strips of weight rows times packed activations, plus an addend. A task is some strips.
 
@@ -94,14 +113,10 @@ def word_matmul_kernel(format_name: str) -> bytes:
         blocks = (x_rows + tile_rows - 1) // tile_rows
         panel, d, mins = stack_floats(panel_floats), stack_floats(d_floats), stack_floats(min_floats)
         totals, request = stack_floats(total_floats), stack_floats(request_floats)
-        strip_bytes = 4 * tile_floats * blocks
         clear_floats(variant, totals, (end - begin + columns - 1) // columns * blocks * tile_floats)
-        for i in range(x_rows):
-            addend, sums = get(context, 6) + 4 * begin + i * get(context, 7), totals + 4 * columns * i
-            for first in range(begin, end, columns):
-                copy_floats(variant, addend, sums, min(columns, end - first))
-                addend += 4 * columns
-                sums += strip_bytes
+        addend, addend_stride = get(context, 6) + 4 * begin, get(context, 7)
+        row, strip = 4 * columns, 4 * tile_floats * blocks
+        _copy_strips(addend, addend_stride, row, totals, row, strip, x_rows, end - begin)
         put(request, 1, row_bytes)
         put(request, 3, panel)
         put(request, 4, d)
@@ -127,11 +142,8 @@ def word_matmul_kernel(format_name: str) -> bytes:
                     else:
                         multiply_words(part, panel, d, mins, x + x_bytes * b, total)
                     total += 4 * tile_floats
-        for i in range(x_rows):
-            y, sums = get(context, 8) + 4 * begin + i * get(context, 9), totals + 4 * columns * i
-            for first in range(begin, end, columns):
-                copy_floats(variant, sums, y, min(columns, end - first))
-                y += 4 * columns
-                sums += strip_bytes
+        _copy_strips(
+            totals, row, strip, get(context, 8) + 4 * begin, get(context, 9), row, x_rows, end - begin
+        )
 
     return compile_kernel(word_matmul)
