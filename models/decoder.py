@@ -7,6 +7,7 @@ requests, text or sampling.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from quengine.kernels.backend import (
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
 from quengine.models.config import ModelConfig
-from quengine.models.layers import Attention, FeedForward, LayerTensors
+from quengine.models.layers import Attention, FeedForward, LayerTensors, Pick
 
 
 class Block:
@@ -45,10 +46,10 @@ class Block:
         cache: KVLayer,
         start: Position,
         next_norm: Tensor,
-        rows: slice | Tensor = ALL_ROWS,
+        pick: Pick | None = None,
     ) -> Hidden:
-        """`next_norm`: weights of the norm behind this layer, the next one's or the output's. `rows`: see Attention."""
-        return self.ffn(self.attention(x, cache, start, self.ffn.ffn_norm, rows), next_norm)
+        """`next_norm`: weights of the norm behind this layer, the next one's or the output's. `pick`: see Attention."""
+        return self.ffn(self.attention(x, cache, start, self.ffn.ffn_norm, pick), next_norm)
 
 
 class Decoder:
@@ -95,7 +96,7 @@ class Decoder:
         rows, backend = last if last_only else ALL_ROWS, self.backend
         if last_only and len(ids) > 1 and isinstance(backend, RowPicker):
             with backend.prompt():  # a row that goes on alone is not a step of decode
-                x, rows = self._layers(ids, cache, start, rows), ALL_ROWS
+                x, rows = self._layers(ids, cache, start, partial(backend.pick, rows=rows)), ALL_ROWS
         else:
             x = self._layers(ids, cache, start)
         return self.backend.logits(x, self.output_norm, self.config.rms_eps, self.output, rows)
@@ -106,12 +107,12 @@ class Decoder:
         return self.backend.normed(x, self.output_norm, self.config.rms_eps)
 
     def _layers(
-        self, ids: Tensor, cache: Sequence[KVLayer], start: Position, rows: slice | Tensor = ALL_ROWS
+        self, ids: Tensor, cache: Sequence[KVLayer], start: Position, pick: Pick | None = None
     ) -> Hidden:
-        """`rows`: of a RowPicker, those that are returned."""
+        """`pick`: takes the rows that go on behind the last layer's attention."""
         x, last = self.backend.embed(self.token_embd, ids), self.blk[-1]
         for block, layer, next_norm in zip(self.blk, cache, self._next_norms, strict=True):
-            x = block(x, layer, start, next_norm, rows if block is last else ALL_ROWS)
+            x = block(x, layer, start, next_norm, pick if block is last else None)
         return x
 
     @property

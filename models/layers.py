@@ -3,22 +3,17 @@
 A layer holds weights in the form its backend gave them and knows neither the device nor the number of layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from quengine.kernels.backend import (
-    ALL_ROWS,
-    AttentionSpec,
-    Backend,
-    Hidden,
-    KVLayer,
-    Position,
-    RowPicker,
-)
+from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer, Position
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
+
+Pick = Callable[[Hidden], Hidden]
+"""Some rows of what it is given."""
 
 
 class LayerTensors:
@@ -57,13 +52,13 @@ class Attention:
         cache: KVLayer,
         start: Position,
         next_norm: Tensor,
-        rows: slice | Tensor = ALL_ROWS,
+        pick: Pick | None = None,
     ) -> Hidden:
-        """`next_norm`: weights of the norm that reads the result. Of a RowPicker, the result may be some rows only."""
+        """`next_norm`: weights of the norm that reads the result. `pick`: takes the rows that go on."""
         qkv = self.backend.norm_linear(x, self.attn_norm, self.eps, self.attn_qkv, self.attn_qkv_bias)
         mixed = self.backend.attention(qkv, self.spec, cache, start)
-        if rows is not ALL_ROWS and isinstance(self.backend, RowPicker):
-            mixed, x = self.backend.pick(mixed, rows), self.backend.pick(x, rows)
+        if pick is not None:
+            mixed, x = pick(mixed), pick(x)
         return self.backend.linear_add(mixed, self.attn_output, x, next_norm, self.eps)
 
     @property
