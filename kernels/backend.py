@@ -180,10 +180,10 @@ class PromptScope:
 
 
 class RowPicker(PromptScope):
-    """Of a backend whose `Hidden` are tensors of rows, and to which fewer rows of a prompt are less work.
+    """Of a backend to which fewer rows of a prompt are less work.
 
-    In the last layer, behind the attention, only rows whose logits are wanted go on. Inside `prompt` each has the bits
-    that it has among all others.
+    In the last layer, behind the attention, only rows whose logits are wanted go on. Where a backend gives a row the
+    same bits whatever is computed beside it, it does so here, inside `prompt`, too.
     """
 
     def pick(self, x: Hidden, rows: "slice | Tensor") -> Hidden:

@@ -22,7 +22,7 @@ from quengine.kernels.backend import (
     KVLayer,
     Position,
     PromptBatch,
-    PromptScope,
+    RowPicker,
 )
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
@@ -83,7 +83,7 @@ def _some_rows(x: Residual, rows: slice | Tensor) -> Residual:
     return x[rows]
 
 
-class CudaBackend(PromptScope):
+class CudaBackend(RowPicker):
     """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later.
 
     `fixed_kernels`: the result of a decode step's row is the same, to the last bit, alone and in every batch, captured
@@ -165,6 +165,13 @@ class CudaBackend(PromptScope):
             # Positions made just now must be complete before the launch that reads them begins.
             return self._decode(qkv, spec, cache, self._positions(first, 1), tables, False)
         return self._prefill(qkv, spec, cache, first, table)
+
+    def pick(self, x: Rows | Residual, rows: slice | Tensor) -> Tensor:
+        """Those rows of x, fp32. One row goes on as a decode step's does, unless kernels are fixed."""
+        if isinstance(x, HalfRows):
+            return x.pick(rows)
+        assert not isinstance(x, RoundedActivations), "nothing is picked of a single token"
+        return (x.hidden if isinstance(x, NormedRows) else x)[rows]
 
     def normed(self, x: Residual, norm: Tensor, eps: float) -> Tensor:
         stream = x.hidden if isinstance(x, NormedRows) else x

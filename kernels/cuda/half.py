@@ -118,6 +118,12 @@ class HalfRows:
         width = width if cols is None else cols
         return self.row_major(width).float() * self.unscale[:, None]
 
+    def pick(self, rows: slice | Tensor) -> Tensor:
+        """Some rows alone, fp32 [rows, K]. Of rows in tiles K must be a multiple of 128."""
+        if self.tiled:
+            return self.dequantize()[rows]
+        return HalfRows(self.values[: self.rows][rows], self.unscale[rows], self.form).dequantize()
+
 
 @dataclass(frozen=True)
 class Products:

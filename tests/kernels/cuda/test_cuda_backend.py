@@ -1,12 +1,14 @@
 """A whole decoder on the CUDA backend against the reference: token by token, and a prompt with tokens behind it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quengine.kernels import cuda_backend
 from quengine.kernels.backend import Backend, Chunk, DecodeBatch, PromptBatch
+from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda_backend import CudaBackend
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
@@ -103,6 +105,32 @@ def test_several_prompts_in_one_step_are_the_reference_of_each(backend: CudaBack
         results.append(decoder.forward(ids, cache.layers, start).cpu())
         assert results[-1].shape[0] == 3
     assert nmse(results[0], results[1]) < 5e-5
+
+
+def test_behind_the_last_layers_attention_only_the_last_row_goes_on(
+    backend: CudaBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a decode step's row does, so it is nearer to the reference than among all others."""
+    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", architecture="llama"))
+    widths, linear_add = list[int](), CudaBackend.linear_add
+
+    def noted(self: CudaBackend, x: Any, weight: Any, residual: Any, *norm: Any) -> Any:
+        stream = residual.hidden if isinstance(residual, NormedRows) else residual
+        widths.append(stream.shape[0])
+        return linear_add(self, x, weight, residual, *norm)
+
+    monkeypatch.setattr(CudaBackend, "linear_add", noted)
+    results = []
+    for each in (backend, ReferenceBackend(keep=True)):
+        decoder = Decoder(checkpoint.config, checkpoint.tensors, each, 64, 64)
+        cache = KVCache.allocate(checkpoint.config, 64, each.device)
+        ids = torch.tensor(IDS, device=each.device)
+        results += [decoder.forward(ids, cache.layers, 0, last_only=last).cpu() for last in (True, False)]
+    layers = checkpoint.config.block_count
+    assert widths == [len(IDS)] * 2 * (layers - 1) + [1, 1] + [len(IDS)] * 2 * layers
+    alone, among, exact = results[0], results[1][-1:], results[2]
+    assert nmse(alone, exact) < 5e-5
+    assert nmse(alone, among) > 0.0
 
 
 def test_one_sequence_in_blocks_has_the_bits_of_one_in_rows(backend: CudaBackend, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch, Position
+from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch, Position, PromptBatch
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import matmul as matmul_module
 from quengine.kernels.cuda import rms_norm as rms_norm_module
@@ -225,6 +225,20 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(rig: Rig) -> None:
     alone = rig.rows(torch.tensor(ids[-1:], device=rig.device), cache, len(ids) - 1)
     # Outside of `prompt` one token is a step of decode, whose attention keeps more bits: else this tests nothing.
     assert not torch.equal(alone, whole[-1:])
+
+
+def test_rows_that_go_on_alone_behind_the_last_attention_have_their_bits(rig: Rig) -> None:
+    lengths = (40, 30) if ON_GPU else (2,)
+    ids = torch.tensor([(37 * i) % 250 for i in range(sum(lengths))], device=rig.device)
+    cache, parts = rig.cache(4), list[torch.Tensor]()
+    forward = rig.decoder.forward
+    for part in ids.split(lengths):
+        every = forward(part, rig.cache().layers, 0, last_only=False)
+        if ON_GPU:
+            assert torch.equal(forward(part, rig.cache().layers, 0), every[-1:])
+        parts.append(every[-1])
+    both = PromptBatch.of([0] * len(lengths), lengths, [[3, 1], [0, 2]][: len(lengths)], rig.device)
+    assert torch.equal(forward(ids, cache.layers, both), torch.stack(parts))
 
 
 def test_a_step_has_the_same_bits_alone_and_in_every_batch(rig: Rig) -> None:
