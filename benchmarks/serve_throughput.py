@@ -43,8 +43,12 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
 
         options = {"device": given.device, "ctx_size": context, "parallel": given.streams}
         pipe.send(alone(given, options))
-        model = given.model
-        engine = LLMEngine(LLM(model, **options)) if given.thread else ProcessEngine(model, options)
+        if given.thread:
+            llm = LLM(given.model, **options)
+            llm.warm_up()
+            engine = LLMEngine(llm)
+        else:
+            engine = ProcessEngine(given.model, options)
     settings = ServerSettings(("throughput",), port=0, parallel=given.streams, limits=Limits(queue=1024))
     server = Server(settings, lambda: engine, lambda line: print(f"server: {line}", file=sys.stderr))
     listener = bind("127.0.0.1", 0)

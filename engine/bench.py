@@ -151,6 +151,9 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
             mmap=plan.mmap,
             progress=progress,
         ) as llm:
+            if plan.warm_up:
+                progress(f"loading {name}, warming up")
+                llm.warm_up()
             for batch, test in product(batches, plan.tests):
                 yield _timed(llm, test, batch, plan, bandwidths[threads], rate, trace, progress)
     if trace is not None:

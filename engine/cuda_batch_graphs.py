@@ -133,9 +133,14 @@ class BatchGraphs:
         self._room(key).set(row, settings_of(sequence), ids, dict(sequence.params.logit_bias))
 
     @torch.no_grad()
-    def launch(self, rows: int, key: GraphKey) -> _HostTokens:
+    def record(self, rows: int, key: GraphKey) -> None:
+        """Capture such a step, unless it is."""
         if (rows, key) not in self._graphs:
             self._graphs[rows, key] = self._capture(rows, key)
+
+    @torch.no_grad()
+    def launch(self, rows: int, key: GraphKey) -> _HostTokens:
+        self.record(rows, key)
         graph, logits, self.nodes = self._graphs[rows, key]
         self.board.send()
         graph.replay()

@@ -1,4 +1,5 @@
-"""The runner of a CUDA device: prompts eagerly, decode as one captured graph with the sampling in it.
+"""The runner of a CUDA device: decode as one captured graph with the sampling in it, prompts as graphs too where the
+host would be in the way (cuda_prompts.py), else eagerly.
 
 The newest token and its position stay on the device. A step's graph is launched before the token of the step before
 it is read on the host, so that text, stop strings and printing happen behind the computation; the step that turns out
@@ -20,13 +21,15 @@ from typing import Protocol
 
 import torch
 
+from quengine.config import MIXED_CHUNK
 from quengine.cuda_batch import BUCKETS, BatchDecoder, bucket_of
 from quengine.cuda_batch_graphs import BatchGraphs
 from quengine.cuda_drafts import DraftedDecoder
+from quengine.cuda_prompts import PromptChunk, PromptGraphs
 from quengine.graph_capture import capture
 from quengine.graph_nodes import GraphNodes, count_nodes
 from quengine.graph_sampling import GREEDY, GraphKey, settings_of
-from quengine.kernels.backend import BLOCK_SIZE, Chunk, PromptBatch
+from quengine.kernels.backend import BLOCK_SIZE, PromptBatch
 from quengine.kernels.cuda.compile_ahead import compiling_only, marker
 from quengine.kernels.cuda.sampling import NO_TOKEN, DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda_backend import CudaBackend, has_dependent_launch
@@ -36,6 +39,7 @@ from quengine.models.decoder import Decoder
 from quengine.ranges import Range
 from quengine.runner import Result, Runner
 from quengine.sampler import Sample
+from quengine.sampling_params import SamplingParams
 from quengine.scheduler import Batch
 from quengine.sequence import Sequence
 
@@ -62,7 +66,12 @@ class PendingToken(Protocol):
 
 _COMPILED_ROWS = (12, 24, 40, 100, 130, 144)
 """Lengths of prompts whose kernels are compiled ahead: short ones, whose numbers of rows choose among kernels, long
-ones, and long ones in whole groups of 16, which Triton compiles apart."""
+ones, and long ones in whole groups of 16, which Triton compiles apart; and behind them all multiples of the following,
+since the number of blocks of rows chooses among kernels too."""
+_BLOCK_ROWS = 128
+
+_COMPILED_TOGETHER = (2, 12, 24, 40, 100)
+"""Numbers of prompts in a step that are compiled ahead: behind the last layer's attention each is a row."""
 
 _COMPILED_TOP_K = (1, 64, 0)
 """Samplings compiled ahead: greedy, with a top-k, and without one, which takes a thread some seconds."""
@@ -73,12 +82,15 @@ class CudaRunner(Runner):
     """See the module docstring.
 
     `draft_rows`: rows of a step up to which sequences have drafts, a row a token (cuda_drafts.py); 0: they have none.
+    `prompt_rows`: tokens of prompts in a step at most, where those are more than the decoder takes of one.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, draft_rows: int = 0) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, draft_rows: int = 0, prompt_rows: int = 0) -> None:
         super().__init__(decoder, cache)
         self._draft_rows = draft_rows
+        self._prompt_rows = prompt_rows
         self.graphs: dict[GraphKey, DecodeGraph] = {}
+        self.prompts = PromptGraphs(decoder, cache)
         self._run = _Run(None, None)
         self.batches: BatchGraphs | None = None
         self._batch_decoder: BatchDecoder | DraftedDecoder | None = None
@@ -92,7 +104,9 @@ class CudaRunner(Runner):
         decoder, device = self.decoder, self.decoder.backend.device
         chunk = min(self.cache.ctx_size, decoder.chunk_size)
         shape = (decoder.config, decoder.bytes_per_token, chunk, self.cache.nbytes // self.cache.ctx_size)
-        batches = (self._expected_rows(), self._draft_rows) if self.cache.num_blocks else ()
+        batches = (
+            (self._expected_rows(), self._draft_rows, self._prompt_rows) if self.cache.num_blocks else ()
+        )
         fixed = ("fixed",) if self._fixed else ()
         done = marker(torch.cuda.get_device_name(device), *shape, *batches, *fixed)
         if done.is_file():
@@ -102,10 +116,8 @@ class CudaRunner(Runner):
                 self._rehearse_batches()
             else:
                 self._rehearse_step()
-            for rows in _COMPILED_ROWS:
-                if rows <= chunk:
-                    with self._prompt():
-                        self._rehearse_prompt(rows)
+            with self._prompt():
+                self._rehearse_prompts()
         torch.cuda.synchronize(device)
         with suppress(OSError):  # a cache that cannot be written: searched again next time
             done.touch()
@@ -126,17 +138,64 @@ class CudaRunner(Runner):
         for top_k in _COMPILED_TOP_K:
             batches.rehearse(1, GraphKey(top_k, bias=False, penalties=False))
 
-    def _rehearse_prompt(self, rows: int) -> None:
+    def _rehearse_prompts(self) -> None:
+        """All kinds of steps of prompts."""
+        most = self._most_prompt_rows
+        for rows in (*_COMPILED_ROWS, *range(2 * _BLOCK_ROWS, most + 1, _BLOCK_ROWS)):
+            if rows <= most:
+                self._prompts_of_nobody(rows)
+        for size in self.prompts.sizes(MIXED_CHUNK["cuda"]):
+            self.prompts.rehearse(size)
+        if self.cache.num_blocks:
+            for count in _COMPILED_TOGETHER:
+                self._step_of_nobody([2] * count)
+
+    @property
+    def _most_prompt_rows(self) -> int:
+        """Tokens of prompts in a step at most: in blocks, of several."""
+        chunk = min(self.cache.ctx_size, self.decoder.chunk_size)
+        return max(chunk, self._prompt_rows) if self.cache.num_blocks else chunk
+
+    def _prompts_of_nobody(self, rows: int) -> None:
+        """So many tokens, eagerly, in a cache that holds nothing: of one prompt, and in blocks of several."""
         if not self.cache.num_blocks:
-            self.forward([0] * rows, 0)
+            super().forward([0] * rows, 0)
             return
-        device = self.decoder.backend.device
-        blocks = -(-rows // BLOCK_SIZE)
-        table = torch.full((blocks,), self.cache.spare_block, dtype=torch.int32, device=device)
-        ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.decoder.forward(ids, self.cache.layers, Chunk(0, table))
-        two = PromptBatch.of((0, 0), (rows - 1, 1), [table.tolist()] * 2, device)
-        self.decoder.forward(ids, self.cache.layers, two)
+        longest = min(self.cache.ctx_size, self.decoder.chunk_size)
+        if rows <= longest:
+            super().compute_chunk([0] * rows, 0, self._spare_blocks(rows))
+            self._step_of_nobody([rows - 1, 1])
+        else:
+            rest = rows % longest
+            self._step_of_nobody([longest] * (rows // longest) + [rest] * (rest > 0))
+
+    def _step_of_nobody(self, lengths: list[int]) -> None:
+        device, blocks = self.decoder.backend.device, self._spare_blocks(max(lengths))
+        start = PromptBatch.of([0] * len(lengths), lengths, [blocks] * len(lengths), device)
+        ids = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
+        self.decoder.forward(ids, self.cache.layers, start)
+
+    def _spare_blocks(self, rows: int) -> list[int]:
+        return [self.cache.spare_block] * -(-rows // BLOCK_SIZE)
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Record the steps that the first requests take, greedy ones and those of the default settings."""
+        with (
+            self._prompt()
+        ):  # the most rows first: the room of what is recorded behind it then stays where it is
+            self._prompts_of_nobody(self._most_prompt_rows)
+        for size in reversed(self.prompts.sizes(MIXED_CHUNK["cuda"])):
+            self.prompts.record(size)
+        for key in {GREEDY, GraphKey.of(SamplingParams()) or GREEDY}:
+            if not self.cache.num_blocks:
+                self._graph_of(key)
+                continue
+            most = bucket_of(self._expected_rows())
+            self._decoder_of(most)
+            assert self.batches is not None
+            for rows in BUCKETS[: BUCKETS.index(most) + 1]:
+                self.batches.record(rows, key)
 
     def _expected_rows(self) -> int:
         """Sequences that run at once, as far as the size of the cache tells, or their drafts' rows."""
@@ -176,9 +235,7 @@ class CudaRunner(Runner):
                 return super().step(batch)
         run = self._run
         if run.sequence is not batch.sequence or run.next_start != batch.start:
-            graph = self.graphs.get(key)
-            if graph is None:
-                graph = self.graphs[key] = CapturedStep(self.decoder, self.cache, key)
+            graph = self._graph_of(key)
             graph.begin(batch.sequence)
             run = self._run = _Run(batch.sequence, graph, batch.start)
         with Range("decode step"):
@@ -188,9 +245,26 @@ class CudaRunner(Runner):
             return super().step(batch)  # says what is wrong with the logits
         return Sample(token)
 
+    def _graph_of(self, key: GraphKey) -> DecodeGraph:
+        if key not in self.graphs:
+            self.graphs[key] = CapturedStep(self.decoder, self.cache, key)
+        return self.graphs[key]
+
     def forward(self, ids: Seq[int], start: int, last_only: bool = True) -> torch.Tensor:
+        recorded = self.prompts.compute([PromptChunk(ids, start)]) if last_only else None
+        if recorded is not None:
+            return recorded
         with self._prompt() if len(ids) > 1 else nullcontext():
             return super().forward(ids, start, last_only)
+
+    def compute_chunk(self, ids: Seq[int], start: int, block_table: Seq[int]) -> torch.Tensor:
+        recorded = self.prompts.compute([PromptChunk(ids, start, block_table)])
+        return super().compute_chunk(ids, start, block_table) if recorded is None else recorded[0]
+
+    def compute_chunks(self, chunks: Seq[Batch]) -> torch.Tensor:
+        given = [PromptChunk(chunk.ids, chunk.start, chunk.sequence.block_table) for chunk in chunks]
+        recorded = self.prompts.compute(given)
+        return super().compute_chunks(chunks) if recorded is None else recorded
 
     def prefill(self, batch: Batch) -> Sample | None:
         with self._prompt():

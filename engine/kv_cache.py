@@ -39,6 +39,8 @@ class KVCache:
         """
         heads, head_dim = config.head_count_kv, config.head_dim
         rows = (num_blocks + 1) * BLOCK_SIZE if num_blocks else ctx_size
+        if device.type == "cuda":  # kernels for blocks take this one too
+            rows = -(-rows // BLOCK_SIZE) * BLOCK_SIZE
         layers = [
             allocate_layer(rows, heads, head_dim, device, cache_type) for _ in range(config.block_count)
         ]

@@ -244,6 +244,14 @@ class LLM:
             return self.speculation.take(sequence, result)
         return ""
 
+    def warm_up(self) -> None:
+        """Do ahead what the first requests would otherwise wait for: a second or two on a GPU.
+
+        What the cache holds is forgotten. Raises EngineError where a stream is under way.
+        """
+        self.scheduler.forget()
+        self.runner.warm_up()
+
     def completion(self, sequence: Sequence) -> Completion:
         """What a finished or interrupted sequence has come to."""
         return sequence.completion(

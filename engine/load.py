@@ -260,7 +260,8 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, device:
     if device.type == "cuda":
         from quengine.cuda_runner import CudaRunner
 
-        runner = CudaRunner(decoder, cache, draft_rows(config, device.type))
+        prompt_rows = config.chunk_size or DEFAULT_CHUNK[device.type]
+        runner = CudaRunner(decoder, cache, draft_rows(config, device.type), prompt_rows)
         runner.compile_kernels()
         return runner
     from quengine.cpu_runner import CpuRunner

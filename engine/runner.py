@@ -127,13 +127,8 @@ class Runner:
     @torch.no_grad()
     def prefill_batch(self, chunks: Seq[Batch]) -> list[Result]:
         """`prefill` for several sequences in one step; a sequence whose logits are not finite fails alone."""
-        device = self.decoder.backend.device
-        given = torch.tensor([token for chunk in chunks for token in chunk.ids], device=device)
-        lengths = [len(chunk.ids) for chunk in chunks]
-        tables = [chunk.sequence.block_table for chunk in chunks]
         with Range("prefill chunks"):
-            start = PromptBatch.of([chunk.start for chunk in chunks], lengths, tables, device)
-            logits = self.decoder.forward(given, self.cache.layers, start).float().cpu()
+            logits = self.compute_chunks(chunks).cpu()
         with Range("sample"):
             return [
                 _sample(chunk.sequence, row) if chunk.samples else None
@@ -147,6 +142,16 @@ class Runner:
         chunk = Chunk(start, torch.tensor(block_table, dtype=torch.int32, device=device))
         given = torch.tensor(ids, device=device)
         return self.decoder.forward(given, self.cache.layers, chunk)[0].float()
+
+    @torch.no_grad()
+    def compute_chunks(self, chunks: Seq[Batch]) -> Tensor:
+        """Logits [chunks, vocab] fp32 after the last token of each (paged cache)."""
+        device = self.decoder.backend.device
+        given = torch.tensor([token for chunk in chunks for token in chunk.ids], device=device)
+        lengths = [len(chunk.ids) for chunk in chunks]
+        tables = [chunk.sequence.block_table for chunk in chunks]
+        start = PromptBatch.of([chunk.start for chunk in chunks], lengths, tables, device)
+        return self.decoder.forward(given, self.cache.layers, start).float()
 
     @torch.no_grad()
     def embed(self, batch: Batch) -> None:
@@ -217,6 +222,9 @@ class Runner:
     def sample_row(self, sequence: Sequence, logits: Tensor) -> Result:
         """The token after a sequence's newest one, given the host's logits [vocab] there; what fails is returned."""
         return _sample(sequence, logits) if sequence.next_is_newest else None
+
+    def warm_up(self) -> None:
+        """Do ahead what the first steps would otherwise wait for, where there is something. Nothing must run."""
 
     @property
     def kernels_per_step(self) -> int | None:

@@ -43,7 +43,7 @@ from quengine.kernels.cuda.matvec_program import RoundingScratch
 from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda.packed import PackedPart, PackedWeight, pack
-from quengine.kernels.cuda.prompt_rows import PromptRows
+from quengine.kernels.cuda.prompt_rows import LaidPrompts, PromptRows
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.quant_tensor import QuantTensor
@@ -217,6 +217,8 @@ class CudaBackend(RowPicker):
 
     def _prompt_rows(self, batch: PromptBatch, spec: AttentionSpec) -> PromptRows:
         """Made once for the layers of a step."""
+        if isinstance(batch, LaidPrompts):
+            return batch.laid
         if self._made_prompts is None or self._made_prompts[0] is not batch:
             self._made_prompts = (batch, prompt_rows(batch, spec.head_dim, self.fixed_kernels))
         return self._made_prompts[1]
@@ -303,6 +305,11 @@ class CudaBackend(RowPicker):
             )
         self._matmul_workspace.exact = self.in_prompt
         return self._matmul_workspace
+
+    @property
+    def rooms_left(self) -> int:
+        """How often room for many rows was let go of for more. What was captured before then must not run again."""
+        return self._workspace().rooms_left
 
     def _rounding_scratch(self) -> RoundingScratch:
         """One for all launches: each uses it only after the one in front has ended."""

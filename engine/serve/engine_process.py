@@ -149,6 +149,7 @@ def load(connection: "Connection[Any, Any]") -> Engine:
     asked = receive_in_engine(connection)
     assert isinstance(asked, Load)
     llm = LLM(asked.model, progress=lambda text: send(connection, Progress(text)), **asked.options)
+    llm.warm_up()
     send(
         connection, Ready(llm.config.parallel, llm.ctx_size, str(llm.loaded.device), tuple(llm.loaded.notes))
     )

@@ -370,9 +370,12 @@ def stores_ordered(cache: KVStore, prompts: PromptRows | None, tokens: int) -> b
 
 def prompt_rows(batch: PromptBatch, head_dim: int, fixed: bool = False) -> PromptRows:
     """What `rope_store` and `attention_prefill` read of chunks of several sequences."""
-    device = batch.block_tables.device
-    rows = FIXED_ROWS if fixed else max(batch.lengths)
-    return PromptRows.of(batch, prefill_launch(head_dim, rows, is_hopper(device)).block_rows)
+    return PromptRows.of(batch, tile_rows(head_dim, max(batch.lengths), batch.block_tables.device, fixed))
+
+
+def tile_rows(head_dim: int, rows: int, device: torch.device, fixed: bool = False) -> int:
+    """Rows of a tile of chunks of up to `rows` rows."""
+    return prefill_launch(head_dim, FIXED_ROWS if fixed else rows, is_hopper(device)).block_rows
 
 
 FIXED_ROWS = 512

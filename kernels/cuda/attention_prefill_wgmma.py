@@ -284,7 +284,8 @@ def attention_wgmma_kernel(
     out_ptr += head * _SIZE
     # Positions: the program's queries are first .. last.
     first = start + first_row
-    last_tile = (gl.minimum(first + _GROUPS * _ROWS, start + rows) - 1) >> _BITS
+    # A program of no rows goes through one tile for nothing.
+    last_tile = (gl.maximum(gl.minimum(first + _GROUPS * _ROWS, start + rows), 1) - 1) >> _BITS
     count = last_tile + 1
     if WINDOW > 0:
         count = last_tile - (gl.maximum(first - (WINDOW - 1), 0) >> _BITS) + 1

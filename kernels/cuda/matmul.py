@@ -44,7 +44,8 @@ _PRODUCTS = 1 << 23
 class MatmulWorkspace:
     """Memory that every `matmul` of one stream reuses: fp16 weights, expanding up to `max_weights` at a time, taken
     when some are first expanded, and room for rows that grows with the longest chunk met. Few rows have room of their
-    own: CUDA graphs of batched decode keep its addresses, whatever chunk comes between them.
+    own: CUDA graphs of batched decode keep its addresses, whatever chunk comes between them. Those of prompts are of
+    use until `rooms_left`, how often room for many rows was let go of for more, counts on.
 
     `exact`, which may be set from launch to launch: few rows' weights are rounded once, as those of many are.
     `fixed`: so always, and a row's result is the same, to the last bit, for any number of rows; nothing is expanded.
@@ -63,6 +64,7 @@ class MatmulWorkspace:
         self.scratch = FusedScratch(device)
         self._room: dict[str, Tensor] = {}
         self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self.rooms_left = 0
         self._few_ones = torch.ones(_FEW_ROWS, dtype=torch.float32, device=device)
         self._ones = self._few_ones
 
@@ -111,6 +113,7 @@ class MatmulWorkspace:
     def ones(self, rows: int) -> Tensor:
         """The unscale of rows that have none."""
         if self._ones.shape[0] < rows:
+            self.rooms_left += 1
             self._ones = torch.ones(rows, dtype=torch.float32, device=self.device)
         return (self._few_ones if rows <= _FEW_ROWS else self._ones)[:rows]
 
@@ -138,6 +141,7 @@ class MatmulWorkspace:
         held = self._room.get(place)
         if held is None or held.numel() < size:
             self._views.clear()
+            self.rooms_left += rows > _FEW_ROWS and place in self._room
             self._room.pop(place, None)  # free the smaller one first
             del held
             if self.device.type == "cuda" and rows > _FEW_ROWS:

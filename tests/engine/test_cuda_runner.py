@@ -173,7 +173,7 @@ def test_with_fixed_kernels_a_prompts_last_token_is_no_decode_step(
     """But where it is the prompt's only token."""
     monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _: False)
     eager = Eager(fixed)
-    cache = SimpleNamespace(ctx_size=CTX, layers=[])
+    cache = SimpleNamespace(ctx_size=CTX, layers=[], num_blocks=0)
     runner = CudaRunner(eager, cache)  # type: ignore[arg-type]
     runner.graphs[GraphKey(1, bias=False, penalties=False)] = graph
     sequence: Any = FakeSequence(list(range(length)), GREEDY)
@@ -189,7 +189,7 @@ def test_the_tokens_of_a_chunk_are_a_prompts(monkeypatch: pytest.MonkeyPatch) ->
     """Whose kernels round weights once, as a batch's do not. A single one is a decode step."""
     monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _: False)
     eager = Eager(fixed_kernels=False)
-    runner = CudaRunner(eager, SimpleNamespace(ctx_size=CTX, layers=[]))  # type: ignore[arg-type]
+    runner = CudaRunner(eager, SimpleNamespace(ctx_size=CTX, layers=[], num_blocks=0))  # type: ignore[arg-type]
     runner.forward([1, 2, 3], 0)
     runner.forward([4], 3)
     assert eager.log == [(0, True), (3, False)]

@@ -1,0 +1,239 @@
+"""Prompts' steps on a CUDA device as captured graphs.
+
+A step of a prompt is some 300 launches, 10 to 100 us of the host's time each, whatever the rows: with fewer than 500 to
+1000 the GPU waits for them. So a step is recorded for a number of rows and one of sequences, when such a one comes for
+the second time, or ahead. What differs from step to step, ids, positions, blocks and which rows belong together, is
+sent in front of it. Rows that fill a step up write where nothing is kept, and nobody reads them.
+
+Knows chunks of tokens and blocks; not requests, sampling, or kernels.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quengine.graph_capture import capture
+from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cuda.attention_prefill import tile_rows
+from quengine.kernels.cuda.prompt_rows import TILE_FIELDS, LaidPrompts, PromptRows, places
+from quengine.kernels.cuda_backend import CudaBackend
+from quengine.kv_cache import KVCache
+from quengine.models.decoder import Decoder
+
+ROWS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
+"""Numbers of rows of a step. Matmuls take 8, 16, 32, 64 or 128 rows, or a multiple of 128, at a time, so rows that fill
+a step up cost nearly nothing."""
+
+SEQUENCES = (1, 4, 16)
+"""Numbers of sequences of a step."""
+
+_RECORDED_AT = 2
+"""The time a step of some size is met at which it is recorded."""
+
+_ALIGNED = 4
+"""int32 entries: each vector begins where a kernel may read 16 bytes at once."""
+
+
+class PromptChunk(NamedTuple):
+    """Tokens `ids` at positions `start`, ... of a sequence. `blocks`: its block table; none where it has the cache."""
+
+    ids: Seq[int]
+    start: int
+    blocks: Seq[int] = ()
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+class StepSize(NamedTuple):
+    """Rows and sequences of a step that is recorded."""
+
+    rows: int
+    sequences: int
+
+
+class Replayed(Protocol):
+    """A CUDA graph."""
+
+    def replay(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], Tensor], Callable[[], Tensor], Any], tuple[Replayed, Tensor]]
+
+
+class Board:
+    """The device's input of a step of some size: one int32 vector, and the block tables, one a sequence and behind them
+    that of the rows that fill up.
+
+    `longest`: most rows of a chunk; `tile_rows`: query rows of an attention tile. `spare`: the block for rows that fill
+    up; None: one sequence has the cache, and they go behind its chunk's end.
+    """
+
+    def __init__(
+        self,
+        size: StepSize,
+        longest: int,
+        tile_rows: int,
+        ctx_size: int,
+        spare: int | None,
+        device: torch.device,
+    ) -> None:
+        self.size, self.spare = size, spare
+        self.tile_rows, self._ctx_size, self._device = tile_rows, ctx_size, device
+        rows, sequences = size
+        self.tiles = (rows + (tile_rows - 1) * sequences) // tile_rows
+        sizes = (2 * rows, 2 * sequences, rows, rows, TILE_FIELDS * self.tiles)
+        ends = list(accumulate(-(-count // _ALIGNED) * _ALIGNED for count in sizes))
+        self._places = list(zip([0, *ends], sizes, strict=False))
+        self._all = torch.zeros(ends[-1], dtype=torch.int32, device=device)
+        parts = [self._all[first : first + count] for first, count in self._places]
+        self.ids, last_rows = parts[0].view(torch.int64), parts[1].view(torch.int64)
+        blocks = -(-ctx_size // BLOCK_SIZE)
+        if spare is None:
+            self.tables = torch.arange(blocks, dtype=torch.int32, device=device).expand(2, -1).contiguous()
+        else:
+            self.tables = torch.full((sequences + 1, blocks), spare, dtype=torch.int32, device=device)
+        tiles = parts[4].view(-1, TILE_FIELDS)
+        laid = PromptRows(parts[2], parts[3], tiles, tile_rows, longest, 0, 0)
+        self.batch = LaidPrompts((), (), self.tables, last_rows, laid)
+        self.send([])
+
+    def send(self, chunks: Seq[PromptChunk]) -> None:
+        """Make these chunks the next step's, in stream order, without waiting for the device."""
+        if self.spare is not None and chunks:
+            most = max(len(chunk.blocks) for chunk in chunks)
+            filled = [[*chunk.blocks, *([self.spare] * (most - len(chunk.blocks)))] for chunk in chunks]
+            self.tables[: len(chunks), :most].copy_(self._pinned(filled), non_blocking=True)
+        entries = [0] * self._all.shape[0]
+        for (first, _), part in zip(self._places, self._entries(chunks), strict=True):
+            entries[first : first + len(part)] = part
+        self._all.copy_(self._pinned(entries), non_blocking=True)
+
+    def _entries(self, chunks: Seq[PromptChunk]) -> tuple[list[int], ...]:
+        """The vector's parts, each as far as it is not zeros."""
+        lengths = [len(chunk.ids) for chunk in chunks]
+        positions, sequences, tiles = places([chunk.start for chunk in chunks], lengths, self.tile_rows)
+        rest = self.size.rows - len(positions)
+        if self.spare is None:
+            behind = chunks[0].end if chunks else self._ctx_size - 1
+            positions += [min(behind + row, self._ctx_size - 1) for row in range(rest)]
+        else:
+            positions += [row % BLOCK_SIZE for row in range(rest)]
+        sequences += [self.size.sequences] * rest
+        last = [end - 1 for end in accumulate(lengths)]
+        ids = [token for chunk in chunks for token in chunk.ids]
+        return _halves(ids), _halves(last), positions, sequences, tiles
+
+    def _pinned(self, values: list[Any]) -> Tensor:
+        made = torch.tensor(values, dtype=torch.int32)
+        return made.pin_memory() if self._device.type == "cuda" else made
+
+
+@dataclass(frozen=True)
+class _Step:
+    board: Board
+    graph: Replayed
+    logits: Tensor
+
+
+class PromptGraphs:
+    """The recorded steps of a model's prompts; see the module docstring."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, capture: Capture = capture) -> None:
+        self.decoder = decoder
+        self.cache = cache
+        self._capture = capture
+        self._met: Counter[StepSize] = Counter()
+        self._steps: dict[StepSize, _Step] = {}
+        self._rooms_left = -1
+        self._pool: Any = None
+
+    @property
+    def recorded(self) -> list[StepSize]:
+        return list(self._steps)
+
+    def compute(self, chunks: Seq[PromptChunk]) -> Tensor | None:
+        """Logits fp32 [len(chunks), vocab] after the last token of each; None where they are to be computed eagerly."""
+        size = self.size_of(chunks)
+        if size is None:
+            return None
+        self._met[size] += 1
+        if size not in self._steps and self._met[size] < _RECORDED_AT:
+            return None
+        self.record(size)
+        step = self._steps[size]
+        step.board.send(chunks)
+        step.graph.replay()
+        return step.logits[: len(chunks)].clone()
+
+    def size_of(self, chunks: Seq[PromptChunk]) -> StepSize | None:
+        """The step that takes these chunks, if one does."""
+        count = sum(len(chunk.ids) for chunk in chunks)
+        rows = next((rows for rows in ROWS if rows >= count), None)
+        sequences = next((sequences for sequences in SEQUENCES if sequences >= len(chunks)), None)
+        if rows is None or sequences is None or count < 2:
+            return None
+        if not self.cache.num_blocks and rows > count and chunks[0].end >= self.cache.ctx_size:
+            return None  # nowhere to fill up
+        return StepSize(rows, sequences)
+
+    def sizes(self, mixed_rows: int) -> list[StepSize]:
+        """Those that are met first: of one prompt, and, in blocks, of several in steps of `mixed_rows`."""
+        sizes = [StepSize(rows, 1) for rows in ROWS if rows <= self.decoder.chunk_size]
+        if self.cache.num_blocks and mixed_rows in ROWS:
+            sizes += [StepSize(mixed_rows, sequences) for sequences in SEQUENCES[1:]]
+        return sizes
+
+    def record(self, size: StepSize) -> None:
+        """Record such a step, unless it is."""
+        self._forget_stale()
+        if size in self._steps:
+            return
+        if self._pool is None and self._device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        board = self._board(size)
+        graph, logits = self._capture(lambda: self._run(board), lambda: self._run(board), self._pool)
+        self._forget_stale()
+        self._steps[size] = _Step(board, graph, logits)
+
+    def rehearse(self, size: StepSize) -> None:
+        """Such a step of nobody's rows, eagerly."""
+        self._run(self._board(size))
+
+    @torch.no_grad()
+    def _run(self, board: Board) -> Tensor:
+        return self.decoder.forward(board.ids, self.cache.layers, board.batch)
+
+    def _board(self, size: StepSize) -> Board:
+        longest = min(size.rows, self.decoder.chunk_size)
+        tile = tile_rows(self.decoder.config.head_dim, longest, self._device, self._backend.fixed_kernels)
+        spare = self.cache.spare_block if self.cache.num_blocks else None
+        return Board(size, longest, tile, self.cache.ctx_size, spare, self._device)
+
+    def _forget_stale(self) -> None:
+        """Steps that were recorded with memory which has since been let go of."""
+        if self._rooms_left != self._backend.rooms_left:
+            self._rooms_left = self._backend.rooms_left
+            self._steps.clear()
+
+    @property
+    def _backend(self) -> CudaBackend:
+        backend = self.decoder.backend
+        assert isinstance(backend, CudaBackend)
+        return backend
+
+    @property
+    def _device(self) -> torch.device:
+        return self.decoder.backend.device
+
+
+def _halves(values: Seq[int]) -> list[int]:
+    """The int32 halves of numbers that an int64 vector holds."""
+    return [half for value in values for half in (value, 0)]
