@@ -111,6 +111,11 @@ class BatchGraphs:
         self._pool: Any = None
         self._launched = 0
 
+    @property
+    def recorded(self) -> list[tuple[int, GraphKey]]:
+        """Steps that are captured."""
+        return list(self._graphs)
+
     def clear(self, row: int) -> None:
         self.board.set_live(row, False)
         self.board.set_input(row, 0, 0)

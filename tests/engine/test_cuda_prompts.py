@@ -16,6 +16,7 @@ from quengine.cuda_prompts import Board, PromptChunk, PromptGraphs, StepSize
 from quengine.graph_capture import capture
 from quengine.kernels import cuda_backend
 from quengine.kernels.backend import BLOCK_SIZE, PromptBatch
+from quengine.kernels.cuda import matmul
 from quengine.kernels.cuda.prompt_rows import TILE_FIELDS, PromptRows
 from quengine.kernels.cuda_backend import CudaBackend
 from quengine.kv_cache import KVCache
@@ -130,8 +131,14 @@ def test_a_chunk_of_the_one_sequence_that_has_the_cache_too(make_rig: Callable[[
 
 
 @pytest.mark.gpu
-def test_long_chunks_on_the_kernels_of_a_real_size(tmp_path: Path) -> None:
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("way", ["this GPU's", "expanded weights"])
+def test_long_chunks_on_the_kernels_of_a_real_size(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whose attention has tiles of nobody's rows, and whose rows' bits follow from how many there are."""
+    if way == "expanded weights":
+        monkeypatch.setattr(matmul, "uses_wgmma", lambda *_: False)
     sizes = ModelSizes(
         blocks=2, embedding=256, feed_forward=512, heads=4, kv_heads=2, head_dim=128, context=512
     )
