@@ -64,7 +64,7 @@ class PendingToken(Protocol):
     def wait(self) -> int: ...
 
 
-_COMPILED_ROWS = (12, 24, 40, 100, 130, 144)
+_COMPILED_ROWS = (4, 12, 24, 40, 100, 130, 144)
 """Lengths of prompts whose kernels are compiled ahead: short ones, whose numbers of rows choose among kernels, long
 ones, and long ones in whole groups of 16, which Triton compiles apart; and behind them all multiples of the following,
 since the number of blocks of rows chooses among kernels too."""
@@ -102,11 +102,10 @@ class CudaRunner(Runner):
         Rarer variants (very long prompts, penalties) are still compiled when they are met.
         """
         decoder, device = self.decoder, self.decoder.backend.device
-        chunk = min(self.cache.ctx_size, decoder.chunk_size)
-        shape = (decoder.config, decoder.bytes_per_token, chunk, self.cache.nbytes // self.cache.ctx_size)
-        batches = (
-            (self._expected_rows(), self._draft_rows, self._prompt_rows) if self.cache.num_blocks else ()
-        )
+        stored = [tensor.dtype for layer in self.cache.layers[:1] for tensor in layer.tensors]
+        blocks_of_rows = -(-self._most_prompt_rows // _BLOCK_ROWS)
+        shape = (decoder.config, decoder.bytes_per_token, blocks_of_rows, stored)
+        batches = (bucket_of(self._expected_rows()), self._draft_rows) if self.cache.num_blocks else ()
         fixed = ("fixed",) if self._fixed else ()
         done = marker(torch.cuda.get_device_name(device), *shape, *batches, *fixed)
         if done.is_file():

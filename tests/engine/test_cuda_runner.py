@@ -145,8 +145,8 @@ def test_kernels_are_not_looked_for_again_where_the_marker_says_they_were_compil
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
-    cache = SimpleNamespace(ctx_size=4, nbytes=64, layers=[], num_blocks=0)
-    marker("GPU X", "model", 10, 4, 16).touch()
+    cache = SimpleNamespace(ctx_size=4, layers=[], num_blocks=0)
+    marker("GPU X", "model", 10, 1, []).touch()
     CudaRunner(Shape(), cache).compile_kernels()  # type: ignore[arg-type]
 
 

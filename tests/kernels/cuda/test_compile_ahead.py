@@ -25,6 +25,27 @@ def test_launches_ask_for_compilation_with_all_their_arguments(monkeypatch: pyte
     assert JITFunction.run is run
 
 
+def test_a_launch_that_takes_the_same_machine_code_is_not_looked_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def run(self: object, *args: object, **options: object) -> None:
+        calls.append((self, *args, options["WIDTH"]))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    x, y, half = torch.zeros(4), torch.ones(8), torch.zeros(4).half()
+    different = [
+        ("one", x, 32, 8), ("two", x, 32, 8), ("one", half, 32, 8), ("one", x[1:], 32, 8), ("one", x, 33, 8),
+        ("one", x, 1, 8), ("one", x, 2**40, 8), ("one", x, 0.5, 8), ("one", x, 32, 16),
+    ]  # fmt: skip
+    same = [("one", y, 64, 8), ("one", x, 35, 8), ("one", y, 2.5, 8)]
+    with compiling_only(1):
+        for kernel, tensor, number, width in (*different, *same):
+            JITFunction.run(kernel, tensor, number, grid=(len(calls),), warmup=False, WIDTH=width)
+    assert len(calls) == len(different)
+
+
 def test_launching_is_put_back_after_an_error() -> None:
     before = JITFunction.run
     with pytest.raises(ZeroDivisionError), compiling_only(1):

@@ -1,0 +1,98 @@
+"""What a first request would wait for, kernel by kernel, is compiled ahead: prompts of every length, alone and in steps
+of several, and their recorded steps."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CHECK = """
+import sys
+from unittest import mock
+import torch
+from quengine import cuda_batch_graphs, cuda_runner
+from quengine.cuda_prompts import ROWS, SEQUENCES, StepSize
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot_cases import META, backend_for
+from quengine.kernels.cuda.aot_compile import record
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kv_cache import KVCache
+from quengine.models.decoder import Decoder
+from quengine.models.synthetic import PRESETS, tensor_type
+from quengine.models.tensor_table import required_tensors
+from quengine.runner import Runner
+
+ctx, blocks, arch, fixed = map(int, sys.argv[1:])
+MOST = 2048
+torch.cuda.Event = mock.MagicMock
+for module in (cuda_runner, cuda_batch_graphs):
+    module.has_dependent_launch = lambda _: arch >= 90
+
+def tensor(name, shape):
+    fmt = FORMATS[tensor_type(spec, name, shape)]
+    rows = 1 if len(shape) == 1 else shape[0]
+    return QuantTensor(name, fmt, shape, torch.empty(rows, fmt.row_bytes(shape[-1]), dtype=torch.uint8, device=META))
+
+def keys(call):
+    with torch.no_grad():
+        return {launch.key: launch.name for launch in record(call)}
+
+spec = PRESETS["mistral-7b-2l"]
+config = spec.config()
+with backend_for(arch) as backend:
+    backend.fixed_kernels = bool(fixed)
+    shapes = required_tensors(config)
+    tensors = {name: tensor(name, shape) for name, shape in shapes.items()}
+    decoder = Decoder(config, tensors, backend, ctx, min(MOST, ctx))
+    cache = KVCache.allocate(config, ctx, META, num_blocks=blocks)
+    runner = cuda_runner.CudaRunner(decoder, cache, 0, MOST)
+
+    def ahead():
+        (runner._rehearse_batches if blocks else runner._rehearse_step)()
+        with runner._prompt():
+            runner._rehearse_prompts()
+
+    compiled, missing = keys(ahead), {}
+
+    def look(what, call):
+        with runner._prompt():
+            for key, name in keys(call).items():
+                if key not in compiled:
+                    missing.setdefault(name, set()).add(what)
+
+    longest = min(ctx, MOST)
+    lengths = [*range(2, 40, 3), 48, 64, 99, 127, 128, 129, 160, 255, 257, 300, 385, 512, 700, 1100, 1664, 1999, MOST]
+    for rows in [length for length in lengths if length <= longest]:
+        if blocks:
+            first = 32 if rows + 32 <= ctx else 0
+            table = runner._spare_blocks(first + rows)
+            look(("chunk", rows), lambda: Runner.compute_chunk(runner, [0] * rows, first, table))
+        else:
+            look(("prompt", rows), lambda: Runner.forward(runner, [0] * rows, 0))
+    for rows in lengths if blocks else []:
+        for count in (2, 3, 7, 16, 33, 64):
+            part, rest = rows // count, rows % count
+            if 0 < part and part + rest <= longest:
+                step = [part] * (count - 1) + [part + rest]
+                look(("step", rows, count), lambda: runner._step_of_nobody(step))
+    for rows in ROWS:
+        for count in SEQUENCES if blocks else (1,):
+            if rows <= (MOST if blocks else longest):
+                look(("recorded", rows, count), lambda: runner.prompts.rehearse(StepSize(rows, count)))
+print(len(compiled), missing)
+assert len(compiled) > 30 and not missing
+"""
+
+
+@pytest.mark.parametrize(
+    ("ctx", "blocks", "arch", "fixed"),
+    [(2176, 0, 90, 0), (288, 576, 90, 0), (4096, 256, 90, 1), (2176, 0, 80, 0), (4096, 256, 80, 0)],
+    ids=["alone", "many, short", "many, fixed", "alone, sm_80", "many, sm_80"],
+)
+def test_no_prompt_waits_for_the_compiler(ctx: int, blocks: int, arch: int, fixed: int) -> None:
+    """On no device, in a process of its own: launches are recorded, which the interpreter's are not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", CHECK, *map(str, (ctx, blocks, arch, fixed))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
