@@ -249,7 +249,8 @@ def time_test(
     _complete(llm, ids[: test.depth + 1], 1, 0)
     if warm_up:
         progress(f"{label}, warming up")
-        _complete(llm, ids, min(count, WARM_UP_TOKENS), test.depth)
+        for _ in range(llm.runner.warm_ups):
+            _complete(llm, ids, min(count, WARM_UP_TOKENS), test.depth)
     for repetition in range(repetitions):
         progress(f"{label}, {repetition + 1} of {repetitions}")
         began = time.perf_counter()

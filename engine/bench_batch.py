@@ -57,7 +57,8 @@ def time_batch(
     once = _time_prompts if test.prompt else _time_tokens
     if warm_up:
         tell("warming up")
-        once(llm, test, batch)
+        for _ in range(llm.runner.warm_ups):
+            once(llm, test, batch)
     for repetition in range(repetitions):
         tell(f"{repetition + 1} of {repetitions}")
         yield once(llm, test, batch)

@@ -25,7 +25,8 @@ def time_drafts(
     """
     if warm_up:
         tell("warming up")
-        _once(llm, test, batch)
+        for _ in range(llm.runner.warm_ups):
+            _once(llm, test, batch)
     seconds, drafts = [], DraftCounts()
     for repetition in range(repetitions):
         tell(f"{repetition + 1} of {repetitions}")

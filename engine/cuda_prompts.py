@@ -33,7 +33,7 @@ a step up cost nearly nothing."""
 SEQUENCES = (1, 4, 16)
 """Numbers of sequences of a step."""
 
-_RECORDED_AT = 2
+RECORDED_AT = 2
 """The time a step of some size is met at which it is recorded."""
 
 _ALIGNED = 4
@@ -165,7 +165,7 @@ class PromptGraphs:
         if size is None:
             return None
         self._met[size] += 1
-        if size not in self._steps and self._met[size] < _RECORDED_AT:
+        if size not in self._steps and self._met[size] < RECORDED_AT:
             return None
         self.record(size)
         step = self._steps[size]

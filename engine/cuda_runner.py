@@ -25,7 +25,7 @@ from quengine.config import MIXED_CHUNK
 from quengine.cuda_batch import BUCKETS, BatchDecoder, bucket_of
 from quengine.cuda_batch_graphs import BatchGraphs
 from quengine.cuda_drafts import DraftedDecoder
-from quengine.cuda_prompts import PromptChunk, PromptGraphs
+from quengine.cuda_prompts import RECORDED_AT, PromptChunk, PromptGraphs
 from quengine.graph_capture import capture
 from quengine.graph_nodes import GraphNodes, count_nodes
 from quengine.graph_sampling import GREEDY, GraphKey, settings_of
@@ -84,6 +84,8 @@ class CudaRunner(Runner):
     `draft_rows`: rows of a step up to which sequences have drafts, a row a token (cuda_drafts.py); 0: they have none.
     `prompt_rows`: tokens of prompts in a step at most, where those are more than the decoder takes of one.
     """
+
+    warm_ups = RECORDED_AT
 
     def __init__(self, decoder: Decoder, cache: KVCache, draft_rows: int = 0, prompt_rows: int = 0) -> None:
         super().__init__(decoder, cache)

@@ -64,6 +64,9 @@ class Runner:
     packs_prompts = True
     """Whether chunks of several prompts in one step take less time than one after the other."""
 
+    warm_ups = 1
+    """How often a step of some size runs before it takes the time that it will take from then on."""
+
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
         self.decoder = decoder
         self.cache = cache
