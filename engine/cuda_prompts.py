@@ -125,7 +125,7 @@ class Board:
             behind = chunks[0].end if chunks else self._ctx_size - 1
             positions += [min(behind + row, self._ctx_size - 1) for row in range(rest)]
         else:
-            positions += [row % BLOCK_SIZE for row in range(rest)]
+            positions += [min(row % BLOCK_SIZE, self._ctx_size - 1) for row in range(rest)]
         sequences += [self.size.sequences] * rest
         last = [end - 1 for end in accumulate(lengths)]
         ids = [token for chunk in chunks for token in chunk.ids]

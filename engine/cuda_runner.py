@@ -15,26 +15,24 @@ also one that is a chunk of its own; a prompt of one token is a decode step ther
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from quengine.config import MIXED_CHUNK
 from quengine.cuda_batch import BUCKETS, BatchDecoder, bucket_of
 from quengine.cuda_batch_graphs import BatchGraphs
 from quengine.cuda_drafts import DraftedDecoder
 from quengine.cuda_prompts import RECORDED_AT, PromptChunk, PromptGraphs
+from quengine.cuda_rehearsal import Rehearsal
 from quengine.graph_capture import capture
 from quengine.graph_nodes import GraphNodes, count_nodes
 from quengine.graph_sampling import GREEDY, GraphKey, settings_of
-from quengine.kernels.backend import BLOCK_SIZE, PromptBatch
-from quengine.kernels.cuda.compile_ahead import compiling_only, marker
+from quengine.kernels.backend import BLOCK_SIZE
 from quengine.kernels.cuda.sampling import NO_TOKEN, DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda_backend import CudaBackend, has_dependent_launch
 from quengine.kv_cache import KVCache
-from quengine.machine import physical_cores
 from quengine.models.decoder import Decoder
 from quengine.ranges import Range
 from quengine.runner import Result, Runner
@@ -64,20 +62,6 @@ class PendingToken(Protocol):
     def wait(self) -> int: ...
 
 
-_COMPILED_ROWS = (4, 12, 24, 40, 100, 130, 144)
-"""Lengths of prompts whose kernels are compiled ahead: short ones, whose numbers of rows choose among kernels, long
-ones, and long ones in whole groups of 16, which Triton compiles apart; and behind them all multiples of the following,
-since the number of blocks of rows chooses among kernels too."""
-_BLOCK_ROWS = 128
-
-_COMPILED_TOGETHER = (2, 12, 24, 40, 100)
-"""Numbers of prompts in a step that are compiled ahead: behind the last layer's attention each is a row."""
-
-_COMPILED_TOP_K = (1, 64, 0)
-"""Samplings compiled ahead: greedy, with a top-k, and without one, which takes a thread some seconds."""
-_COMPILERS = 8
-
-
 class CudaRunner(Runner):
     """See the module docstring.
 
@@ -97,106 +81,32 @@ class CudaRunner(Runner):
         self.batches: BatchGraphs | None = None
         self._batch_decoder: BatchDecoder | DraftedDecoder | None = None
 
-    @torch.no_grad()
     def compile_kernels(self) -> None:
-        """Compile what a first request would wait for kernel by kernel, once for a model on a GPU. Computes nothing.
-
-        Rarer variants (very long prompts, penalties) are still compiled when they are met.
-        """
-        decoder, device = self.decoder, self.decoder.backend.device
-        stored = [tensor.dtype for layer in self.cache.layers[:1] for tensor in layer.tensors]
-        blocks_of_rows = -(-self._most_prompt_rows // _BLOCK_ROWS)
-        shape = (decoder.config, decoder.bytes_per_token, blocks_of_rows, stored)
-        batches = (bucket_of(self._expected_rows()), self._draft_rows) if self.cache.num_blocks else ()
-        fixed = ("fixed",) if self._fixed else ()
-        done = marker(torch.cuda.get_device_name(device), *shape, *batches, *fixed)
-        if done.is_file():
-            return
-        with compiling_only(min(_COMPILERS, physical_cores())):
-            if self.cache.num_blocks:
-                self._rehearse_batches()
-            else:
-                self._rehearse_step()
-            with self._prompt():
-                self._rehearse_prompts()
-        torch.cuda.synchronize(device)
-        with suppress(OSError):  # a cache that cannot be written: searched again next time
-            done.touch()
-
-    def _rehearse_step(self) -> None:
-        device = self.decoder.backend.device
-        state = DecodeState.allocate(1, self.cache.ctx_size, device)
-        logits = self.decoder.forward(state.tokens, self.cache.layers, state.positions)
-        for top_k in _COMPILED_TOP_K:
-            buffers = SamplingBuffers.allocate(1, logits.shape[1], top_k, device, False, False)
-            sample_step(logits, state, buffers, has_dependent_launch(device))
-
-    def _rehearse_batches(self) -> None:
-        most = self._expected_rows()
-        batches = BatchGraphs(self.decoder, self.cache, bucket_of(most), self._draft_rows > 0)
-        for bucket in BUCKETS[: BUCKETS.index(bucket_of(most)) + 1]:
-            batches.rehearse(bucket, GREEDY)
-        for top_k in _COMPILED_TOP_K:
-            batches.rehearse(1, GraphKey(top_k, bias=False, penalties=False))
-
-    def _rehearse_prompts(self) -> None:
-        """All kinds of steps of prompts."""
-        most = self._most_prompt_rows
-        for rows in (*_COMPILED_ROWS, *range(2 * _BLOCK_ROWS, most + 1, _BLOCK_ROWS)):
-            if rows <= most:
-                self._prompts_of_nobody(rows)
-        for size in self.prompts.sizes(MIXED_CHUNK["cuda"]):
-            self.prompts.rehearse(size)
-        if self.cache.num_blocks:
-            for count in _COMPILED_TOGETHER:
-                self._step_of_nobody([2] * count)
-
-    @property
-    def _most_prompt_rows(self) -> int:
-        """Tokens of prompts in a step at most: in blocks, of several."""
-        chunk = min(self.cache.ctx_size, self.decoder.chunk_size)
-        return max(chunk, self._prompt_rows) if self.cache.num_blocks else chunk
-
-    def _prompts_of_nobody(self, rows: int) -> None:
-        """So many tokens, eagerly, in a cache that holds nothing: of one prompt, and in blocks of several."""
-        if not self.cache.num_blocks:
-            super().forward([0] * rows, 0)
-            return
-        longest = min(self.cache.ctx_size, self.decoder.chunk_size)
-        if rows <= longest:
-            super().compute_chunk([0] * rows, 0, self._spare_blocks(rows))
-            self._step_of_nobody([rows - 1, 1])
-        else:
-            rest = rows % longest
-            self._step_of_nobody([longest] * (rows // longest) + [rest] * (rest > 0))
-
-    def _step_of_nobody(self, lengths: list[int]) -> None:
-        device, blocks = self.decoder.backend.device, self._spare_blocks(max(lengths))
-        start = PromptBatch.of([0] * len(lengths), lengths, [blocks] * len(lengths), device)
-        ids = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
-        self.decoder.forward(ids, self.cache.layers, start)
-
-    def _spare_blocks(self, rows: int) -> list[int]:
-        return [self.cache.spare_block] * -(-rows // BLOCK_SIZE)
+        """Compile what a first request would wait for kernel by kernel, once for a model on a GPU. Computes nothing."""
+        self._rehearsal().compile_kernels()
 
     @torch.no_grad()
     def warm_up(self) -> None:
         """Record the steps that the first requests take, greedy ones and those of the default settings."""
-        with (
-            self._prompt()
-        ):  # the most rows first: the room of what is recorded behind it then stays where it is
-            self._prompts_of_nobody(self._most_prompt_rows)
-        for size in reversed(self.prompts.sizes(MIXED_CHUNK["cuda"])):
+        rehearsal = self._rehearsal()
+        # The most rows first: the room of what is recorded behind it then stays where it is.
+        rehearsal.prompt_step(rehearsal.most_rows)
+        for size in reversed(rehearsal.sizes):
             self.prompts.record(size)
         for key in {GREEDY, GraphKey.of(SamplingParams()) or GREEDY}:
             if not self.cache.num_blocks:
                 self._graph_of(key)
                 continue
-            most = bucket_of(self._expected_rows())
-            self._decoder_of(most)
+            self._decoder_of(rehearsal.buckets[-1])
             assert self.batches is not None
-            for rows in BUCKETS[: BUCKETS.index(most) + 1]:
+            for rows in rehearsal.buckets:
                 self.batches.record(rows, key)
+
+    def _rehearsal(self) -> Rehearsal:
+        expected = self._expected_rows() if self.cache.num_blocks else 1
+        return Rehearsal(
+            self.decoder, self.cache, self.prompts, expected, self._draft_rows, self._prompt_rows
+        )
 
     def _expected_rows(self) -> int:
         """Sequences that run at once, as far as the size of the cache tells, or their drafts' rows."""

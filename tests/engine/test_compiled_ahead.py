@@ -11,7 +11,7 @@ CHECK = """
 import sys
 from unittest import mock
 import torch
-from quengine import cuda_batch_graphs, cuda_runner
+from quengine import cuda_batch_graphs, cuda_rehearsal, cuda_runner
 from quengine.cuda_prompts import ROWS, SEQUENCES, StepSize
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot_cases import META, backend_for
@@ -26,7 +26,7 @@ from quengine.runner import Runner
 ctx, blocks, arch, fixed = map(int, sys.argv[1:])
 MOST = 2048
 torch.cuda.Event = mock.MagicMock
-for module in (cuda_runner, cuda_batch_graphs):
+for module in (cuda_rehearsal, cuda_batch_graphs):
     module.has_dependent_launch = lambda _: arch >= 90
 
 def tensor(name, shape):
@@ -48,15 +48,11 @@ with backend_for(arch) as backend:
     cache = KVCache.allocate(config, ctx, META, num_blocks=blocks)
     runner = cuda_runner.CudaRunner(decoder, cache, 0, MOST)
 
-    def ahead():
-        (runner._rehearse_batches if blocks else runner._rehearse_step)()
-        with runner._prompt():
-            runner._rehearse_prompts()
-
-    compiled, missing = keys(ahead), {}
+    rehearsal = runner._rehearsal()
+    compiled, missing = keys(rehearsal.all_steps), {}
 
     def look(what, call):
-        with runner._prompt():
+        with backend.prompt():
             for key, name in keys(call).items():
                 if key not in compiled:
                     missing.setdefault(name, set()).add(what)
@@ -66,7 +62,7 @@ with backend_for(arch) as backend:
     for rows in [length for length in lengths if length <= longest]:
         if blocks:
             first = 32 if rows + 32 <= ctx else 0
-            table = runner._spare_blocks(first + rows)
+            table = rehearsal._spare_blocks(first + rows)
             look(("chunk", rows), lambda: Runner.compute_chunk(runner, [0] * rows, first, table))
         else:
             look(("prompt", rows), lambda: Runner.forward(runner, [0] * rows, 0))
@@ -75,7 +71,7 @@ with backend_for(arch) as backend:
             part, rest = rows // count, rows % count
             if 0 < part and part + rest <= longest:
                 step = [part] * (count - 1) + [part + rest]
-                look(("step", rows, count), lambda: runner._step_of_nobody(step))
+                look(("step", rows, count), lambda: rehearsal.prompts_step(step))
     for rows in ROWS:
         for count in SEQUENCES if blocks else (1,):
             if rows <= (MOST if blocks else longest):
