@@ -249,7 +249,7 @@ def time_test(
     _complete(llm, ids[: test.depth + 1], 1, 0)
     if warm_up:
         progress(f"{label}, warming up")
-        for _ in range(llm.runner.warm_ups):
+        for _ in range(llm.runner.settles_after):
             _complete(llm, ids, min(count, WARM_UP_TOKENS), test.depth)
     for repetition in range(repetitions):
         progress(f"{label}, {repetition + 1} of {repetitions}")

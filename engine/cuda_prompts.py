@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quengine.graph_capture import capture
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.backend import BLOCK_SIZE, rectangle
 from quengine.kernels.cuda.attention_prefill import tile_rows
 from quengine.kernels.cuda.prompt_rows import TILE_FIELDS, LaidPrompts, PromptRows, places
 from quengine.kernels.cuda_backend import CudaBackend
@@ -108,9 +108,8 @@ class Board:
     def send(self, chunks: Seq[PromptChunk]) -> None:
         """Make these chunks the next step's, in stream order, without waiting for the device."""
         if self.spare is not None and chunks:
-            most = max(len(chunk.blocks) for chunk in chunks)
-            filled = [[*chunk.blocks, *([self.spare] * (most - len(chunk.blocks)))] for chunk in chunks]
-            self.tables[: len(chunks), :most].copy_(self._pinned(filled), non_blocking=True)
+            tables = self._pinned(rectangle([chunk.blocks for chunk in chunks], self.spare))
+            self.tables[: len(chunks), : tables.shape[1]].copy_(tables, non_blocking=True)
         entries = [0] * self._all.shape[0]
         for (first, _), part in zip(self._places, self._entries(chunks), strict=True):
             entries[first : first + len(part)] = part

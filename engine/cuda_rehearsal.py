@@ -5,7 +5,7 @@ requests, nor what becomes of a step.
 """
 
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from quengine.cuda_batch import BUCKETS, bucket_of
 from quengine.cuda_batch_graphs import BatchGraphs
 from quengine.cuda_prompts import PromptGraphs, StepSize
 from quengine.graph_sampling import GREEDY, GraphKey
-from quengine.kernels.backend import BLOCK_SIZE, Chunk, PromptBatch
+from quengine.kernels.backend import BLOCK_SIZE, Chunk, Position, PromptBatch, prompt_scope
 from quengine.kernels.cuda.compile_ahead import compiling_only, marker
 from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda_backend import CudaBackend, has_dependent_launch
@@ -107,13 +107,10 @@ class Rehearsal:
     def prompt_step(self, rows: int) -> None:
         """So many tokens, eagerly: of one prompt, and in blocks of several too."""
         if not self.cache.num_blocks:
-            with self._prompt():
-                self.decoder.forward(self._tokens(rows), self.cache.layers, 0)
-            return
-        if rows <= self._longest:
+            self._compute(rows, 0)
+        elif rows <= self._longest:
             table = torch.tensor(self._spare_blocks(rows), dtype=torch.int32, device=self.device)
-            with self._prompt():
-                self.decoder.forward(self._tokens(rows), self.cache.layers, Chunk(0, table))
+            self._compute(rows, Chunk(0, table))
             self.prompts_step([rows - 1, 1])
         else:
             rest = rows % self._longest
@@ -123,9 +120,12 @@ class Rehearsal:
     def prompts_step(self, lengths: Seq[int]) -> None:
         """Prompts of these lengths, eagerly, in blocks."""
         tables = [self._spare_blocks(max(lengths))] * len(lengths)
-        start = PromptBatch.of([0] * len(lengths), lengths, tables, self.device)
-        with self._prompt():
-            self.decoder.forward(self._tokens(sum(lengths)), self.cache.layers, start)
+        self._compute(sum(lengths), PromptBatch.of([0] * len(lengths), lengths, tables, self.device))
+
+    def _compute(self, rows: int, start: Position) -> None:
+        ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        with prompt_scope(self.decoder.backend):
+            self.decoder.forward(ids, self.cache.layers, start)
 
     def _decode(self) -> None:
         state = DecodeState.allocate(1, self.cache.ctx_size, self.device)
@@ -156,12 +156,5 @@ class Rehearsal:
         """Tokens of one prompt in a step."""
         return min(self.cache.ctx_size, self.decoder.chunk_size)
 
-    def _tokens(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int64, device=self.device)
-
     def _spare_blocks(self, rows: int) -> list[int]:
         return [self.cache.spare_block] * -(-rows // BLOCK_SIZE)
-
-    def _prompt(self) -> AbstractContextManager[None]:
-        backend = self.decoder.backend
-        return backend.prompt() if isinstance(backend, CudaBackend) else nullcontext()

@@ -15,7 +15,7 @@ also one that is a chunk of its own; a prompt of one token is a decode step ther
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from quengine.cuda_rehearsal import Rehearsal
 from quengine.graph_capture import capture
 from quengine.graph_nodes import GraphNodes, count_nodes
 from quengine.graph_sampling import GREEDY, GraphKey, settings_of
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.backend import BLOCK_SIZE, prompt_scope
 from quengine.kernels.cuda.sampling import NO_TOKEN, DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda_backend import CudaBackend, has_dependent_launch
 from quengine.kv_cache import KVCache
@@ -69,7 +69,7 @@ class CudaRunner(Runner):
     `prompt_rows`: tokens of prompts in a step at most, where those are more than the decoder takes of one.
     """
 
-    warm_ups = RECORDED_AT
+    settles_after = RECORDED_AT
 
     def __init__(self, decoder: Decoder, cache: KVCache, draft_rows: int = 0, prompt_rows: int = 0) -> None:
         super().__init__(decoder, cache)
@@ -103,10 +103,8 @@ class CudaRunner(Runner):
                 self.batches.record(rows, key)
 
     def _rehearsal(self) -> Rehearsal:
-        expected = self._expected_rows() if self.cache.num_blocks else 1
-        return Rehearsal(
-            self.decoder, self.cache, self.prompts, expected, self._draft_rows, self._prompt_rows
-        )
+        rows = self._expected_rows()
+        return Rehearsal(self.decoder, self.cache, self.prompts, rows, self._draft_rows, self._prompt_rows)
 
     def _expected_rows(self) -> int:
         """Sequences that run at once, as far as the size of the cache tells, or their drafts' rows."""
@@ -142,7 +140,7 @@ class CudaRunner(Runner):
         key = GraphKey.of(batch.sequence.params)
         if len(batch.ids) != 1 or not batch.samples or key is None or self._is_chunk(batch):
             self._run = _Run(None, None)
-            with self._prompt() if self._is_chunk(batch) else nullcontext():
+            with prompt_scope(self.decoder.backend) if self._is_chunk(batch) else nullcontext():
                 return super().step(batch)
         run = self._run
         if run.sequence is not batch.sequence or run.next_start != batch.start:
@@ -165,7 +163,7 @@ class CudaRunner(Runner):
         recorded = self.prompts.compute([PromptChunk(ids, start)]) if last_only else None
         if recorded is not None:
             return recorded
-        with self._prompt() if len(ids) > 1 else nullcontext():
+        with prompt_scope(self.decoder.backend) if len(ids) > 1 else nullcontext():
             return super().forward(ids, start, last_only)
 
     def compute_chunk(self, ids: Seq[int], start: int, block_table: Seq[int]) -> torch.Tensor:
@@ -178,19 +176,19 @@ class CudaRunner(Runner):
         return super().compute_chunks(chunks) if recorded is None else recorded
 
     def prefill(self, batch: Batch) -> Sample | None:
-        with self._prompt():
+        with prompt_scope(self.decoder.backend):
             return super().prefill(batch)
 
     def prefill_batch(self, chunks: Seq[Batch]) -> list[Result]:
-        with self._prompt():
+        with prompt_scope(self.decoder.backend):
             return super().prefill_batch(chunks)
 
     def embed(self, batch: Batch) -> None:
-        with self._prompt():
+        with prompt_scope(self.decoder.backend):
             super().embed(batch)
 
     def teacher_forced(self, ids: Seq[int], chunk: int) -> torch.Tensor:
-        with self._prompt() if chunk > 1 else nullcontext():
+        with prompt_scope(self.decoder.backend) if chunk > 1 else nullcontext():
             return super().teacher_forced(ids, chunk)
 
     @property
@@ -200,11 +198,6 @@ class CudaRunner(Runner):
     def _is_chunk(self, batch: Batch) -> bool:
         """Whether these tokens must be computed as all others of their prompt are, be it a single one."""
         return self._fixed and batch.sequence.num_prompt_tokens > max(1, batch.start)
-
-    def _prompt(self) -> AbstractContextManager[None]:
-        """In which the backend computes a chunk, be it of one token, with a prompt's kernels and rounding."""
-        backend = self.decoder.backend
-        return backend.prompt() if isinstance(backend, CudaBackend) else nullcontext()
 
     @property
     def kernels_per_step(self) -> int | None:

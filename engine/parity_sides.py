@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.kernels.backend import PromptScope
+from quengine.kernels.backend import prompt_scope
 from quengine.kernels.cache_types import CacheType
 from quengine.llm import LLM
 from quengine.load import choose_device
@@ -79,7 +79,7 @@ class LLMSide:
         self.llm.runner.cache.tokens.clear()
         backend = self.decoder.backend
         tokens = torch.tensor(ids, device=backend.device)
-        with backend.prompt() if len(ids) > 1 and isinstance(backend, PromptScope) else nullcontext():
+        with prompt_scope(backend) if len(ids) > 1 else nullcontext():
             return self.decoder.forward(tokens, self.llm.runner.cache.layers, start, last_only=False)
 
     def cached(self, start: int, end: int) -> list[Tensor]:

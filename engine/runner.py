@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.kernels import sampling
-from quengine.kernels.backend import Chunk, DecodeBatch, Position, PromptBatch
+from quengine.kernels.backend import Chunk, DecodeBatch, Position, PromptBatch, rectangle
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
@@ -64,7 +64,7 @@ class Runner:
     packs_prompts = True
     """Whether chunks of several prompts in one step take less time than one after the other."""
 
-    warm_ups = 1
+    settles_after = 1
     """How often a step of some size runs before it takes the time that it will take from then on."""
 
     def __init__(self, decoder: Decoder, cache: KVCache) -> None:
@@ -201,8 +201,7 @@ class Runner:
         device = self.decoder.backend.device
         ids = torch.tensor([row.token for row in rows], device=device)
         positions = torch.tensor([row.position for row in rows], dtype=torch.int32, device=device)
-        most = max(len(row.block_table) for row in rows)
-        tables = [row.block_table + [0] * (most - len(row.block_table)) for row in rows]
+        tables = rectangle([row.block_table for row in rows])
         consecutive = len({id(row.block_table) for row in rows}) < len(rows)
         start = DecodeBatch(positions, torch.tensor(tables, dtype=torch.int32, device=device), consecutive)
         return self.decoder.forward(ids, self.cache.layers, start, last_only=False).float().cpu()

@@ -7,7 +7,7 @@ so the decoder reads the same on every backend.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -54,6 +54,12 @@ class DecodeBatch:
     consecutive: bool = False
 
 
+def rectangle(tables: Sequence[Sequence[int]], filler: int = 0) -> list[list[int]]:
+    """Block tables of sequences, each filled up to the longest with a block that nobody reads."""
+    most = max(map(len, tables))
+    return [[*table, *([filler] * (most - len(table)))] for table in tables]
+
+
 @dataclass(frozen=True)
 class PromptBatch:
     """Chunks of several sequences' prompts, one behind the other: `lengths[i]` tokens from position `starts[i]` on.
@@ -76,13 +82,11 @@ class PromptBatch:
         device: torch.device,
     ) -> "PromptBatch":
         """From each chunk's first position, its number of tokens and its sequence's blocks."""
-        most = max(map(len, tables))
-        filled = [[*table, *([0] * (most - len(table)))] for table in tables]
         last = [end - 1 for end in accumulate(lengths)]
         return cls(
             tuple(starts),
             tuple(lengths),
-            torch.tensor(filled, dtype=torch.int32, device=device),
+            torch.tensor(rectangle(tables), dtype=torch.int32, device=device),
             torch.tensor(last, device=device),
         )
 
@@ -177,6 +181,11 @@ class PromptScope:
             yield
         finally:
             self.in_prompt = before
+
+
+def prompt_scope(backend: "Backend[Any]") -> AbstractContextManager[None]:
+    """Inside, a chunk, be it of one token, is computed as a prompt's, where a backend tells them apart."""
+    return backend.prompt() if isinstance(backend, PromptScope) else nullcontext()
 
 
 class RowPicker(PromptScope):

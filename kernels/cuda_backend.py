@@ -75,14 +75,6 @@ def takes_q_dot(rows: int) -> bool:
     return rows <= DECODE_ROWS
 
 
-def _some_rows(x: Residual, rows: slice | Tensor) -> Residual:
-    """The rows asked for. Those whose norm has been begun keep it where they are all that there are."""
-    if isinstance(x, NormedRows):
-        whole = isinstance(rows, slice) and (rows == ALL_ROWS or x.hidden.shape[0] == 1)
-        return x if whole else x.hidden[rows]
-    return x[rows]
-
-
 class CudaBackend(RowPicker):
     """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later.
 
@@ -180,7 +172,10 @@ class CudaBackend(RowPicker):
     def logits(
         self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, rows: slice | Tensor = ALL_ROWS
     ) -> Tensor:
-        return self._matmul(self._normed(_some_rows(x, rows), norm, eps), weight, None)
+        count = (x.hidden if isinstance(x, NormedRows) else x).shape[0]
+        # Rows that are all that there are keep the norm that has been begun.
+        whole = isinstance(rows, slice) and (rows == ALL_ROWS or count == 1)
+        return self._matmul(self._normed(x if whole else self.pick(x, rows), norm, eps), weight, None)
 
     def _prefill(
         self,

@@ -57,6 +57,9 @@ class _Rows:
         return [e.pick(a, pick, b) for pick in picks for a, b in zip(low, high, strict=True)]
 
 
+_CodesOf = Callable[[_Rows, BlockFormat], _Codes]
+
+
 def _transposed_fours(e: Emitter, lines: list[ir.Value]) -> list[ir.Value]:
     """Each four lanes of four vectors, transposed: by processors' unpack instructions."""
 
@@ -152,13 +155,6 @@ def _q4_k_codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
             yield 32 * i + 4 * j + 32, _bits(rows.e, v, -4, 15)
 
 
-def _q5_k_codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
-    high = rows.thirty_two(fmt.layout["high"][0])
-    for first, low in _q4_k_codes(rows, fmt):
-        i, j = divmod(first, 32)
-        yield first, rows.e.b.or_(low, _bits(rows.e, high[j // 4], 4 - i, 16))
-
-
 def _q6_k_codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
     e = rows.e
     for half in range(2):
@@ -177,11 +173,16 @@ def _q2_k_codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
                 yield 128 * half + 32 * i + 4 * j, _bits(rows.e, v, -2 * i, 3)
 
 
-def _q3_k_codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
-    high = rows.thirty_two(fmt.layout["high"][0])
-    for first, low in _q2_k_codes(rows, fmt):
-        i, j = divmod(first, 32)
-        yield first, rows.e.b.or_(low, _bits(rows.e, high[j // 4], 2 - i, 4))
+def _with_high_bit(lower: _CodesOf, bit: int) -> _CodesOf:
+    """Codes whose bit number `bit` lies apart: bit i of 32 bytes is that of the columns of group i."""
+
+    def codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
+        high = rows.thirty_two(fmt.layout["high"][0])
+        for first, low in lower(rows, fmt):
+            i, j = divmod(first, 32)
+            yield first, rows.e.b.or_(low, _bits(rows.e, high[j // 4], bit - i, 1 << bit))
+
+    return codes
 
 
 def _iq4_xs_codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
@@ -202,11 +203,11 @@ _SCALES: Mapping[str, Callable[[_Rows, BlockFormat], _Scales]] = {
     "Q6_K": _q6_k_scales,
     "IQ4_XS": _iq4_xs_scales,
 }
-_CODES: Mapping[str, Callable[[_Rows, BlockFormat], _Codes]] = {
+_CODES: Mapping[str, _CodesOf] = {
     "Q2_K": _q2_k_codes,
-    "Q3_K": _q3_k_codes,
+    "Q3_K": _with_high_bit(_q2_k_codes, 2),
     "Q4_K": _q4_k_codes,
-    "Q5_K": _q5_k_codes,
+    "Q5_K": _with_high_bit(_q4_k_codes, 4),
     "Q6_K": _q6_k_codes,
     "IQ4_XS": _iq4_xs_codes,
 }

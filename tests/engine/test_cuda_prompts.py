@@ -72,6 +72,12 @@ class Rig:
         batch = PromptBatch.of(starts, lengths, [list(chunk.blocks) for chunk in chunks], DEVICE)
         return self.decoder.forward(ids, self.other.layers, batch)
 
+    def hold(self, first: int, count: int) -> None:
+        """Keys and values in so many rows of both caches."""
+        for cache in (self.cache, self.other):
+            for tensor in cache.layers[0].tensors:
+                tensor[first : first + count] = torch.linspace(-1, 1, 32)
+
     def rows(self, cache: KVCache) -> Tensor:
         """All that sequences have in the cache."""
         count = self.cache.num_blocks * BLOCK_SIZE or CTX
@@ -103,9 +109,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Callable[[int], Rig]) -> None:
     """One that continues, one that begins, in blocks of any order; nothing but their rows is written."""
     rig = make_rig(5)
-    for cache in (rig.cache, rig.other):
-        for tensor in cache.layers[0].tensors:
-            tensor[4 * BLOCK_SIZE :][:3] = torch.linspace(-1, 1, 32)
+    rig.hold(4 * BLOCK_SIZE, 3)
     chunks = [PromptChunk(ids_of(3, 4), 3, [4]), PromptChunk(ids_of(50, 2), 0, [1, 3])]
     assert rig.graphs.compute(chunks) is None, "the first time is eager"
     ours = rig.graphs.compute(chunks)
@@ -119,9 +123,7 @@ def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Call
 def test_a_chunk_of_the_one_sequence_that_has_the_cache_too(make_rig: Callable[[int], Rig]) -> None:
     """Rows that fill the step up go behind its end."""
     rig = make_rig(0)
-    for cache in (rig.cache, rig.other):
-        for tensor in cache.layers[0].tensors:
-            tensor[:7] = torch.linspace(-1, 1, 32)
+    rig.hold(0, 7)
     chunk = [PromptChunk(ids_of(7, 4), 7)]
     assert rig.graphs.compute(chunk) is None
     ours = rig.graphs.compute(chunk)

@@ -1,5 +1,7 @@
 """The prefill matmuls against the exact product of what is stored, for every format."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -38,6 +40,14 @@ def expected(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
 
 def workspace(device: torch.device, weights: int = 1 << 16) -> MatmulWorkspace:
     return MatmulWorkspace(weights, device)
+
+
+@pytest.fixture
+def hopper_takes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[WgmmaGeometry], None]:
+    """Gives Hopper's matmul a geometry."""
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    return lambda geometry: monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
 
 
 @pytest.fixture(params=["fused", "wgmma", "expanded"])
@@ -212,11 +222,13 @@ def test_every_way_to_share_a_product_gives_it(
     ],
 )
 def test_hopper_shares_a_product_too(
-    rows: int, geometry: WgmmaGeometry, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    geometry: WgmmaGeometry,
+    name: str,
+    device: torch.device,
+    hopper_takes: Callable[[WgmmaGeometry], None],
 ) -> None:
-    if not is_hopper(device):
-        pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
+    hopper_takes(geometry)
     weight, x = ordinary_weight(name, 200, 2048), ordinary_activations(rows, 2048)
     residual, room = ordinary_activations(rows, 200, 3), workspace(device, 1 << 20)
     for _ in range(2):
@@ -237,12 +249,13 @@ def test_hopper_shares_a_product_too(
     ids=str,
 )
 def test_on_hopper_many_rows_are_multiplied_in_blocks(
-    geometry: WgmmaGeometry, names: tuple[str, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    geometry: WgmmaGeometry,
+    names: tuple[str, ...],
+    device: torch.device,
+    hopper_takes: Callable[[WgmmaGeometry], None],
 ) -> None:
     """More blocks than multiprocessors, and fewer; rows and weights that fill none; a residual in its place."""
-    if not is_hopper(device):
-        pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
+    hopper_takes(geometry)
     for rows, sizes in ((130, (200, 2048)), (300, (1000, 512)), (1500, (4500, 256)), (257, (72, 128))):
         known = [name for name in names if sizes[1] % FORMATS[name].block == 0]
         weights = [ordinary_weight(name, *sizes, seed=seed) for seed, name in enumerate(known)]
@@ -271,12 +284,14 @@ def test_on_hopper_many_rows_are_multiplied_in_blocks(
     ],
 )
 def test_on_hopper_swiglu_of_few_rows(
-    rows: int, geometry: WgmmaGeometry, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    geometry: WgmmaGeometry,
+    name: str,
+    device: torch.device,
+    hopper_takes: Callable[[WgmmaGeometry], None],
 ) -> None:
     """Every place of the result is written, and none behind its rows."""
-    if not is_hopper(device):
-        pytest.skip("needs a Hopper GPU")
-    monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
+    hopper_takes(geometry)
     for width in (128, 1408):
         gate, up = ordinary_weight(name, width, 512), ordinary_weight(name, width, 512, 1)
         x, room = ordinary_activations(rows, 512) * 0.1, workspace(device, 1 << 20)
