@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quengine.graph_capture import capture
-from quengine.kernels.backend import BLOCK_SIZE, rectangle
+from quengine.kernels.backend import BLOCK_SIZE, prompt_scope, rectangle
 from quengine.kernels.cuda.attention_prefill import tile_rows
 from quengine.kernels.cuda.prompt_rows import TILE_FIELDS, LaidPrompts, PromptRows, places
 from quengine.kernels.cuda_backend import CudaBackend
@@ -208,7 +208,8 @@ class PromptGraphs:
 
     @torch.no_grad()
     def _run(self, board: Board) -> Tensor:
-        return self.decoder.forward(board.ids, self.cache.layers, board.batch)
+        with prompt_scope(self.decoder.backend):  # also when it is recorded ahead
+            return self.decoder.forward(board.ids, self.cache.layers, board.batch)
 
     def _board(self, size: StepSize) -> Board:
         longest = min(size.rows, self.decoder.chunk_size)

@@ -205,6 +205,21 @@ def test_steps_whose_memory_was_let_go_of_are_recorded_again(
     assert rig.graphs.compute(chunk) is not None and recorded == [0, 1]
 
 
+def test_a_step_that_is_recorded_ahead_rounds_as_a_prompts_does(
+    make_rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of any prompt, and up to the output matrix."""
+    rig, scopes = make_rig(4), list[bool]()
+
+    def noted(*_: object) -> Tensor:
+        scopes.append(rig.decoder.backend.in_prompt)
+        return torch.zeros(1, 8)
+
+    monkeypatch.setattr(rig.decoder, "forward", noted)
+    rig.graphs.rehearse(StepSize(16, 4))
+    assert scopes == [True] and not rig.decoder.backend.in_prompt
+
+
 def test_a_board_says_what_a_batch_says_and_where_the_rest_goes() -> None:
     board = Board(StepSize(64, 4), 40, 16, CTX, 7, torch.device("cpu"))
     chunks = [PromptChunk(ids_of(0, 20), 30, [2, 5]), PromptChunk(ids_of(3, 33), 0, [1, 0])]
