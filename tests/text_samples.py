@@ -1,7 +1,7 @@
 """Texts that tokenizers disagree on: hand-picked ones, and seeded random ones of every kind of character."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 HAND_PICKED = [
     "",
@@ -124,3 +124,56 @@ def random_text(rng: random.Random) -> str:
 def random_texts(seed: int, count: int) -> Iterator[str]:
     rng = random.Random(seed)
     return (random_text(rng) for _ in range(count))
+
+
+# Sentences and code of many scripts, for slices that are closer to real text than random characters are.
+_SENTENCES = [
+    "The quick brown fox jumps over the lazy dog; it's 3.5 times faster than you'd think, isn't it?",
+    "We'LL see what THEY'VE done: I'M sure she'd say 'twas O'Brien's.",
+    "def main(argv: list[str]) -> int:\n    for i, x in enumerate(argv):\n\t\tprint(f'{i:>4}: {x!r}')\n    return 0\n",
+    '#include <stdio.h>\r\nint main(void) { return printf("%d\\n", 0x1F & ~3) < 0; }\r\n',
+    "SELECT a.id, COUNT(*) FROM t AS a WHERE a.x >= 1000000 AND b IS NOT NULL;  -- comment",
+    '<html><s>old</s> <a href="https://example.org/?q=1&amp;r=2">link</a></html>',
+    "XMLHttpRequest parseHTTPResponse snake_case_name SCREAMING_CASE kebab-case v1.2.3-rc4",
+    "Größe, naïve Übergröße; L'été déjà à l'œuvre. ÉCOLE écoleÉcole İstanbul'da ılık",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю. ЁЛКА",
+    "Η γρήγορη καφέ αλεπού πηδάει πάνω από το τεμπέλικο σκυλί.",
+    "الخطّ العربي جميلٌ جدًّا، أليس كذلك؟ ١٢٣٤٥٦٧",
+    "שָׁלוֹם עוֹלָם, מה שלומך היום?",
+    "ภาษาไทยไม่มีการเว้นวรรคระหว่างคำ ๑๒๓๔",
+    "क्या आप हिन्दी में बात कर सकते हैं? १२३४५ বাংলা ভাষা தமிழ் మీరు",
+    "我们今天去北京大学图书馆看书，好吗？價格是１２３元。",
+    "今日はとても良い天気ですね。カタカナとﾊﾝｶｸも。",
+    "안녕하세요, 오늘 날씨가 정말 좋네요! ㄱㄴㄷ ㅏㅑ",
+    "cafe\u0301 nin\u0303o Z\u0351\u036ba\u0308 \u0301\u0302 a\u20dd\ufe0f",
+    "👩🏽‍💻🤷‍♂️ 🇺🇳🏴\U000e0067\U000e0062\U000e007f 1️⃣ ❤️‍🔥 ☺☻ ⌚",
+    "1 12 123 1234 12345 123456 1234567 12345678 123456789 1,234.50 0x00ff 1e-10 2024-01-31T23:59:59Z",
+    "∀x∈ℝ: ⌈x⌉ = −⌊−x⌋, α ∧ ¬β ⇒ ∑ᵢ₌₀ⁿ xᵢ² ≤ ½ ⅔ Ⅻ ⑳ €5 £6 ¥7",
+    "\ufffd\ufffd \ufeff\u200b\u2060\u00ad\u034f \u202eabc\u202c \u0000\u0001\u007f\u0080\u009f",
+]
+
+
+def marked_text(rng: random.Random, marks: Sequence[str]) -> str:
+    """Random text, slices of sentences, and the texts of special tokens or beginnings of them, with space between."""
+    parts = []
+    for _ in range(rng.randint(1, 6)):
+        choice = rng.random()
+        if choice < 0.35 and marks:
+            mark = rng.choice(marks)
+            parts.append(mark if rng.random() < 0.85 else mark[: rng.randint(1, len(mark))])
+        elif choice < 0.5:
+            parts.append(
+                rng.choice((" ", "  ", "\n", "\n\n", "\t", "\r\n", " \n ", "\u00a0", "\v", "'", "1"))
+            )
+        elif choice < 0.6:
+            parts.append(random_text(rng))
+        else:
+            sentence = rng.choice(_SENTENCES)
+            start = rng.randrange(len(sentence))
+            parts.append(sentence[start : start + rng.randint(1, 40)])
+    return "".join(parts)
+
+
+def marked_texts(seed: int, count: int, marks: Sequence[str]) -> Iterator[str]:
+    rng = random.Random(seed)
+    return (marked_text(rng, marks) for _ in range(count))

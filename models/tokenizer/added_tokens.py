@@ -1,13 +1,14 @@
 """Cuts added tokens, which are matched by their text and never merged, out of a text.
 
 The order is llama.cpp's (`tokenizer_st_partition`): all places of the longest token first, then those of the
-next in what is left. Knows nothing of how the rest becomes tokens.
+next in what is left.
 """
 
-from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from quengine.models.tokenizer.vocabulary import Vocabulary
+
+_STRIPPED = " \t\n\v\f\r"  # C's isspace, which llama.cpp asks
 
 
 class PieceEncoder(Protocol):
@@ -27,12 +28,9 @@ class AddedTokenEncoder:
         self._pieces = pieces
 
     def encode(self, text: str, special: bool) -> list[int]:
-        added = [self._vocabulary.user_defined_tokens]
-        if special:
-            added.append(self._vocabulary.control_tokens)
         ids: list[int] = []
         after_special = True
-        for piece in partition(text, added):
+        for piece in partition(text, self._vocabulary, user_defined=True, control=special):
             if isinstance(piece, int):
                 ids.append(piece)
             else:
@@ -41,26 +39,31 @@ class AddedTokenEncoder:
         return ids
 
 
-def partition(text: str, tokens: Iterable[Mapping[str, int]]) -> list[str | int]:
+def partition(text: str, vocabulary: Vocabulary, user_defined: bool, control: bool) -> list[str | int]:
     """Pieces of `text` in order: ids where a token's text stood, strings between. No string is empty.
 
-    `tokens` are mappings from text to id.
+    `user_defined` and `control` say which tokens of `vocabulary` are matched.
     """
-    present = [(piece, token_id) for group in tokens for piece, token_id in group.items() if piece in text]
+    wanted = [(vocabulary.user_defined_tokens, user_defined), (vocabulary.control_tokens, control)]
+    present = [pair for tokens, asked in wanted if asked for pair in tokens.items() if pair[0] in text]
     present.sort(key=lambda item: -len(item[0].encode()))
     pieces: list[str | int] = [text] if text else []
     for piece, token_id in present:
-        pieces = [part for old in pieces for part in _cut(old, piece, token_id)]
+        pieces = [part for old in pieces for part in _cut(old, piece, token_id, vocabulary)]
     return pieces
 
 
-def _cut(old: str | int, piece: str, token_id: int) -> list[str | int]:
+def _cut(old: str | int, piece: str, token_id: int, vocabulary: Vocabulary) -> list[str | int]:
     if isinstance(old, int) or piece not in old:
         return [old]
     parts: list[str | int] = []
-    for n, rest in enumerate(old.split(piece)):
+    between = old.split(piece)
+    for n, rest in enumerate(between):
         if n:
             parts.append(token_id)
+            rest = rest.lstrip(_STRIPPED) if token_id in vocabulary.rstrip_ids else rest
+        if n < len(between) - 1 and token_id in vocabulary.lstrip_ids:
+            rest = rest.rstrip(_STRIPPED)
         if rest:
             parts.append(rest)
     return parts

@@ -1,16 +1,16 @@
 """Byte-level BPE: every byte is one printable character, and merges join characters within a word.
 
-Knows GPT-2's byte alphabet (openai/gpt-2 encoder.py, `bytes_to_unicode`) and builds the merging on the
-`tokenizers` library. Which words a text is cut into is `pre_tokenizers`' business.
+The byte alphabet is GPT-2's (openai/gpt-2 encoder.py, `bytes_to_unicode`); the merging is the `tokenizers` library's.
+Which words a text is cut into is `pre_tokenizers`' business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as MergeEngine
 
-from quengine.models.tokenizer.errors import TokenizerError
-from quengine.models.tokenizer.pre_tokenizers import PreTokenizer
+from quengine.models.tokenizer.merges import merge_model, mergeable
+from quengine.models.tokenizer.pre_tokenizers import DigitGroups, PreTokenizer
 from quengine.models.tokenizer.vocabulary import Vocabulary
 
 
@@ -43,24 +43,39 @@ class ByteLevelBPE:
         self, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], splits: PreTokenizer
     ) -> None:
         self._size = len(vocabulary)
-        ids = {text: i for text, i in vocabulary.ids.items() if text}
-        for text in vocabulary.control_tokens:  # no word of a text may find one
-            del ids[text]
+        ids, merges = mergeable(vocabulary, merges)
         # A byte that the vocabulary lacks gives no id, but still keeps its neighbours from merging: it gets
         # an id past the end for as long as merging lasts.
         missing = (char for char in BYTE_TO_CHAR if char not in ids)
         ids |= {char: self._size + n for n, char in enumerate(missing)}
-        try:
-            model = models.BPE(vocab=ids, merges=list(merges), ignore_merges=splits.ignore_merges)
-        except Exception as failure:  # the library raises no narrower type
-            raise TokenizerError(f"the merges do not fit the vocabulary: {failure}") from None
-        self._engine = MergeEngine(model)
+        self._engine = MergeEngine(merge_model(ids, merges, ignore_merges=splits.ignore_merges))
         self._engine.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splits.patterns]
             + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
+        self._digit_groups = splits.digit_groups
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         del after_special  # a space prefix is sentencepiece's
-        ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        ids: list[int]
+        if self._digit_groups is None:
+            ids = self._engine.encode(text, add_special_tokens=False).ids
+        else:
+            pieces = list(_pieces(text, self._digit_groups))
+            ids = self._engine.encode(pieces, is_pretokenized=True, add_special_tokens=False).ids
         return [i for i in ids if i < self._size] if max(ids, default=0) >= self._size else ids
+
+
+def _pieces(text: str, groups: DigitGroups) -> Iterator[str]:
+    """`text` cut into the groups of its runs of digits.
+
+    One pass over the text: an expression that looks ahead to the end of a run would take quadratic time.
+    """
+    runs = pre_tokenizers.Split(Regex(groups.digits), "removed", invert=True)
+    start = 0
+    for _, (begin, end) in runs.pre_tokenize_str(text):
+        for cut in range(begin + (end - begin) % 3, end + 1, 3):
+            if start < cut and cut != (end if groups.cut_before else begin):
+                yield text[start:cut]
+                start = cut
+    yield text[start:]

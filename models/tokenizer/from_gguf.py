@@ -1,16 +1,18 @@
 """Reads a vocabulary and its way of encoding from GGUF metadata (`tokenizer.ggml.*`).
 
-Knows the keys and their defaults (GGUF specification, "Tokenizer"; llama.cpp src/llama-vocab.cpp where the
-specification is silent). What the arrays say of each other is checked by `gguf.vocab_checks`.
+Keys and their defaults are those of the GGUF specification ("Tokenizer"), and of llama.cpp (src/llama-vocab.cpp) where
+the specification is silent. What the arrays say of each other is checked by `gguf.vocab_checks`.
 """
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from quengine.models.gguf import GGUFFile
 from quengine.models.gguf.vocab_checks import MERGES, SCORES, TOKEN_TYPE, TOKENS, check_vocabulary
 from quengine.models.tokenizer.added_tokens import AddedTokenEncoder
 from quengine.models.tokenizer.byte_level import ByteLevelBPE, byte_level_bytes
+from quengine.models.tokenizer.character_bpe import CharacterBPE
 from quengine.models.tokenizer.errors import TokenizerError
 from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer
 from quengine.models.tokenizer.scored_bpe import ScoredBPE, scored_bytes
@@ -31,20 +33,37 @@ _ROLES = {
 }
 # SentencePiece's own places for them, in files that do not say.
 _SCORED_ROLES = {"unk": 0, "bos": 1, "eos": 2}
+_MASKS_STRIPPED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
+
+
+# Kinds of llama.cpp that are not supported, by the names that people call them.
+_OTHER_KINDS = {
+    "bert": "WordPiece",
+    "t5": "Unigram",
+    "rwkv": "RWKV",
+    "plamo2": "PLaMo-2",
+    "hybriddna": "DNA k-mers",
+    "whitespace": "words between white space",
+    "none": "no vocabulary",
+    "no_vocab": "no vocabulary",
+}
 
 
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     """Raises GGUFError for missing or unfit metadata, TokenizerError for kinds that are not supported."""
     kind = file.require_str(_PREFIX + "model")
-    if kind == "gpt2":
-        return _byte_level(file)
+    if kind in ("gpt2", "gemma4"):
+        return _merging(file, kind)
     if kind == "llama":
         return _scored(file)
-    raise TokenizerError(f"{file.path}: tokenizer model {kind!r} is not supported; supported: gpt2, llama")
+    named = f" ({_OTHER_KINDS[kind]})" if kind in _OTHER_KINDS else ""
+    raise TokenizerError(
+        f"{file.path}: tokenizer model {kind!r}{named} is not supported; supported: gpt2, llama, gemma4"
+    )
 
 
-def _byte_level(file: GGUFFile) -> Tokenizer:
-    name = file.get_str(_PREFIX + "pre")
+def _merging(file: GGUFFile, kind: str) -> Tokenizer:
+    name = kind if kind == "gemma4" else file.get_str(_PREFIX + "pre")
     if name is None:
         name = "default"
         warnings.warn(
@@ -56,13 +75,15 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
     except TokenizerError as failure:
         raise TokenizerError(f"{file.path}: {failure}") from None
     checked = check_vocabulary(file)
-    vocabulary, merges = (
-        _vocabulary(file, checked.texts, splits.add_bos, {}, byte_level_bytes),
-        checked.merges,
-    )
+    merges = checked.merges
     file.require_strings(MERGES)  # where it has none, `merges` is empty
+    to_bytes = byte_level_bytes if splits.byte_level else scored_bytes
+    vocabulary = _vocabulary(file, checked.texts, splits.add_bos, {}, to_bytes)
+    if splits.always_bos:
+        vocabulary = replace(vocabulary, add_bos="bos" in vocabulary.named_ids)
+    kind_of_bpe = ByteLevelBPE if splits.byte_level else CharacterBPE
     return Tokenizer(
-        vocabulary, lambda: AddedTokenEncoder(vocabulary, ByteLevelBPE(vocabulary, merges, splits))
+        vocabulary, lambda: AddedTokenEncoder(vocabulary, kind_of_bpe(vocabulary, merges, splits))
     )
 
 
@@ -110,7 +131,29 @@ def _vocabulary(
         to_bytes=to_bytes,
     )
     _check_unique(file, vocabulary)
-    return with_roles_by_text(vocabulary)
+    return _with_strips(file, with_roles_by_text(vocabulary))
+
+
+def _with_strips(file: GGUFFile, vocabulary: Vocabulary) -> Vocabulary:
+    """`vocabulary` with the tokens beside which white space goes.
+
+    GGUF has no key for that attribute of added tokens; llama.cpp finds the models that have it by their names.
+    """
+    name = (file.get_str("general.name") or "").lower()
+    if any(part in (file.get_str(_PREFIX + "pre") or "") for part in _MASKS_STRIPPED):
+        return replace(vocabulary, lstrip_ids=frozenset(_present(vocabulary, "<mask>")))
+    if "phi-3" in name or "phi3" in name:
+        added = {*vocabulary.control_tokens.values(), *vocabulary.user_defined_tokens.values()}
+        added |= _present(vocabulary, "</s>")
+        added -= _present(vocabulary, "<unk>", "<s>", "<|endoftext|>")
+        return replace(vocabulary, rstrip_ids=frozenset(added))
+    if "modern-bert" in name:
+        return replace(vocabulary, lstrip_ids=frozenset(_present(vocabulary, "[MASK]")))
+    return vocabulary
+
+
+def _present(vocabulary: Vocabulary, *texts: str) -> set[int]:
+    return {vocabulary.ids[text] for text in texts if text in vocabulary.ids}
 
 
 def _check_unique(file: GGUFFile, vocabulary: Vocabulary) -> None:

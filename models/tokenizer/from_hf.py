@@ -60,6 +60,8 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         add_eos=bool(config.get("add_eos_token")),
         to_bytes=byte_level_bytes if byte_level else scored_bytes,
         eos_ids=_generation_ends(folder, len(texts)),
+        lstrip_ids=frozenset(i for i, token in engine.get_added_tokens_decoder().items() if token.lstrip),
+        rstrip_ids=frozenset(i for i, token in engine.get_added_tokens_decoder().items() if token.rstrip),
     )
     prefix = not byte_level and _puts_space_first(parts)
     return Tokenizer(with_roles_by_text(vocabulary), lambda: WholeTextEncoder(engine), prefix)

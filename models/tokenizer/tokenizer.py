@@ -123,7 +123,7 @@ class Tokenizer:
         """
         encoder = self._text_encoder()
         ids: list[int] = []
-        for piece in partition(without_surrogates(text), [self._vocabulary.control_tokens]):
+        for piece in partition(without_surrogates(text), self._vocabulary, user_defined=False, control=True):
             ids += [piece] if isinstance(piece, int) else encoder.encode(restore(piece), False)
         return self._with_bos(ids) if bos else ids
 

@@ -47,6 +47,7 @@ _FIM_ENDS = {
 _FIM_MARKS = frozenset(_MARKS.split())
 _NAMED_ENDS = ("eos", "eot", "eom", *_FIM_ENDS)
 # In vocabularies with one of these sets, <|end|> ends a message and the turn goes on.
+_GEMMA_4_MARK = "<|tool_response>"  # in its vocabulary </s> is HTML
 _MESSAGE_ENDS = ({"<|return|>", "<|call|>", "<|end|>"}, {"<|call|>", "<|flush|>", "<|end|>"})
 
 
@@ -56,7 +57,9 @@ class Vocabulary:
 
     `named_ids` holds the roles that the file assigns: bos, eos, eot, eom, unk, pad and so on. `add_bos` is
     whether a prompt begins with `bos`; `to_bytes` turns a normal token's text into the bytes it stands for;
-    `eos_ids` end a generation; `ids` follow from `texts`.
+    `eos_ids` end a generation; `ids` follow from `texts`. White space before a token of `lstrip_ids`, or after one of
+    `rstrip_ids`, goes where the token is matched by its text. `normal_controls` are control tokens by their text
+    alone, which the file calls normal.
     """
 
     texts: Sequence[str]
@@ -67,6 +70,9 @@ class Vocabulary:
     to_bytes: Callable[[str], bytes]
     eos_ids: frozenset[int] = field(default=frozenset())
     ids: dict[str, int] = field(default_factory=dict, repr=False)
+    lstrip_ids: frozenset[int] = field(default=frozenset())
+    rstrip_ids: frozenset[int] = field(default=frozenset())
+    normal_controls: frozenset[int] = field(default=frozenset())
 
     def __post_init__(self) -> None:
         if not self.ids:
@@ -125,6 +131,8 @@ def control_texts(vocabulary: Container[str], named_roles: Container[str]) -> se
     for role, texts in _FIM_ENDS.items():
         if role not in named_roles:
             found |= set([text for text in texts if text in vocabulary][:1])
+    if _GEMMA_4_MARK in found:
+        found.discard("</s>")
     return found
 
 
@@ -140,6 +148,7 @@ def with_roles_by_text(vocabulary: Vocabulary) -> Vocabulary:
     if any(group <= ids.keys() for group in _MESSAGE_ENDS):
         ends -= {ids["<|end|>"]}
     types = list(vocabulary.types)
+    normal = frozenset(ids[text] for text in texts if types[ids[text]] == TokenType.NORMAL)
     for text in texts:
         types[ids[text]] = TokenType.CONTROL
-    return replace(vocabulary, types=types, eos_ids=frozenset(ends))
+    return replace(vocabulary, types=types, eos_ids=frozenset(ends), normal_controls=normal)

@@ -125,7 +125,9 @@ def test_an_id_outside_of_the_vocabulary_is_an_error_with_both_numbers(tmp_path:
 
 
 def test_an_unknown_kind_is_named_with_those_supported(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match=r"vocab\.gguf.*'t5' is not supported; supported: gpt2, llama"):
+    with pytest.raises(
+        TokenizerError, match=r"vocab\.gguf.*'t5' \(Unigram\) is not supported; supported: gpt2, llama"
+    ):
         chatty(tmp_path, model="t5")
 
 

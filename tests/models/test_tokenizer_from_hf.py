@@ -69,6 +69,18 @@ def test_ids_are_those_of_the_same_model_in_gguf(tmp_path: Path) -> None:
     assert list(map(ours.is_control, ids)) == list(map(gguf.is_control, ids))
 
 
+def test_white_space_beside_a_token_goes_though_its_neighbours_were_hidden(tmp_path: Path) -> None:
+    """The library takes it off a whole text; a chat's prompt whose messages spell tokens is encoded in pieces."""
+    added = [
+        AddedToken("<|user|>", special=True, normalized=False, rstrip=True),
+        AddedToken("<mask>", special=True, normalized=False, lstrip=True),
+        special("<|end|>"),
+    ]
+    tokenizer = Tokenizer.from_hf(byte_level(tmp_path, added))
+    for text in ("<|user|> \n hi <mask> th", " <mask>\n<|user|>", "<|end|> a <|end|>\n", "<|user|>\t<mask>"):
+        assert tokenizer.encode_hidden(text, str) == tokenizer.encode(text, special=True), text
+
+
 def test_text_becomes_special_tokens_only_when_asked_and_added_ones_always(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_hf(byte_level(tmp_path, [special("<|user|>"), AddedToken("<think>")]))
     assert [tokenizer.token_text(i) for i in tokenizer.encode("<|user|>", special=True)] == ["<|user|>"]
