@@ -1,10 +1,12 @@
 """Compares our token ids with llama.cpp's and mistral-common's on many strings, and the speed of all three.
 
-    python -m benchmarks.tokenizer_vs_peers [--count 100000] [--seed 0] [--characters] [--only smollm2 v1 ...]
+    python -m benchmarks.tokenizer_vs_peers [--count 100000] [--seed 0] [--characters] [--only smollm2 v1 qwen2 ...]
 
 From the repository's root, with the test dependencies. One table to standard error, one JSON line at the end;
 exit status 1 if any id differs where none may. Tekken is held to mistral-common, whose pattern is the model's;
-llama.cpp's pattern for it knows no combining marks, so its differences are counted and not held against anybody.
+llama.cpp's pattern for it has no combining marks, so its differences are counted and not held against anybody.
+Names are those of Mistral's tokenizers, of llama.cpp's vocabulary files, and `pre:NAME` for a pre-tokenizer; without
+`--only`, all but the last are compared.
 """
 
 import argparse
@@ -19,11 +21,18 @@ from pathlib import Path
 
 from quengine.models.hub import resolve_model
 from quengine.models.tokenizer import Tokenizer
+from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer, pre_tokenizer_names
+from tests.crossing_vocabulary import write_crossing_vocabulary
+from tests.llama_cpp_source import llama_cpp_source
 from tests.llama_cpp_vocab import LlamaCppVocab
 from tests.mistral_vocab_files import SENTENCEPIECE, TEKKEN, data_file, write_vocabulary
-from tests.text_samples import HAND_PICKED, random_texts
+from tests.text_samples import HAND_PICKED, marked_texts, random_texts
 
 Encode = Callable[[str], list[int]]
+# Texts that are special tokens somewhere.
+MARKS = "</s> <s> <unk> <|endoftext|> <|im_start|> <|im_end|> <|user|> <|end|> <eos>".split()
+# Pre-tokenizers of which llama.cpp has an approximation.
+NOT_HELD = "tekken gpt-4o llama4 kanana2 talkie minimax-m2".split()
 
 
 @dataclass(frozen=True)
@@ -81,18 +90,21 @@ def mistral_encoder(name: str) -> Encode:
     return lambda text: peer.encode(text, bos=True, eos=False)
 
 
-def compare_smollm(texts: Callable[[], Iterable[str]]) -> Iterator[Comparison]:
-    path = resolve_model("smollm2-135m")
+def compare_file(name: str, path: Path, texts: Callable[[], Iterable[str]]) -> Iterator[Comparison]:
+    """The vocabulary of one GGUF file against llama.cpp, with special tokens parsed and as text."""
+    held = name.removeprefix("pre:") not in NOT_HELD
     ours = Tokenizer.from_gguf(path)
     with LlamaCppVocab(path) as peer:
         for special in (False, True):
             label = f"llama.cpp, special tokens {'parsed' if special else 'as text'}"
             yield compare(
-                "smollm2-135m",
+                name,
                 label,
-                lambda text, special=special: ours.encode(text, bos=True, special=special),
-                lambda text, special=special: peer.encode(text, bos=True, special=special),
+                # llama.cpp puts BOS before one that the text has written.
+                lambda text, special=special: ours.encode(text, bos=not special, special=special),
+                lambda text, special=special: peer.encode(text, bos=not special, special=special),
                 texts(),
+                held,
             )
 
 
@@ -116,26 +128,43 @@ def compare_mistral(name: str, folder: Path, texts: Callable[[], Iterable[str]])
 
 
 def main() -> int:
-    names = ("smollm2", *SENTENCEPIECE, *TEKKEN)
+    files = {
+        path.stem.removeprefix("ggml-vocab-"): path for path in (llama_cpp_source() / "models").glob("*.gguf")
+    }
+    for kind in ("bert-bge", "nomic-bert-moe"):  # not supported
+        del files[kind]
+    names = ("smollm2", *SENTENCEPIECE, *TEKKEN, *sorted(files))
+    # llama.cpp has another name for mistral's, tekken.
+    splits = [f"pre:{name}" for name in pre_tokenizer_names() if name != "mistral"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100_000, help="random strings a comparison")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--characters", action="store_true", help="all 1.1 million characters in place of random strings"
     )
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--only", nargs="+", choices=(*names, *splits), metavar="NAME", default=names)
     options = parser.parse_args()
 
     def texts() -> Iterable[str]:
-        more = every_character() if options.characters else random_texts(options.seed, options.count)
-        return chain(HAND_PICKED, more)
+        if options.characters:
+            return every_character()
+        half = options.count // 2
+        marked = marked_texts(options.seed, half, MARKS)
+        return chain(HAND_PICKED, random_texts(options.seed, options.count - half), marked)
 
     found: list[Comparison] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only:
-            found += (
-                compare_smollm(texts) if name == "smollm2" else compare_mistral(name, Path(folder), texts)
-            )
+            if name in SENTENCEPIECE or name in TEKKEN:
+                found += compare_mistral(name, Path(folder), texts)
+                continue
+            if name.startswith("pre:"):
+                split = name.removeprefix("pre:")
+                path = Path(folder) / "vocab.gguf"
+                path = write_crossing_vocabulary(split, path, pre_tokenizer(split).byte_level)
+            else:
+                path = resolve_model("smollm2-135m") if name == "smollm2" else files[name]
+            found += compare_file(name, path, texts)
     print(json.dumps({"comparisons": [asdict(each) for each in found]}, ensure_ascii=False))
     return int(any(each.different and each.held for each in found))
 
