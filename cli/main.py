@@ -213,3 +213,7 @@ def main() -> int:
     finally:
         collector.ending()
         streams.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

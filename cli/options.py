@@ -239,9 +239,13 @@ def _constraint(json_schema: str | None, grammar: str | None) -> "ConstraintSpec
         raise EngineError("--json-schema and --grammar cannot both hold: give one of them")
     if json_schema is not None:
         inline = json_schema.lstrip().startswith(("{", "[", '"'))
-        return ConstraintSpec.json_schema(json_schema if inline else read_text(Path(json_schema), "--json-schema: cannot read"))
+        return ConstraintSpec.json_schema(
+            json_schema if inline else read_text(Path(json_schema), "--json-schema: cannot read")
+        )
     if grammar is not None:
-        return ConstraintSpec.grammar(grammar if is_grammar(grammar) else read_text(Path(grammar), "--grammar: cannot read"))
+        return ConstraintSpec.grammar(
+            grammar if is_grammar(grammar) else read_text(Path(grammar), "--grammar: cannot read")
+        )
     return None
 
 

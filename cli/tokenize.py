@@ -33,7 +33,7 @@ def tokenize(
     path = resolve_model(model)
     tokenizer = Tokenizer.from_hf(path) if path.is_dir() else Tokenizer.from_gguf(path)
     if text == "-":
-        text = read_stream(sys.stdin.buffer, "cannot read the text from standard input")
+        text = read_stream(sys.stdin.buffer, "cannot read the text from standard input", replace=True)
     ids = tokenizer.encode(text, bos=not no_bos, special=special)
     if as_json:
         pieces = [_json_piece(tokenizer.token_bytes(i)) for i in ids]

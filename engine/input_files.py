@@ -32,11 +32,14 @@ def read_text(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> str:
         raise EngineError(f"{failure}: {error}") from None
 
 
-def read_stream(stream: IO[bytes], failure: str, limit: int = MAX_INPUT_BYTES) -> str:
+def read_stream(
+    stream: IO[bytes], failure: str, limit: int = MAX_INPUT_BYTES, *, replace: bool = False
+) -> str:
     """The UTF-8 text of a stream until its end, as it is, of at most `limit` bytes.
 
     Args:
         failure: how the message begins.
+        replace: bytes that are not UTF-8 become U+FFFD.
 
     Raises:
         EngineError: it is too large, not UTF-8, or cannot be read.
@@ -48,7 +51,7 @@ def read_stream(stream: IO[bytes], failure: str, limit: int = MAX_INPUT_BYTES) -
     if len(data) > limit:
         raise EngineError(f"{failure}: more than {limit} bytes")
     try:
-        return data.decode()
+        return data.decode(errors="replace" if replace else "strict")
     except UnicodeDecodeError as error:
         at = error.start
         raise EngineError(f"{failure}: not UTF-8, byte {data[at]:#04x} at {at}") from None

@@ -50,7 +50,10 @@ def resolve_model(name: str) -> Path:
     """
     try:
         return _resolved(name)
-    except (OSError, RuntimeError) as error:  # too long a name, a folder that may not be read, ~ without a home folder
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # too long a name, a folder that may not be read, ~ without a home folder
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelNameError(f"{name if len(name) <= 200 else name[:200] + '...'}: {why}") from None
 

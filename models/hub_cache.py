@@ -24,7 +24,9 @@ def cache_dir() -> Path:
 
     folder = Path(constants.HF_HUB_CACHE)
     if folder.parts[:1] == ("~",):
-        raise CannotRunError("this user has no home folder, so the Hugging Face cache has none: set HOME or HF_HOME")
+        raise CannotRunError(
+            "this user has no home folder, so the Hugging Face cache has none: set HOME or HF_HOME"
+        )
     return folder
 
 
