@@ -66,7 +66,7 @@ def check_private(folder: Path) -> None:
 def folder_key(folder: Path, make: bool) -> bytes | None:
     """The secret of this user in a folder, of KEY_BYTES; None where there is none yet and none is to be made.
 
-    The folder becomes private (0700). A secret that others could have put there is replaced.
+    The folder becomes private (0700). A secret that others could have put there is removed.
 
     Raises:
         ForeignFolderError: as `check_owner`.
@@ -75,7 +75,9 @@ def folder_key(folder: Path, make: bool) -> bytes | None:
     status = check_owner(folder)
     if stat.S_IMODE(status.st_mode) & 0o077:
         folder.chmod(0o700)
-    key = None if status.st_mode & _OTHERS_WRITE else _read_key(folder / KEY_NAME)
+        if status.st_mode & _OTHERS_WRITE:
+            (folder / KEY_NAME).unlink(missing_ok=True)
+    key = _read_key(folder / KEY_NAME)
     if key is None and make:
         _write_key(folder / KEY_NAME)
         key = _read_key(folder / KEY_NAME)

@@ -51,7 +51,9 @@ def attempt(body: str, **how: Any) -> "subprocess.CompletedProcess[str]":
 
 def ended(command: list[str], **how: Any) -> "subprocess.CompletedProcess[str]":
     """The process at its end; buffered as a user's is, with what it wrote."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | how.pop("environment", {})
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | how.pop(
+        "environment", {}
+    )
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
     return subprocess.run(command, env=environment, text=True, timeout=120, **streams)
 
@@ -176,7 +178,9 @@ def test_ctrl_c_during_imports_is_quiet(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_that_the_parent_ignores_stays_ignored(tmp_path: Path) -> None:
-    asks = stub(tmp_path, "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)")
+    asks = stub(
+        tmp_path, "import signal; raise SystemExit(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+    )
     done = engine("--help", environment=asks, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert done.returncode == 1
 
@@ -219,7 +223,9 @@ def test_the_least_stack(monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the handler is for Linux")
-def test_a_model_truncated_while_it_is_in_use_is_one_line_and_exit_code_2(model: Path, tmp_path: Path) -> None:
+def test_a_model_truncated_while_it_is_in_use_is_one_line_and_exit_code_2(
+    model: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(model.read_bytes())
     command = [*ENGINE, "chat", "-m", str(copy), *RUN]
