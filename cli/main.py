@@ -11,8 +11,10 @@ signal ends before it can handle it has 128 plus the signal's number in a shell.
 import contextlib
 import logging
 import os
+import signal
 import sys
 import warnings
+from types import FrameType
 from typing import Annotated, TextIO
 
 import typer
@@ -197,12 +199,25 @@ def run(args: list[str]) -> int:
             return READER_GONE
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except Exception as error:
+        if _interrupts and not isinstance(error, EngineError | ClickException):
+            return INTERRUPTED  # a library has swallowed the interrupt, and fails for it now
         return _report(error)
     return outcome if isinstance(outcome, int) else 0
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C in the `engine` program: as Python handles it, and noted."""
+    _interrupts.append(number)
+    signal.default_int_handler(number, frame)
+
+
+_interrupts: list[int] = []
+
+
 def main() -> int:
     """The `engine` program, in a process of its own; `quengine.cli.__main__` starts it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     collector.starting()
     streams.prepare()
     try:

@@ -10,6 +10,7 @@ import pytest
 
 from quengine.kernels.cpu import kernel_table
 from quengine.kernels.cpu.code_store import CodeStore
+from quengine.kernels.private_folder import KEY_NAME
 
 NAME = ("add_kernels", "add_kernel")
 SCRIPT = """
