@@ -233,8 +233,14 @@ def _path(command: str, text: str) -> Path:
 
 
 def _piped_lines() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.rstrip("\r\n")
+    try:
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.object[error.start]:#04x}"
+        raise EngineError(f"cannot read standard input: not {error.encoding}, {wrong}") from None
+    except OSError as error:
+        raise EngineError(f"cannot read standard input: {error.strerror or error}") from None
 
 
 def _terminal_lines() -> Iterator[str]:

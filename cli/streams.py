@@ -40,11 +40,11 @@ def output_error() -> OSError | None:
 
 def finish() -> None:
     """Flush both outputs for good: the interpreter's own flush would end in a traceback and exit code 120."""
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+    for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            drop(number)
+            drop(stream.fileno())
 
 
 def drop(descriptor: int) -> None:
