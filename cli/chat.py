@@ -226,12 +226,21 @@ def _path(command: str, text: str) -> Path:
         raise EngineError(f"/{command} {text}: {error}") from None
     if len(words) != 1:
         raise EngineError(f"/{command} needs one file name (quote one with spaces)")
-    return Path(words[0]).expanduser()
+    try:
+        return Path(words[0]).expanduser()
+    except RuntimeError as error:  # ~ of nobody, or without a home folder
+        raise EngineError(f"/{command} {text}: {error}") from None
 
 
 def _piped_lines() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.rstrip("\r\n")
+    try:
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.object[error.start]:#04x}"
+        raise EngineError(f"cannot read standard input: not {error.encoding}, {wrong}") from None
+    except OSError as error:
+        raise EngineError(f"cannot read standard input: {error.strerror or error}") from None
 
 
 def _terminal_lines() -> Iterator[str]:
@@ -259,12 +268,14 @@ def _history() -> "History":
     """What was typed before, in a file that only the user can read; without one where it cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
     path = state / "quengine" / "chat_history"
     try:
+        path = path.expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
-    except OSError as error:
-        _say(f"what you type is not kept for the next time: {path}: {error.strerror}")
+    except (OSError, RuntimeError) as error:  # the latter where there is no home folder
+        why = error.strerror if isinstance(error, OSError) else error
+        _say(f"what you type is not kept for the next time: {path}: {why}")
         return InMemoryHistory()
     return FileHistory(str(path))

@@ -32,9 +32,9 @@ def doctor(
     Exits with 2 when a kernel fails its test.
     """
     from quengine.doctor import diagnose
-    from quengine.machine import physical_cores
+    from quengine.machine import thread_count
 
-    threads = threads or physical_cores()
+    threads = thread_count(threads)
     found = diagnose(threads)
     if as_json:
         tested = {device: list(checks) for device, checks in self_tests(found)}

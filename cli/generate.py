@@ -15,6 +15,7 @@ from quengine.cli.loading import load_llm
 from quengine.cli.report import completion_json, print_report
 from quengine.cli.terminal import write_text
 from quengine.errors import EngineError
+from quengine.input_files import read_stream, read_text, universal_newlines
 
 if TYPE_CHECKING:
     from quengine.llm import LLM, CompletionStream
@@ -111,13 +112,13 @@ def _prompt_text(text: str | None, prompt: str | None, file: Path | None) -> str
         wrong = "no prompt" if not given else "more than one prompt"
         raise EngineError(f"{wrong}: give one as an argument, with -p, with -f FILE, or - for standard input")
     if file is not None:
-        try:
-            return file.read_text(encoding="utf-8").removesuffix("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise EngineError(f"cannot read the prompt from {file}: {error}") from error
+        return read_text(file, "cannot read the prompt from").removesuffix("\n")
     only = text if text is not None else prompt
     assert only is not None
-    return sys.stdin.read().removesuffix("\n") if only == "-" else only
+    if only != "-":
+        return only
+    typed = read_stream(sys.stdin.buffer, "cannot read the prompt from standard input")
+    return universal_newlines(typed).removesuffix("\n")
 
 
 def _prompt_ids(llm: "LLM", source: str, system: str | None, chat: bool | None, special: bool) -> list[int]:

@@ -2,20 +2,25 @@
 
 Knows how a failure is shown and which exit code it has; does not know what any command does.
 
-Exit codes: 0 right; 1 user error (bad flag, bad file, unknown model); 2 cannot run on this machine (no such
-device, too little memory, failed self-test); 3 a bug in the engine; 130 stopped with Ctrl-C; 141 the reader
-of the output went away.
+Exit codes: 0 success; 1 user error (bad flag, bad file, unknown model), or parity outside its budgets; 2 cannot run
+on this machine (no such device, too little memory, a full disk, a model's file truncated while it is in use, a failed
+self-test); 3 a bug in the engine; 130 stopped with Ctrl-C; 141 the reader of the output went away. A process that a
+signal ends before it can handle it has 128 plus the signal's number in a shell.
 """
 
+import contextlib
 import logging
 import os
+import signal
 import sys
 import warnings
+from types import FrameType
 from typing import Annotated, TextIO
 
 import typer
 
 from quengine import collector
+from quengine.cli import process, streams
 from quengine.cli.bench import bench
 from quengine.cli.chat import chat
 from quengine.cli.doctor import doctor
@@ -34,6 +39,12 @@ INTERNAL_ERROR = 3
 INTERRUPTED = 130
 READER_GONE = 141
 
+EXIT_CODES = (
+    "Exit codes: 0 success; 1 user error, or parity outside its budgets; 2 cannot run on this machine, or a kernel "
+    f"fails its test; {INTERNAL_ERROR} a bug in the engine; {INTERRUPTED} on Ctrl-C; {READER_GONE} when the reader of "
+    "the output goes away."
+)
+
 # The click that typer carries is its own in newer releases and the separate package in older ones; both
 # derive BadParameter from UsageError from ClickException.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -46,7 +57,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 right, 1 user error, 2 cannot run here, 3 a bug in the engine, 130 on Ctrl-C.",
+    epilog=EXIT_CODES,
 )
 
 
@@ -118,9 +129,10 @@ def _print_error(message: str, hint: str = "") -> None:
     label = "engine: error:"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         label = f"\x1b[31m{label}\x1b[0m"
-    print(f"{label} {line}", file=sys.stderr)
-    if hint:
-        print(hint, file=sys.stderr)
+    with contextlib.suppress(OSError):  # standard error takes nothing: the exit code still says it
+        print(f"{label} {line}", file=sys.stderr)
+        if hint:
+            print(hint, file=sys.stderr)
 
 
 def _usage_hint(error: Exception) -> str:
@@ -149,16 +161,24 @@ def _report(error: BaseException) -> int:
     if isinstance(error, MemoryError):
         _print_error(f"not enough memory{': ' if str(error) else ''}{error}")
         return CANNOT_RUN
+    if isinstance(error, OSError) and error.errno is not None:
+        _print_error(_os_problem(error))
+        return CANNOT_RUN
     name = type(error).__name__
     text = f"{name}: {error}" if str(error) else name
     _print_error(f"internal: {text}", "" if verbose else "Run with `engine -v ...` for the traceback.")
     return INTERNAL_ERROR
 
 
-def _drop_stdout() -> None:
-    """Points standard output at nothing, so that the interpreter's last flush cannot fail again."""
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
+def _os_problem(error: OSError) -> str:
+    """What the system refused, and of which file."""
+    unwritten = streams.output_error()
+    if unwritten is not None:
+        return f"cannot write to standard output: {unwritten.strerror}"
+    if error.filename is None:
+        return f"cannot read or write: {error.strerror}"
+    name = str(error.filename)
+    return f"{name if len(name) <= 200 else name[:200] + '...'}: {error.strerror}"
 
 
 def run(args: list[str]) -> int:
@@ -170,26 +190,44 @@ def run(args: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        _drop_stdout()
+        streams.drop(sys.stdout.fileno())
         return READER_GONE
     except SystemExit as stop:
         # typer itself turns a closed pipe into an exit.
         if isinstance(stop.__context__, BrokenPipeError):
-            _drop_stdout()
+            streams.drop(sys.stdout.fileno())
             return READER_GONE
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except Exception as error:
+        if _interrupts and not isinstance(error, EngineError | ClickException):
+            return INTERRUPTED  # a library has swallowed the interrupt, and fails for it now
         return _report(error)
     return outcome if isinstance(outcome, int) else 0
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C in the `engine` program: as Python handles it, and noted."""
+    _interrupts.append(number)
+    signal.default_int_handler(number, frame)
+
+
+_interrupts: list[int] = []
+
+
 def main() -> int:
-    """The entry point of the `engine` script."""
+    """The `engine` program, in a process of its own; `quengine.cli.__main__` starts it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     collector.starting()
+    streams.prepare()
     try:
+        process.prepare(sys.argv[1:])
         return run(sys.argv[1:])
+    except EngineError as error:
+        return _report(error)
     finally:
         collector.ending()
+        streams.finish()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quengine.errors import EngineError
+from quengine.input_files import read_text
 
 if TYPE_CHECKING:
     from quengine.constraint_spec import ConstraintSpec
@@ -238,18 +239,14 @@ def _constraint(json_schema: str | None, grammar: str | None) -> "ConstraintSpec
         raise EngineError("--json-schema and --grammar cannot both hold: give one of them")
     if json_schema is not None:
         inline = json_schema.lstrip().startswith(("{", "[", '"'))
-        return ConstraintSpec.json_schema(json_schema if inline else _file("--json-schema", json_schema))
+        return ConstraintSpec.json_schema(
+            json_schema if inline else read_text(Path(json_schema), "--json-schema: cannot read")
+        )
     if grammar is not None:
-        return ConstraintSpec.grammar(grammar if is_grammar(grammar) else _file("--grammar", grammar))
+        return ConstraintSpec.grammar(
+            grammar if is_grammar(grammar) else read_text(Path(grammar), "--grammar: cannot read")
+        )
     return None
-
-
-def _file(flag: str, name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise EngineError(f"{flag}: cannot read {name[:200]}: {why}") from None
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -18,6 +18,7 @@ from quengine import collector
 from quengine.cli import options
 from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
+from quengine.input_files import read_text
 
 if TYPE_CHECKING:
     from quengine.parity import ParityReport
@@ -80,7 +81,7 @@ def parity(
     if file and texts is not None:
         raise EngineError("--texts counts built-in texts and --file replaces them; give one of the two")
     held = options.cache_type(cache_type)
-    given = [_read_text(path) for path in file] if file else None
+    given = [read_text(path, "cannot read the text from") for path in file] if file else None
     from quengine.parity import compare_sides
     from quengine.parity_locate import locate
     from quengine.parity_sides import SidePair, check_sides, default_sides
@@ -126,13 +127,6 @@ def _duration(seconds: float, workload: "Workload", quick: bool) -> str:
         f"this takes about {much}: {sum(map(len, workload.windows))} tokens of text, "
         f"{len(workload.prompts)} prompts x {workload.tokens} tokens{shorter}"
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise EngineError(f"cannot read the text from {path}: {error}") from error
 
 
 def _print(

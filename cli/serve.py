@@ -15,6 +15,7 @@ from quengine import collector
 from quengine.cli import options
 from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
+from quengine.input_files import read_text
 
 if TYPE_CHECKING:
     from quengine.serve.engine_port import Engine
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _ACCESS = "Who may ask"
 _LIMITS = "Limits"
+_MAX_KEY_BYTES = 1 << 20
 
 Keys = Annotated[
     list[str] | None,
@@ -202,10 +204,7 @@ def _name(model: str) -> str:
 def _keys_of(file: Path | None) -> list[str]:
     if file is None:
         return []
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise EngineError(f"cannot read the keys from {file}: {error}") from None
+    lines = read_text(file, "cannot read the keys from", _MAX_KEY_BYTES).splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
         raise EngineError(f"{file} holds no key")

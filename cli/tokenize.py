@@ -26,13 +26,14 @@ def tokenize(
     import json
     import sys
 
+    from quengine.input_files import read_stream
     from quengine.models.hub import resolve_model
     from quengine.models.tokenizer import Tokenizer
 
     path = resolve_model(model)
     tokenizer = Tokenizer.from_hf(path) if path.is_dir() else Tokenizer.from_gguf(path)
     if text == "-":
-        text = sys.stdin.buffer.read().decode(errors="replace")
+        text = read_stream(sys.stdin.buffer, "cannot read the text from standard input", replace=True)
     ids = tokenizer.encode(text, bos=not no_bos, special=special)
     if as_json:
         pieces = [_json_piece(tokenizer.token_bytes(i)) for i in ids]

@@ -7,10 +7,12 @@ from the very tokens that it generated: a new turn computes only what was added 
 import json
 import os
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quengine.errors import EngineError
+from quengine.input_files import read_text
 from quengine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -112,7 +114,8 @@ class ChatSession:
             beside.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
             beside.replace(path)
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
             raise EngineError(f"cannot save to {path}: {error.strerror or error}") from None
 
     def load(self, path: Path) -> None:
@@ -122,9 +125,7 @@ class ChatSession:
             EngineError: the file cannot be read or does not hold messages; the conversation stays as it was.
         """
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise EngineError(f"cannot load {path}: {error.strerror or error}") from None
+            content = json.loads(read_text(path, "cannot load"))
         except (ValueError, RecursionError) as error:
             raise EngineError(f"{path} is not a saved conversation: {error}") from None
         self.messages = _checked(content, path)

@@ -17,7 +17,7 @@ from quengine.kernels.backend import BLOCK_SIZE, Backend
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.load_draft import open_draft
-from quengine.machine import available_memory, physical_cores
+from quengine.machine import available_memory, thread_count
 from quengine.memory import choose_blocks, choose_context, gib, workspace_bytes
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
@@ -64,15 +64,15 @@ def load_model(
     """Resolve, open, check and load a model; `progress` is told how far the weights are, for who watches.
 
     Raises:
-        EngineError: no such model, or its file is wrong.
+        EngineError: no such model, its file is wrong, or more threads than this process has processors.
         CannotRunError: no such device here, or too little memory.
     """
     began = time.perf_counter()
+    threads = thread_count(config.threads)
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
     draft = open_draft(config, checkpoint)
     device, why = choose_device(config)
-    threads = config.threads or physical_cores()
     torch.set_num_threads(threads)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     ctx_size, num_blocks = _choose_cache(config, checkpoint, draft, device, free)

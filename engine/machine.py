@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from quengine.errors import EngineError
+
 PROC = Path("/proc")
 SYS = Path("/sys")
 
@@ -81,6 +83,21 @@ def usable_cpus() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
+
+
+def thread_count(asked: int | None) -> int:
+    """The CPU threads to compute with: those asked for, or one for each physical core.
+
+    Raises:
+        EngineError: fewer than 1, or more than this process has processors. A pool of very many threads ends in a
+            segmentation fault.
+    """
+    if asked is None:
+        return physical_cores()
+    most = len(usable_cpus())
+    if not 1 <= asked <= most:
+        raise EngineError(f"{asked} threads asked for; this machine allows 1 to {most}")
+    return asked
 
 
 def physical_cores() -> int:
@@ -183,11 +200,14 @@ def memory_bandwidth(threads: int | None = None, seconds: float = 0.4) -> float:
     Args:
         threads: the CPU threads that read; None: the physical cores.
         seconds: how long to measure.
+
+    Raises:
+        EngineError: more threads than `thread_count` allows.
     """
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or physical_cores())
+    torch.set_num_threads(thread_count(threads))
     try:
         room = max(2**24, min(BANDWIDTH_BUFFER, available_memory() // 8))
         columns = 2**12

@@ -52,6 +52,9 @@ def check_cuda(index: int, free_memory: int) -> Iterator[KernelCheck]:
 
     A process that dies takes what it was testing, and what was waiting, with it: those are failures, too.
     """
+    from quengine.kernels.cuda.triton_cache import use_private_cache
+
+    use_private_cache()  # once for all processes, which inherit it
     processes = max(1, min(MAX_PROCESSES, len(usable_cpus()), free_memory // PROCESS_BYTES))
     # Forked from a server that has imported everything and holds no device: a process is there at once.
     context = multiprocessing.get_context("forkserver")

@@ -46,6 +46,7 @@ from quengine.kernels.cuda.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.cuda.prompt_rows import LaidPrompts, PromptRows
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
+from quengine.kernels.cuda.triton_cache import use_private_cache
 from quengine.kernels.quant_tensor import QuantTensor
 
 HOPPER = (9, 0)
@@ -85,6 +86,8 @@ class CudaBackend(RowPicker):
     """
 
     def __init__(self, device: torch.device, fixed_kernels: bool = False) -> None:
+        if device.type == "cuda":
+            use_private_cache()
         self.name = "cuda"
         self.device = device
         self.fixed_kernels = fixed_kernels

@@ -29,6 +29,8 @@ _ITEM_BYTES = {
 def read_json(path: Path) -> Mapping[str, Any]:
     """The JSON object in `path`. Raises EngineError when it is not there, too large or not an object."""
     try:
+        if path.exists() and not path.is_file():
+            raise EngineError(f"{path}: not a regular file")
         if path.stat().st_size > MAX_JSON_BYTES:
             raise EngineError(f"{path}: {path.stat().st_size} bytes, over the limit of {MAX_JSON_BYTES}")
         value = json.loads(path.read_text("utf-8"))
@@ -64,6 +66,8 @@ def safetensors_rows(folder: Path) -> tuple[tuple[Path, ...], list[tuple[str, st
     paths = tuple(sorted(folder.glob("*.safetensors")))
     rows = []
     for path in paths:
+        if not path.is_file():
+            raise EngineError(f"{path}: not a regular file")
         try:
             with safe_open(path, framework="numpy") as handle:
                 for name in handle.keys():  # noqa: SIM118 (not a mapping)

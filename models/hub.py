@@ -48,6 +48,17 @@ def resolve_model(name: str) -> Path:
     Raises ModelNotHereError (with the `engine pull` command) for a known name that was not pulled yet, and
     ModelNameError for a name that stands for nothing.
     """
+    try:
+        return _resolved(name)
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # too long a name, a folder that may not be read, ~ without a home folder
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelNameError(f"{name if len(name) <= 200 else name[:200] + '...'}: {why}") from None
+
+
+def _resolved(name: str) -> Path:
     if not name.strip():
         raise ModelNameError("the model's name is empty; give an alias, a path or hf:user/repo:QUANT")
     path = Path(name).expanduser()
@@ -72,7 +83,7 @@ def _no_path(name: str, path: Path) -> ModelNameError:
         inside = ", ".join(sorted(child.name for child in path.glob("*.gguf")))
         having = f"; it has {inside}: name that file" if inside else " and without .gguf files"
         return ModelNameError(f"{name}: a folder without config.json{having}")
-    return ModelNameError(f"{name}: no such file")
+    return ModelNameError(f"{name}: {'not a regular file' if path.exists() else 'no such file'}")
 
 
 def _unknown(name: str) -> ModelNameError:

@@ -10,14 +10,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quengine.errors import CannotRunError
 from quengine.models.hub_name import HubName, choose_files, file_sets, fits, missing_shards, quant_of
 
 
 def cache_dir() -> Path:
-    """The Hugging Face cache, shared with every other program that uses it (HF_HUB_CACHE, HF_HOME)."""
+    """The Hugging Face cache, shared with every other program that uses it (HF_HUB_CACHE, HF_HOME).
+
+    Raises:
+        CannotRunError: it would be in a home folder, and the user has none.
+    """
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE)
+    folder = Path(constants.HF_HUB_CACHE)
+    if folder.parts[:1] == ("~",):
+        raise CannotRunError(
+            "this user has no home folder, so the Hugging Face cache has none: set HOME or HF_HOME"
+        )
+    return folder
 
 
 def repo_dir(repo: str) -> Path:

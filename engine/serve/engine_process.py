@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from quengine import collector
+from quengine import bus_error, collector
 from quengine.errors import CannotRunError, EngineError
 from quengine.serve.engine_port import (
     STATS_SECONDS,
@@ -165,6 +165,7 @@ def _kind(error: Exception) -> Kind:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
     collector.starting()
+    bus_error.install()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     try:
         engine = load(connection)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quengine.bus_error import install
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub import resolve_model
 from quengine.serve.engine_port import EngineStats, Event, GenerationRequest
@@ -63,6 +64,7 @@ class ProcessEngine:
         theirs.close()
         try:
             self._say(Load(model, options))
+            install()  # this process reads the mapped vocabulary as long as it serves
             text = TextSide.of_file(resolve_model(model))  # while the process begins
             ready = self._loaded(progress)
         except BaseException:

@@ -1,29 +1,31 @@
 """Where compiled kernels are kept between processes: a file for each, in a folder for this processor.
 
-A file is a digest and what it holds. The digest is of the content, its name, the sources that kernels are made from,
-and the versions of Python, numba and llvmlite. So a file that is damaged, cut short, or left by another version does
-not match: it counts as none, and is written anew. Files are written beside and renamed, so any number of processes may
-share a folder.
+A file is a digest and what it holds. The digest is keyed with a secret of the user (HMAC), and is of the content, its
+name, the sources that kernels are made from, and the versions of Python, numba and llvmlite. So a file that is damaged,
+cut short, written by another user or left by another version does not match: it counts as none, and is written anew.
+Files are written beside and renamed, so any number of processes may share a folder.
 
 The folder is in `__pycache__` beside this package, or in ~/.cache/quengine (XDG_CACHE_HOME) where that cannot be
-written; NUMBA_CACHE_DIR takes the place of both. Its name follows from the processor and from numba's own settings.
-
-Does not know: what is kept, or how it is made.
+written; NUMBA_CACHE_DIR takes the place of both. Its name follows from the user, the processor and numba's settings.
+It is the user's alone (private_folder.py), and holds the secret; one that belongs to another user is not used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+
+from quengine.kernels.private_folder import ForeignFolderError, check_owner, folder_key, user_cache
 
 _log = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
@@ -43,14 +45,18 @@ class CodeStore:
 
     folders: Sequence[Path]
     version: str
+    _keys: dict[Path, bytes] = field(default_factory=dict, repr=False, compare=False)
 
     def read(self, name: str) -> bytes | None:
         """What was kept under this name, by this version, or None."""
         for folder in self.folders:
+            key = self._key(folder)
+            if key is None:
+                continue
             with contextlib.suppress(OSError):
                 data = (folder / name).read_bytes()
                 content = data[_DIGEST_BYTES:]
-                if data[:_DIGEST_BYTES] == self._digest(name, content):
+                if hmac.compare_digest(data[:_DIGEST_BYTES], self._digest(key, name, content)):
                     return content
         return None
 
@@ -58,13 +64,30 @@ class CodeStore:
         """Keep content under this name; where no folder can be written, say so once."""
         for folder in self.folders:
             with contextlib.suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-                _replace(folder / name, self._digest(name, content) + content)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                key = self._key(folder, make=True)
+                if key is None:
+                    continue
+                _replace(folder / name, self._digest(key, name, content) + content)
                 return
         _say_once(", ".join(str(folder.parent) for folder in self.folders))
 
-    def _digest(self, name: str, content: bytes) -> bytes:
-        return sha256(f"{self.version}\0{name}\0".encode() + content).digest()
+    def _key(self, folder: Path, make: bool = False) -> bytes | None:
+        """This user's secret in a folder, or None where nothing in the folder may be used, or nothing is there."""
+        key = self._keys.get(folder)
+        if key is None:
+            try:
+                key = folder_key(folder, make)
+            except ForeignFolderError as error:
+                _say_foreign(folder, error.strerror)
+            except OSError:
+                return None
+            if key is not None:
+                self._keys[folder] = key
+        return key
+
+    def _digest(self, key: bytes, name: str, content: bytes) -> bytes:
+        return hmac.digest(key, f"{self.version}\0{name}\0".encode() + content, "sha256")
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -88,25 +111,35 @@ def _say_once(folders: str) -> None:
 
 
 @cache
+def _say_foreign(folder: Path, problem: str) -> None:
+    _log.warning("compiled kernels in %s are not used: %s", folder, problem)
+
+
+@cache
 def code_store() -> CodeStore:
     """The store of this process."""
-    folder = _machine()
-    return CodeStore([place / folder for place in _places()], _version())
+    return CodeStore(_folders(_machine()), _version())
 
 
-def _places() -> list[Path]:
+def _folders(name: str) -> list[Path]:
+    """Folders of this name: in the place that the user chose, unless it is another user's there; else in our own."""
+    own = user_cache()
+    caches = [] if own is None else [own / name]
     chosen = os.environ.get("NUMBA_CACHE_DIR")
-    if chosen:
-        return [Path(chosen)]
-    own = os.environ.get("XDG_CACHE_HOME")
-    return [
-        Path(__file__).parent / "__pycache__",
-        (Path(own) if own else Path("~/.cache").expanduser()) / "quengine",
-    ]
+    if not chosen:
+        return [Path(__file__).parent / "__pycache__" / name, *caches]
+    folder = Path(chosen) / name
+    try:
+        check_owner(folder)
+    except ForeignFolderError:
+        return [folder, *caches]
+    except OSError:  # not there yet
+        pass
+    return [folder]
 
 
 def _machine() -> str:
-    """A folder's name for the processor, and what numba is told about it or about optimization."""
+    """A folder's name for the user, the processor, and what numba is told about it or about optimization."""
     from llvmlite import binding
 
     features = ""
@@ -117,7 +150,7 @@ def _machine() -> str:
         item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _NO_MATTER
     )
     config = Path(".numba_config.yaml")  # numba reads it where it is started
-    facts = (cpu, features, settings, config.read_bytes() if config.is_file() else b"")
+    facts = (os.geteuid(), cpu, features, settings, config.read_bytes() if config.is_file() else b"")
     return f"kernels-{cpu}-{sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 

@@ -48,6 +48,14 @@ def test_answers_go_to_stdout_and_all_else_to_stderr(
     assert "of 4096 tokens used" in captured.err
 
 
+def test_piped_bytes_that_are_no_text_are_a_user_error(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
+    assert run(["chat", "-m", model, *COMMON]) == 1
+    assert "cannot read standard input: not utf-8, byte 0xe9\n" in capsys.readouterr().err
+
+
 def test_the_second_turn_is_mostly_cached(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -91,7 +91,7 @@ def test_every_way_to_give_the_prompt_means_the_same(
         as_json(capsys, "-m", model, "-p", "the cat")["tokens"],
         as_json(capsys, "-m", model, "-f", str(file))["tokens"],
     ]
-    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n")))
     outcomes.append(as_json(capsys, "-m", model, "-")["tokens"])
     assert all(tokens == outcomes[0] for tokens in outcomes)
 

@@ -1,13 +1,19 @@
 """Where compiled kernels are kept: what is found again, and by whom."""
 
 import logging
+import os
 import re
+import stat
+import subprocess
+import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from quengine.kernels.cpu import code_store as module
 from quengine.kernels.cpu.code_store import CodeStore, code_store
+from quengine.kernels.private_folder import KEY_NAME
 
 
 def test_contents_are_found_by_name_and_version(tmp_path: Path) -> None:
@@ -18,7 +24,8 @@ def test_contents_are_found_by_name_and_version(tmp_path: Path) -> None:
     assert CodeStore(store.folders, "2").read("x") is None
     store.write("x", b"")
     assert store.read("x") == b""
-    assert [path.name for path in store.folders[0].iterdir()] == ["x"]
+    assert sorted(path.name for path in store.folders[0].iterdir()) == [KEY_NAME, "x"]
+    assert stat.S_IMODE(store.folders[0].stat().st_mode) == 0o700
 
 
 def test_a_damaged_file_counts_as_none(tmp_path: Path) -> None:
@@ -62,7 +69,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "replace", fail)
     CodeStore([tmp_path], "1").write("x", b"code")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [KEY_NAME]
 
 
 @pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_OPT"])
@@ -88,13 +95,109 @@ def test_another_processor_has_another_folder(monkeypatch: pytest.MonkeyPatch) -
     assert module._machine() != found
 
 
-def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    beside, user = module._places()
-    assert beside == Path(module.__file__).parent / "__pycache__" and user == tmp_path / "quengine"
+    beside, user = module._folders("kernels")
+    assert beside == Path(module.__file__).parent / "__pycache__" / "kernels"
+    assert user == tmp_path / "quengine" / "kernels"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "chosen"))
-    assert module._places() == [tmp_path / "chosen"]
+    assert module._folders("kernels") == [tmp_path / "chosen" / "kernels"]
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as it does where there is no home folder
+    assert module._folders("kernels") == [beside]
+
+
+def plain_digest(version: str, name: str, content: bytes) -> bytes:
+    """What anybody can compute who has read the sources."""
+    return sha256(f"{version}\0{name}\0".encode() + content).digest()
+
+
+def test_a_file_whose_digest_needs_no_secret_is_not_loaded(tmp_path: Path) -> None:
+    store = CodeStore([tmp_path], "1")
+    store.write("x", b"code")
+    (tmp_path / "x").write_bytes(plain_digest("1", "x", b"planted") + b"planted")
+    assert store.read("x") is None
+    assert CodeStore([tmp_path], "1").read("x") is None
+
+
+def test_a_file_is_of_its_folders_secret(tmp_path: Path) -> None:
+    """One user's kernels, copied to where another loads from, are not that user's."""
+    first, second = CodeStore([tmp_path / "a"], "1"), CodeStore([tmp_path / "b"], "1")
+    first.write("x", b"code")
+    second.write("y", b"code")
+    (tmp_path / "b" / "x").write_bytes((tmp_path / "a" / "x").read_bytes())
+    assert second.read("x") is None and second.read("y") == b"code"
+
+
+def given_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder and all in it belong to another user; without root's right to do that, we are another user."""
+    if os.geteuid() != 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+        return
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, 54321, 54321)
+
+
+def test_a_folder_of_another_user_is_neither_read_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    planted, own = tmp_path / "planted", tmp_path / "own"
+    attacker = CodeStore([planted], "1")
+    attacker.write("x", b"planted")  # with the secret that lies beside it
+    planted.chmod(0o777)
+    given_away(planted, monkeypatch)
+    store = CodeStore([planted, own], "1")
+    with caplog.at_level(logging.WARNING, "quengine"):
+        assert store.read("x") is None
+        if os.geteuid() == 0:
+            store.write("x", b"code")
+            assert store.read("x") == b"code" and (own / "x").is_file()
+    assert planted.joinpath("x").read_bytes()[-7:] == b"planted"
+    assert f"{planted} are not used: it belongs to user" in caplog.records[0].getMessage()
+    assert len(caplog.records) == 1
+
+
+def test_a_chosen_place_of_another_user_leaves_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "shared"))
+    (tmp_path / "shared" / "kernels").mkdir(parents=True)
+    given_away(tmp_path / "shared" / "kernels", monkeypatch)
+    assert module._folders("kernels")[-1] == tmp_path / "quengine" / "kernels"
+
+
+def test_users_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = module._machine()
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert module._machine() != found
+
+
+PLANTED = """
+import sys
+from quengine.kernels.cpu.target import host_target
+print(host_target().cpu)
+"""
+
+
+def test_a_process_does_not_take_what_was_planted(tmp_path: Path) -> None:
+    """The kind of processor is the smallest thing that is kept; a kernel's code is taken from there in the same way."""
+    folder = tmp_path / module._machine()
+    folder.mkdir()
+    folder.chmod(0o777)
+    content = b"x86_64\nplanted\n"
+    (folder / "target").write_bytes(plain_digest(module._version(), "target", content) + content)
+    if os.geteuid() == 0:
+        given_away(folder, pytest.MonkeyPatch())
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "own")}
+    command = [sys.executable, "-c", PLANTED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() not in ("", "planted")
+    if os.geteuid() == 0:
+        assert "are not used: it belongs to user 54321" in done.stderr
 
 
 def test_a_changed_source_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

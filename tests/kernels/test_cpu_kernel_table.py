@@ -10,6 +10,7 @@ import pytest
 
 from quengine.kernels.cpu import kernel_table
 from quengine.kernels.cpu.code_store import CodeStore
+from quengine.kernels.private_folder import KEY_NAME
 
 NAME = ("add_kernels", "add_kernel")
 SCRIPT = """
@@ -50,7 +51,7 @@ def test_a_second_process_does_not_import_numba(tmp_path: Path) -> None:
 def test_a_kernel_is_compiled_once_and_then_loaded(tmp_path: Path) -> None:
     store = CodeStore([tmp_path], "1")
     assert [load(store), load(store)] == [True, False]
-    assert [path.name for path in tmp_path.iterdir()] == ["-".join(NAME)]
+    assert {path.name for path in tmp_path.iterdir()} == {KEY_NAME, "-".join(NAME)}
 
 
 @pytest.mark.parametrize("what", ["damaged", "of another version", "no object file"])

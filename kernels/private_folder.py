@@ -1,0 +1,127 @@
+"""Folders that machine code is loaded from: whether they are this user's alone, and a secret kept in each.
+
+Whoever can write such a folder can run code as the user that loads from it.
+"""
+
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+KEY_NAME, KEY_BYTES = "key", 32
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class ForeignFolderError(OSError):
+    """Another user owns the folder, or could put another in its place; `strerror` says how."""
+
+    def __init__(self, folder: Path, problem: str) -> None:
+        super().__init__(None, problem, str(folder))
+
+
+def user_cache() -> Path | None:
+    """The engine's folder among the user's caches (XDG_CACHE_HOME, else ~/.cache); None without a home folder."""
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(chosen) if chosen else Path("~/.cache").expanduser()) / "quengine"
+    except RuntimeError:
+        return None
+
+
+def check_owner(folder: Path) -> os.stat_result:
+    """The status of a folder that belongs to this user, whoever may write into it.
+
+    Raises:
+        ForeignFolderError: it belongs to another, is reached by another's link, or others can exchange it.
+        OSError: there is none, or it cannot be looked at.
+    """
+    link, status, parent = folder.lstat(), folder.stat(), folder.parent.stat()
+    user = os.geteuid()
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (user, 0):
+        raise ForeignFolderError(folder, f"it is a link that belongs to user {link.st_uid}")
+    if not stat.S_ISDIR(status.st_mode):
+        raise ForeignFolderError(folder, "it is not a folder")
+    if status.st_uid != user:
+        raise ForeignFolderError(folder, f"it belongs to user {status.st_uid}, and this is user {user}")
+    if parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+        raise ForeignFolderError(
+            folder, f"anybody can exchange it: the mode of {folder.parent} is {_mode(parent)}"
+        )
+    return status
+
+
+def check_private(folder: Path) -> None:
+    """Passes when nobody but this user can have written into a folder.
+
+    Raises:
+        ForeignFolderError: others can write into it, or `check_owner` raises it.
+        OSError: there is none, or it cannot be looked at.
+    """
+    status = check_owner(folder)
+    if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _own_group(status)):
+        raise ForeignFolderError(folder, f"others can write into it: its mode is {_mode(status)}")
+
+
+def folder_key(folder: Path, make: bool) -> bytes | None:
+    """The secret of this user in a folder, of KEY_BYTES; None where there is none yet and none is to be made.
+
+    The folder becomes private (0700). A secret that others could have put there is removed.
+
+    Raises:
+        ForeignFolderError: as `check_owner`.
+        OSError: there is no such folder, or it cannot be written.
+    """
+    status = check_owner(folder)
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        folder.chmod(0o700)
+        if status.st_mode & _OTHERS_WRITE:
+            (folder / KEY_NAME).unlink(missing_ok=True)
+    key = _read_key(folder / KEY_NAME)
+    if key is None and make:
+        _write_key(folder / KEY_NAME)
+        key = _read_key(folder / KEY_NAME)
+    return key
+
+
+def _read_key(path: Path) -> bytes | None:
+    """What the file holds, if it is a secret: of this user, which nobody else can read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        secret = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077 and status.st_uid == os.geteuid()
+        data = file.read(KEY_BYTES + 1) if secret else b""
+    return data if len(data) == KEY_BYTES else None
+
+
+def _write_key(path: Path) -> None:
+    """A new secret, unless another process has just made one."""
+    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(os.urandom(KEY_BYTES))
+        with suppress(FileExistsError):
+            os.link(beside, path)
+        if _read_key(path) is None:
+            Path(beside).replace(path)
+    finally:
+        Path(beside).unlink(missing_ok=True)
+
+
+def _own_group(status: os.stat_result) -> bool:
+    """Whether a group is the user's own, of the user's name, as distributions make them: it has no other members."""
+    import grp
+    import pwd
+
+    try:
+        name, group = pwd.getpwuid(status.st_uid).pw_name, grp.getgrgid(status.st_gid)
+    except KeyError:
+        return False
+    return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def _mode(status: os.stat_result) -> str:
+    return f"{stat.S_IMODE(status.st_mode):04o}"
