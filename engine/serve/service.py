@@ -3,18 +3,22 @@
 Turns what the worker says into HTTP's terms: statuses, Retry-After, errors that name both numbers.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from quengine.sampler import TokenLogprobs
+from quengine.serve import access_log
 from quengine.serve.engine_port import Event, Failed, Finished, Piece, ServedModel
 from quengine.serve.errors import ApiError, bad_request
 from quengine.serve.fields import Fields
 from quengine.serve.metrics import Metrics
 from quengine.serve.settings import ServerSettings
 from quengine.serve.worker import Ask, Handle, NotServingError, QueueFullError, Worker
+
+logger = logging.getLogger("quengine.serve")
 
 _WHY_NOT = {
     "starting": "the model is being loaded",
@@ -133,7 +137,9 @@ class Service:
         if len(asks) > most:
             raise bad_request(f"{len(asks)} texts in one request: this server holds at most {most} at a time")
         try:
-            return self.worker.submit(asks)
+            handle = self.worker.submit(asks)
+            access_log.current().submitted(handle.requests)
+            return handle
         except NotServingError as error:
             raise self.unavailable(error.state) from None
         except QueueFullError:
@@ -154,12 +160,14 @@ class Service:
         What has gathered since the last write is one piece. Leaving early cancels. Raises ApiError when a text
         fails; the others of the request are then cancelled too.
         """
-        left = len(handle.requests)
+        left, record = len(handle.requests), access_log.current()
         try:
             while left:
                 for choice, event in _joined(await handle.events()):
                     if isinstance(event, Failed):
+                        record.error = event.message
                         raise _failure(event)
+                    record.event(event)
                     left -= isinstance(event, Finished)
                     yield choice, event
         finally:
@@ -187,7 +195,10 @@ def new_id(kind: str) -> str:
 
 
 def _failure(event: Failed) -> ApiError:
-    return bad_request(event.message) if event.fault == "request" else ApiError(500, event.message)
+    if event.fault == "request":
+        return bad_request(event.message)
+    logger.error("a request failed: %s", event.message)
+    return ApiError(500, event.message)
 
 
 def _joined(events: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
