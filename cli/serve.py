@@ -67,15 +67,17 @@ MaxConnections = Annotated[
 ]
 HeaderTimeout = Annotated[
     float,
-    typer.Option("--header-timeout", help="Seconds for a request's headers to arrive.", rich_help_panel=_LIMITS),
+    typer.Option(
+        "--header-timeout", help="Seconds for a request's headers to arrive.", rich_help_panel=_LIMITS
+    ),
 ]
 IdleTimeout = Annotated[
     float,
-    typer.Option("--idle-timeout", help="Seconds that a connection may send nothing.", rich_help_panel=_LIMITS),
+    typer.Option(
+        "--idle-timeout", help="Seconds that a connection may send nothing.", rich_help_panel=_LIMITS
+    ),
 ]
-AccessLog = Annotated[
-    bool, typer.Option("--access-log/--no-access-log", help="Log a line for each request.")
-]
+AccessLog = Annotated[bool, typer.Option("--access-log/--no-access-log", help="Log a line for each request.")]
 ReadTimeout = Annotated[
     float, typer.Option("--read-timeout", help="Seconds for a body to arrive.", rich_help_panel=_LIMITS)
 ]

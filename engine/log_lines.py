@@ -1,4 +1,4 @@
-"""How log records become lines for a terminal: one line each, with the causes of an error, and nothing that a terminal obeys."""
+"""How log records become lines for a terminal: one line each, an error with its causes, control characters escaped."""
 
 import logging
 import sys

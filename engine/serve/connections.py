@@ -129,7 +129,7 @@ class Connection(H11Protocol):
 
     @property
     def address(self) -> str:
-        return "%s:%s" % self.client if self.client else "an unknown address"
+        return f"{self.client[0]}:{self.client[1]}" if self.client else "an unknown address"
 
     def drop(self) -> None:
         """Close now, in favour of another connection."""
@@ -164,7 +164,9 @@ class Connection(H11Protocol):
             self._timer = self.loop.call_later(limits.header_s, self._headers_too_slow)
 
     def _idle_too_long(self) -> None:
-        logger.debug("connection from %s is closed: nothing came for %g s", self.address, self._all.limits.idle_s)
+        logger.debug(
+            "connection from %s is closed: nothing came for %g s", self.address, self._all.limits.idle_s
+        )
         with suppress(h11.LocalProtocolError):
             self.conn.send(h11.ConnectionClosed())
         self._close(self._all.limits.write_s)
@@ -210,7 +212,8 @@ def _answer(error: ApiError, phrase: bytes) -> bytes:
     body = json.dumps(error.body).encode()
     retry = b"" if error.retry_after is None else b"Retry-After: %d\r\n" % error.retry_after
     return (
-        b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % (error.status, phrase, len(body))
+        b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+        % (error.status, phrase, len(body))
         + retry
         + b"Connection: close\r\n\r\n"
         + body

@@ -105,6 +105,7 @@ class Server(uvicorn.Server):
         try:
             await self.serve([listener])
         finally:
+            self.service.text_pool.close()
             self.worker.stop()
             await self.worker.join(JOIN_SECONDS)
             listener.close()

@@ -16,6 +16,7 @@ from quengine.serve.errors import ApiError, bad_request
 from quengine.serve.fields import Fields
 from quengine.serve.metrics import Metrics
 from quengine.serve.settings import ServerSettings
+from quengine.serve.text_pool import TextPool
 from quengine.serve.worker import Ask, Handle, NotServingError, QueueFullError, Worker
 
 logger = logging.getLogger("quengine.serve")
@@ -79,6 +80,7 @@ class Service:
         self.limits = settings.limits
         self.worker = worker
         self.metrics = metrics
+        self.text_pool = TextPool()
         self.created = int(time.time())
         metrics.gauge("running", "Texts being computed.", lambda: worker.running)
         metrics.gauge("waiting", "Texts in the queue.", lambda: worker.waiting)
@@ -111,31 +113,47 @@ class Service:
                 404, f"no model {name[:80]!r} here; there: {names}", param="model", code="model_not_found"
             )
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Of one prompt: what the server is told to take, and what leaves the context room for a token."""
+        limit, room = self.limits.prompt, self.model.ctx_size - 1
+        return room if limit is None else min(limit, room)
+
     def check_prompt(self, prompt: Sequence[int], param: str) -> None:
         """Raises ApiError for a prompt that is empty, over the limit, or leaves no room for a token."""
-        count, context, limit = len(prompt), self.model.ctx_size, self.limits.prompt
-        if not count:
+        if not prompt:
             raise bad_request("the prompt has no tokens", param)
+        if len(prompt) > self.most_prompt_tokens:
+            raise self.prompt_error(len(prompt), param)
+
+    def prompt_error(self, count: int, param: str, size: int | None = None) -> ApiError:
+        """A prompt is too long. `size`: its bytes, where it was not tokenized and `count` is the least it can have."""
+        context, limit = self.model.ctx_size, self.limits.prompt
+        has, length = f"the prompt has {count} tokens", self.model.token_length
+        if size is not None and length is not None:
+            has = (
+                f"the prompt has {size} bytes, at {length.longest} or fewer a token at least {count} tokens,"
+            )
         if limit is not None and count > limit:
-            raise bad_request(
-                f"the prompt has {count} tokens, this server takes at most {limit} (--max-prompt-tokens)",
-                param,
-                "over_limit",
-            )
-        if count > context - 1:
-            raise ApiError(
-                400,
-                f"the prompt has {count} tokens and the context holds {context}, of which one is for the answer",
-                param=param,
-                code="context_length_exceeded",
-                details={"n_prompt_tokens": count, "n_ctx": context},
-            )
+            message = f"{has}, this server takes at most {limit} (--max-prompt-tokens)"
+            return bad_request(message, param, "over_limit")
+        return ApiError(
+            400,
+            f"{has} and the context holds {context}, of which one is for the answer",
+            param=param,
+            code="context_length_exceeded",
+            details={"n_prompt_tokens": count, "n_ctx": context},
+        )
+
+    def check_count(self, sequences: int) -> None:
+        """Raises ApiError for a request of more sequences than this server ever holds at once."""
+        most = self.worker.slots + self.limits.queue
+        if sequences > most:
+            raise bad_request(f"{sequences} texts in one request: this server holds at most {most} at a time")
 
     def submit(self, asks: Sequence[Ask]) -> Handle:
         """Queue all texts of a request. Raises ApiError where there is no room, or nobody to compute."""
-        most = self.worker.slots + self.limits.queue
-        if len(asks) > most:
-            raise bad_request(f"{len(asks)} texts in one request: this server holds at most {most} at a time")
+        self.check_count(len(asks))
         try:
             handle = self.worker.submit(asks)
             access_log.current().submitted(handle.requests)

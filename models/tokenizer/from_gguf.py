@@ -14,6 +14,7 @@ from quengine.models.tokenizer.byte_level import ByteLevelBPE, byte_level_bytes
 from quengine.models.tokenizer.errors import TokenizerError
 from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer
 from quengine.models.tokenizer.scored_bpe import ScoredBPE, scored_bytes
+from quengine.models.tokenizer.token_length import of_byte_level, of_scored
 from quengine.models.tokenizer.tokenizer import TextEncoder, Tokenizer
 from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, with_roles_by_text
 
@@ -62,7 +63,9 @@ def _byte_level(file: GGUFFile) -> Tokenizer:
     )
     file.require_strings(MERGES)  # where it has none, `merges` is empty
     return Tokenizer(
-        vocabulary, lambda: AddedTokenEncoder(vocabulary, ByteLevelBPE(vocabulary, merges, splits))
+        vocabulary,
+        lambda: AddedTokenEncoder(vocabulary, ByteLevelBPE(vocabulary, merges, splits)),
+        length=lambda: of_byte_level(vocabulary),
     )
 
 
@@ -79,7 +82,7 @@ def _scored(file: GGUFFile) -> Tokenizer:
     def make_encoder() -> TextEncoder:
         return AddedTokenEncoder(vocabulary, ScoredBPE(vocabulary, values, space_prefix))
 
-    return Tokenizer(vocabulary, make_encoder, space_prefix)
+    return Tokenizer(vocabulary, make_encoder, space_prefix, lambda: of_scored(vocabulary))
 
 
 def _vocabulary(
