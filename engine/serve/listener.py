@@ -4,6 +4,7 @@ import errno
 import resource
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from quengine.errors import EngineError
@@ -19,12 +20,13 @@ OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 
 
 class Listener(socket.socket):
-    """A listening socket whose failure to accept is met once a second.
+    """A listening socket that asks for room where descriptors are short, and fails once a second where there is none.
 
     asyncio calls `accept` as many times in a row as the backlog is long, and reports each failure: without this, a
-    thousand times a second while descriptors are short.
+    thousand times a second. `make_room` is told the error, and returns how many descriptors will be free.
     """
 
+    make_room: Callable[[OSError], int] | None = None
     _again_at = 0.0
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -34,6 +36,8 @@ class Listener(socket.socket):
             return super().accept()
         except OSError as error:
             if error.errno in OUT_OF_RESOURCES:
+                if self.make_room is not None and self.make_room(error):
+                    raise BlockingIOError(errno.EAGAIN, "descriptors are being freed") from None
                 self._again_at = time.monotonic() + RETRY_SECONDS
             raise
 

@@ -16,7 +16,7 @@ from quengine.serve import access_log
 from quengine.serve.app import make_app
 from quengine.serve.connections import Connections
 from quengine.serve.engine_port import Engine
-from quengine.serve.listener import OUT_OF_RESOURCES, bind, connection_limit, url_of
+from quengine.serve.listener import OUT_OF_RESOURCES, Listener, bind, connection_limit, url_of
 from quengine.serve.metrics import Metrics
 from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
@@ -63,7 +63,7 @@ class Server(uvicorn.Server):
         )
         self.service = Service(settings, self.worker, metrics)
         self.connections = Connections(settings.limits, connection_limit(settings.limits.connections))
-        self._failures = Seldom(logger)
+        self._failures, self._short = Seldom(logger), Seldom(logger)
         access_log.set_level(settings.access_log)
         super().__init__(
             uvicorn.Config(
@@ -96,6 +96,8 @@ class Server(uvicorn.Server):
     async def serve_engine(self, listener: socket.socket) -> None:
         """Serve on `listener`, which is closed at the end."""
         asyncio.get_running_loop().set_exception_handler(self._loop_failed)
+        if isinstance(listener, Listener):
+            listener.make_room = self._make_room
         if self.connections.most < self.settings.limits.connections:
             self.say(
                 f"--max-connections {self.settings.limits.connections}: the limit on open files (ulimit -n) leaves "
@@ -159,16 +161,20 @@ class Server(uvicorn.Server):
         """What asyncio has nobody else to tell."""
         del loop
         error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES:
-            dropped = self.connections.drop_waiting(DROPPED_AT_ONCE)
-            self._failures.warning(
-                "no connection can be accepted: %s; %d are open, %d idle ones are closed",
-                error.strerror,
-                len(self.connections),
-                dropped,
-            )
-        else:
+        if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES):  # that has been logged
             self._failures.warning("%s", context["message"], cause=error)
+
+    def _make_room(self, error: OSError) -> int:
+        """Close idle connections where no descriptor is left for another; how many it were."""
+        count = len(self.connections)
+        dropped = self.connections.drop_waiting(DROPPED_AT_ONCE)
+        self._short.warning(
+            "no connection can be accepted: %s; %d are open, %d idle ones are closed",
+            error.strerror,
+            count,
+            dropped,
+        )
+        return dropped
 
     def _engine_stopped(self, problem: BaseException | None) -> None:
         if problem is not None:
