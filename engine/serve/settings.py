@@ -1,6 +1,7 @@
 """How the server is asked to be: address, keys, names, limits. One frozen record, checked once."""
 
 import ipaddress
+import math
 from dataclasses import dataclass, field
 
 from quengine.errors import EngineError
@@ -48,8 +49,8 @@ class Limits:
             if getattr(self, name) < 0:
                 raise EngineError(f"limit {name} = {getattr(self, name)}: must not be negative")
         for name in ("header_s", "idle_s", "read_s", "write_s"):
-            if getattr(self, name) <= 0:
-                raise EngineError(f"limit {name} = {getattr(self, name)}: must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise EngineError(f"limit {name} = {getattr(self, name)}: must be above 0, and finite")
 
 
 @dataclass(frozen=True)
