@@ -131,9 +131,7 @@ class Service:
         context, limit = self.model.ctx_size, self.limits.prompt
         has, length = f"the prompt has {count} tokens", self.model.token_length
         if size is not None and length is not None:
-            has = (
-                f"the prompt has {size} bytes, at {length.longest} or fewer a token at least {count} tokens,"
-            )
+            has = f"the prompt has {size} bytes of text, at {length.longest} or fewer a token at least {count} tokens"
         if limit is not None and count > limit:
             message = f"{has}, this server takes at most {limit} (--max-prompt-tokens)"
             return bad_request(message, param, "over_limit")
