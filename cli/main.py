@@ -19,7 +19,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from quengine import collector
+from quengine import collector, log_lines
 from quengine.cli import process, streams
 from quengine.cli.bench import bench
 from quengine.cli.chat import chat
@@ -80,11 +80,7 @@ def options(
 ) -> None:
     """Run quantized GGUF language models as they are stored."""
     del version
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine())
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    log_lines.set_up(verbose)
     warnings.showwarning = _show_warning
 
 
@@ -102,11 +98,6 @@ for _name, _command in (
     ("doctor", doctor),
 ):
     app.command(_name)(_command)
-
-
-class _OneLine(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return f"engine: {record.levelname.lower()}: {' '.join(record.getMessage().split())}"
 
 
 def _show_warning(

@@ -64,6 +64,22 @@ MaxBiases = Annotated[
 MaxQueue = Annotated[
     int, typer.Option("--max-queue", help="Texts that wait for a slot.", rich_help_panel=_LIMITS)
 ]
+MaxConnections = Annotated[
+    int, typer.Option("--max-connections", help="Connections open at once.", rich_help_panel=_LIMITS)
+]
+HeaderTimeout = Annotated[
+    float,
+    typer.Option(
+        "--header-timeout", help="Seconds for a request's headers to arrive.", rich_help_panel=_LIMITS
+    ),
+]
+IdleTimeout = Annotated[
+    float,
+    typer.Option(
+        "--idle-timeout", help="Seconds that a connection may send nothing.", rich_help_panel=_LIMITS
+    ),
+]
+AccessLog = Annotated[bool, typer.Option("--access-log/--no-access-log", help="Log a line for each request.")]
 ReadTimeout = Annotated[
     float, typer.Option("--read-timeout", help="Seconds for a body to arrive.", rich_help_panel=_LIMITS)
 ]
@@ -85,6 +101,7 @@ def serve(
     alias: Annotated[
         list[str] | None, typer.Option("--alias", "-a", help="What requests call the model; repeatable.")
     ] = None,
+    access_log: AccessLog = True,
     max_tokens: options.MaxTokens = -1,
     api_key: Keys = None,
     api_key_file: KeyFile = None,
@@ -97,6 +114,9 @@ def serve(
     max_stops: MaxStops = 16,
     max_logit_bias: MaxBiases = 1024,
     max_queue: MaxQueue = 128,
+    max_connections: MaxConnections = 512,
+    header_timeout: HeaderTimeout = 10.0,
+    idle_timeout: IdleTimeout = 60.0,
     read_timeout: ReadTimeout = 30.0,
     write_timeout: WriteTimeout = 30.0,
     drain_timeout: DrainTimeout = 60.0,
@@ -136,6 +156,9 @@ def serve(
         stops=max_stops,
         biases=max_logit_bias,
         queue=max_queue,
+        connections=max_connections,
+        header_s=header_timeout,
+        idle_s=idle_timeout,
         read_s=read_timeout,
         write_s=write_timeout,
         drain_s=drain_timeout,
@@ -149,6 +172,7 @@ def serve(
         insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
         cors_origins=tuple(cors_origin or ()),
+        access_log=access_log,
         defaults=defaults,
         limits=limits,
     )

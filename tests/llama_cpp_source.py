@@ -1,7 +1,7 @@
 """llama.cpp's source files that tests compare with: vocabularies, chat templates and the converter.
 
-`make test` unpacks them from the source distribution of llama-cpp-python into the virtual environment; a run of pytest in
-another environment names the unpacked `vendor/llama.cpp` in LLAMA_CPP_SOURCE.
+`make test` unpacks them from the source distribution of llama-cpp-python into the virtual environment; a run of pytest
+in another environment names the unpacked `vendor/llama.cpp` in LLAMA_CPP_SOURCE.
 """
 
 import os

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quengine.serve import status_routes, token_routes
+from quengine.serve import access_log, status_routes, token_routes
 from quengine.serve.chat import chat_completions
 from quengine.serve.completions import completions
 from quengine.serve.connections import WriteDeadline
@@ -117,6 +117,7 @@ def make_app(service: Service) -> Starlette:
 async def _api_error(request: Request, error: Exception) -> Response:
     del request
     assert isinstance(error, ApiError)
+    access_log.current().error = error.message
     return error_response(error)
 
 

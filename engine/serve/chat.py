@@ -12,8 +12,9 @@ from quengine.serve.engine_port import Finished, Piece
 from quengine.serve.errors import bad_request
 from quengine.serve.extensions import callable_format, read_constraint, read_tools, tool_constraint
 from quengine.serve.fields import Fields
-from quengine.serve.http import json_response, off_loop, read_fields
+from quengine.serve.http import json_response, read_fields, unless_gone
 from quengine.serve.logprob_forms import chat_logprobs
+from quengine.serve.prompts import chat_ids
 from quengine.serve.request_form import (
     MAX_LOGPROBS,
     Delivery,
@@ -36,7 +37,7 @@ from quengine.tool_calls_parser import ToolCallParser
 
 async def chat_completions(service: Service, request: Request) -> Response:
     fields = await read_fields(request, service.limits)
-    delivery, asks, answers = await _read(fields, service)
+    delivery, asks, answers = await unless_gone(request.receive, _read(fields, service))
     if delivery.stream:
         chunks = _Chunks(service, asks, answers, delivery.include_usage)
         return await stream_texts(service, request, asks, chunks)
@@ -49,10 +50,7 @@ async def chat_prompt(
     """The prompt's ids of messages and tools in a request, checked against the limits."""
     messages = read_messages(values, param)
     variables = fields.object("chat_template_kwargs") or {}
-    model, tools = service.model, None if use is None else use.described
-    prompt = await off_loop(lambda: model.encode_chat(messages, tools, variables))
-    service.check_prompt(prompt, param)
-    return prompt
+    return await chat_ids(service, messages, None if use is None else use.described, variables, param)
 
 
 async def _read(fields: Fields, service: Service) -> tuple[Delivery, list[Ask], "list[ChatAnswer]"]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quengine.serve.engine_port import Finished, Piece, ServedModel
 from quengine.serve.extensions import read_constraint
 from quengine.serve.fields import Fields
-from quengine.serve.http import json_response, read_fields
+from quengine.serve.http import json_response, read_fields, unless_gone
 from quengine.serve.logprob_forms import completion_logprobs, echoed_logprobs, joined_logprobs
 from quengine.serve.prompts import read_prompts
 from quengine.serve.request_form import (
@@ -45,7 +45,7 @@ class _Wanted:
 
 
 async def completions(service: Service, request: Request) -> Response:
-    wanted = await _read(await read_fields(request, service.limits), service)
+    wanted = await unless_gone(request.receive, _read(await read_fields(request, service.limits), service))
     if wanted.delivery.stream:
         return await stream_texts(service, request, wanted.asks, _Chunks(service, wanted))
     return json_response(_body(service, wanted, await whole_texts(service, request, wanted.asks)))

@@ -1,29 +1,223 @@
-"""Connections under uvicorn: found again by their client's address, so that one whose reader sleeps can be cut.
+"""Connections under uvicorn: how many there may be, and how long each may keep the server waiting.
 
-Closing such a connection would wait for the reader to take what is left; cutting it does not.
+A connection that has sent no whole request is closed in time, and before others where connections run out. One whose
+reader sleeps is cut: closing it would wait for the reader to take what is left.
 """
 
 import asyncio
-from typing import Any
+import json
+import logging
+from contextlib import suppress
+from typing import Any, Literal
 
+import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quengine.log_lines import Seldom
+from quengine.serve.errors import ApiError
+from quengine.serve.settings import Limits
+
+logger = logging.getLogger("quengine.serve")
+
+MAX_REFUSED = 16
+"""Refused connections that are told so at once; any more are closed without a word."""
+LINGER_SECONDS = 1.0
+"""For a refused client to read why."""
+
+Phase = Literal["idle", "partial", "busy"]
+"""Nothing received; a part of a request; a request that is being answered."""
 
 _open: dict[tuple[str, int], asyncio.Transport] = {}
 
 
+class Connections:
+    """All connections of a server.
+
+    Args:
+        limits: times, in seconds.
+        most: connections open at once. One more takes the place of the one that has waited for the longest for a
+            request; where all are being answered, it gets a 503.
+    """
+
+    def __init__(self, limits: Limits, most: int) -> None:
+        self.limits = limits
+        self.most = most
+        self._admitted: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}  # the longest first
+        self._refused: set[Connection] = set()
+        self._full = Seldom(logger)
+
+    def protocol(self, **given: Any) -> "Connection":
+        """What uvicorn makes for each connection."""
+        return Connection(self, **given)
+
+    def admit(self, connection: "Connection") -> bool:
+        if len(self._admitted) >= self.most and not self.drop_waiting(1):
+            self._refused.add(connection)
+            self._full.warning(
+                "a connection is refused: %d are open and being answered (--max-connections)", self.most
+            )
+            return False
+        self._admitted.add(connection)
+        return True
+
+    @property
+    def may_refuse_in_words(self) -> bool:
+        return len(self._refused) <= MAX_REFUSED
+
+    def drop_waiting(self, count: int) -> int:
+        """Close up to `count` connections that have no request, the longest without one first; how many it were."""
+        victims = list(self._waiting)[:count]
+        for victim in victims:
+            self.gone(victim)
+            victim.drop()
+        return len(victims)
+
+    def enter(self, connection: "Connection", phase: Phase) -> None:
+        self._waiting.pop(connection, None)
+        if phase != "busy" and connection in self._admitted:
+            self._waiting[connection] = None
+
+    def gone(self, connection: "Connection") -> None:
+        self._admitted.discard(connection)
+        self._refused.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def __len__(self) -> int:
+        return len(self._admitted)
+
+
 class Connection(H11Protocol):
-    """uvicorn's HTTP connection, entered in the list while it is open."""
+    """uvicorn's HTTP connection, with a time limit on each part of a request that it waits for.
+
+    uvicorn limits the time between two requests only, and any byte ends that.
+    """
+
+    def __init__(self, all_of_them: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._all = all_of_them
+        self._phase: Phase | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.client is not None:
             _open[self.client] = transport
+        logger.debug("connection from %s, %d open", self.address, len(self._all) + 1)
+        if self._all.admit(self):
+            self._enter("idle")
+        else:
+            self._refuse()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
+            self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.client is not None:
             _open.pop(self.client, None)
+        self._stop_timer()
+        self._all.gone(self)
         super().connection_lost(exc)
+
+    @property
+    def address(self) -> str:
+        return f"{self.client[0]}:{self.client[1]}" if self.client else "an unknown address"
+
+    def drop(self) -> None:
+        """Close now, in favour of another connection."""
+        logger.debug("connection from %s is closed in favour of another", self.address)
+        self._stop_timer()
+        self._close(0)
+
+    def _watch(self) -> None:
+        """Wait for what comes next, for as long as that may take."""
+        if self.transport.is_closing():
+            self._stop_timer()
+            self._close(self._all.limits.write_s)
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self._enter("busy")
+        # The rest of a body that was answered before it had all come is as good as a request's beginning.
+        elif self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
+            self._enter("partial")
+        else:
+            self._enter("idle")
+
+    def _enter(self, phase: Phase) -> None:
+        if phase == self._phase == "partial":
+            return  # more of it does not give it more time
+        if phase != self._phase:
+            self._all.enter(self, phase)
+        self._phase = phase
+        self._stop_timer()
+        limits = self._all.limits
+        if phase == "idle":
+            self._timer = self.loop.call_later(limits.idle_s, self._idle_too_long)
+        elif phase == "partial":
+            self._timer = self.loop.call_later(limits.header_s, self._headers_too_slow)
+
+    def _idle_too_long(self) -> None:
+        logger.debug(
+            "connection from %s is closed: nothing came for %g s", self.address, self._all.limits.idle_s
+        )
+        with suppress(h11.LocalProtocolError):
+            self.conn.send(h11.ConnectionClosed())
+        self._close(self._all.limits.write_s)
+
+    def _headers_too_slow(self) -> None:
+        seconds = self._all.limits.header_s
+        logger.debug("connection from %s is closed: no whole request within %g s", self.address, seconds)
+        if self.conn.our_state is h11.IDLE:
+            message = f"the headers did not arrive within {seconds:g} s (--header-timeout)"
+            self.transport.write(_answer(ApiError(408, message), b"Request Timeout"))
+        self._close(self._all.limits.write_s)
+
+    def _refuse(self) -> None:
+        self._refused = True
+        if not self._all.may_refuse_in_words:
+            self.transport.abort()
+            return
+        error = ApiError(
+            503,
+            f"all {self._all.most} connections are in use (--max-connections)",
+            code="too_many_connections",
+            retry_after=1,
+        )
+        self.transport.write(_answer(error, b"Service Unavailable"))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()  # closing with a request unread would take the answer away
+        self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+
+    def _close(self, seconds: float) -> None:
+        """Close; what the reader has not taken within `seconds` is dropped."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _answer(error: ApiError, phrase: bytes) -> bytes:
+    """An error as a whole HTTP answer, for a connection without a request."""
+    body = json.dumps(error.body).encode()
+    retry = b"" if error.retry_after is None else b"Retry-After: %d\r\n" % error.retry_after
+    return (
+        b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+        % (error.status, phrase, len(body))
+        + retry
+        + b"Connection: close\r\n\r\n"
+        + body
+    )
 
 
 class SlowReaderError(Exception):

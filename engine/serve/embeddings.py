@@ -12,7 +12,7 @@ from quengine.pooling import POOLINGS
 from quengine.sampling_params import SamplingParams
 from quengine.serve.engine_port import Finished
 from quengine.serve.fields import Fields
-from quengine.serve.http import json_response, read_fields
+from quengine.serve.http import json_response, read_fields, unless_gone
 from quengine.serve.prompts import read_prompts
 from quengine.serve.service import Service
 from quengine.serve.streaming import whole_texts
@@ -22,7 +22,9 @@ ENCODINGS = ("float", "base64")
 
 
 async def embeddings(service: Service, request: Request) -> Response:
-    asks, encoding = await _read(await read_fields(request, service.limits), service)
+    asks, encoding = await unless_gone(
+        request.receive, _read(await read_fields(request, service.limits), service)
+    )
     texts = await whole_texts(service, request, asks)
     tokens = sum(len(ask.prompt) for ask in asks)
     return json_response(

@@ -7,9 +7,11 @@ engine on the other side of this boundary may live in another process or on anot
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from quengine.errors import EngineError
+from quengine.models.tokenizer.token_length import TokenLength
 from quengine.output import Timings
 from quengine.pooling import Pooling
 from quengine.sampler import TokenLogprobs
@@ -139,6 +141,16 @@ class ServedModel(Protocol):
 
     @property
     def eos_ids(self) -> frozenset[int]: ...
+
+    @property
+    def token_length(self) -> TokenLength | None:
+        """How much of a text one token can stand for; None where that has no bound."""
+        ...
+
+    @property
+    def source(self) -> Path | None:
+        """The file or folder from which another process has the same text side; None where there is none."""
+        ...
 
     def encode(self, text: str, bos: bool, special: bool) -> list[int]: ...
 

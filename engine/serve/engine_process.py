@@ -1,4 +1,4 @@
-"""The process that an engine runs in, beside the server's: `python -m quengine.serve.engine_process FD`.
+"""The process that an engine runs in, beside the server's: `python -m quengine.serve.engine_process FD [-v]`.
 
 Computes as long as it has sequences, whatever the server does meanwhile, and ends when the server does. A device that
 is lost stays lost for its process; so this one ends then, and the server starts another. Started by `process_engine`.
@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from quengine import bus_error, collector
+from quengine import bus_error, collector, log_lines
 from quengine.errors import CannotRunError, EngineError
 from quengine.serve.engine_port import (
     STATS_SECONDS,
@@ -164,6 +164,7 @@ def _kind(error: Exception) -> Kind:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    log_lines.set_up(verbose="-v" in sys.argv[2:])
     collector.starting()
     bus_error.install()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))

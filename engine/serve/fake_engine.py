@@ -9,9 +9,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from quengine.errors import EngineError
+from quengine.models.tokenizer.token_length import TokenLength
 from quengine.output import Timings
 from quengine.pooling import Pooling
 from quengine.sampler import TokenLogprobs
@@ -55,6 +57,8 @@ class FakeModel:
     notes: Sequence[str] = ("a fake engine: tokens are hashes",)
     bos_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
+    token_length: TokenLength | None = TokenLength(1)
+    source: Path | None = None
 
     def __init__(self, ctx_size: int) -> None:
         self.ctx_size = ctx_size

@@ -10,7 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quengine import collector
 from quengine.errors import EngineError
+from quengine.serve import access_log
 from quengine.serve.connections import SlowReaderError
 from quengine.serve.errors import ApiError, bad_request
 from quengine.serve.fields import Fields, parse_object
@@ -59,7 +61,8 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
         raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s (--read-timeout)") from None
     except ClientDisconnect:
         raise ClientGoneError from None
-    return Fields(parse_object(bytes(body)))
+    with collector.paused():  # a million small objects need no collections between them
+        return Fields(parse_object(bytes(body)))
 
 
 def _too_large(limits: Limits) -> ApiError:
@@ -124,7 +127,7 @@ class EventStream(Response):
 
 
 class Catch:
-    """The outermost middleware: every failure becomes an answer or a line in the log, and ends with its request.
+    """The outermost middleware: every failure becomes an answer and a line in the log, and ends with its request.
 
     `done` is called with path and status of every answer.
     """
@@ -137,7 +140,7 @@ class Catch:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status = 0
+        status, record = 0, access_log.begin(scope)
 
         async def noting_send(message: Message) -> None:
             nonlocal status
@@ -148,15 +151,21 @@ class Catch:
         try:
             await self.app(scope, receive, noting_send)
         except (ClientGoneError, ClientDisconnect):
-            status = 499
+            status, record.error = access_log.CLIENT_GONE, "the client has gone"
         except SlowReaderError as error:
             logger.warning("%s %s: %s", scope["method"], scope["path"], error)
-            status = 499
+            status, record.error = access_log.CLIENT_GONE, str(error)
         except Exception as error:
-            if not isinstance(error, ApiError):
-                logger.exception("%s %s failed", scope["method"], scope["path"])
-                error = ApiError(500, f"internal error: {type(error).__name__}")
+            answer = error if isinstance(error, ApiError) else _internal(error, scope)
+            record.error = answer.message
             if not status:  # else it is too late for an answer: uvicorn closes what has no end
-                await error_response(error)(scope, receive, noting_send)
+                await error_response(answer)(scope, receive, noting_send)
         finally:
+            record.write(status)
             self.done(scope["path"], status)
+
+
+def _internal(error: Exception, scope: Scope) -> ApiError:
+    """What a client is told of a fault of ours. The log has its causes; with `-v`, its traceback."""
+    logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+    return ApiError(500, f"internal error: {type(error).__name__}")

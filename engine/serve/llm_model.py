@@ -50,6 +50,8 @@ class LLMModel:
         self.bos_id = text.tokenizer.bos_id
         self.tool_format = None if self.template is None else ToolFormat.of(self.template, text.tokenizer)
         self.eos_ids = text.tokenizer.eos_ids
+        self.token_length = text.tokenizer.token_length
+        self.source: Path | None = text.checkpoint.path
         self.facts: Mapping[str, Any] = {
             "architecture": config.architecture,
             "n_ctx_train": config.context_length,

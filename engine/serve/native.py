@@ -11,7 +11,7 @@ from quengine.sampling_params import SamplingParams
 from quengine.serve.engine_port import Finished, Piece
 from quengine.serve.extensions import read_constraint
 from quengine.serve.fields import Fields
-from quengine.serve.http import json_response, read_fields
+from quengine.serve.http import json_response, read_fields, unless_gone
 from quengine.serve.logprob_forms import native_probabilities
 from quengine.serve.prompts import read_prompts
 from quengine.serve.request_form import MAX_LOGPROBS, asks_of, prepare, read_max_tokens, read_n, timings_body
@@ -32,7 +32,7 @@ class _Wanted:
 
 
 async def completion(service: Service, request: Request) -> Response:
-    wanted = await _read(await read_fields(request, service.limits), service)
+    wanted = await unless_gone(request.receive, _read(await read_fields(request, service.limits), service))
     form = _Form(service, wanted)
     if wanted.stream:
         return await stream_texts(service, request, wanted.asks, form)

@@ -5,6 +5,7 @@ the device or the process is lost, `step` raises, and a new one is a new process
 how to start, ask and end it; what runs there is `engine_process`.
 """
 
+import logging
 import multiprocessing
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from quengine.serve.engine_wire import (
     send,
 )
 from quengine.serve.llm_model import LLMModel, TextSide
+
+logger = logging.getLogger("quengine.serve")
 
 END_SECONDS = 5.0
 """How long the process may take to end by itself."""
@@ -57,6 +60,8 @@ class ProcessEngine:
         self._stats = EngineStats()
         self._connection, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-m", "quengine.serve.engine_process", str(theirs.fileno())]
+        if logger.isEnabledFor(logging.DEBUG):
+            command.append("-v")
         # A session of its own: the terminal's Ctrl-C is for the server, which lets texts end first.
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True

@@ -2,24 +2,51 @@
 llama-server and vLLM do, unless `parse_special` is false."""
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quengine.serve.engine_port import ServedModel
 from quengine.serve.errors import bad_request
 from quengine.serve.fields import Fields, token_ids, whole_number
-from quengine.serve.http import off_loop
 from quengine.serve.service import Service
+from quengine.serve.text_work import TextJob, least_tokens, unpacked, utf8_size
 
 
 async def read_prompts(fields: Fields, service: Service, key: str = "prompt") -> list[list[int]]:
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError."""
     special = fields.flag("parse_special")
-    values, model = fields.any(key), service.model
-    prompts = await off_loop(
-        lambda: [_ids(value, model, special is not False, key) for value in _separate(values, key)]
+    values = _separate(fields.any(key), key)
+    service.check_count(len(values))
+    prompts = [_parts(value, service, key) for value in values]
+    job = TextJob("encode", prompts, special=special is not False, most_tokens=service.most_prompt_tokens)
+    return await _ids(service, job, key)
+
+
+async def chat_ids(
+    service: Service,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    variables: Mapping[str, Any],
+    param: str,
+) -> list[int]:
+    """The ids of a conversation, checked against the limits. Raises ApiError."""
+    job = TextJob(
+        "encode_chat",
+        messages=messages,
+        tools=tools,
+        variables=variables,
+        most_tokens=service.most_prompt_tokens,
     )
+    (prompt,) = await _ids(service, job, param)
+    return prompt
+
+
+async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
+    result = await service.text_pool.perform(service.model, job)
+    if result.tokens is not None:
+        raise service.prompt_error(result.tokens, param, result.size)
+    prompts = [unpacked(ids) for ids in result.ids]
     for prompt in prompts:
-        service.check_prompt(prompt, key)
+        service.check_prompt(prompt, param)
     return prompts
 
 
@@ -33,14 +60,18 @@ def _separate(value: Any, key: str) -> list[Any]:
     return [value] if one else value
 
 
-def _ids(value: Any, model: ServedModel, special: bool, key: str) -> list[int]:
-    parts = value if isinstance(value, list) else [value]
-    ids: list[int] = []
-    for position, part in enumerate(parts):
-        if isinstance(part, str):
-            ids += model.encode(part, bos=position == 0, special=special)
-        elif whole_number(part) is not None:
-            ids += token_ids([part], key, model.vocab_size)
-        else:
-            raise bad_request(f"{key}: {json.dumps(part)[:40]} is neither text nor a token id", key)
-    return ids
+def _parts(value: Any, service: Service, key: str) -> list[str | int]:
+    """A prompt's texts and ids. Raises ApiError for one that is too long by its bytes alone."""
+    given = value if isinstance(value, list) else [value]
+    model = service.model
+    texts = [part for part in given if isinstance(part, str)]
+    least = len(given) - len(texts) + sum(least_tokens(model, text) for text in texts)
+    if least > service.most_prompt_tokens:
+        raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
+    return [part if isinstance(part, str) else _token_id(part, model.vocab_size, key) for part in given]
+
+
+def _token_id(part: Any, vocab_size: int, key: str) -> int:
+    if whole_number(part) is None:
+        raise bad_request(f"{key}: {json.dumps(part)[:40]} is neither text nor a token id", key)
+    return token_ids([part], key, vocab_size)[0]

@@ -15,7 +15,7 @@ from quengine.serve.engine_port import Finished, Piece
 from quengine.serve.errors import bad_request
 from quengine.serve.extensions import callable_format, read_constraint, read_tools, tool_constraint
 from quengine.serve.fields import Fields
-from quengine.serve.http import json_response, read_fields, to_json
+from quengine.serve.http import json_response, read_fields, to_json, unless_gone
 from quengine.serve.request_form import asks_of, prepare, read_max_tokens
 from quengine.serve.response_items import Event, OutputItems, messages_of
 from quengine.serve.sampling_fields import read_sampling
@@ -38,7 +38,7 @@ class _Wanted:
 
 
 async def responses(service: Service, request: Request) -> Response:
-    wanted = await _read(await read_fields(request, service.limits), service)
+    wanted = await unless_gone(request.receive, _read(await read_fields(request, service.limits), service))
     form = _Form(service, wanted)
     if wanted.stream:
         return await stream_texts(service, request, [wanted.ask], form)

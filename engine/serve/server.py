@@ -7,23 +7,27 @@ import socket
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
-from quengine.errors import EngineError
+from quengine.log_lines import Seldom
+from quengine.serve import access_log
 from quengine.serve.app import make_app
-from quengine.serve.connections import Connection
+from quengine.serve.connections import Connections
 from quengine.serve.engine_port import Engine
+from quengine.serve.listener import OUT_OF_RESOURCES, Listener, bind, connection_limit, url_of
 from quengine.serve.metrics import Metrics
 from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
 from quengine.serve.worker import Worker
 
-BACKLOG = 1024
+logger = logging.getLogger("quengine.serve")
+
 JOIN_SECONDS = 10.0
 """How long the end waits for the engine's thread."""
-SEND_BUFFER = 128 << 10
-"""Bytes of text that the kernel holds for a reader: what it would choose by itself hides a sleeping one for minutes."""
+DROPPED_AT_ONCE = 8
+"""Idle connections that are closed when no descriptor is left."""
 
 
 class Server(uvicorn.Server):
@@ -58,16 +62,20 @@ class Server(uvicorn.Server):
             stopped=self._engine_stopped,
         )
         self.service = Service(settings, self.worker, metrics)
+        self.connections = Connections(settings.limits, connection_limit(settings.limits.connections))
+        self._failures, self._short = Seldom(logger), Seldom(logger)
+        access_log.set_level(settings.access_log)
         super().__init__(
             uvicorn.Config(
                 make_app(self.service),
-                http=Connection,
+                http=self.connections.protocol,  # type: ignore[arg-type]  # all that uvicorn does is call it
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
+                timeout_keep_alive=int(settings.limits.idle_s) + 1,  # the connection's own limit comes first
                 timeout_graceful_shutdown=max(1, int(settings.limits.write_s)),
             )
         )
@@ -80,17 +88,26 @@ class Server(uvicorn.Server):
             CannotRunError: the engine failed again and again.
         """
         listener = bind(self.settings.host, self.settings.port)
-        self.say(f"listening on {_url(listener)}; the model is being loaded")
+        self.say(f"listening on {url_of(listener)}; the model is being loaded")
         asyncio.run(self.serve_engine(listener))
         if self.problem is not None:
             raise self.problem
 
     async def serve_engine(self, listener: socket.socket) -> None:
         """Serve on `listener`, which is closed at the end."""
+        asyncio.get_running_loop().set_exception_handler(self._loop_failed)
+        if isinstance(listener, Listener):
+            listener.make_room = self._make_room
+        if self.connections.most < self.settings.limits.connections:
+            self.say(
+                f"--max-connections {self.settings.limits.connections}: the limit on open files (ulimit -n) leaves "
+                f"room for {self.connections.most}"
+            )
         self.worker.start()
         try:
             await self.serve([listener])
         finally:
+            self.service.text_pool.close()
             self.worker.stop()
             await self.worker.join(JOIN_SECONDS)
             listener.close()
@@ -140,34 +157,26 @@ class Server(uvicorn.Server):
         elif self.worker.state == "restarting":
             self.say("the engine failed and is starting again")
 
+    def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What asyncio has nobody else to tell."""
+        del loop
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES):  # that has been logged
+            self._failures.warning("%s", context["message"], cause=error)
+
+    def _make_room(self, error: OSError) -> int:
+        """Close idle connections where no descriptor is left for another; how many it were."""
+        count = len(self.connections)
+        dropped = self.connections.drop_waiting(DROPPED_AT_ONCE)
+        self._short.warning(
+            "no connection can be accepted: %s; %d are open, %d idle ones are closed",
+            error.strerror,
+            count,
+            dropped,
+        )
+        return dropped
+
     def _engine_stopped(self, problem: BaseException | None) -> None:
         if problem is not None:
             self.problem = problem
             self.should_exit = True
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises EngineError where the address cannot be used."""
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise EngineError(f"cannot listen on {host}: {error.strerror or error}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise EngineError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
-    return listener
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

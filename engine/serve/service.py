@@ -3,18 +3,23 @@
 Turns what the worker says into HTTP's terms: statuses, Retry-After, errors that name both numbers.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from quengine.sampler import TokenLogprobs
+from quengine.serve import access_log
 from quengine.serve.engine_port import Event, Failed, Finished, Piece, ServedModel
 from quengine.serve.errors import ApiError, bad_request
 from quengine.serve.fields import Fields
 from quengine.serve.metrics import Metrics
 from quengine.serve.settings import ServerSettings
+from quengine.serve.text_pool import TextPool
 from quengine.serve.worker import Ask, Handle, NotServingError, QueueFullError, Worker
+
+logger = logging.getLogger("quengine.serve")
 
 _WHY_NOT = {
     "starting": "the model is being loaded",
@@ -75,6 +80,7 @@ class Service:
         self.limits = settings.limits
         self.worker = worker
         self.metrics = metrics
+        self.text_pool = TextPool()
         self.created = int(time.time())
         metrics.gauge("running", "Texts being computed.", lambda: worker.running)
         metrics.gauge("waiting", "Texts in the queue.", lambda: worker.waiting)
@@ -107,33 +113,49 @@ class Service:
                 404, f"no model {name[:80]!r} here; there: {names}", param="model", code="model_not_found"
             )
 
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Of one prompt: what the server is told to take, and what leaves the context room for a token."""
+        limit, room = self.limits.prompt, self.model.ctx_size - 1
+        return room if limit is None else min(limit, room)
+
     def check_prompt(self, prompt: Sequence[int], param: str) -> None:
         """Raises ApiError for a prompt that is empty, over the limit, or leaves no room for a token."""
-        count, context, limit = len(prompt), self.model.ctx_size, self.limits.prompt
-        if not count:
+        if not prompt:
             raise bad_request("the prompt has no tokens", param)
+        if len(prompt) > self.most_prompt_tokens:
+            raise self.prompt_error(len(prompt), param)
+
+    def prompt_error(self, count: int, param: str, size: int | None = None) -> ApiError:
+        """A prompt is too long. `size`: its bytes, where it was not tokenized and `count` is the least it can have."""
+        context, limit = self.model.ctx_size, self.limits.prompt
+        has, length = f"the prompt has {count} tokens", self.model.token_length
+        if size is not None and length is not None:
+            has = f"the prompt has {size} bytes of text, at {length.longest} or fewer a token at least {count} tokens"
         if limit is not None and count > limit:
-            raise bad_request(
-                f"the prompt has {count} tokens, this server takes at most {limit} (--max-prompt-tokens)",
-                param,
-                "over_limit",
-            )
-        if count > context - 1:
-            raise ApiError(
-                400,
-                f"the prompt has {count} tokens and the context holds {context}, of which one is for the answer",
-                param=param,
-                code="context_length_exceeded",
-                details={"n_prompt_tokens": count, "n_ctx": context},
-            )
+            message = f"{has}, this server takes at most {limit} (--max-prompt-tokens)"
+            return bad_request(message, param, "over_limit")
+        return ApiError(
+            400,
+            f"{has} and the context holds {context}, of which one is for the answer",
+            param=param,
+            code="context_length_exceeded",
+            details={"n_prompt_tokens": count, "n_ctx": context},
+        )
+
+    def check_count(self, sequences: int) -> None:
+        """Raises ApiError for a request of more sequences than this server ever holds at once."""
+        most = self.worker.slots + self.limits.queue
+        if sequences > most:
+            raise bad_request(f"{sequences} texts in one request: this server holds at most {most} at a time")
 
     def submit(self, asks: Sequence[Ask]) -> Handle:
         """Queue all texts of a request. Raises ApiError where there is no room, or nobody to compute."""
-        most = self.worker.slots + self.limits.queue
-        if len(asks) > most:
-            raise bad_request(f"{len(asks)} texts in one request: this server holds at most {most} at a time")
+        self.check_count(len(asks))
         try:
-            return self.worker.submit(asks)
+            handle = self.worker.submit(asks)
+            access_log.current().submitted(handle.requests)
+            return handle
         except NotServingError as error:
             raise self.unavailable(error.state) from None
         except QueueFullError:
@@ -154,12 +176,14 @@ class Service:
         What has gathered since the last write is one piece. Leaving early cancels. Raises ApiError when a text
         fails; the others of the request are then cancelled too.
         """
-        left = len(handle.requests)
+        left, record = len(handle.requests), access_log.current()
         try:
             while left:
                 for choice, event in _joined(await handle.events()):
                     if isinstance(event, Failed):
+                        record.error = event.message
                         raise _failure(event)
+                    record.event(event)
                     left -= isinstance(event, Finished)
                     yield choice, event
         finally:
@@ -187,7 +211,10 @@ def new_id(kind: str) -> str:
 
 
 def _failure(event: Failed) -> ApiError:
-    return bad_request(event.message) if event.fault == "request" else ApiError(500, event.message)
+    if event.fault == "request":
+        return bad_request(event.message)
+    logger.error("a request failed: %s", event.message)
+    return ApiError(500, event.message)
 
 
 def _joined(events: list[tuple[int, Event]]) -> list[tuple[int, Event]]:

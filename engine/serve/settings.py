@@ -1,6 +1,7 @@
 """How the server is asked to be: address, keys, names, limits. One frozen record, checked once."""
 
 import ipaddress
+import math
 from dataclasses import dataclass, field
 
 from quengine.errors import EngineError
@@ -18,6 +19,9 @@ class Limits:
         stops: stop strings.
         biases: entries of logit_bias.
         queue: texts that wait for a slot, of all requests together.
+        connections: open at once.
+        header_s: for a request's headers to arrive, from their first byte.
+        idle_s: for a connection to send nothing between requests.
         read_s: for a request's body to arrive.
         write_s: for one write to be taken by who reads.
         drain_s: for running requests to end after SIGTERM.
@@ -29,21 +33,24 @@ class Limits:
     stops: int = 16
     biases: int = 1024
     queue: int = 128
+    connections: int = 512
+    header_s: float = 10.0
+    idle_s: float = 60.0
     read_s: float = 30.0
     write_s: float = 30.0
     drain_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("body", "n", "prompt"):
+        for name in ("body", "n", "prompt", "connections"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineError(f"limit {name} = {value}: must be at least 1")
         for name in ("stops", "biases", "queue", "drain_s"):
             if getattr(self, name) < 0:
                 raise EngineError(f"limit {name} = {getattr(self, name)}: must not be negative")
-        for name in ("read_s", "write_s"):
-            if getattr(self, name) <= 0:
-                raise EngineError(f"limit {name} = {getattr(self, name)}: must be above 0")
+        for name in ("header_s", "idle_s", "read_s", "write_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise EngineError(f"limit {name} = {getattr(self, name)}: must be above 0, and finite")
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class ServerSettings:
         insecure: allow an address that others reach, without a key.
         allowed_hosts: more names that the Host header may give; "*": any.
         cors_origins: origins whose pages may read answers; "*": any; none: CORS is off.
+        access_log: log a line for each request.
         defaults: of sampling, where a request says nothing.
 
     Raises:
@@ -71,6 +79,7 @@ class ServerSettings:
     insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    access_log: bool = True
     defaults: SamplingParams = field(default_factory=SamplingParams)
     limits: Limits = field(default_factory=Limits)
 

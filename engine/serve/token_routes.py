@@ -8,8 +8,9 @@ from starlette.responses import Response
 from quengine.serve.chat_messages import read_messages
 from quengine.serve.extensions import read_tools
 from quengine.serve.fields import token_ids
-from quengine.serve.http import json_response, off_loop, read_fields
+from quengine.serve.http import json_response, off_loop, read_fields, unless_gone
 from quengine.serve.service import Service
+from quengine.serve.text_work import TextJob
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -23,18 +24,9 @@ async def tokenize(service: Service, request: Request) -> Response:
     with_pieces = fields.flag("with_pieces") or False
     service.check_model_name(fields)
     fields.finish()
-    model, text = service.model, content
-    ids = await off_loop(lambda: model.encode(text, bos=bos, special=special))
-    pieces = [{"id": token, "piece": _piece(model.token_bytes(token))} for token in ids]
-    return json_response({"tokens": pieces if with_pieces else ids})
-
-
-def _piece(raw: bytes) -> str | list[int]:
-    """The token's text, or its bytes where they are only part of a character."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return list(raw)
+    job = TextJob("tokenize", [[content]], bos=bos, special=special, pieces=with_pieces)
+    result = await unless_gone(request.receive, service.text_pool.perform(service.model, job))
+    return Response(result.text, media_type="application/json")
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -45,9 +37,9 @@ async def detokenize(service: Service, request: Request) -> Response:
         raise fields.wrong("tokens", "must be an array of token ids")
     service.check_model_name(fields)
     fields.finish()
-    return json_response(
-        {"content": service.model.decode(token_ids(values, "tokens", service.model.vocab_size))}
-    )
+    model, ids = service.model, values
+    text = await off_loop(lambda: model.decode(token_ids(ids, "tokens", model.vocab_size)))
+    return json_response({"content": text})
 
 
 async def apply_template(service: Service, request: Request) -> Response:
@@ -59,7 +51,6 @@ async def apply_template(service: Service, request: Request) -> Response:
     service.check_model_name(fields)
     fields.neutral("add_generation_prompt", True)
     fields.finish()
-    model = service.model
-    return json_response(
-        {"prompt": await off_loop(lambda: model.render_chat(messages, use.described, variables))}
-    )
+    job = TextJob("render_chat", messages=messages, tools=use.described, variables=variables)
+    result = await unless_gone(request.receive, service.text_pool.perform(service.model, job))
+    return json_response({"prompt": result.text.decode()})

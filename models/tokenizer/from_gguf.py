@@ -16,6 +16,7 @@ from quengine.models.tokenizer.character_bpe import CharacterBPE
 from quengine.models.tokenizer.errors import TokenizerError
 from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer
 from quengine.models.tokenizer.scored_bpe import ScoredBPE, scored_bytes
+from quengine.models.tokenizer.token_length import of_gguf
 from quengine.models.tokenizer.tokenizer import TextEncoder, Tokenizer
 from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, with_roles_by_text
 
@@ -83,7 +84,9 @@ def _merging(file: GGUFFile, kind: str) -> Tokenizer:
         vocabulary = replace(vocabulary, add_bos="bos" in vocabulary.named_ids)
     kind_of_bpe = ByteLevelBPE if splits.byte_level else CharacterBPE
     return Tokenizer(
-        vocabulary, lambda: AddedTokenEncoder(vocabulary, kind_of_bpe(vocabulary, merges, splits))
+        vocabulary,
+        lambda: AddedTokenEncoder(vocabulary, kind_of_bpe(vocabulary, merges, splits)),
+        length=lambda: of_gguf(vocabulary, splits.byte_level),
     )
 
 
@@ -100,7 +103,7 @@ def _scored(file: GGUFFile) -> Tokenizer:
     def make_encoder() -> TextEncoder:
         return AddedTokenEncoder(vocabulary, ScoredBPE(vocabulary, values, space_prefix))
 
-    return Tokenizer(vocabulary, make_encoder, space_prefix)
+    return Tokenizer(vocabulary, make_encoder, space_prefix, lambda: of_gguf(vocabulary, byte_level=False))
 
 
 def _vocabulary(

@@ -17,6 +17,7 @@ from quengine.models.hf_headers import read_json
 from quengine.models.tokenizer.byte_level import byte_level_bytes
 from quengine.models.tokenizer.errors import TokenizerError
 from quengine.models.tokenizer.scored_bpe import SPACE, scored_bytes
+from quengine.models.tokenizer.token_length import of_pipeline
 from quengine.models.tokenizer.tokenizer import Tokenizer
 from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, control_texts, with_roles_by_text
 
@@ -64,7 +65,8 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         rstrip_ids=frozenset(i for i, token in engine.get_added_tokens_decoder().items() if token.rstrip),
     )
     prefix = not byte_level and _puts_space_first(parts)
-    return Tokenizer(with_roles_by_text(vocabulary), lambda: WholeTextEncoder(engine), prefix)
+    complete = with_roles_by_text(vocabulary)
+    return Tokenizer(complete, lambda: WholeTextEncoder(engine), prefix, lambda: of_pipeline(complete, parts))
 
 
 def _engine(path: Path, parts: Mapping[str, Any]) -> Engine:

@@ -5,6 +5,7 @@ streams or templates.
 """
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
@@ -15,6 +16,7 @@ from quengine.models.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
+    from quengine.models.tokenizer.token_length import TokenLength
 
 
 class TextEncoder(Protocol):
@@ -32,9 +34,14 @@ class Tokenizer:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, make_encoder: Callable[[], TextEncoder], space_prefix: bool = False
+        self,
+        vocabulary: Vocabulary,
+        make_encoder: Callable[[], TextEncoder],
+        space_prefix: bool = False,
+        length: "Callable[[], TokenLength | None]" = lambda: None,
     ) -> None:
         self.space_prefix = space_prefix
+        self._length = length
         self._vocabulary = vocabulary
         self._make_encoder: Callable[[], TextEncoder] | None = make_encoder
         self._encoder: TextEncoder | None = None
@@ -88,6 +95,11 @@ class Tokenizer:
     def control_texts(self) -> list[str]:
         """What `encode` turns into control tokens if asked, longest first."""
         return list(self._vocabulary.control_tokens)
+
+    @cached_property
+    def token_length(self) -> "TokenLength | None":
+        """How much of a text one token can stand for; None where that has no bound."""
+        return self._length()
 
     def token_text(self, token_id: int) -> str:
         """The token as the vocabulary spells it, e.g. `Ġthe` or `▁the`."""

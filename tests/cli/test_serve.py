@@ -24,6 +24,9 @@ from tests.tiny_models import write_tiny
         (["--api-key-file", "nothing"], "cannot read the keys from nothing"),
         (["--parallel", "0"], "--parallel 0"),
         (["--max-n", "0"], "limit n = 0"),
+        (["--max-connections", "0"], "limit connections = 0"),
+        (["--header-timeout", "0"], "limit header_s = 0"),
+        (["--idle-timeout", "nan"], "limit idle_s = nan"),
         (["--temp", "-1"], "temperature = -1"),
         ([], "no-such-model.gguf"),
     ],
@@ -57,10 +60,11 @@ def test_a_model_is_called_what_its_user_calls_it(model: str, name: str) -> None
     assert _name(model) == name
 
 
-def test_a_server_answers_until_sigterm_and_then_exits_with_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["-v"]], ids=["quiet", "-v"])
+def test_a_server_answers_logs_and_exits_with_0_at_sigterm(tmp_path: Path, flags: list[str]) -> None:
     sizes = ModelSizes(embedding=64, feed_forward=128, context=128)
     model = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0", sizes=sizes)
-    command = [sys.executable, "-m", "quengine.cli.main", "serve", "-m", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "quengine.cli.main", *flags, "serve", "-m", str(model), "--port", "0"]
     process = subprocess.Popen(
         [*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"}
     )
@@ -73,8 +77,14 @@ def test_a_server_answers_until_sigterm_and_then_exits_with_0(tmp_path: Path) ->
                 break
         answer = httpx.post(f"{url}/completion", json={"prompt": "the", "n_predict": 3}, timeout=30)
         assert answer.json()["model"] == "tiny"
+        assert httpx.get(f"{url}/health", timeout=30).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        log = process.communicate(timeout=30)[1]
+        assert process.returncode == 0
+        tokens = r"prompt \d+ tokens \(0 cached\), completion 3 tokens"
+        assert re.search(rf'127\.0\.0\.1:\d+ "POST /completion" 200 \d+\.\d+ s, {tokens}\n', log), log
+        for more in ("connection from 127.0.0.1", '"GET /health" 200'):
+            assert (more in log) == bool(flags), log
     finally:
         process.kill()
         process.communicate()

@@ -1,0 +1,80 @@
+"""The access log: a line for each request, when it has been answered or its client has gone."""
+
+import logging
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from quengine.log_lines import one_line
+from quengine.serve.engine_port import Finished, GenerationRequest, Piece
+
+logger = logging.getLogger("quengine.serve.access")
+
+POLLED_PATHS = frozenset({"/health", "/v1/health", "/metrics", "/slots"})
+"""Asked for again and again by machines: logged with `-v` only."""
+CLIENT_GONE = 499
+_MAX_PATH = 200  # characters
+_MAX_ERROR = 300
+
+_current: ContextVar["RequestRecord | None"] = ContextVar("request_record", default=None)
+
+
+@dataclass
+class RequestRecord:
+    """What is told of one HTTP request. Token counts are those of all its completions."""
+
+    scope: Scope
+    began: float = field(default_factory=time.perf_counter)
+    prompt_tokens: int | None = None
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    error: str = ""
+
+    def submitted(self, requests: tuple[GenerationRequest, ...]) -> None:
+        """A prompt of several completions is counted once."""
+        self.prompt_tokens = sum(len(request.prompt) for request in requests if request.index == 0)
+
+    def event(self, event: Piece | Finished) -> None:
+        if isinstance(event, Piece):
+            self.completion_tokens += len(event.tokens)
+        else:
+            self.cached_tokens = max(self.cached_tokens, event.timings.cached_tokens)
+
+    def line(self, status: int) -> str:
+        """Address, method, path as it was sent (without its query), status, seconds, tokens, error."""
+        client = self.scope.get("client")
+        address = f"{client[0]}:{client[1]}" if client else "-"
+        path = (self.scope.get("raw_path") or self.scope["path"].encode()).decode("latin-1")
+        took = time.perf_counter() - self.began
+        parts = [f'{address} "{self.scope["method"]} {one_line(path, _MAX_PATH)}" {status} {took:.3f} s']
+        if self.prompt_tokens is not None:
+            parts.append(f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} cached)")
+            parts.append(f"completion {self.completion_tokens} tokens")
+        if self.error:
+            parts.append(f"error: {one_line(self.error, _MAX_ERROR)}")
+        return ", ".join(parts)
+
+    def write(self, status: int) -> None:
+        level = logging.DEBUG if self.scope["path"] in POLLED_PATHS else logging.INFO
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s %s", time.strftime("%Y-%m-%d %H:%M:%S"), self.line(status))
+
+
+def begin(scope: Scope) -> RequestRecord:
+    """The record of the request that this task answers from now on."""
+    record = RequestRecord(scope)
+    _current.set(record)
+    return record
+
+
+def current() -> RequestRecord:
+    """The record of the request that is being answered; one that nobody reads outside of any."""
+    return _current.get() or RequestRecord({})
+
+
+def set_level(wanted: bool) -> None:
+    """Lines of requests on or off; those of polled paths too where all that the program does is logged."""
+    verbose = logging.getLogger("quengine").isEnabledFor(logging.DEBUG)
+    logger.setLevel(logging.WARNING if not wanted else logging.DEBUG if verbose else logging.INFO)

@@ -1,0 +1,74 @@
+"""The listening socket, and how many connections the limit on open files leaves room for."""
+
+import errno
+import resource
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quengine.errors import EngineError
+
+BACKLOG = 1024
+SEND_BUFFER = 128 << 10
+"""Bytes that the kernel holds for a reader: what it would choose by itself hides a sleeping one for minutes."""
+OTHER_DESCRIPTORS = 48
+"""Open files beside connections: the model, pipes to processes, the event loop's own, refused connections."""
+RETRY_SECONDS = 0.9
+"""Less than asyncio waits before it listens again."""
+OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Listener(socket.socket):
+    """A listening socket that asks for room where descriptors are short, and fails once a second where there is none.
+
+    asyncio calls `accept` as many times in a row as the backlog is long, and reports each failure: without this, a
+    thousand times a second. `make_room` is told the error, and returns how many descriptors will be free.
+    """
+
+    make_room: Callable[[OSError], int] | None = None
+    _again_at = 0.0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if time.monotonic() < self._again_at:
+            raise BlockingIOError(errno.EAGAIN, "no descriptor was free a moment ago")
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno in OUT_OF_RESOURCES:
+                if self.make_room is not None and self.make_room(error):
+                    raise BlockingIOError(errno.EAGAIN, "descriptors are being freed") from None
+                self._again_at = time.monotonic() + RETRY_SECONDS
+            raise
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises EngineError where the address cannot be used."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = Listener(family, kind, protocol)
+    except OSError as error:
+        raise EngineError(f"cannot listen on {host}: {error.strerror or error}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise EngineError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def connection_limit(asked: int) -> int:
+    """Connections that may be open at once: `asked`, or what the process's limit on open files leaves room for."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return asked if files == resource.RLIM_INFINITY else min(asked, max(1, files - OTHER_DESCRIPTORS))

@@ -1,0 +1,196 @@
+"""Connections that send little or nothing: time limits, a limit on their number, and descriptors that run out."""
+
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import openai
+import pytest
+
+from quengine.serve.fake_engine import FakeEngine
+from quengine.serve.listener import OTHER_DESCRIPTORS, connection_limit
+from quengine.serve.settings import Limits
+from tests.engine.serve.serving import Served, serving
+from tests.engine.serve.test_streams import raw_completion, raw_connection
+
+HEADERS = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+A_LONG_TIME = 20.0
+
+
+def drip(connection: socket.socket, byte: bytes) -> bytes:
+    """Sends a byte again and again until the server closes the connection; what it said."""
+    received, end = b"", time.monotonic() + A_LONG_TIME
+    connection.settimeout(0.05)
+    while time.monotonic() < end:
+        try:
+            connection.sendall(byte)
+            part = connection.recv(65536)
+        except TimeoutError:
+            continue
+        except OSError:
+            return received
+        if not part:
+            return received
+        received += part
+    raise AssertionError("the connection is still open")
+
+
+def closed_by_server(connection: socket.socket) -> bool:
+    connection.settimeout(A_LONG_TIME)
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_headers_that_drip_are_cut_off_with_a_408() -> None:
+    with serving(limits=Limits(header_s=0.3)) as served, raw_connection(served) as connection:
+        connection.sendall(HEADERS + b"X-Slow: ")
+        answer = drip(connection, b"x")
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"--header-timeout" in answer
+
+
+def test_headers_that_drip_after_an_answer_are_cut_off_too() -> None:
+    with serving(limits=Limits(header_s=0.3)) as served, raw_connection(served) as connection:
+        connection.sendall(HEADERS + b"\r\n")
+        assert b" 200 OK" in connection.recv(65536)
+        connection.sendall(HEADERS)
+        assert b" 408 " in drip(connection, b"x")
+
+
+def test_a_body_that_drips_behind_its_answer_is_cut_off() -> None:
+    with serving(limits=Limits(header_s=0.3)) as served, raw_connection(served) as connection:
+        connection.sendall(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
+        assert b" 404 " in drip(connection, b"x")
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["before a request", "after one"])
+def test_a_connection_that_sends_nothing_is_closed(asked: bool) -> None:
+    with serving(limits=Limits(idle_s=0.3)) as served, raw_connection(served) as connection:
+        if asked:
+            connection.sendall(HEADERS + b"\r\n")
+        assert closed_by_server(connection)
+
+
+def test_a_stream_lasts_longer_than_the_limits_on_headers_and_silence() -> None:
+    limits = Limits(header_s=0.1, idle_s=0.1, read_s=0.1)
+    with serving(lambda: FakeEngine(step_s=0.02), limits=limits) as served:
+        stream = served.openai().completions.create(model="fake", prompt="a", max_tokens=40, stream=True)
+        assert sum(1 for _ in stream) >= 40
+
+
+def test_idle_connections_give_way_to_a_client_with_a_request() -> None:
+    with serving(limits=Limits(connections=4)) as served, ExitStack() as stack:
+        idle = [stack.enter_context(raw_connection(served)) for _ in range(4)]
+        dripping = stack.enter_context(raw_connection(served))
+        dripping.sendall(HEADERS)
+        for _ in range(3):
+            client = served.openai()
+            assert client.completions.create(model="fake", prompt="a").usage is not None
+        assert closed_by_server(idle[0]), "the one that has been idle for the longest goes first"
+        assert len(served.server.connections) <= 4
+
+
+def test_where_all_connections_are_being_answered_one_more_is_told_so() -> None:
+    with (
+        serving(lambda: FakeEngine(step_s=0.01), limits=Limits(connections=2)) as served,
+        ExitStack() as stack,
+    ):
+        streams = [stack.enter_context(raw_connection(served)) for _ in range(2)]
+        for stream in streams:
+            stream.sendall(raw_completion("a", 4000))
+            assert b"200 OK" in stream.recv(1000)
+        with pytest.raises(openai.InternalServerError, match="--max-connections") as refused:
+            served.openai().completions.create(model="fake", prompt="a")
+        assert refused.value.status_code == 503 and refused.value.code == "too_many_connections"
+        assert b"data: " in streams[0].recv(65536)  # they go on
+        streams[0].close()
+        assert served.wait_until(lambda: len(served.server.connections) == 1)
+        assert served.openai().models.list().data[0].id == "fake"
+
+
+def test_the_limit_on_open_files_bounds_the_connections() -> None:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert connection_limit(3) == min(3, max(1, files - OTHER_DESCRIPTORS))
+    if files != resource.RLIM_INFINITY:
+        assert connection_limit(10**9) == max(1, files - OTHER_DESCRIPTORS)
+
+
+SERVER = """
+import resource, sys
+from quengine import log_lines
+from quengine.serve import listener
+from quengine.serve.fake_engine import FakeEngine
+from quengine.serve.server import Server
+from quengine.serve.settings import Limits, ServerSettings
+
+files, listener.OTHER_DESCRIPTORS = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+log_lines.set_up(False)
+settings = ServerSettings(("fake",), port=0, limits=Limits(connections=1000))
+Server(settings, FakeEngine, lambda line: print(line, file=sys.stderr, flush=True)).run_until_stopped()
+"""
+
+
+@contextmanager
+def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str]]]:
+    """A server in a process that may open so many files; its address, and, after the block, its lines."""
+    command = [sys.executable, "-c", SERVER, str(files), str(others)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
+    lines: list[str] = []
+    try:
+        assert process.stderr is not None
+        url = ""
+        for line in process.stderr:
+            url = (re.findall(r"http://\S+[0-9]", line) or [url])[0]
+            if "ready" in line:
+                break
+        yield url, lines
+    finally:
+        process.terminate()
+        lines += (process.communicate(timeout=30)[1] or "").splitlines()
+
+
+@pytest.mark.parametrize(
+    ("files", "others"), [(128, OTHER_DESCRIPTORS), (40, -1000)], ids=["within the limit", "beyond it"]
+)
+def test_more_idle_connections_than_files_leave_the_server_answering_and_the_log_short(
+    files: int, others: int
+) -> None:
+    with server_with_files(files, others) as (url, lines), ExitStack() as stack:
+        host, port = url.removeprefix("http://").split(":")
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=A_LONG_TIME))
+        began = time.monotonic()
+        with httpx.Client(base_url=url, timeout=60) as client:
+            assert client.get("/health").json() == {"status": "ok"}
+        if others < 0:
+            time.sleep(max(0.0, 2 - (time.monotonic() - began)))
+    seconds = time.monotonic() - began
+    assert len(lines) <= 5 + 3 * seconds, lines[:10]
+    assert not any("Traceback" in line for line in lines)
+    if others < 0:
+        assert any("no connection can be accepted: Too many open files" in line for line in lines), lines
+
+
+def test_a_request_after_the_flood_is_served_as_before(served: Served) -> None:
+    for _ in range(30):
+        raw_connection(served).close()
+    assert served.openai().completions.create(model="fake", prompt="a").usage is not None
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving() as running:
+        yield running
