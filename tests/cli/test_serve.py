@@ -74,7 +74,7 @@ def test_a_server_answers_until_sigterm_and_then_exits_with_0(tmp_path: Path) ->
         answer = httpx.post(f"{url}/completion", json={"prompt": "the", "n_predict": 3}, timeout=30)
         assert answer.json()["model"] == "tiny"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
         process.communicate()
