@@ -116,7 +116,7 @@ def test_logits_that_are_not_finite_are_valid_json_and_fail(
         tensor = file.tensors["output_norm.weight"]
         offset, shape = tensor.offset, tensor.data.shape
     np.memmap(broken, np.uint8, "r+", offset, shape)[:] = 255
-    assert run(["parity", "-m", str(broken), "-f", text, "--prompts", "0", "--json"]) == 1
+    assert run(["parity", "-m", str(broken), "-f", text, "--prompts", "0", "-t", "1", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["phases"]["decode"]["nmse_median"] is None
     assert "not finite" in result["failures"][0]
@@ -204,7 +204,7 @@ def test_one_garbage_position_of_289_in_decode_fails(
     monkeypatch.setattr(LLMSide, "forward", garbage_once)
     path = tmp_path / "long.txt"
     path.write_bytes(bytes(97 + i * i % 23 for i in range(289)))
-    assert run(["parity", "-m", model, "-f", str(path), "--prompts", "0", "--json"]) == 1
+    assert run(["parity", "-m", model, "-f", str(path), "--prompts", "0", "-t", "1", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert result["phases"]["decode"]["nmse_p99"] < 1e-6, "only a maximum sees it"
     assert result["phases"]["decode"]["positions"] == 289 and seen
