@@ -140,7 +140,7 @@ def parity(
 class Findings:
     """All that was compared, and the verdict: it holds when nothing of it is outside its budget.
 
-    files: the stored tensors of the two sides' files, where those are two GGUF files.
+    files: the stored tensors of the two sides' files, where those are two.
     """
 
     report: "ParityReport"

@@ -11,9 +11,8 @@ import torch
 
 from quengine.errors import EngineError
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.checkpoint import open_checkpoint
+from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.config import ModelConfig
-from quengine.models.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.hub import resolve_model
 from quengine.models.tokenizer import Tokenizer
 
@@ -62,7 +61,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class FileComparison:
-    """The tensors of two GGUF files, as stored.
+    """The tensors of two models, as stored.
 
     differing: those of one type whose bytes are not the same.
     retyped: how many are stored as another type, or in one of the files only; nothing is said of their values.
@@ -83,9 +82,8 @@ class FileComparison:
         return found
 
 
-def compare_files(a: str | Path, b: str | Path) -> FileComparison | None:
-    """What differs between two models as they are stored. None where one of them is no GGUF file: a folder of
-    safetensors has the rows of some tensors in another order.
+def compare_files(a: str | Path, b: str | Path) -> FileComparison:
+    """What differs between two models as they are stored, GGUF files or folders of safetensors.
 
     Raises:
         EngineError: a file is no model, or their shapes or vocabularies differ, which nothing can be compared across.
@@ -94,8 +92,6 @@ def compare_files(a: str | Path, b: str | Path) -> FileComparison | None:
     try:
         _check_shapes(first.config, second.config)
         _check_vocabularies(first.tokenizer(), second.tokenizer())
-        if not (isinstance(first, GGUFCheckpoint) and isinstance(second, GGUFCheckpoint)):
-            return None
         return _compared(first, second)
     finally:
         first.close()
@@ -120,11 +116,17 @@ def _check_vocabularies(a: Tokenizer, b: Tokenizer) -> None:
             raise EngineError(f"the vocabularies differ: token {token} is {of_a!r} in a and {of_b!r} in b")
 
 
-def _compared(a: GGUFCheckpoint, b: GGUFCheckpoint) -> FileComparison:
-    shared = [name for name in a.tensors if name in b.tensors and _alike(a.tensors[name], b.tensors[name])]
-    differing = [found for name in shared if (found := _difference(a.tensors[name], b.tensors[name]))]
-    names = a.tensors.keys() | b.tensors.keys()
-    return FileComparison(len(names), differing, len(names) - len(shared), _settings(a.config, b.config))
+def _compared(a: Checkpoint, b: Checkpoint) -> FileComparison:
+    tensors_a, tensors_b = a.tensors, b.tensors
+    differing, shared = [], 0
+    for name in (name for name in tensors_a if name in tensors_b):  # in the file's order
+        one, other = tensors_a[name], tensors_b[name]
+        if _alike(one, other):
+            shared += 1
+            if difference := _difference(one, other):
+                differing.append(difference)
+    count = len(tensors_a.keys() | tensors_b.keys())
+    return FileComparison(count, differing, count - shared, _settings(a.config, b.config))
 
 
 def _alike(a: QuantTensor, b: QuantTensor) -> bool:

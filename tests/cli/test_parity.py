@@ -11,6 +11,7 @@ import torch
 from quengine.cli.main import run
 from quengine.errors import EngineError
 from tests.gguf_builder import ModelSizes
+from tests.models.test_hf_vs_gguf import write_tokenizer, written_both_ways
 from tests.tiny_models import chat_vocabulary, write_tiny
 
 QUICK = ["--prompts", "2", "--tokens", "4", "-t", "1"]
@@ -332,6 +333,19 @@ def test_two_quantizations_are_compared_and_outside_the_budget(
     result = json.loads(capsys.readouterr().out)
     assert result["files"]["retyped"] > 0 and result["files"]["differing"] == []
     assert result["phases"]["decode"]["kl_mean"] > 1e-4 and result["phases"]["decode"]["nmse_median"] < 1
+
+
+def test_a_checkpoint_folder_and_its_gguf_file_are_the_same(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=256)
+    gguf, folder = (side.path for side in written_both_ways(tmp_path, sizes, "F16", tied=False))
+    write_tokenizer(folder)
+    assert run(["parity", "--a", str(gguf), "--b", str(folder), "-f", text, *QUICK, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    # The norms are F32 in one and F16 in the other.
+    assert (result["files"]["differing"], result["files"]["retyped"]) == ([], 2 * sizes.blocks + 1)
+    assert result["phases"]["decode"]["nmse_max"] == 0
 
 
 def test_another_setting_is_named_even_where_the_logits_hide_it(
