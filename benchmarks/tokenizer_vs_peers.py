@@ -30,9 +30,19 @@ from tests.text_samples import HAND_PICKED, marked_texts, random_texts
 
 Encode = Callable[[str], list[int]]
 # Texts that are special tokens somewhere.
-MARKS = "</s> <s> <unk> <|endoftext|> <|im_start|> <|im_end|> <|user|> <|end|> <eos>".split()
+MARKS = [
+    "</s>",
+    "<s>",
+    "<unk>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|user|>",
+    "<|end|>",
+    "<eos>",
+]
 # Pre-tokenizers of which llama.cpp has an approximation.
-NOT_HELD = "tekken gpt-4o llama4 kanana2 talkie minimax-m2".split()
+NOT_HELD = ["tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`engine parity`: do two ways of running a model agree? Says so with numbers, and with the exit code.
+"""`engine parity`: do two ways of running a model, or two files, agree? Says so with numbers and the exit code.
 
 The report goes to standard output, progress to standard error. Exit codes: 0 within the budget, 1 outside
 it (or a wrong argument), 2 when a side cannot run on this machine.
@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ from quengine.input_files import read_text
 
 if TYPE_CHECKING:
     from quengine.parity import ParityReport
+    from quengine.parity_files import FileComparison
     from quengine.parity_locate import Location
     from quengine.parity_metrics import Divergence
     from quengine.parity_sides import LLMSide, SidePair
@@ -29,21 +30,32 @@ if TYPE_CHECKING:
 
 OUTSIDE_BUDGET = 1
 _SHOWN_DIVERGENCES = 20
+_SHOWN_TENSORS = 10
 _WORTH_SAYING = 10.0
 """Seconds from which on a run is announced with how long it takes."""
 
 
 def parity(
-    model: options.Model,
+    model: Annotated[
+        str | None,
+        typer.Option("-m", "--model", help="The model of the sides that name no file.", show_default=False),
+    ] = None,
     a: Annotated[
         str | None,
         typer.Option(
-            "--a", help="reference, cpu, cuda or cuda:N. (default: reference; cpu on a machine with a GPU)"
+            "--a",
+            metavar="SIDE",
+            help="What the other is measured against: reference, cpu, cuda or cuda:N for --model there, FILE for "
+            "another model, FILE@DEVICE for one there. (default: reference; cpu on a machine with a GPU)",
         ),
     ] = None,
     b: Annotated[
         str | None,
-        typer.Option("--b", help="The side under test. (default: cpu; cuda on a machine with a GPU)"),
+        typer.Option(
+            "--b",
+            metavar="SIDE",
+            help="The side under test, written alike. (default: cpu; cuda on a machine with a GPU)",
+        ),
     ] = None,
     file: Annotated[
         list[Path] | None,
@@ -67,7 +79,7 @@ def parity(
     find: Annotated[
         bool,
         typer.Option(
-            "--locate", help="Compare operation by operation, too; without it, only when parity fails."
+            "--locate", help="Show the comparison operation by operation even where all is within its budget."
         ),
     ] = False,
     window: Annotated[
@@ -77,47 +89,70 @@ def parity(
     cache_type: options.CacheTypeName = "f16",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare the logits and the greedy text of two ways to run a model."""
+    """Compare the logits and the greedy text of two ways to run a model, or of two files (--a FILE --b FILE)."""
     if file and texts is not None:
         raise EngineError("--texts counts built-in texts and --file replaces them; give one of the two")
     held = options.cache_type(cache_type)
     given = [read_text(path, "cannot read the text from") for path in file] if file else None
     from quengine.parity import compare_sides
+    from quengine.parity_files import compare_files
     from quengine.parity_locate import locate
-    from quengine.parity_sides import SidePair, check_sides, default_sides
+    from quengine.parity_sides import SidePair, parse_sides
     from quengine.parity_workload import FULL, QUICK, built_in_texts, estimate_seconds, plan_workload
 
     collector.working()
-    defaults, extent = default_sides(), QUICK if quick else FULL
-    a, b = a or defaults[0], b or defaults[1]
-    check_sides(a, b)
+    extent = QUICK if quick else FULL
+    if model is None and a is None and b is None:
+        raise EngineError("nothing to compare: give --model MODEL, or two files with --a FILE --b FILE")
+    side_a, side_b = parse_sides(a, b, model)
+    other = None if side_a.model == side_b.model else side_a.model
+    files = None if other is None else compare_files(side_a.model, side_b.model)
     progress = ProgressLine()
     workload = plan_workload(
-        model,
+        side_b.model,
         built_in_texts(extent.texts if texts is None else texts) if given is None else given,
         extent.prompts if prompts is None else prompts,
         extent.tokens if tokens is None else tokens,
         window,
+        other,
     )
     began = time.perf_counter()
-    progress(f"loading {model}: {a} and {b}")
+    progress(f"loading {side_a.name} and {side_b.name}")
     try:
-        with SidePair(model, a, b, workload.ctx_size, threads, held) as sides:
+        with SidePair(side_a, side_b, workload.ctx_size, threads, held) as sides:
             progress("trying both sides to see how long this takes")
             seconds = estimate_seconds(sides.a, sides.b, workload)
             progress.clear()
             if seconds > _WORTH_SAYING:
                 print(_duration(seconds, workload, quick), file=sys.stderr)
             report = compare_sides(sides.a, sides.b, workload, progress, held)
-            # Over a q8_0 cache only the comparison operation by operation is as strict as over f16.
-            strict = find or held != "f16" or not report.within
-            found = locate(sides.a, sides.b, report, progress) if strict else []
+            found = Findings(report, locate(sides.a, sides.b, report, progress), files)
             progress.clear()
-            _print(report, found, sides, workload, time.perf_counter() - began, as_json)
+            # Over a q8_0 cache only the comparison operation by operation is as strict as over f16.
+            shown = find or held != "f16" or bool(found.failures)
+            _print(found, sides, workload, time.perf_counter() - began, as_json, shown)
     finally:
         progress.clear()
-    if not report.within:
+    if found.failures:
         raise typer.Exit(OUTSIDE_BUDGET)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that was compared, and the verdict: it holds when nothing of it is outside its budget.
+
+    files: the stored tensors of the two sides' files, where those are two.
+    """
+
+    report: "ParityReport"
+    located: "list[Location]"
+    files: "FileComparison | None"
+
+    @property
+    def failures(self) -> list[str]:
+        """A phrase for each thing that fails the verdict."""
+        stored = self.files.failures if self.files else []
+        return [*stored, *self.report.failures, *(phrase for at in self.located for phrase in at.failures)]
 
 
 def _duration(seconds: float, workload: "Workload", quick: bool) -> str:
@@ -130,31 +165,28 @@ def _duration(seconds: float, workload: "Workload", quick: bool) -> str:
 
 
 def _print(
-    report: "ParityReport",
-    found: "list[Location]",
-    sides: "SidePair",
-    workload: "Workload",
-    seconds: float,
-    as_json: bool,
+    found: Findings, sides: "SidePair", workload: "Workload", seconds: float, as_json: bool, operations: bool
 ) -> None:
+    """`operations`: whether the report for people shows the comparison operation by operation; JSON always has it."""
     if as_json:
-        shown = {**_as_json(report, sides, workload, seconds), "located": list(map(_location_json, found))}
-        json.dump(shown, sys.stdout, ensure_ascii=False, allow_nan=False)
+        json.dump(_as_json(found, sides, workload, seconds), sys.stdout, ensure_ascii=False, allow_nan=False)
         print()
         return
-    print(_header(report, sides, workload))
-    print(_phase_table(report))
-    print(_divergence_lines(report, sides.b))
-    for location in found:
+    print(_header(found.report, sides, workload))
+    if found.files:
+        print(_files_text(found.files))
+    print(_phase_table(found.report))
+    print(_divergence_lines(found.report, sides.b))
+    for location in found.located if operations else ():
         print(_location_table(location))
-    print(_verdict(report, found, seconds))
+    print(_verdict(found, seconds))
 
 
 def _header(report: "ParityReport", sides: "SidePair", workload: "Workload") -> str:
-    loaded = sides.b.llm.loaded
+    paths = sides.a.llm.loaded.path, sides.b.llm.loaded.path
     cuts = f" in {len(workload.windows)} windows" if len(workload.windows) > workload.texts else ""
     lines = [
-        f"model     {loaded.path.name}",
+        *([f"model     {paths[1].name}"] if paths[0] == paths[1] else []),
         f"a         {_side_text(sides.a)}",
         f"b         {_side_text(sides.b)}",
         f"compared  {workload.texts} texts{cuts}, {sum(map(len, workload.windows))} tokens, in each phase; "
@@ -163,9 +195,22 @@ def _header(report: "ParityReport", sides: "SidePair", workload: "Workload") -> 
     return "\n".join(lines) + "\n"
 
 
+def _files_text(files: "FileComparison") -> str:
+    """What is stored in two files: the tensors that differ, one a line, and the settings."""
+    if not files.differing and not files.retyped and not files.settings:
+        return f"the files' {files.tensors} tensors are the same byte for byte\n"
+    lines = [f"the files' {files.tensors} tensors: {len(files.differing)} of the same type have other bytes"]
+    lines += [f"  {tensor}" for tensor in files.differing[:_SHOWN_TENSORS]]
+    if len(files.differing) > _SHOWN_TENSORS:
+        lines.append(f"  and {len(files.differing) - _SHOWN_TENSORS} more; --json has all")
+    if files.retyped:
+        lines.append(f"  {files.retyped} stored as another type, or in one file only")
+    return "\n".join([*lines, *(f"  {setting}" for setting in files.settings)]) + "\n"
+
+
 def _side_text(side: "LLMSide") -> str:
     backend = side.decoder.backend
-    kind = "the float64 definition" if side.name == "reference" else f"{backend.name} backend"
+    kind = "the float64 definition" if side.device == "reference" else f"{backend.name} backend"
     return f"{side.name} ({kind}, {side.llm.loaded.threads} threads)"
 
 
@@ -176,8 +221,10 @@ def _phase_table(report: "ParityReport") -> str:
         budget = report.budgets[name]
         numbers = (m.nmse_median, m.nmse_p99, m.nmse_max, m.cached_p99, m.kl_mean, m.kl_p99)
         rows.append((name, str(m.positions), *map(_number, numbers), _share(m.top1), _share(m.top5)))
-        median, p99 = f"{budget.nmse_median:.0e}", f"{budget.nmse_p99:.0e}"
-        rows.append(("  budget", "", median, p99, "", "" if math.isnan(m.cached_p99) else p99, *[""] * 4))
+        median, p99, most = (
+            f"{limit:.0e}" for limit in (budget.nmse_median, budget.nmse_p99, budget.nmse_max)
+        )
+        rows.append(("  budget", "", median, p99, most, "" if math.isnan(m.cached_p99) else p99, *[""] * 4))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -251,19 +298,15 @@ def _marked(value: float, within: bool) -> str:
     return f"{value:.1e}{' ' if within else '*'}"
 
 
-def _verdict(report: "ParityReport", found: "list[Location]", seconds: float) -> str:
-    if report.within:
+def _verdict(found: Findings, seconds: float) -> str:
+    failures = found.failures
+    if not failures:
         return f"within the budget ({seconds:.0f} s)"
-    failures = [*report.failures, *(_located(location) for location in found if location.first)]
-    if not any(location.first for location in found):
+    if found.report.failures and not any(location.first for location in found.located):
         failures.append(
             "no single operation is past its budget: look at what is around them (cache, sampling, a captured step)"
         )
     return "\n".join([f"OUTSIDE the budget ({seconds:.0f} s):", *(f"  {failure}" for failure in failures)])
-
-
-def _located(location: "Location") -> str:
-    return f"{location.phase}: goes wrong first in {location.first.place}" if location.first else ""
 
 
 def _location_json(location: "Location") -> dict[str, Any]:
@@ -276,17 +319,18 @@ def _location_json(location: "Location") -> dict[str, Any]:
     }
 
 
-def _as_json(
-    report: "ParityReport", sides: "SidePair", workload: "Workload", seconds: float
-) -> dict[str, Any]:
+def _as_json(found: Findings, sides: "SidePair", workload: "Workload", seconds: float) -> dict[str, Any]:
     from quengine import __version__
 
+    report = found.report
     return {
         "model": str(sides.b.llm.loaded.path),
+        "model_a": str(sides.a.llm.loaded.path),
         "a": report.a,
         "b": report.b,
-        "within": report.within,
-        "failures": report.failures,
+        "within": not found.failures,
+        "failures": found.failures,
+        "files": found.files and asdict(found.files),
         "texts": workload.texts,
         "windows": len(workload.windows),
         "phases": {
@@ -300,6 +344,7 @@ def _as_json(
         "threads": sides.b.llm.loaded.threads,
         "seconds": seconds,
         "version": __version__,
+        "located": list(map(_location_json, found.located)),
     }
 
 

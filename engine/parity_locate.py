@@ -78,6 +78,11 @@ class Location:
         """The first operation past its budget."""
         return next((found for found in self.operations if not found.within), None)
 
+    @property
+    def failures(self) -> list[str]:
+        """A phrase for the user that names it; empty when every operation is within its budget."""
+        return [f"{self.phase}: goes wrong first in {self.first.place}"] if self.first else []
+
 
 def locate(a: LLMSide, b: LLMSide, report: ParityReport, progress: Callable[[str], None]) -> list[Location]:
     """A prefill chunk and a decode step, each where the report's phase was worst.

@@ -4,6 +4,7 @@ Knows logits and numbers only: not what produced them, no model, no device, no t
 the measures to users.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,15 +16,26 @@ TILE_ELEMENTS = 2**21
 
 TOP_K = 5
 
+DIFFERENCES = 6
+"""Numbers that are kept of a position: see `position_differences`."""
+
 
 @dataclass(frozen=True)
 class Budget:
-    """Upper limits of the logits' NMSE over positions; that of the p99 holds for cached keys and values as
-    well.
+    """Upper limits of the logits' NMSE over positions; those of the p99 and of the maximum hold for cached keys and
+    values as well.
     """
 
     nmse_median: float
     nmse_p99: float
+    nmse_max: float
+
+    @property
+    def clear_margin(self) -> float:
+        """A margin of two logits, relative to the root mean square of all, that noise does not turn around: the
+        largest error of a logit, root mean square, that a position may have at all.
+        """
+        return math.sqrt(self.nmse_max)
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,8 @@ class PhaseMetrics:
     kl_*: Kullback-Leibler divergence KL(softmax a || softmax b) of one position, in nats.
     top1, top5: the share of positions with the same largest logit; the mean share of a's five largest that
         are among b's five.
+    widest_flip: the widest margin of a's two largest logits at a position where b has another largest logit; relative
+        to the root mean square of a's logits; 0 where the largest are the same everywhere.
     max_difference: the largest |a - b| of any logit.
     cached_*: NMSE of the keys and of the values that one layer caches for one position; NaN where none were
         compared.
@@ -52,9 +66,11 @@ class PhaseMetrics:
     kl_p99: float
     top1: float
     top5: float
+    widest_flip: float
     max_difference: float
     cached_median: float
     cached_p99: float
+    cached_max: float
 
     def excesses(self, budget: Budget) -> list[str]:
         """What is outside the budget, one phrase each, with value and limit; empty when within."""
@@ -66,15 +82,23 @@ class PhaseMetrics:
         limits = (
             ("NMSE median", self.nmse_median, budget.nmse_median),
             ("NMSE p99", self.nmse_p99, budget.nmse_p99),
+            ("NMSE max", self.nmse_max, budget.nmse_max),
         )
         # Not "value > limit": NaN must not pass.
         found += [
             f"{name} {value:.2g} is over {limit:.2g}" for name, value, limit in limits if not value <= limit
         ]
-        if self.cached_p99 > budget.nmse_p99:
+        if self.widest_flip > budget.clear_margin:
             found.append(
-                f"cached keys and values: NMSE p99 {self.cached_p99:.2g} is over {budget.nmse_p99:.2g}"
+                f"top-1 differs where a's two largest logits are {self.widest_flip:.2g} apart (in units of the logits' "
+                f"root mean square); a margin over {budget.clear_margin:.2g} is clear"
             )
+        cached = (("p99", self.cached_p99, budget.nmse_p99), ("max", self.cached_max, budget.nmse_max))
+        found += [
+            f"cached keys and values: NMSE {name} {value:.2g} is over {limit:.2g}"
+            for name, value, limit in cached
+            if value > limit
+        ]
         return found
 
 
@@ -101,15 +125,19 @@ class Comparison:
         self.cached.append(nmse_rows(a, b, a))
 
     def worst(self) -> int:
-        """The number of the position with the largest NMSE; one that is not finite comes before all."""
-        return int(torch.cat(self.rows)[:, 0].nan_to_num(nan=float("inf")).argmax())
+        """The number of the position that is furthest off; one that is not finite comes before all.
+
+        A top-1 that differs counts as the square of its margin: that, as the NMSE, is held against `Budget.nmse_max`.
+        """
+        nmse, _, top1, _, margin, _ = torch.cat(self.rows).T
+        return int(torch.maximum(nmse, ((1 - top1) * margin).square()).nan_to_num(nan=float("inf")).argmax())
 
     def metrics(self) -> PhaseMetrics:
         """The summary so far."""
         cached = torch.cat(self.cached) if self.cached else torch.empty(0, dtype=torch.float64)
-        rows = torch.cat(self.rows) if self.rows else torch.empty(0, 5, dtype=torch.float64)
+        rows = torch.cat(self.rows) if self.rows else torch.empty(0, DIFFERENCES, dtype=torch.float64)
         finite = rows[~rows.isnan().any(dim=1)]
-        nmse, kl, top1, top5, difference = finite.T
+        nmse, kl, top1, top5, margin, difference = finite.T
         return PhaseMetrics(
             positions=len(rows),
             not_finite=len(rows) - len(finite),
@@ -120,9 +148,11 @@ class Comparison:
             kl_p99=percentile(kl, 99),
             top1=float(top1.mean()),
             top5=float(top5.mean()),
+            widest_flip=percentile((1 - top1) * margin, 100),
             max_difference=percentile(difference, 100),
             cached_median=percentile(cached, 50),
             cached_p99=percentile(cached, 99),
+            cached_max=percentile(cached, 100),
         )
 
 
@@ -139,8 +169,8 @@ def nmse_rows(a: Tensor, b: Tensor, size: Tensor) -> Tensor:
 
 
 def position_differences(a: Tensor, b: Tensor) -> Tensor:
-    """Per position [T, 5]: NMSE, KL in nats, same top-1, shared top-5, largest difference; NaN where not
-    finite.
+    """Per position [T, DIFFERENCES]: NMSE, KL in nats, same top-1, shared top-5, the margin of a's two largest logits
+    relative to the root mean square of a's, largest difference; NaN where not finite.
 
     `a` and `b` are fp64 [T, vocab]. The NMSE is that of raw logits, for which the budgets were set; what a
     constant shift hides or adds is told apart by the KL divergence, which does not see one.
@@ -151,10 +181,14 @@ def position_differences(a: Tensor, b: Tensor) -> Tensor:
     log_p, log_q = a.log_softmax(dim=1), b.log_softmax(dim=1)
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=1).clamp(min=0.0)
     k = min(TOP_K, a.shape[1])
-    top_a, top_b = a.topk(k, dim=1).indices, b.topk(k, dim=1).indices
+    largest = a.topk(k, dim=1)
+    top_a, top_b = largest.indices, b.topk(k, dim=1).indices
+    margin = (largest.values[:, 0] - largest.values[:, min(1, k - 1)]) / a.square().mean(dim=1).sqrt()
     top1 = (a.argmax(dim=1) == b.argmax(dim=1)).double()
     top5 = (top_a[:, :, None] == top_b[:, None, :]).any(dim=2).double().mean(dim=1)
-    result = torch.stack([nmse, kl, top1, top5, difference.abs().amax(dim=1)], dim=1)
+    # Logits that are all zero have no margin.
+    margin = torch.where(energy == 0, 0.0, margin)
+    result = torch.stack([nmse, kl, top1, top5, margin, difference.abs().amax(dim=1)], dim=1)
     # A NaN or an infinity on either side is one in these sums.
     broken = ~(error.isfinite() & energy.isfinite())
     return result.masked_fill(broken[:, None], float("nan"))

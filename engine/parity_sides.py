@@ -5,6 +5,7 @@ Knows how a model is loaded and fed; not what is measured.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -25,10 +26,20 @@ Phase = Literal["prefill", "decode"]
 REFERENCE = "reference"
 
 
-class Side(Protocol):
-    """One of the two runs that are compared."""
+@dataclass(frozen=True)
+class SideSpec:
+    """A side as it is asked for: which model, and `reference`, `cpu`, `cuda` or `cuda:N`. `name` is for the report."""
 
     name: str
+    model: str | Path
+    device: str
+
+
+class Side(Protocol):
+    """One of the two runs that are compared: `name` for the report, `device` as in `SideSpec`."""
+
+    name: str
+    device: str
 
     def step(self, phase: Phase) -> int:
         """How many tokens the side computes at once in a phase."""
@@ -60,13 +71,14 @@ class LLMSide:
         quick.
     """
 
-    def __init__(self, name: str, llm: LLM) -> None:
+    def __init__(self, name: str, llm: LLM, device: str | None = None) -> None:
         self.name = name
+        self.device = device or name
         self.llm = llm
         self.decoder = llm.runner.decoder
 
     def step(self, phase: Phase) -> int:
-        return 1 if phase == "decode" and self.name != REFERENCE else self.decoder.chunk_size
+        return 1 if phase == "decode" and self.device != REFERENCE else self.decoder.chunk_size
 
     def forward(self, ids: list[int], start: int) -> Tensor:
         # What the cache says it holds is no longer true.
@@ -104,26 +116,24 @@ class LLMSide:
 
 
 class SidePair(AbstractContextManager["SidePair"]):
-    """Two loaded sides of one model; closing it lets both go.
+    """Two loaded sides, of one model or of two; closing it lets both go.
 
     Raises:
-        EngineError: the model is wrong, or a name is no side.
+        EngineError: a model is wrong.
         CannotRunError: a side cannot run on this machine.
     """
 
     def __init__(
         self,
-        model: str | Path,
-        a: str,
-        b: str,
+        a: SideSpec,
+        b: SideSpec,
         ctx_size: int,
         threads: int | None = None,
         cache_type: CacheType = "f16",
     ) -> None:
-        check_sides(a, b)
-        self.a = LLMSide(a, _load(model, a, ctx_size, threads, cache_type))
+        self.a = _load(a, ctx_size, threads, cache_type)
         try:
-            self.b = LLMSide(b, _load(model, b, ctx_size, threads, cache_type))
+            self.b = _load(b, ctx_size, threads, cache_type)
         except BaseException:
             self.a.llm.close()
             raise
@@ -138,23 +148,58 @@ class SidePair(AbstractContextManager["SidePair"]):
         self.b.llm.close()
 
 
-def default_sides() -> tuple[str, str]:
-    """The pair that is compared when none is named: a GPU with the CPU where there is a usable one, else the
-    CPU with the definition.
-    """
+def default_device() -> str:
+    """Where a model runs when nothing is said: the GPU where there is a usable one, else the CPU."""
     device, _ = choose_device(EngineConfig())
-    return ("cpu", "cuda") if device.type == "cuda" else (REFERENCE, "cpu")
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
-def check_sides(a: str, b: str) -> None:
-    """Raises EngineError for a name that is no side; whether it can run here shows when it is loaded."""
-    for name in (a, b):
-        kind, _, index = name.partition(":")
-        if name not in (REFERENCE, "cpu", "cuda") and (kind != "cuda" or not index.isdecimal()):
-            raise EngineError(f"side {name!r}: must be reference, cpu, cuda or cuda:N")
+def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSpec, SideSpec]:
+    """The two sides of a command line; each is DEVICE (of `model`), FILE, FILE@DEVICE, or None for the default.
+
+    A side that is one of the devices' names is that device; what stands behind the last @ is a device only if it has
+    such a name. A file without a device runs where a model runs by default. A side that is left out is `model`: b on
+    that device; a on the CPU where that is a GPU, else by the definition; but if b names another file, both run alike.
+
+    Raises:
+        EngineError: a side has no file, or both have one and `model` is given as well.
+    """
+    device = default_device()
+    other = "cpu" if device == "cuda" else REFERENCE
+    spec_b = _parse("--b", b, model, device)
+    if a is None and b is not None and not is_device(b):
+        other = spec_b.device
+    spec_a = _parse("--a", a, model, other)
+    if model is not None and not any(side is None or is_device(side) for side in (a, b)):
+        raise EngineError(f"--model {model}: both sides name a file, and it is none of them; leave it out")
+    return spec_a, spec_b
 
 
-def _load(model: str | Path, side: str, ctx_size: int, threads: int | None, cache_type: CacheType) -> LLM:
-    if side == REFERENCE:
-        return LLM(model, "cpu", ctx_size, threads, backend=REFERENCE, cache_type=cache_type)
-    return LLM(model, side, ctx_size, threads, cache_type=cache_type)
+def is_device(text: str) -> bool:
+    """Whether it names what a model can run on; whether it can run here shows when it is loaded."""
+    kind, _, index = text.partition(":")
+    return text in (REFERENCE, "cpu", "cuda") or (kind == "cuda" and index.isdecimal())
+
+
+def _parse(flag: str, text: str | None, model: str | None, default: str) -> SideSpec:
+    if text is None or is_device(text):
+        device = text or default
+        if model is None:
+            raise EngineError(f"{flag} {device}: which model? Give --model, or the side as FILE@{device}")
+        return SideSpec(device, model, device)
+    file, at, device = text.rpartition("@")
+    if not at or not is_device(device):
+        file, device = text, default_device()
+    if not file:
+        raise EngineError(
+            f"{flag} {text}: no file stands before the @; write FILE@{device}, or {device} alone"
+        )
+    return SideSpec(f"{file}@{device}", file, device)
+
+
+def _load(side: SideSpec, ctx_size: int, threads: int | None, cache_type: CacheType) -> LLMSide:
+    if side.device == REFERENCE:
+        llm = LLM(side.model, "cpu", ctx_size, threads, backend=REFERENCE, cache_type=cache_type)
+    else:
+        llm = LLM(side.model, side.device, ctx_size, threads, cache_type=cache_type)
+    return LLMSide(side.name, llm, side.device)

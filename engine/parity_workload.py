@@ -10,6 +10,7 @@ from pathlib import Path
 from quengine.errors import EngineError
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.hub import resolve_model
+from quengine.models.tokenizer import Tokenizer
 from quengine.parity_sides import Phase, Side
 from quengine.parity_texts import PROMPTS, TEXTS
 
@@ -53,15 +54,20 @@ def built_in_texts(count: int | None = None) -> list[str]:
 
 
 def plan_workload(
-    model: str | Path, texts: list[str], prompts: int, tokens: int, window: int = WINDOW
+    model: str | Path,
+    texts: list[str],
+    prompts: int,
+    tokens: int,
+    window: int = WINDOW,
+    other: str | Path | None = None,
 ) -> Workload:
     """Encode texts and the first `prompts` built-in prompts with the model's tokenizer.
 
     Texts longer than `window` positions, or than the model's context, are cut into windows that are
-    computed one by one.
+    computed one by one. `other` is the other side's model, if that is another one: it must encode alike.
 
     Raises:
-        EngineError: no such model, a count out of range, or nothing to compare.
+        EngineError: no such model, a count out of range, nothing to compare, or tokenizers that disagree.
     """
     for name, value, low, high in (
         ("--prompts", prompts, 0, len(PROMPTS)),
@@ -70,15 +76,20 @@ def plan_workload(
     ):
         if not low <= value <= high:
             raise EngineError(f"{name} {value}: must be in {low}..{high}")
-    checkpoint = open_checkpoint(resolve_model(str(model)))
-    try:
-        tokenizer, context = checkpoint.tokenizer(), checkpoint.config.context_length
-    finally:
-        checkpoint.close()
+    tokenizer, context = _tokenizer(model)
     encoded = [tokenizer.encode(text, bos=tokenizer.add_bos) for text in texts]
+    prompt_ids = [tokenizer.encode(text, bos=tokenizer.add_bos) for text in PROMPTS[:prompts]]
+    if other is not None:
+        second, least = _tokenizer(other)
+        context = min(context, least)
+        for text, ids in zip([*texts, *PROMPTS[:prompts]], [*encoded, *prompt_ids], strict=True):
+            if second.encode(text, bos=second.add_bos) != ids:
+                raise EngineError(
+                    f"the two files' tokenizers give other tokens for the same text, {text[:40]!r}: their logits "
+                    f"cannot be compared"
+                )
     size = min(window, context)
     windows = [ids[start : start + size] for ids in encoded for start in range(0, len(ids), size)]
-    prompt_ids = [tokenizer.encode(text, bos=tokenizer.add_bos) for text in PROMPTS[:prompts]]
     if not windows and not prompt_ids:
         raise EngineError("nothing to compare: the texts have no tokens and --prompts is 0")
     if any(len(ids) >= context for ids in prompt_ids):
@@ -87,6 +98,15 @@ def plan_workload(
         )
     longest = max([*map(len, windows), *(len(ids) + tokens for ids in prompt_ids)])
     return Workload(windows, prompt_ids, tokens, len(texts), min(longest + 1, context))
+
+
+def _tokenizer(model: str | Path) -> tuple[Tokenizer, int]:
+    """The model's tokenizer, and its context in tokens."""
+    checkpoint = open_checkpoint(resolve_model(str(model)))
+    try:
+        return checkpoint.tokenizer(), checkpoint.config.context_length
+    finally:
+        checkpoint.close()
 
 
 def estimate_seconds(a: Side, b: Side, workload: Workload) -> float:

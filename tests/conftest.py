@@ -31,6 +31,19 @@ def _kernels_compile_quietly() -> None:
     kernel_table._say_once()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _interpreter_adds_in_one_order() -> Iterator[None]:
+    """Tests of bit-equality through the interpreter must not depend on the host's BLAS."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from tests import interpreter_dot
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter_dot.InterpreterBuilder, "create_dot", interpreter_dot.create_dot)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _collector_as_found() -> Iterator[None]:
     """A command run in a test keeps what is there from being collected, as if it were the whole process."""

@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         if self.hub.hold is not None:
             self.hub.halfway.set()
-            self.hub.hold.wait(30)
+            self.hub.hold.wait(240)
         self.wfile.write(body[half:])
 
 

@@ -11,6 +11,7 @@ import pytest
 from quengine.bench_row import BenchRow, BenchTest, ModelFacts
 from quengine.cli.bench import _write_csv, _write_json, _write_md
 from quengine.cli.main import run
+from quengine.kernels.cpu.threads import max_threads
 from quengine.profile import read_profile
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -68,10 +69,12 @@ def test_csv_has_a_heading_and_a_line_a_row(model: str, capsys: pytest.CaptureFi
 def test_several_models_and_thread_counts_make_a_row_each(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = ["-m", f"{model},{model}", "-p", "0", "-n", "2", "-r", "1", "-t", "1,2", "-o", "jsonl"]
+    counts = [1, max_threads()]
+    threads = ",".join(map(str, counts))
+    args = ["-m", f"{model},{model}", "-p", "0", "-n", "2", "-r", "1", "-t", threads, "-o", "jsonl"]
     assert run(["bench", *args]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["threads"] for row in rows] == [1, 2, 1, 2]
+    assert [row["threads"] for row in rows] == counts * 2
 
 
 def test_a_synthetic_model_needs_no_file_and_says_where_it_lies(

@@ -79,7 +79,7 @@ def test_a_server_answers_logs_and_exits_with_0_at_sigterm(tmp_path: Path, flags
         assert answer.json()["model"] == "tiny"
         assert httpx.get(f"{url}/health", timeout=30).status_code == 200
         process.send_signal(signal.SIGTERM)
-        log = process.communicate(timeout=30)[1]
+        log = process.communicate(timeout=120)[1]
         assert process.returncode == 0
         tokens = r"prompt \d+ tokens \(0 cached\), completion 3 tokens"
         assert re.search(rf'127\.0\.0\.1:\d+ "POST /completion" 200 \d+\.\d+ s, {tokens}\n', log), log

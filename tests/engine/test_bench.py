@@ -22,6 +22,7 @@ from quengine.bench_machine import describe_machine
 from quengine.bench_row import BenchRow, BenchTest, ModelFacts, expand_tests
 from quengine.bench_work import prompt_operations
 from quengine.errors import CannotRunError
+from quengine.kernels.cpu.threads import max_threads
 from quengine.profile import read_profile
 from quengine.profile_run import PROFILED_TOKENS, Traced
 from quengine.scheduler import Batch, DecodeStep
@@ -246,10 +247,11 @@ def test_a_deterministic_run_is_one_and_says_so(model: Path) -> None:
 
 def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:
     tests = expand_tests([9], [3], [(4, 2)], [0, 5])
-    plan = BenchPlan([model], tests, [1, 2], repetitions=2, device="cpu")
+    counts = [1, max_threads()]
+    plan = BenchPlan([model], tests, counts, repetitions=2, device="cpu")
     told: list[str] = []
     rows = list(run_bench(plan, told.append))
-    assert [(r.threads, r.test) for r in rows] == [(t, test) for t in (1, 2) for test in tests]
+    assert [(r.threads, r.test) for r in rows] == [(t, test) for t in counts for test in tests]
     for r in rows:
         assert len(r.samples) == 2
         assert min(r.samples) > 0

@@ -137,7 +137,8 @@ def test_memory_bandwidth_is_measured_and_torchs_threads_are_put_back():
     import torch
 
     before = torch.get_num_threads()
-    assert 1e8 < machine.memory_bandwidth(threads=1, seconds=0.01) < 1e13
+    # Far below any machine: a loaded one may be held up in every pass.
+    assert 1e6 < machine.memory_bandwidth(threads=1, seconds=0.01) < 1e13
     assert torch.get_num_threads() == before
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quengine import LLM, CannotRunError, EngineError
+from quengine.kernels.cache_types import CacheType
 from quengine.models.gguf import open_gguf
 from quengine.models.synthetic import SyntheticModel, write_synthetic
 from quengine.parity import (
@@ -24,7 +25,7 @@ from quengine.parity import (
     budgets_for,
     compare_sides,
 )
-from quengine.parity_sides import LLMSide, Phase, SidePair, check_sides, default_sides
+from quengine.parity_sides import LLMSide, Phase, SidePair, SideSpec, parse_sides
 from quengine.parity_workload import Workload, plan_workload
 
 MODEL = SyntheticModel(
@@ -250,20 +251,21 @@ class EndsWith:
         return getattr(self._tokenizer, name)
 
 
-def test_both_sides_are_loaded_and_their_names_checked(model: Path) -> None:
-    with SidePair(model, "reference", "cpu", 32, 1) as sides:
+def test_both_sides_are_loaded(model: Path) -> None:
+    with SidePair(SideSpec("reference", model, "reference"), SideSpec("cpu", model, "cpu"), 32, 1) as sides:
         assert sides.a.decoder.backend.name == "reference"
         assert sides.b.decoder.backend.name != "reference"
-    for wrong in ("gpu", "cuda:", "cuda:x", ""):
-        with pytest.raises(EngineError, match="must be reference, cpu, cuda or cuda:N"):
-            check_sides("cpu", wrong)
-    check_sides("cuda:1", "cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can run that side")
 def test_a_side_that_cannot_run_here_is_that_error(model: Path) -> None:
     with pytest.raises(CannotRunError):
-        SidePair(model, "cpu", "cuda", 32, 1)
+        SidePair(SideSpec("cpu", model, "cpu"), SideSpec("cuda", model, "cuda"), 32, 1)
+
+
+def on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it a machine with that device."""
+    monkeypatch.setattr("quengine.parity_sides.choose_device", lambda _: (torch.device(device), []))
 
 
 @pytest.mark.parametrize(
@@ -274,8 +276,52 @@ def test_a_side_that_cannot_run_here_is_that_error(model: Path) -> None:
 def test_the_sides_compared_by_default_follow_the_machine(
     device: str, sides: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quengine.parity_sides.choose_device", lambda _: (torch.device(device), []))
-    assert default_sides() == sides
+    on(device, monkeypatch)
+    found = parse_sides(None, None, "m")
+    assert tuple(side.device for side in found) == sides
+    assert {side.model for side in found} == {"m"}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "model", "expected"),
+    [
+        ("cpu", "cuda:1", "m", [("m", "cpu"), ("m", "cuda:1")]),
+        ("x.gguf", "y.gguf", None, [("x.gguf", "cpu"), ("y.gguf", "cpu")]),
+        ("x.gguf@cuda", "y.gguf@reference", None, [("x.gguf", "cuda"), ("y.gguf", "reference")]),
+        ("hf:u/r:Q4_0", "me@home.gguf", None, [("hf:u/r:Q4_0", "cpu"), ("me@home.gguf", "cpu")]),
+        ("me@home.gguf@cuda:1", "./cpu", None, [("me@home.gguf", "cuda:1"), ("./cpu", "cpu")]),
+        ("x@cpu@cpu", "x@cuda:@cpu", None, [("x@cpu", "cpu"), ("x@cuda:", "cpu")]),
+        ("x.gguf", None, "m", [("x.gguf", "cpu"), ("m", "cpu")]),
+        (None, "y.gguf", "m", [("m", "cpu"), ("y.gguf", "cpu")]),
+        ("reference", "y.gguf", "m", [("m", "reference"), ("y.gguf", "cpu")]),
+    ],
+)
+def test_a_side_is_a_device_a_file_or_a_file_on_a_device(
+    a: str | None,
+    b: str | None,
+    model: str | None,
+    expected: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on("cpu", monkeypatch)
+    assert [(side.model, side.device) for side in parse_sides(a, b, model)] == expected
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "model", "words"),
+    [
+        ("cpu", "x.gguf", None, "--a cpu: which model"),
+        ("x.gguf", None, None, "--b cpu: which model"),
+        ("x.gguf", "y.gguf", "m", "--model m: both sides name a file"),
+        ("@cpu", "cpu", "m", "--a @cpu: no file"),
+    ],
+)
+def test_sides_that_do_not_say_which_model_are_an_error(
+    a: str | None, b: str | None, model: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on("cpu", monkeypatch)
+    with pytest.raises(EngineError, match=words):
+        parse_sides(a, b, model)
 
 
 def test_the_reference_has_its_own_budget() -> None:
@@ -290,7 +336,7 @@ class TableSide:
     """A side whose logits and cached rows come from tables; notes what it is asked for."""
 
     def __init__(self, name: str, logits: Tensor, rows: Tensor, **steps: int) -> None:
-        self.name = name
+        self.name = self.device = name
         self.table = logits
         self.rows = rows
         self.steps = steps
@@ -340,6 +386,44 @@ def test_every_step_starts_from_the_cache_of_a_and_wrong_rows_fail() -> None:
     assert torch.equal(b.cache, rows)
     assert report.phases["decode"].nmse_max == 0
     assert report.phases["decode"].cached_p99 == pytest.approx(1e-4, rel=1e-3)
+    assert {tuple(failure.split(":")[:2]) for failure in report.failures} == {
+        (phase, " cached keys and values") for phase in ("prefill", "decode")
+    }
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_one_position_of_garbage_among_hundreds_fails(phase: Phase, cache_type: CacheType) -> None:
+    """A median and a 99th percentile alone see none of it."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(289, 200, generator=generator)
+    rows = torch.zeros(289, 2, 8)
+    a = TableSide("reference", logits, rows, prefill=100, decode=100)
+
+    class OneWrong(TableSide):
+        def forward(self, ids: list[int], start: int) -> Tensor:
+            out = super().forward(ids, start).clone()
+            if start <= 211 < start + len(ids) and (len(ids) == 1) == (phase == "decode"):
+                out[211 - start] = torch.randn(200, generator=generator)
+            return out
+
+    b = OneWrong("cpu", logits, rows, prefill=100, decode=1)
+    ids = list(range(289))
+    report = compare_sides(a, b, Workload([ids], [], 1, 1, 289), quiet, cache_type)
+    assert report.phases[phase].nmse_p99 == 0
+    assert {failure.partition(":")[0] for failure in report.failures} == {phase}
+    assert report.worst[phase] == (ids, 211)
+
+
+def test_one_cached_position_of_garbage_among_hundreds_fails() -> None:
+    logits = torch.randn(289, 20, generator=torch.Generator().manual_seed(6))
+    rows = torch.randn(289, 2, 8, generator=torch.Generator().manual_seed(7))
+    wrong = rows.clone()
+    wrong[100] = -rows[100]
+    a = TableSide("reference", logits, rows, prefill=300, decode=300)
+    b = TableSide("cpu", logits, wrong, prefill=300, decode=1)
+    report = compare_sides(a, b, Workload([list(range(289))], [], 1, 1, 289), quiet)
+    assert report.phases["decode"].cached_p99 == 0
     assert [failure.split(":")[:2] for failure in report.failures] == [
         [phase, " cached keys and values"] for phase in ("prefill", "decode")
     ]

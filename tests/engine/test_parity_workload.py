@@ -10,7 +10,7 @@ from quengine import LLM, EngineError
 from quengine.parity_texts import PROMPTS, TEXTS
 from quengine.parity_workload import Workload, built_in_texts, estimate_seconds, plan_workload
 from tests.gguf_builder import ModelSizes
-from tests.tiny_models import write_tiny
+from tests.tiny_models import chat_vocabulary, write_tiny
 
 CONTEXT = 256
 TEXT = "The wheel turns, and 17 x 23 = 391; the old clock does not mind."
@@ -33,6 +33,23 @@ def test_long_texts_are_cut_into_windows_and_nothing_is_lost(model: Path) -> Non
 def test_windows_keep_to_the_models_context(model: Path) -> None:
     plan = plan_workload(model, ["a b c " * 400], prompts=0, tokens=1)
     assert max(map(len, plan.windows)) == CONTEXT == plan.ctx_size
+
+
+def test_two_models_share_a_plan_within_the_smaller_context(model: Path, tmp_path: Path) -> None:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=100)
+    short = write_tiny(tmp_path / "short.gguf", kind="Q8_0", sizes=sizes)
+    plan = plan_workload(model, ["a b c " * 100], prompts=0, tokens=1, other=short)
+    assert max(map(len, plan.windows)) == 100 == plan.ctx_size
+
+
+def test_two_tokenizers_that_cut_a_text_differently_are_an_error(model: Path, tmp_path: Path) -> None:
+    """The vocabularies are the same, the merges are not."""
+    vocabulary = chat_vocabulary()
+    vocabulary["tokenizer.ggml.merges"] = vocabulary["tokenizer.ggml.merges"][:1]
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=CONTEXT)
+    other = write_tiny(tmp_path / "other.gguf", kind="Q8_0", sizes=sizes, vocabulary=vocabulary)
+    with pytest.raises(EngineError, match="other tokens for the same text, 'the hello world'"):
+        plan_workload(model, ["the hello world"], prompts=0, tokens=1, other=other)
 
 
 @pytest.mark.parametrize(

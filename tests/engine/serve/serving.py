@@ -33,7 +33,7 @@ class Served:
     def openai(self, key: str = KEY) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
-    def wait_until(self, holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 60.0) -> bool:
         """Whether something comes to hold in time."""
         end = time.monotonic() + seconds
         while not holds():

@@ -92,7 +92,7 @@ def test_while_the_model_is_loaded_requests_are_a_503() -> None:
     loaded = threading.Event()
 
     def make_engine() -> FakeEngine:
-        loaded.wait(10)
+        loaded.wait(240)
         return FakeEngine()
 
     with serving(make_engine, ready=False) as served, served.http() as client:
