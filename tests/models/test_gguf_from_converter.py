@@ -14,6 +14,7 @@ from tokenizers import decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 from quengine.errors import EngineError
+from quengine.models.chat_template import encode_chat
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf_checkpoint import GGUFCheckpoint
 from tests.llama_cpp_convert import Conversion, convert
@@ -204,6 +205,24 @@ def test_ids_of_a_tekken_from_mistrals_format_are_mistral_commons(converted: Pat
     theirs = Tekkenizer.from_file(converted / f"{name}.folder" / "tekken.json")
     for text in HAND_PICKED:
         assert ours.encode(text, bos=True) == theirs.encode(text, bos=True, eos=False), text
+
+
+@pytest.mark.parametrize("name", ["Mistral's format, tekken", "Mistral's format, an older tekken"])
+def test_a_conversation_becomes_mistral_commons_ids(converted: Path, name: str) -> None:
+    """The converter writes the name of a template that llama.cpp has built in."""
+    from mistral_common.protocol.instruct.messages import AssistantMessage, UserMessage
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+    from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+    checkpoint = GGUFCheckpoint(converted / f"{name}.gguf")
+    template = checkpoint.chat_template()
+    assert template is not None
+    texts = ["Hello there", "and you?", "fine"]
+    messages = [{"role": r, "content": t} for r, t in zip(["user", "assistant", "user"], texts, strict=True)]
+    turns = [UserMessage(content=texts[0]), AssistantMessage(content=texts[1]), UserMessage(content=texts[2])]
+    theirs = MistralTokenizer.from_file(str(converted / f"{name}.folder" / "tekken.json"))
+    expected = theirs.encode_chat_completion(ChatCompletionRequest(messages=turns)).tokens
+    assert encode_chat(checkpoint.tokenizer(), template, messages) == expected
 
 
 @pytest.mark.parametrize("named", REFUSED)
