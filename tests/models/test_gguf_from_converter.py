@@ -22,7 +22,7 @@ from tests.mistral_format import write_mistral_format
 from tests.text_samples import HAND_PICKED
 from tests.transformers_models import nmse, our_logits, transformers_logits, write_model
 
-TOLERANCE = 1e-10  # theirs rounds norms and angles to float32
+TOLERANCE = 1e-9  # theirs rounds norms and angles to float32: up to 2e-11 at a position
 VOCAB = 288  # bytes, a few merges, and the control tokens below
 TEKKEN_VOCAB = 1300  # 1000 control tokens, bytes and 44 merges
 SENTENCEPIECE_VOCAB = 32768
