@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
 from quengine.models.hf_headers import read_json
+from quengine.models.named_templates import program_of
 from quengine.models.template_process import RenderingStoppedError, TemplateProcess
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class ChatTemplate:
 
         if key is None:
             return None
-        return cls(file.require_str(key), token("bos"), token("eos"), f"{file.path}: {key}")
+        return cls(program_of(file.require_str(key)), token("bos"), token("eos"), f"{file.path}: {key}")
 
     @classmethod
     def from_hf(cls, folder: Path, name: str | None = None) -> "ChatTemplate | None":

@@ -4,6 +4,7 @@ Key names and defaults follow the GGUF specification, and llama.cpp where that i
 the computation in a way the decoder lacks are refused, never ignored.
 """
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -19,6 +20,8 @@ from quengine.models.config import (
 )
 from quengine.models.gguf import GGUFError, GGUFFile
 from quengine.models.gguf.vocab_checks import TOKENS, check_chat_templates
+
+log = logging.getLogger(__name__)
 
 # ModelConfig field -> the key, after the architecture's prefix, that an error about it names.
 KEYS: Mapping[str, str] = {
@@ -45,7 +48,7 @@ KEYS: Mapping[str, str] = {
 ROPE_FREQS = "rope_freqs.weight"
 
 # Keys whose presence with another value than the neutral one means a computation that the decoder lacks.
-_NEUTRAL: Mapping[str, float | bool] = {
+_NEUTRAL: dict[str, float | bool] = {
     "attention.scale": 0.0,
     "attention.output_scale": 0.0,
     "attention.clamp_kqv": 0.0,
@@ -57,8 +60,8 @@ _NEUTRAL: Mapping[str, float | bool] = {
     "residual_scale": 0.0,
     "embedding_scale": 0.0,
     "use_parallel_residual": False,
-    "rope.scaling.yarn_ext_factor": 1.0,
 }
+_NEUTRAL_OF_YARN: dict[str, float | bool] = {"rope.scaling.yarn_ext_factor": 1.0}
 _REFUSED = ("attention.sliding_window_pattern", "rope.dimension_sections", "attention.kv_lora_rank")
 
 
@@ -75,12 +78,12 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     embedding = _uniform_int(file, architecture, "embedding_length")
     context = _uniform_int(file, architecture, "context_length")
     head_dim = _head_dim(file, architecture, embedding, heads)
-    scaling = _rope_scaling(file, architecture, context)
     temperature = file.get_float(f"{architecture}.attention.temperature_scale") or 0.0
+    scaling = _rope_scaling(file, architecture, context, bool(temperature))
     window = file.get_int(f"{architecture}.attention.sliding_window")
     config = ModelConfig(
         architecture=architecture,
-        name=file.get_str("general.name") or architecture,
+        name=_name(file, architecture),
         vocab_size=_vocab_size(file, architecture),
         context_length=context,
         embedding_length=embedding,
@@ -107,6 +110,14 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     return config
 
 
+def _name(file: GGUFFile, architecture: str) -> str:
+    """What the file calls itself; nothing is computed with it, so anything else than a name is passed over."""
+    name = file.metadata.get("general.name")
+    if name is not None and not isinstance(name, str):
+        log.info("%s: general.name is not a string: passed over", file.path)
+    return name if isinstance(name, str) and name else architecture
+
+
 def _field_error(file: GGUFFile, architecture: str, field: str, problem: str) -> GGUFError:
     if field == "rope_scaling.freq_factors":
         return file.tensor_error(ROPE_FREQS, problem)
@@ -120,7 +131,9 @@ def _refuse_unimplemented(file: GGUFFile, architecture: str) -> None:
         experts = file.get_int(f"{architecture}.expert_count")
         why = f"with {experts} experts (a mixture of experts) is not supported"
         raise unsupported_architecture(architecture, why)
-    for suffix, neutral in _NEUTRAL.items():
+    scaling = file.metadata.get(f"{architecture}.rope.scaling.type")
+    yarn = isinstance(scaling, str) and scaling == "yarn"
+    for suffix, neutral in (_NEUTRAL | _NEUTRAL_OF_YARN if yarn else _NEUTRAL).items():
         key = f"{architecture}.{suffix}"
         value = file.metadata.get(key)
         if value is not None and (not isinstance(value, int | float) or value != neutral):
@@ -191,13 +204,14 @@ def _head_dim(file: GGUFFile, architecture: str, embedding: int, heads: int) -> 
     return key_length
 
 
-def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> RopeScaling:
+def _rope_scaling(file: GGUFFile, architecture: str, context: int, tempered: bool) -> RopeScaling:
+    """`tempered`: the attention's temperature follows the original context, so that it is read without YaRN too."""
     prefix = f"{architecture}.rope.scaling"
     named = file.get_str(f"{prefix}.type")
     if named not in (None, "none", "linear", "yarn"):
         raise file.error(f"{prefix}.type", f"{named!r} is not implemented; none, linear and yarn are")
-    factor = file.get_float(f"{prefix}.factor")
-    if factor is None:
+    factor = None if named == "none" else file.get_float(f"{prefix}.factor")
+    if factor is None and named != "none":
         factor = file.get_float(f"{architecture}.rope.scale_linear")  # the name before GGUF had scaling types
     # Writers put 0 for "not scaled"; a bare factor has always meant linear scaling.
     factor = factor or 1.0
@@ -209,13 +223,16 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int) -> RopeScalin
     freq_factors = _freq_factors(file)
     if freq_factors is not None and kind == "none":
         kind = "llama3"
-    original = file.get_int(f"{prefix}.original_context_length", 1, LIMITS["context_length"][1])
+    yarn = kind == "yarn"  # without it these keys are not read, whatever they hold
+    original = None
+    if yarn or tempered:
+        original = file.get_int(f"{prefix}.original_context_length", 1, LIMITS["context_length"][1])
     return RopeScaling(
         kind=kind,
         factor=factor if kind in ("linear", "yarn") else 1.0,
         original_context_length=context if original is None else original,
-        beta_fast=_float(file, f"{prefix}.yarn_beta_fast", 32.0),
-        beta_slow=_float(file, f"{prefix}.yarn_beta_slow", 1.0),
+        beta_fast=_float(file, f"{prefix}.yarn_beta_fast", 32.0) if yarn else 32.0,
+        beta_slow=_float(file, f"{prefix}.yarn_beta_slow", 1.0) if yarn else 1.0,
         attention_factor=_attention_factor(file, prefix, kind, factor),
         freq_factors=freq_factors,
     )

@@ -7,6 +7,7 @@ architecture. That is under a tenth of a model. It knows no quantized checkpoint
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +53,7 @@ PREFIXES = (("model", ""), ("language_model.model", "language_model."), ("model.
 _COMPUTED = "rope_freqs.weight"
 # In old checkpoints, a buffer of what the decoder computes.
 _BUFFER = "rotary_emb.inv_freq"
+_ROWS_AT_A_TIME = 1024
 
 
 class HFCheckpoint:
@@ -67,8 +69,10 @@ class HFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = ModelConfig.from_hf(read_config(path))
+        said = ModelConfig.from_hf(read_config(path))
         self._shards = HFShards(path)
+        self.config = _with_own_output(said, self._shards)
+        self._untied = self.config is not said
         self._tensors = HFTensors(self._shards, self.config)
 
     @property
@@ -90,6 +94,10 @@ class HFCheckpoint:
     def notes(self) -> list[str]:
         """What the user should know of how this model is held, one line each."""
         lines = []
+        if self._untied:
+            lines.append(
+                "config.json ties the output matrix to the embedding; lm_head.weight differs and is used"
+            )
         copied = sum(self._tensors.stored[name].nbytes for name in self._tensors.heads)
         if copied:
             lines.append(f"query and key weights are copied into GGUF's row order: {copied / 2**30:.2f} GiB")
@@ -133,15 +141,16 @@ class HFTensors(Mapping[str, QuantTensor]):
             module, kind = name.rsplit(".", 1)
             block = module.split(".")[1] if module.startswith("blk.") else ""
             hf_module, heads = NAMES[module.replace(f"blk.{block}.", "blk.{i}.", 1)]
-            self.stored[name] = shards.stored(
-                f"{hf_module.format(body=body, head=head, i=block)}.{kind}", shape
-            )
+            hf_name = f"{hf_module.format(body=body, head=head, i=block)}.{kind}"
+            if name == "token_embd.weight" and config.tied_output and hf_name not in shards.files:
+                hf_name = f"{head}lm_head.weight"  # of two tied tensors either may be the one that is stored
+            self.stored[name] = shards.stored(hf_name, shape)
             if heads is not None and config.rope_layout == "pairs":
                 self.heads[name] = getattr(config, heads)
         self.unused = self._unused(body, f"{head}lm_head.weight")
 
     def _unused(self, body: str, output: str) -> list[str]:
-        # Hugging Face ignores the output matrix of a model with tied embeddings, and so does this.
+        # An output matrix that is the embedding again needs no mention.
         known = {stored.name for stored in self.stored.values()} | {output}
         rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
         ignored = [name for name in rest if name.startswith((f"{body}.", output.removesuffix("weight")))]
@@ -184,6 +193,29 @@ def permute_heads(tensor: Tensor, heads: int, rope_dim: int) -> Tensor:
 
 def _prefix(shards: HFShards) -> tuple[str, str]:
     for body, head in PREFIXES:
-        if f"{body}.embed_tokens.weight" in shards.files:
+        if f"{body}.norm.weight" in shards.files:
             return body, head
     return PREFIXES[0]  # the missing tensor is then named as a text model's
+
+
+def _with_own_output(config: ModelConfig, shards: HFShards) -> ModelConfig:
+    """`config`, or where it ties an output matrix that is stored beside a different embedding, an untied one.
+
+    So does `transformers`: a checkpoint that holds two different matrices was not trained with one.
+    """
+    body, head = _prefix(shards)
+    embedding, output = f"{body}.embed_tokens.weight", f"{head}lm_head.weight"
+    if not config.tied_output or not {embedding, output} <= shards.files.keys():
+        return config
+    shape = (config.vocab_size, config.embedding_length)
+    shards.stored(embedding, shape), shards.stored(output, shape)  # their shapes and types are good
+    first, second = shards.tensor(embedding), shards.tensor(output)
+    if first.dtype == second.dtype and _same(first, second):
+        return config
+    return replace(config, tied_output=False)
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two matrices are equal; different ones are told apart by their first rows."""
+    rows = range(0, len(first), _ROWS_AT_A_TIME)
+    return all(torch.equal(first[i : i + _ROWS_AT_A_TIME], second[i : i + _ROWS_AT_A_TIME]) for i in rows)

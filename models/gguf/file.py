@@ -124,6 +124,10 @@ class GGUFFile:
         value = self.metadata.get(key)
         if value is None:
             return None
+        if isinstance(value, bytes):
+            raise GGUFError(
+                self.entries[key].path, shown(key), "not valid UTF-8", self.entries[key].offset + 8
+            )
         if not isinstance(value, str):
             raise self._wrong_type(key, "a string")
         return value

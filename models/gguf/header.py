@@ -31,7 +31,8 @@ MAX_ALIGNMENT = 1 << 20
 _MIN_ENTRY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
-Value = int | float | bool | str | StringArray | NDArray[np.generic]
+Value = int | float | bool | str | bytes | StringArray | NDArray[np.generic]
+"""What a key holds; `bytes` is a string that is not UTF-8, which only matters to who reads it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +183,7 @@ def _read_entry(cursor: Cursor, index: int, known: dict[str, Entry]) -> Entry:
         try:
             value = raw.decode("utf-8")
         except UnicodeDecodeError:
-            raise cursor.error(field, "not valid UTF-8", offset + 8) from None
+            value = raw
         return Entry(cursor.path, key, "string", value, offset)
     if kind == ARRAY:
         type_name, value = _read_array(cursor, field)

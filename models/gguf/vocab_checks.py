@@ -3,6 +3,7 @@
 It checks types, lengths, ranges and names; how text becomes tokens is `quengine.models.tokenizer`'s business.
 """
 
+import logging
 import re
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ from quengine.models.gguf.cursor import StringArray
 from quengine.models.gguf.errors import shown
 from quengine.models.gguf.file import GGUFFile
 
+log = logging.getLogger(__name__)
+
+MODEL = "tokenizer.ggml.model"
 TOKENS = "tokenizer.ggml.tokens"
 SCORES = "tokenizer.ggml.scores"
 TOKEN_TYPE = "tokenizer.ggml.token_type"
@@ -22,29 +26,13 @@ MAX_TEMPLATE_BYTES = 1 << 20
 MAX_VOCABULARY = 1 << 24
 # Token types 1 to 6: normal, unknown, control, user-defined, unused, byte.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+# Special tokens that a tokenizer or a template reads; files may name others (separators, masks, infilling).
 SPECIAL_ID_KEYS = tuple(
     f"tokenizer.ggml.{name}_token_id"
-    for name in (
-        "bos",
-        "eos",
-        "eot",
-        "eom",
-        "unknown",
-        "seperator",  # the specification's own spelling
-        "padding",
-        "mask",
-        "cls",
-        "prefix",
-        "suffix",
-        "middle",
-        "fim_pre",
-        "fim_suf",
-        "fim_mid",
-        "fim_pad",
-        "fim_rep",
-        "fim_sep",
-    )
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad", "fim_rep", "fim_sep")
 )
+# Kind of tokenizer (MODEL) -> the array that says what merges first. Converters write the other one too.
+MERGED_BY = {"llama": SCORES, "gpt2": MERGES}
 _BYTE_TOKEN = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
@@ -59,15 +47,17 @@ class CheckedVocabulary:
 def check_vocabulary(file: GGUFFile) -> CheckedVocabulary:
     """Raises GGUFError unless the tokenizer arrays of `file` are whole and agree with each other.
 
-    Checked: types and lengths of tokens, scores, token types and merges; every token and merge is UTF-8; no
-    score is NaN; special-token ids are in range; byte tokens name a byte, each at most once; each merge is a
-    pair whose halves and result are tokens.
+    Checked: types and lengths of tokens, token types, and of scores or merges, whichever the kind of tokenizer uses;
+    every token and merge is UTF-8; no score is NaN; special-token ids are in range; byte tokens name a byte, each at
+    most once; each merge is a pair whose halves and result are tokens. What is not used is not checked.
     """
     tokens = file.require_strings(TOKENS)
     if not 0 < len(tokens) <= MAX_VOCABULARY:
         raise file.error(TOKENS, f"{len(tokens)} tokens, must be 1 to {MAX_VOCABULARY}")
     texts = list(tokens)
-    _check_scores(file, len(texts))
+    unused = _unused_array(file)
+    if unused != SCORES:
+        _check_scores(file, len(texts))
     types = _check_types(file, len(texts))
     for key in SPECIAL_ID_KEYS:
         token_id = file.get_int(key, 0, (1 << 32) - 1)
@@ -75,7 +65,7 @@ def check_vocabulary(file: GGUFFile) -> CheckedVocabulary:
             raise file.error(key, f"{token_id} is not a token, the vocabulary has {len(texts)}")
     if types is not None:
         _check_byte_tokens(file, tokens, types)
-    merges = file.get_strings(MERGES)
+    merges = None if unused == MERGES else file.get_strings(MERGES)
     pairs = [] if merges is None else _checked_merges(file, merges, frozenset(texts))
     return CheckedVocabulary(texts, pairs)
 
@@ -94,6 +84,18 @@ def check_chat_templates(file: GGUFFile) -> None:
 def _means_none(token_id: int) -> bool:
     """Converters write -1, as u32, for a special token that the model does not have."""
     return token_id == (1 << 32) - 1
+
+
+def _unused_array(file: GGUFFile) -> str | None:
+    """Scores or merges, whichever this kind of tokenizer does not use; None where the kind is none of ours."""
+    kind = file.metadata.get(MODEL)
+    used = MERGED_BY.get(kind) if isinstance(kind, str) else None
+    if used is None:
+        return None
+    unused = SCORES if used == MERGES else MERGES
+    if unused in file.metadata:
+        log.info("%s: %s is not used: tokenizer model %r goes by %s", file.path, unused, kind, used)
+    return unused
 
 
 def _check_scores(file: GGUFFile, count: int) -> None:

@@ -403,7 +403,7 @@ def test_sliding_windows_of_config_json():
         {"rms_norm_eps": 0.0},
         {"rms_norm_eps": "small"},
         {"rope_theta": -1.0},
-        {"partial_rotary_factor": 2.0},
+        {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_scaling": "linear"},
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"rope_scaling": {"type": "linear", "factor": 0.0}},

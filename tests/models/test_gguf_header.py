@@ -160,10 +160,13 @@ def test_bad_keys_and_tensor_names_are_refused(tmp_path, name, says):
     assert says in str(refusal(tmp_path, GGUFBuilder().tensor(name, (4,)).build()))
 
 
-def test_a_string_value_that_is_not_utf8_is_refused_with_its_offset(tmp_path):
-    data = GGUFBuilder().kv("k", b"ab\xff").build()
-    error = refusal(tmp_path, data)
-    assert data[error.offset :].startswith(b"ab\xff")
+def test_a_string_value_that_is_not_utf8_is_refused_with_its_offset_when_read(tmp_path):
+    builder = GGUFBuilder().kv("k", b"ab\xff")
+    file = open_gguf(builder.write(tmp_path / "m.gguf"))
+    assert file.metadata["k"] == b"ab\xff"
+    with pytest.raises(GGUFError, match=r"k .*not valid UTF-8") as caught:
+        file.get_str("k")
+    assert builder.build()[caught.value.offset :].startswith(b"ab\xff")
 
 
 def test_an_array_string_that_is_not_utf8_is_refused_when_read(tmp_path):

@@ -1,0 +1,47 @@
+"""Chat templates that a GGUF file may give by name: those that llama.cpp has built in for Mistral's models.
+
+llama.cpp's converter writes the name, in place of a jinja2 program, for a model in Mistral's own format. The programs
+here write what llama.cpp writes for the name (src/llama-chat.cpp).
+"""
+
+from collections.abc import Mapping
+
+_UNKNOWN_ROLE = "{{ raise_exception('this model has no role ' + message['role']) }}"
+
+
+def _turns(lead: str, trail: str, answer: str) -> str:
+    """Versions 1 and 3: a system prompt is the beginning of the user's turn."""
+    return (
+        "{%- set turn = namespace(open=false) %}{% for message in messages %}"
+        f"{{%- if not turn.open %}}{{{{ '{lead}[INST]{trail}' }}}}{{% set turn.open = true %}}{{% endif %}}"
+        "{%- if message['role'] == 'system' %}{{ message['content'] + '\\n\\n' }}"
+        f"{{%- elif message['role'] == 'user' %}}{{{{ message['content'] + '{lead}[/INST]' }}}}"
+        "{%- elif message['role'] == 'assistant' %}"
+        f"{{{{ '{trail}' + {answer} + '</s>' }}}}{{% set turn.open = false %}}"
+        f"{{%- else %}}{_UNKNOWN_ROLE}{{% endif %}}{{% endfor %}}"
+    )
+
+
+def _marked_system(trail: str) -> str:
+    """Version 7: a system prompt has markers of its own."""
+    return (
+        "{%- for message in messages %}{%- if message['role'] == 'system' %}"
+        f"{{{{ '[SYSTEM_PROMPT]{trail}' + message['content'] + '[/SYSTEM_PROMPT]' }}}}"
+        f"{{%- elif message['role'] == 'user' %}}{{{{ '[INST]{trail}' + message['content'] + '[/INST]' }}}}"
+        f"{{%- elif message['role'] == 'assistant' %}}{{{{ '{trail}' + message['content'] + '</s>' }}}}"
+        f"{{%- else %}}{_UNKNOWN_ROLE}{{% endif %}}{{% endfor %}}"
+    )
+
+
+NAMED_TEMPLATES: Mapping[str, str] = {
+    "mistral-v1": _turns(" ", " ", "message['content']"),
+    "mistral-v3": _turns("", " ", "message['content'] | trim"),
+    "mistral-v3-tekken": _turns("", "", "message['content']"),
+    "mistral-v7": _marked_system(" "),
+    "mistral-v7-tekken": _marked_system(""),
+}
+
+
+def program_of(template: str) -> str:
+    """The jinja2 program that `template` is, or names."""
+    return NAMED_TEMPLATES.get(template, template)

@@ -1,0 +1,72 @@
+"""GGUF files written by llama.cpp's own converter, `convert_hf_to_gguf.py`, from checkpoint folders.
+
+The converter runs in a process of its own, over its own `gguf` package; one process converts many folders, because
+starting it takes seconds.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.llama_cpp_source import llama_cpp_source
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One call of the converter.
+
+    pre: the pre-tokenizer it is to name for a byte-level tokenizer.json. It recognizes tokenizers by a hash of what
+        they make of a text, and so only those of released models.
+    mistral: the folder is in Mistral's own format (params.json, consolidated.safetensors, tekken.json).
+    """
+
+    folder: Path
+    output: Path
+    pre: str
+    mistral: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        flags = ["--mistral-format"] if self.mistral else []
+        return [str(self.folder), "--outfile", str(self.output), "--outtype", "f32", *flags]
+
+
+def convert(conversions: Sequence[Conversion]) -> None:
+    """Writes every `output`.
+
+    Raises:
+        RuntimeError: the converter failed; with the end of what it said.
+    """
+    jobs = json.dumps([(job.pre, job.arguments) for job in conversions])
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "tests.llama_cpp_convert", str(llama_cpp_source())]
+    done = subprocess.run(command, input=jobs, cwd=root, capture_output=True, text=True, timeout=240)
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp's converter failed: {done.stderr[-2000:]}")
+
+
+def _run(source: str, jobs: list[tuple[str, list[str]]]) -> None:
+    """In the converter's process."""
+    sys.path.insert(0, source)
+    import convert_hf_to_gguf as converter
+    from conversion.base import TextModel
+
+    for pre, arguments in jobs:
+
+        def name_of(self: Any, tokenizer: Any, pre: str = pre) -> str:  # noqa: ARG001
+            return pre
+
+        TextModel.get_vocab_base_pre = name_of
+        sys.argv = ["convert_hf_to_gguf.py", *arguments]
+        converter.main()
+
+
+if __name__ == "__main__":
+    sys.path.pop(
+        0
+    )  # the checkout: none of its folders must stand in for a package that the converter imports
+    _run(sys.argv[1], json.load(sys.stdin))

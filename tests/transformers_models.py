@@ -1,0 +1,123 @@
+"""Tiny models made, saved and run by `transformers`: what a checkpoint folder means is what they compute.
+
+`transformers` takes a second to import, so this module does it in the functions that need it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.reference import ReferenceBackend
+from quengine.models.checkpoint import Checkpoint
+from quengine.models.decoder import Decoder
+
+VOCAB, CONTEXT = 64, 128
+TOKENS = 40
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,  # logits of the order of 1, and attention that is not flat
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+DROP = object()
+"""A value that takes the key out, for `edit`."""
+
+
+def write_model(
+    folder: Path, model_type: str, vision: bool = False, vocab: int = VOCAB, **config: Any
+) -> Path:
+    """`save_pretrained` of a model with random weights; `vision` puts it into a Mistral 3 vision model.
+
+    `tie_word_embeddings` of a vision model goes to the outer configuration, where `transformers` reads it.
+    """
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    outer = {"tie_word_embeddings": config.pop("tie_word_embeddings", True)} if vision else {}
+    head_dim = {} if model_type == "qwen2" else {"head_dim": 16}  # Qwen2 has no such key
+    text = transformers.AutoConfig.for_model(
+        model_type, **{**SIZES, "vocab_size": vocab, **head_dim, **config}
+    )
+    if vision:
+        tower = transformers.PixtralVisionConfig(**VISION)
+        both = transformers.Mistral3Config(text_config=text.to_dict(), vision_config=tower.to_dict(), **outer)
+        model = transformers.Mistral3ForConditionalGeneration(both)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(text)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:  # made as zeros and ones, which would hide them
+                weight.add_(torch.randn_like(weight) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def edit(folder: Path, text: dict[str, Any] | None = None, **changes: Any) -> None:
+    """Changes keys of config.json, and those of its `text_config`."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for part, values in ((config, changes), (config.get("text_config"), text or {})):
+        for key, value in values.items():
+            part[key] = value
+            if value is DROP:
+                del part[key]
+    path.write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, change: Any) -> None:
+    """Lets `change` alter the dictionary of tensors of a folder with one safetensors file."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"}
+    )
+
+
+def token_ids(vocab: int = VOCAB) -> Tensor:
+    """[TOKENS] int64."""
+    return torch.randint(0, vocab, (TOKENS,), generator=torch.Generator().manual_seed(3))
+
+
+def transformers_logits(folder: Path, vocab: int = VOCAB) -> Tensor:
+    """What `from_pretrained` makes of the folder, in float64: [TOKENS, vocab]."""
+    import transformers
+
+    vision = json.loads((folder / "config.json").read_text())["model_type"] == "mistral3"
+    maker = transformers.Mistral3ForConditionalGeneration if vision else transformers.AutoModelForCausalLM
+    model = maker.from_pretrained(folder, dtype=torch.float64).eval()
+    with torch.no_grad():
+        logits: Tensor = model(token_ids(vocab)[None]).logits[0]
+    return logits
+
+
+def our_logits(checkpoint: Checkpoint, vocab: int = VOCAB) -> Tensor:
+    """The reference backend's logits, float64 [TOKENS, vocab], over a cache that keeps fp32."""
+    config = checkpoint.config
+    decoder = Decoder(config, checkpoint.tensors, ReferenceBackend(keep=True), CONTEXT, CONTEXT)
+    rows = torch.empty(2, CONTEXT, config.head_count_kv, config.head_dim)
+    cache = [KVLayer(*rows.clone()) for _ in range(config.block_count)]
+    return decoder.forward(token_ids(vocab), cache, 0, last_only=False)
+
+
+def nmse(ours: Tensor, theirs: Tensor) -> float:
+    """Squared error over squared signal, of the position that is worst."""
+    return float((((ours - theirs) ** 2).sum(-1) / (theirs**2).sum(-1)).max())
