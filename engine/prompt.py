@@ -45,16 +45,15 @@ def as_ids(ids: Seq[int]) -> list[int]:
 def check_text(text: str, what: str) -> None:
     """Raises EngineError where `text` has a surrogate without its other half, which stands for no character.
 
-    JSON's \\ud800 gives one, and so does a byte of a command line or a file name that is no UTF-8.
+    JSON's \\ud800 is one, and so is what Python makes of a command line's byte that is no UTF-8.
     """
     found = None if text.isascii() else _LONE_SURROGATE.search(text)
     if found is None:
         return
-    code = ord(found[0])
-    byte = f" (the byte 0x{code - 0xDC00:02X}, which is no UTF-8)" if 0xDC80 <= code <= 0xDCFF else ""
-    raise EngineError(
-        f"{what} has U+{code:04X} at position {found.start()}{byte}, half of a surrogate pair and no character"
-    )
+    code, at = ord(found[0]), f"at position {found.start()}"
+    if 0xDC80 <= code <= 0xDCFF:  # how Python has a byte that it could not decode
+        raise EngineError(f"{what} has the byte 0x{code - 0xDC00:02X} {at}, which is no UTF-8")
+    raise EngineError(f"{what} has U+{code:04X} {at}, half of a surrogate pair, which is no character")
 
 
 def check_messages(messages: Seq[Message]) -> None:

@@ -1,7 +1,10 @@
 """`engine generate`: where text and everything else go, what the flags mean, how it fails."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +105,39 @@ def test_the_prompt_is_given_exactly_once(
 ) -> None:
     assert run(["generate", "-m", model, *given]) == 1
     assert "prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["-p", "a", "-p", "b"], "2 prompts (-p 'a', -p 'b')"),
+        (["-p", "a", "--prompt", "a"], "2 prompts (-p 'a', -p 'a')"),
+        (["-f", "b.txt", "-f", "c.txt"], "2 prompts (-f 'b.txt', -f 'c.txt')"),
+        (["the", "-p", "cat", "-f", "b.txt"], "3 prompts ('the', -p 'cat', -f 'b.txt')"),
+    ],
+)
+def test_a_prompt_that_is_given_again_is_named_and_not_dropped(
+    model: str, given: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "-m", model, *given]) == 1
+    assert capsys.readouterr().err.startswith(f"engine: error: {says}: give one as an argument")
+
+
+@pytest.mark.parametrize("mode", [[], ["--raw"]])
+def test_a_byte_that_is_no_utf8_is_an_error_with_its_position(model: str, mode: list[str]) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from quengine.cli.main import run; sys.exit(run(sys.argv[1:]))",
+    ]
+    args = [*command, "generate", "-m", model, *mode, *COMMON]
+    env = {**os.environ, "PYTHONUTF8": "1"}
+    by_argument = subprocess.run([*args, b"caf\xe9"], capture_output=True, env=env, timeout=60)
+    by_stdin = subprocess.run([*args, "-"], input=b"caf\xe9", capture_output=True, env=env, timeout=60)
+    for done in (by_argument, by_stdin):
+        assert done.returncode == 1 and done.stdout == b""
+        assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(b"engine: error: ")
+        assert b"the byte 0xE9 at position 3, which is no UTF-8" in done.stderr
 
 
 def test_show_prompt_prints_the_exact_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
