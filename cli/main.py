@@ -22,7 +22,7 @@ from quengine.cli.doctor import doctor
 from quengine.cli.generate import generate
 from quengine.cli.list import list_models
 from quengine.cli.parity import parity
-from quengine.cli.pull import pull
+from quengine.cli.pull import PullCommand, pull
 from quengine.cli.rm import remove
 from quengine.cli.serve import serve
 from quengine.cli.show import show
@@ -46,7 +46,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 right, 1 user error, 2 cannot run here, 3 a bug in the engine, 130 on Ctrl-C.",
+    epilog="Exit codes: 0 right, 1 user error, 2 cannot run here, 3 a bug in the engine, 130 on Ctrl-C, "
+    "141 when the reader of the output went away.",
 )
 
 
@@ -90,7 +91,7 @@ for _name, _command in (
     ("rm", remove),
     ("doctor", doctor),
 ):
-    app.command(_name)(_command)
+    app.command(_name, cls=PullCommand if _command is pull else None)(_command)
 
 
 class _OneLine(logging.Formatter):

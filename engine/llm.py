@@ -115,6 +115,11 @@ class LLM:
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
         self.speculation = self._make_speculation()
+        template = self.chat_template
+        has = (
+            "no chat template" if template is None else f"chat template of {len(template.source)} characters"
+        )
+        logger.info("tokenizer of %d tokens, %s", self.tokenizer.vocab_size, has)
         self._lock = EngineLock()
         # Sequences that nobody waits for any more. Finalizers add to it, at any time and in any thread.
         self._dropped: deque[Sequence] = deque()
@@ -271,7 +276,19 @@ class LLM:
             for sequence, result in zip(batch.sequences, results, strict=True)
         ]
         self.scheduler.release()
+        if logger.isEnabledFor(logging.INFO):
+            self._log_ends(batch.sequences)
         return texts
+
+    def _log_ends(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.finished:
+                t = self.completion(sequence).timings
+                logger.info(
+                    "request of %d tokens (%d from the cache): %.2f s; %d generated, %.1f tok/s; ended by %s",
+                    *(t.prompt_tokens, t.cached_tokens, t.prompt_s, t.generated_tokens, t.decode_tok_s),
+                    sequence.finish_reason,
+                )
 
     def _take(self, sequence: Sequence, result: Result) -> str:
         if isinstance(result, Sample):

@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 
 from quengine.cli.main import run
 from tests.gguf_builder import ModelSizes
@@ -52,6 +54,29 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest
         "cpu",
     ):
         assert word in captured.err
+
+
+def test_verbose_says_what_is_done(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-c", "64", "-t", "1", "--draft-ngram", "2"]
+    assert run(["-v", "generate", "-m", model, "the", *COMMON, *options, "--no-stats"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert all(line.startswith("engine: ") for line in lines)
+    said = captured.err.replace("engine: info: ", "")
+    types = Counter(tensor.tensor_type.name for tensor in GGUFReader(model).tensors)
+    counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
+    for wanted in (
+        rf"^model {re.escape(model)}: .*, llama, 2 layers, .* million weights in .*; tensors: {counts}$",
+        r"^device cpu: .+; .* GiB of memory free$",
+        r"^context 64 tokens, cache .* \(f16\), weights .* MiB$",
+        r"^drafts by look-up of up to 2 tokens",
+        r"^loaded in \d+\.\d\d s: cpu backend, 1 threads, up to \d+ tokens of a prompt at once$",
+        r"^tokenizer of \d+ tokens, chat template of \d+ characters$",
+        r"^request of \d+ tokens \(0 from the cache\): .* s; 6 generated, .* tok/s; ended by length$",
+    ):
+        assert re.search(wanted, said, re.MULTILINE), (wanted, said)
+    assert run(["generate", "-m", model, "the", *COMMON, *options, "--no-stats"]) == 0
+    assert (capsys.readouterr().err, captured.out) == ("", captured.out)
 
 
 def test_no_stats_leaves_stderr_empty(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,8 @@ def test_every_command_is_there_and_explains_itself_and_its_exit_codes(capsys):
     commands = ("generate", "chat", "bench", "parity", "tokenize", "show", "pull", "list", "rm", "doctor")
     for command in commands:
         assert f" {command} " in text
-    assert "130 on Ctrl-C" in " ".join(text.split())
+    explained = " ".join(text.split())
+    assert "3 a bug in the engine, 130 on Ctrl-C, 141 when the reader of the output went away" in explained
     for command in commands:
         assert main.run([command, "--help"]) == 0
         assert f"Usage: engine {command}" in capsys.readouterr().out
@@ -146,7 +147,8 @@ def test_help_and_list_load_neither_torch_nor_numba_nor_the_hub_client():
         "import sys; from quengine.cli.main import run; run(sys.argv[1:]);"
         f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
     )
-    for args in (["--help"], ["generate", "--help"], ["list", "--all"], ["list", "nope"]):
+    helps = [["--help"], ["generate", "--help"], ["pull", "--help"]]
+    for args in (*helps, ["list", "--all"], ["list", "nope"]):
         done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
         assert done.stderr.splitlines()[-1] == "[]", args
 
