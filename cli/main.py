@@ -46,8 +46,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 right, 1 user error, 2 cannot run here, 3 a bug in the engine, 130 on Ctrl-C, "
-    "141 when the reader of the output went away.",
+    epilog="Exit codes: 0 right, 1 user error, 2 cannot run here, 3 a bug in the engine, 130 on Ctrl-C.",
 )
 
 

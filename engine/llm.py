@@ -44,9 +44,8 @@ logger = logging.getLogger(__name__)
 class LLM:
     """A loaded model.
 
-    Threads may share one: their requests are computed together, as far as `parallel` goes, and what each gets does not
-    depend on the others. A stream, a Completion and a ChatSession are for one thread at a time. A process that is
-    forked from this one cannot use it.
+    Threads may share one: their requests are computed together, as the prompts of one `generate` are. A stream and a
+    ChatSession are for one thread at a time. A process that is forked from this one cannot use it.
 
     Args:
         model: an alias, `hf:user/repo:QUANT`, a GGUF file or a Hugging Face checkpoint folder.

@@ -162,7 +162,7 @@ def test_a_byte_that_is_no_utf8_is_an_error_with_its_position(model: str, mode: 
     for done in (by_argument, by_stdin):
         assert done.returncode == 1 and done.stdout == b""
         assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(b"engine: error: ")
-        assert b"the byte 0xE9 at position 3, which is no UTF-8" in done.stderr
+        assert re.search(rb"byte 0x[Ee]9 at (position )?3\b", done.stderr), done.stderr
 
 
 def test_show_prompt_prints_the_exact_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:
