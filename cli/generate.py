@@ -28,9 +28,13 @@ def generate(
         str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option("-p", "--prompt", help="The prompt; - reads standard input.")
+        list[str] | None,
+        typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; - reads standard input."),
     ] = None,
-    file: Annotated[Path | None, typer.Option("-f", "--file", help="Read the prompt from a file.")] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from a file."),
+    ] = None,
     max_tokens: options.MaxTokens = -1,
     system: options.System = None,
     chat: Annotated[
@@ -96,7 +100,7 @@ def generate(
         grammar=grammar,
         logprobs=logprobs,
     )
-    source = _prompt_text(text, prompt, file)
+    source = _prompt_text(text, prompt or [], file or [])
     held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)
     asked = (model, device, ctx_size, threads, backend, held)
     with load_llm(*asked, drafts=drafts, deterministic=deterministic, mmap=mmap) as llm:
@@ -106,17 +110,29 @@ def generate(
         _run(llm, ids, params, special, as_json, stats)
 
 
-def _prompt_text(text: str | None, prompt: str | None, file: Path | None) -> str:
-    given = [source for source in (text, prompt, file) if source is not None]
-    if len(given) != 1:
-        wrong = "no prompt" if not given else "more than one prompt"
+def _prompt_text(text: str | None, prompts: list[str], files: list[Path]) -> str:
+    """The one prompt among the argument and what every -p and -f gave. Raises EngineError for none and for several."""
+    texts = prompts if text is None else [text, *prompts]
+    if len(texts) + len(files) != 1:
+        given = [] if text is None else [_excerpt(text)]
+        given += [f"-p {_excerpt(prompt)}" for prompt in prompts]
+        given += [f"-f {_excerpt(str(file))}" for file in files]
+        wrong = f"{len(given)} prompts ({', '.join(given)})" if given else "no prompt"
         raise EngineError(f"{wrong}: give one as an argument, with -p, with -f FILE, or - for standard input")
-    if file is not None:
-        return read_text(file, "cannot read the prompt from").removesuffix("\n")
-    only = text if text is not None else prompt
-    assert only is not None
-    if only != "-":
-        return only
+    if files:
+        return _file_text(files[0])
+    return _stdin_text() if texts[0] == "-" else texts[0]
+
+
+def _excerpt(text: str) -> str:
+    return repr(text) if len(text) <= 40 else f"{text[:40]!r}..."
+
+
+def _file_text(file: Path) -> str:
+    return read_text(file, "cannot read the prompt from").removesuffix("\n")
+
+
+def _stdin_text() -> str:
     typed = read_stream(sys.stdin.buffer, "cannot read the prompt from standard input")
     return universal_newlines(typed).removesuffix("\n")
 

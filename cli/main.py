@@ -27,7 +27,7 @@ from quengine.cli.doctor import doctor
 from quengine.cli.generate import generate
 from quengine.cli.list import list_models
 from quengine.cli.parity import parity
-from quengine.cli.pull import pull
+from quengine.cli.pull import PullCommand, pull
 from quengine.cli.rm import remove
 from quengine.cli.serve import serve
 from quengine.cli.show import show
@@ -97,7 +97,7 @@ for _name, _command in (
     ("rm", remove),
     ("doctor", doctor),
 ):
-    app.command(_name)(_command)
+    app.command(_name, cls=PullCommand if _command is pull else None)(_command)
 
 
 def _show_warning(

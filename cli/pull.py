@@ -3,6 +3,18 @@
 from typing import Annotated
 
 import typer
+from typer.core import TyperCommand
+
+
+class PullCommand(TyperCommand):
+    """`engine pull`, whose help ends with the aliases: read when the help is asked for, not at every start."""
+
+    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        from quengine.models.catalogue import catalogue
+
+        wide = max(map(len, catalogue()))
+        rows = [f"{entry.alias:{wide}}  {entry.about}" for entry in catalogue().values()]
+        return "\n".join([super().get_help(ctx), "Aliases", *(f"  {row}" for row in rows), ""])
 
 
 def pull(
@@ -16,8 +28,8 @@ def pull(
 ) -> None:
     """Fetch models from the Hugging Face Hub, or go on with a fetch that was interrupted.
 
-    The files go to the Hugging Face cache, which other programs share; their digests are checked. Prints the
-    path of each model. See `engine list --all` for the aliases.
+    The files go to the Hugging Face cache, which other programs share; their digests are checked. Prints the path
+    of each model.
     """
     import logging
     from pathlib import Path

@@ -11,17 +11,20 @@ _log = logging.getLogger(__name__)
 
 
 class CompileNotice:
-    """Triton's compilation listener (triton.knobs.compilation.listener): says it once in a process."""
+    """Triton's compilation listener (triton.knobs.compilation.listener): says it once in a process, and logs each."""
 
     def __init__(self, device_name: str) -> None:
         self.device_name = device_name
         self._said = False
         self._lock = Lock()  # several threads compile
 
-    def __call__(self, *, cache_hit: bool, **facts: Any) -> None:
+    def __call__(self, *, cache_hit: bool, metadata: dict[str, Any] | None = None, **facts: Any) -> None:
         del facts
+        if cache_hit:
+            return
+        _log.info("compiled %s", (metadata or {}).get("name", "a kernel"))
         with self._lock:
-            if cache_hit or self._said:
+            if self._said:
                 return
             self._said = True
         _log.warning(

@@ -3,9 +3,13 @@
 `step` is the engine's whole story; everything else prepares for it or reads what it made.
 """
 
+import logging
 import math
-from collections.abc import Callable, Collection, Generator, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +20,7 @@ from torch import Tensor
 from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig
 from quengine.constraint import ConstraintCompiler
 from quengine.draft_pace import draft_rows, draft_tokens
+from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
 from quengine.kernels.cache_types import CacheType
 from quengine.load import load_model
@@ -24,6 +29,7 @@ from quengine.models.chat_template import encode_chat
 from quengine.output import Completion
 from quengine.paged_scheduler import PagedScheduler
 from quengine.pooling import Pool, Pooling
+from quengine.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
 from quengine.runner import Result, Verified
 from quengine.sampler import Sample, Sampler
 from quengine.sampling_params import SamplingParams
@@ -32,12 +38,14 @@ from quengine.sequence import Sequence
 from quengine.speculation import Speculation
 from quengine.text_stream import TextStream
 
-Prompt = str | Seq[int]
-Message = Mapping[str, Any]
+logger = logging.getLogger(__name__)
 
 
 class LLM:
     """A loaded model.
+
+    Threads may share one: their requests are computed together, as the prompts of one `generate` are. A stream and a
+    ChatSession are for one thread at a time. A process that is forked from this one cannot use it.
 
     Args:
         model: an alias, `hf:user/repo:QUANT`, a GGUF file or a Hugging Face checkpoint folder.
@@ -106,6 +114,14 @@ class LLM:
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
         self.speculation = self._make_speculation()
+        template = self.chat_template
+        has = (
+            "no chat template" if template is None else f"chat template of {len(template.source)} characters"
+        )
+        logger.info("tokenizer of %d tokens, %s", self.tokenizer.vocab_size, has)
+        self._lock = EngineLock()
+        # Sequences that nobody waits for any more. Finalizers add to it, at any time and in any thread.
+        self._dropped: deque[Sequence] = deque()
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None
@@ -115,12 +131,13 @@ class LLM:
         Text is taken as it is: no chat template, and nothing in it becomes a control token.
 
         Raises:
-            EngineError: a prompt does not fit the context (with both numbers), or logits were not finite.
+            EngineError: a prompt does not fit the context (with both numbers), is neither text nor token ids, or has
+                half a surrogate pair in it; or logits were not finite.
         """
         params = (params or SamplingParams()).with_seed()
         streams = [
             self.stream(prompt, params, index=index)
-            for prompt in _as_prompts(prompts)
+            for prompt in as_prompts(prompts)
             for index in range(params.n)
         ]
         try:
@@ -141,13 +158,17 @@ class LLM:
     ) -> "CompletionStream":
         """Complete one prompt; iterating yields pieces of text as they become certain.
 
+        The request is computed while somebody iterates, and cancelled when the stream is closed or no longer referred
+        to, as after a `break`. One that is kept has its turn: what is asked for behind it may be computed after it.
+
         `index` tells apart several completions of one prompt under one seed. `show_special` keeps the names of
         control tokens in the text: of all, or of those given (`tool_calls.ToolFormat.marker_ids`).
 
         Raises:
-            EngineError: the prompt does not fit the context, or `params.constraint` cannot be compiled.
+            EngineError: the prompt does not fit the context, is neither text nor token ids, or has half a surrogate
+                pair in it; or `params.constraint` cannot be compiled.
         """
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self._prompt_ids(prompt)
         return CompletionStream(self, self._sequence(ids, params or SamplingParams(), index, show_special))
 
     def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> Completion:
@@ -161,14 +182,15 @@ class LLM:
     def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
         """Teacher-forced logits [T, vocab] fp32 after each token; `decode` computes them one token at a time.
 
-        What the cache holds is forgotten.
+        What the cache holds is forgotten. What other threads have under way is computed to its end first.
 
         Raises:
-            EngineError: a stream is under way.
+            EngineError: a stream of this thread is under way.
         """
-        ids = self._checked(list(token_ids))
-        self.scheduler.forget()
-        return self.runner.teacher_forced(ids, 1 if decode else self.loaded.decoder.chunk_size).float()
+        ids = self._checked(as_ids(token_ids))
+        with self._alone():
+            self.scheduler.forget()
+            return self.runner.teacher_forced(ids, 1 if decode else self.loaded.decoder.chunk_size).float()
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
         """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.
@@ -177,18 +199,18 @@ class LLM:
             EngineError: a prompt does not fit the context, or hidden values were not finite.
         """
         sequences = [
-            self.embedding_sequence(self.encode(prompt) if isinstance(prompt, str) else list(prompt), pooling)
-            for prompt in _as_prompts(prompts)
+            self.embedding_sequence(self._prompt_ids(prompt), pooling) for prompt in as_prompts(prompts)
         ]
         try:
             for sequence in sequences:
-                self.scheduler.add(sequence)
+                self._add(sequence)
             while not all(sequence.finished for sequence in sequences):
                 self.step()
+            self._end_step()
             return [_embedding(sequence) for sequence in sequences]
         finally:
             for sequence in sequences:
-                self.scheduler.cancel(sequence)
+                self._cancel(sequence)
 
     def embedding_sequence(self, ids: list[int], pooling: Pooling) -> Sequence:
         """A sequence whose prompt is pooled, to be given to the scheduler. Raises EngineError as `embed` does."""
@@ -197,7 +219,12 @@ class LLM:
         return sequence
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a raw prompt, with the beginning-of-text token where the model wants one."""
+        """Ids of a raw prompt, with the beginning-of-text token where the model wants one.
+
+        Raises:
+            EngineError: half a surrogate pair is in the text (with its position).
+        """
+        check_text(text, "the prompt")
         return self.tokenizer.encode(text, bos=self.tokenizer.add_bos, special=special)
 
     def encode_chat(self, messages: Seq[Message], tools: Seq[Any] | None = None) -> list[int]:
@@ -206,8 +233,11 @@ class LLM:
         `tools` are descriptions of functions as the template reads them (`tool_calls.Tool.described`).
 
         Raises:
-            EngineError: the model has no template, or the template fails (with its line).
+            EngineError: the model has no template, or the template fails (with its line); or half a surrogate pair is
+                in a message (with its position).
         """
+        self._lock.check_process()
+        check_messages(messages)
         if self.chat_template is None:
             raise EngineError(f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)")
         return encode_chat(self.tokenizer, self.chat_template, messages, tools=tools)
@@ -215,8 +245,18 @@ class LLM:
     def step(self) -> list[tuple[Sequence, str]]:
         """Compute one batch; returns its sequences and the text it made visible of each, nothing when none waits.
 
-        A sequence that cannot go on fails alone (`Sequence.error`); what is raised concerns the whole batch.
+        A sequence that cannot go on fails alone (`Sequence.error`); what is raised concerns the whole batch. While
+        another thread computes one, this waits until that is done and returns nothing.
         """
+        try:
+            if not self._lock.acquire_or_wait():
+                return []
+            self._cancel_dropped()
+            return self._compute()
+        finally:
+            self._lock.release()
+
+    def _compute(self) -> list[tuple[Sequence, str]]:
         batch = self.scheduler.next_batch()
         if batch is None:
             return []
@@ -235,7 +275,19 @@ class LLM:
             for sequence, result in zip(batch.sequences, results, strict=True)
         ]
         self.scheduler.release()
+        if logger.isEnabledFor(logging.INFO):
+            self._log_ends(batch.sequences)
         return texts
+
+    def _log_ends(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.finished:
+                t = self.completion(sequence).timings
+                logger.info(
+                    "request of %d tokens (%d from the cache): %.2f s; %d generated, %.1f tok/s; ended by %s",
+                    *(t.prompt_tokens, t.cached_tokens, t.prompt_s, t.generated_tokens, t.decode_tok_s),
+                    sequence.finish_reason,
+                )
 
     def _take(self, sequence: Sequence, result: Result) -> str:
         if isinstance(result, Sample):
@@ -247,10 +299,14 @@ class LLM:
     def warm_up(self) -> None:
         """Do ahead what the first requests would otherwise wait for: a second or two on a GPU.
 
-        What the cache holds is forgotten. Raises EngineError where a stream is under way.
+        What the cache holds is forgotten. What other threads have under way is computed to its end first.
+
+        Raises:
+            EngineError: a stream of this thread is under way.
         """
-        self.scheduler.forget()
-        self.runner.warm_up()
+        with self._alone():
+            self.scheduler.forget()
+            self.runner.warm_up()
 
     def completion(self, sequence: Sequence) -> Completion:
         """What a finished or interrupted sequence has come to."""
@@ -266,8 +322,12 @@ class LLM:
         return self.model_config.kv_cache_bytes(positions, self.config.cache_type)
 
     def close(self) -> None:
-        """Let the mapped file go. The model cannot be used afterwards."""
-        self.loaded.close()
+        """Let the mapped file go, once no thread computes. The model cannot be used afterwards."""
+        try:
+            self._lock.acquire()
+            self.loaded.close()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -276,6 +336,57 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises EngineError where it does not fit into the cache, or after a fork."""
+        try:
+            self._lock.acquire()
+            self.scheduler.add(sequence)
+        finally:
+            self._lock.release()
+
+    def _end_step(self) -> None:
+        """Wait for the step under way, if there is one: what it does to a sequence that has finished is then done."""
+        try:
+            self._lock.acquire()
+        finally:
+            self._lock.release()
+
+    def _cancel(self, sequence: Sequence) -> None:
+        """Take a sequence out, now or before the next step. Never waits: finalizers call it."""
+        self._dropped.append(sequence)
+        try:
+            if self._lock.try_acquire():
+                self._cancel_dropped()
+        finally:
+            self._lock.release()
+
+    def _cancel_dropped(self) -> None:
+        """Take out what nobody waits for any more. This thread holds the lock."""
+        while self._dropped:
+            self.scheduler.cancel(self._dropped.popleft())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock while no sequence is under way: those of other threads are computed to their end first.
+
+        Raises EngineError where one is this thread's own, or after a fork.
+        """
+        me = threading.get_ident()
+        try:
+            self._lock.acquire()
+            self._cancel_dropped()
+            while sequences := self.scheduler.sequences:
+                if any(sequence.thread == me for sequence in sequences):
+                    raise EngineError(
+                        "the cache is in use: finish or close the streams that are under way first"
+                    )
+                self._compute()
+                self._lock.step_done()
+                self._cancel_dropped()
+            yield
+        finally:
+            self._lock.release()
 
     def _make_scheduler(self) -> Scheduler | PagedScheduler:
         config, cache, chunk_size = self.config, self.loaded.cache, self.loaded.decoder.chunk_size
@@ -297,9 +408,13 @@ class LLM:
         most, rows = draft_tokens(config, kind), draft_rows(config, kind)
         return Speculation(self.scheduler, config.draft_ngram, self.loaded.draft, most, rows)
 
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
+
     def _sequence(
         self, ids: list[int], params: SamplingParams, index: int, show_special: bool | Collection[int]
     ) -> Sequence:
+        self._lock.check_process()
         ids = self._checked(ids)
         params = params.with_seed()
         if params.ignore_eos:
@@ -341,21 +456,42 @@ class LLM:
 class CompletionStream:
     """One request being computed: iterate for its text, then read `completion`.
 
-    Leaving the iteration early (an error, Ctrl-C, `close`) cancels the request; `completion` then holds what was
-    generated, with finish_reason "abort".
+    Once it is closed, or nobody refers to it any more, the request is cancelled; leaving the loop is enough where the
+    loop alone has the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with
+    finish_reason "abort". A stream that is kept can be gone on with; until then its request has its turn among others.
+    For one thread at a time.
     """
+
+    # Nothing here may lead back to the stream (no bound method, no generator over `self`): it would outlive its last
+    # reference until the next garbage collection.
 
     def __init__(self, llm: LLM, sequence: Sequence) -> None:
         self._llm = llm
         self.sequence = sequence
         self._started = False
-        self._pieces = self._run()
+        self._closed = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        if self._closed:
+            raise StopIteration
+        try:
+            self.start()
+            # Steps of other threads, and for other streams, bring this sequence on as well.
+            while not (text := self.sequence.stream.read()):
+                if self.sequence.finished:
+                    return self._end()
+                self._llm.step()
+            return text
+        except BaseException:
+            self.close()
+            raise
+
+    def __del__(self) -> None:
+        if self._started and not self._closed:
+            self.close()
 
     @property
     def completion(self) -> Completion:
@@ -369,7 +505,7 @@ class CompletionStream:
         """
         if not self._started:
             self._started = True
-            self._llm.scheduler.add(self.sequence)
+            self._llm._add(self.sequence)
 
     def finish(self) -> Completion:
         """Compute to the end."""
@@ -378,23 +514,18 @@ class CompletionStream:
         return self.completion
 
     def close(self) -> None:
-        self._pieces.close()
-        self._llm.scheduler.cancel(self.sequence)
+        """Cancel the request, unless it has finished."""
+        self._closed = True
+        self._llm._cancel(self.sequence)
 
-    def _run(self) -> Generator[str, None, None]:
-        self.start()
-        try:
-            while not self.sequence.finished:
-                # Other streams' sequences may advance as well, and this one may have in their steps.
-                self._llm.step()
-                if text := self.sequence.stream.read():
-                    yield text
-            if text := self.sequence.stream.read():
-                yield text
-            if self.sequence.error is not None:
-                raise self.sequence.error
-        finally:
-            self._llm.scheduler.cancel(self.sequence)
+    def _end(self) -> str:
+        """The last piece of a sequence that has finished meanwhile. Raises its error, or StopIteration."""
+        self._llm._end_step()
+        if text := self.sequence.stream.read():
+            return text
+        if self.sequence.error is not None:
+            raise self.sequence.error
+        raise StopIteration
 
 
 def _embedding(sequence: Sequence) -> list[float]:
@@ -402,12 +533,3 @@ def _embedding(sequence: Sequence) -> list[float]:
         raise sequence.error
     assert sequence.pool is not None
     return sequence.pool.embedding()
-
-
-def _as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]

@@ -1,5 +1,6 @@
 """From a model's name to something that runs: device, backend, context, decoder, cache."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,13 +18,15 @@ from quengine.kernels.backend import BLOCK_SIZE, Backend
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.load_draft import open_draft
-from quengine.machine import available_memory, thread_count
+from quengine.machine import available_memory, cpu_model, simd_features, thread_count
 from quengine.memory import choose_blocks, choose_context, gib, workspace_bytes
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub import resolve_model
 from quengine.runner import Runner
 from quengine.weight_loader import CudaTransfer, WeightLoader
+
+logger = logging.getLogger(__name__)
 
 REFERENCE_BYTES_A_WEIGHT = 8
 MIN_CAPABILITY = (8, 0)
@@ -71,10 +74,14 @@ def load_model(
     threads = thread_count(config.threads)
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
+    _log_checkpoint("model", checkpoint)
     draft = open_draft(config, checkpoint)
+    if draft is not None:
+        _log_checkpoint("draft model", draft)
     device, why = choose_device(config)
     torch.set_num_threads(threads)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    logger.info("device %s: %s; %s of memory free", device, _device_name(device), gib(free))
     ctx_size, num_blocks = _choose_cache(config, checkpoint, draft, device, free)
     made = _Machine(config, device, threads, free, progress)
     runner = made.runner(checkpoint, ctx_size, num_blocks)
@@ -88,7 +95,29 @@ def load_model(
         drafts = DraftModel(draft_runner, made.draft_steps(draft_runner))
         notes.append(_draft_note(draft, draft_runner.cache, ctx_size))
     load_s = time.perf_counter() - began
+    for note in notes:
+        logger.info("%s", note)
+    logger.info(
+        "loaded in %.2f s: %s backend, %d threads, up to %d tokens of a prompt at once",
+        *(load_s, runner.decoder.backend.name, threads, runner.decoder.chunk_size),
+    )
     return LoadedModel(path, checkpoint, runner, device, threads, load_s, notes, drafts, draft)
+
+
+def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:
+    config = checkpoint.config
+    types = ", ".join(f"{count} {name}" for name, count in checkpoint.types.items())
+    logger.info(
+        "%s %s: %r, %s, %d layers, %.1f million weights in %s; tensors: %s",
+        *(what, checkpoint.path, config.name, config.architecture, config.block_count),
+        *(checkpoint.weights / 1e6, gib(checkpoint.nbytes), types),
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_model()} ({', '.join(simd_features())})"
 
 
 @dataclass(frozen=True)
@@ -191,6 +220,7 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, list[str]]:
         return torch.device("cuda", index), []
     if asked:
         raise CannotRunError(f"device {config.device} cannot be used: {problem}; use --device cpu")
+    logger.info("device auto takes the CPU: %s", problem)
     # A machine without any GPU needs no explanation; one whose GPU is left idle does.
     return torch.device("cpu"), [f"device auto took the CPU: {problem}"] if torch.cuda.is_available() else []
 

@@ -65,6 +65,11 @@ class PagedScheduler:
         self._alone: deque[Sequence] = deque()
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """All that run or wait."""
+        return self._running + list(self.waiting)
+
+    @property
     def cache_used(self) -> int:
         """Positions of the cache that sequences own."""
         return self.blocks.num_used * BLOCK_SIZE
@@ -152,7 +157,7 @@ class PagedScheduler:
 
         Raises EngineError where a sequence is being computed.
         """
-        if self._running or self.waiting:
+        if self.sequences:
             raise EngineError("the cache is in use: finish or close the streams that are under way first")
         self.blocks.forget()
 

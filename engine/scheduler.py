@@ -70,6 +70,12 @@ class Scheduler:
         return self._batch if self.running is not None else None
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """All that run or wait."""
+        running = [] if self.running is None else [self.running]
+        return running + list(self.waiting)
+
+    @property
     def cache_used(self) -> int:
         """Positions of the cache whose rows are valid."""
         return len(self.cache.tokens)
@@ -122,7 +128,7 @@ class Scheduler:
 
         Raises EngineError where a sequence is being computed.
         """
-        if self.running is not None or self.waiting:
+        if self.sequences:
             raise EngineError("the cache is in use: finish or close the streams that are under way first")
         self.cache.tokens.clear()
 

@@ -1,5 +1,6 @@
 """One request on its way from prompt to text: its tokens, what is cached of them, and when it ends."""
 
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -20,8 +21,8 @@ class Sequence:
     constraint that nothing can follow. The constraint's state is the sampler's, and is advanced here.
     `draft` are tokens that may come to follow the newest one, to be computed with it in the next step; the counts are
     of steps with a draft, of tokens drafted in all, of those that the sequence then took, and of bytes read for drafts.
-    `error` is why the sequence could not go on. With a `pool` no text follows the prompt: its hidden rows are pooled,
-    all of them computed, and the sequence ends with the prompt.
+    `thread` is the one that made the sequence. `error` is why the sequence could not go on. With a `pool` no text
+    follows the prompt: its hidden rows are pooled, all of them computed, and the sequence ends with the prompt.
     """
 
     token_ids: list[int]
@@ -37,6 +38,7 @@ class Sequence:
     error: Exception | None = None
     generated: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
     arrived: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     first_token: float = 0.0

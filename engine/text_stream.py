@@ -40,8 +40,9 @@ class TextStream:
         return "".join(self._shown)
 
     def read(self) -> str:
-        """What has been shown since the last call."""
-        new, self._read = self._shown[self._read :], len(self._shown)
+        """What has been shown since the last call; another thread may be showing more."""
+        new = self._shown[self._read :]
+        self._read += len(new)
         return "".join(new)
 
     def push(self, token_id: int) -> str:

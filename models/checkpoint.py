@@ -34,6 +34,11 @@ class Checkpoint(Protocol):
         ...
 
     @property
+    def types(self) -> Mapping[str, int]:
+        """How many tensors are stored as each type, the most frequent first."""
+        ...
+
+    @property
     def notes(self) -> list[str]:
         """What the user should know of how this model is held, one line each."""
         ...

@@ -3,6 +3,7 @@
 Who asks for no tensors needs no torch: the server beside an engine in another process, or `engine show`.
 """
 
+from collections import Counter
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -45,6 +46,10 @@ class GGUFCheckpoint:
     @property
     def weights(self) -> int:
         return sum(prod(tensor.shape) for tensor in self.file.tensors.values())
+
+    @property
+    def types(self) -> dict[str, int]:
+        return dict(Counter(tensor.type_name for tensor in self.file.tensors.values()).most_common())
 
     @property
     def notes(self) -> list[str]:

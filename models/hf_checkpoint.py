@@ -6,6 +6,7 @@ checkpoint and the GGUF file made of it give the same logits to the last bit, an
 architecture. That is under a tenth of a model. It knows no quantized checkpoints; they are refused.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -89,6 +90,11 @@ class HFCheckpoint:
     def weights(self) -> int:
         """How many numbers the tensors hold."""
         return sum(prod(stored.shape) for stored in self._tensors.stored.values())
+
+    @property
+    def types(self) -> dict[str, int]:
+        """How many tensors are stored as each type, the most frequent first."""
+        return dict(Counter(stored.dtype for stored in self._tensors.stored.values()).most_common())
 
     @property
     def notes(self) -> list[str]:

@@ -9,6 +9,7 @@ Does not know: what the kernels compute, or who runs them.
 from __future__ import annotations
 
 import logging
+import time
 from functools import cache
 from importlib import import_module
 
@@ -31,7 +32,9 @@ def kernel(module: str, function: str, *variant: str | bool) -> int:
         except RuntimeError as error:
             _log.debug("%s is compiled anew: %s", name, error)
     _say_once()
+    began = time.perf_counter()
     code: bytes = getattr(import_module(f"quengine.kernels.cpu.{module}"), function)(*variant)
+    _log.info("compiled %s in %.2f s", name, time.perf_counter() - began)
     code_store().write(name, code)
     return link(code)
 

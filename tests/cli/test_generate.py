@@ -1,10 +1,15 @@
 """`engine generate`: where text and everything else go, what the flags mean, how it fails."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 
 from quengine.cli.main import run
 from tests.gguf_builder import ModelSizes
@@ -49,6 +54,29 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest
         "cpu",
     ):
         assert word in captured.err
+
+
+def test_verbose_says_what_is_done(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-c", "64", "-t", "1", "--draft-ngram", "2"]
+    assert run(["-v", "generate", "-m", model, "the", *COMMON, *options, "--no-stats"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert all(line.startswith("engine: ") for line in lines)
+    said = captured.err.replace("engine: info: ", "")
+    types = Counter(tensor.tensor_type.name for tensor in GGUFReader(model).tensors)
+    counts = ", ".join(f"{count} {name}" for name, count in types.most_common())
+    for wanted in (
+        rf"^model {re.escape(model)}: .*, llama, 2 layers, .* million weights in .*; tensors: {counts}$",
+        r"^device cpu: .+; .* GiB of memory free$",
+        r"^context 64 tokens, cache .* \(f16\), weights .* MiB$",
+        r"^drafts by look-up of up to 2 tokens",
+        r"^loaded in \d+\.\d\d s: cpu backend, 1 threads, up to \d+ tokens of a prompt at once$",
+        r"^tokenizer of \d+ tokens, chat template of \d+ characters$",
+        r"^request of \d+ tokens \(0 from the cache\): .* s; 6 generated, .* tok/s; ended by length$",
+    ):
+        assert re.search(wanted, said, re.MULTILINE), (wanted, said)
+    assert run(["generate", "-m", model, "the", *COMMON, *options, "--no-stats"]) == 0
+    assert (capsys.readouterr().err, captured.out) == ("", captured.out)
 
 
 def test_no_stats_leaves_stderr_empty(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +130,39 @@ def test_the_prompt_is_given_exactly_once(
 ) -> None:
     assert run(["generate", "-m", model, *given]) == 1
     assert "prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["-p", "a", "-p", "b"], "2 prompts (-p 'a', -p 'b')"),
+        (["-p", "a", "--prompt", "a"], "2 prompts (-p 'a', -p 'a')"),
+        (["-f", "b.txt", "-f", "c.txt"], "2 prompts (-f 'b.txt', -f 'c.txt')"),
+        (["the", "-p", "cat", "-f", "b.txt"], "3 prompts ('the', -p 'cat', -f 'b.txt')"),
+    ],
+)
+def test_a_prompt_that_is_given_again_is_named_and_not_dropped(
+    model: str, given: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "-m", model, *given]) == 1
+    assert capsys.readouterr().err.startswith(f"engine: error: {says}: give one as an argument")
+
+
+@pytest.mark.parametrize("mode", [[], ["--raw"]])
+def test_a_byte_that_is_no_utf8_is_an_error_with_its_position(model: str, mode: list[str]) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from quengine.cli.main import run; sys.exit(run(sys.argv[1:]))",
+    ]
+    args = [*command, "generate", "-m", model, *mode, *COMMON]
+    env = {**os.environ, "PYTHONUTF8": "1"}
+    by_argument = subprocess.run([*args, b"caf\xe9"], capture_output=True, env=env, timeout=60)
+    by_stdin = subprocess.run([*args, "-"], input=b"caf\xe9", capture_output=True, env=env, timeout=60)
+    for done in (by_argument, by_stdin):
+        assert done.returncode == 1 and done.stdout == b""
+        assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(b"engine: error: ")
+        assert re.search(rb"byte 0x[Ee]9 at (position )?3\b", done.stderr), done.stderr
 
 
 def test_show_prompt_prints_the_exact_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:

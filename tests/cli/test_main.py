@@ -1,9 +1,11 @@
 """What the program does around every command: exit codes, one-line errors, quick start."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import typer
@@ -116,6 +118,14 @@ def test_a_wrong_command_line_is_a_user_error_with_a_hint(capsys, args, says, hi
     assert second == hint
 
 
+def test_the_readme_has_every_exit_code():
+    readme = Path(__file__).parents[2] / "README.md"
+    (listed,) = re.findall(r"^Exit codes: (.*?)\.\n", readme.read_text(), re.MULTILINE | re.DOTALL)
+    codes = [int(part.split()[0]) for part in listed.replace("\n", " ").split("; ")]
+    named = [0, 1, main.CANNOT_RUN, main.INTERNAL_ERROR, main.INTERRUPTED, main.READER_GONE]
+    assert codes == named
+
+
 def test_no_arguments_show_the_help(capsys):
     assert main.run([]) == 0
     assert "Usage: engine" in capsys.readouterr().out
@@ -146,7 +156,8 @@ def test_help_and_list_load_neither_torch_nor_numba_nor_the_hub_client():
         "import sys; from quengine.cli.main import run; run(sys.argv[1:]);"
         f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
     )
-    for args in (["--help"], ["generate", "--help"], ["list", "--all"], ["list", "nope"]):
+    helps = [["--help"], ["generate", "--help"], ["pull", "--help"]]
+    for args in (*helps, ["list", "--all"], ["list", "nope"]):
         done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
         assert done.stderr.splitlines()[-1] == "[]", args
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from huggingface_hub import constants
 
 from quengine.cli.main import run
+from quengine.models import catalogue
 from quengine.models.hub import resolve_model
 from tests.hub_server import COMMIT, Hub, serve_hub
 
@@ -148,6 +150,15 @@ def test_a_quantization_is_fetched_into_the_shared_cache_and_then_resolves_witho
     assert (again.returncode, again.stdout) == (0, done.stdout)
     assert resolve_model(f"hf:{REPO}/Tiny-Q4_K_M.gguf") == path
     assert hub.requests == []
+
+
+def test_the_help_lists_every_alias(engine):
+    aliases = tomllib.loads((Path(catalogue.__file__).parent / "catalogue.toml").read_text())
+    done = engine("pull", "--help")
+    listed = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
+    assert (done.returncode, done.stderr) == (0, "")
+    for alias, entry in aliases.items():
+        assert entry["about"] in listed[alias]
 
 
 def test_the_files_are_found_by_huggingface_hub_itself(engine):

@@ -115,16 +115,17 @@ def test_prompts_computed_in_one_step_give_the_texts_they_give_alone(
 def test_a_step_of_several_prompts_may_be_longer_than_the_context_of_each(model: Path) -> None:
     prompts = [list(range(i, i + 60)) for i in range(6)]
     with load(model, 6, "reference") as llm, load(model, 1, "reference") as alone:
-        for prompt in prompts:
-            llm.stream(prompt, GREEDY).start()
+        streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+        for stream in streams:
+            stream.start()
         llm.step()
         step = paged(llm).current
         assert (
             isinstance(step, PromptStep)
             and sum(len(chunk.ids) for chunk in step.chunks) == 360 > llm.ctx_size
         )
-        for sequence in step.sequences:
-            llm.scheduler.cancel(sequence)
+        for stream in streams:
+            stream.close()
         same(llm.generate(prompts, GREEDY), alone.generate(prompts, GREEDY))
 
 

@@ -54,6 +54,17 @@ def test_a_kernel_is_compiled_once_and_then_loaded(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {KEY_NAME, "-".join(NAME)}
 
 
+def test_a_kernel_that_is_compiled_is_logged_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = CodeStore([tmp_path], "1")
+    with caplog.at_level(logging.INFO, "quengine"):
+        load(store)
+        load(store)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert len(told) == 1 and told[0].startswith("compiled add_kernels-add_kernel in ")
+
+
 @pytest.mark.parametrize("what", ["damaged", "of another version", "no object file"])
 def test_a_file_that_is_no_use_is_compiled_anew(what: str, tmp_path: Path) -> None:
     store = CodeStore([tmp_path], "1")
