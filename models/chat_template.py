@@ -5,6 +5,7 @@ rendering is `template_process`'s; merging is the tokenizer's.
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ Message = Mapping[str, Any]
 _KEY = "tokenizer.chat_template"
 # A template's name of its own in place of the default one, as transformers and GGUF files have it.
 _DEFAULT = "default"
+# What jinja2 and Python say where a template takes a null or missing content for text.
+_NULL_CONTENT = re.compile(r"\bNone|Undefined|no attribute 'content'")
 
 
 class ChatTemplateError(EngineError):
@@ -95,13 +98,36 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages`, a list of {"role", "content"} and whatever else the template reads.
 
+        The content of an assistant's message with tool calls may be None or missing. Where the template fails at
+        that, the message is rendered with None, then with an empty text.
+
         add_generation_prompt: end where the assistant's answer begins.
         tools: descriptions of functions, as JSON values. variables: more names for the template.
         Raises ChatTemplateError: the template is wrong, refuses the messages, or needs too much time or memory.
         """
+        given = list(messages)
+        try:
+            return self._render(given, add_generation_prompt, tools, variables)
+        except ChatTemplateError as refusal:
+            if not _NULL_CONTENT.search(str(refusal)):
+                raise
+            for content in (None, ""):
+                changed = [_with_content(message, content) for message in given]
+                if changed != given:
+                    with suppress(ChatTemplateError):
+                        return self._render(changed, add_generation_prompt, tools, variables)
+            raise
+
+    def _render(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
         given = {
             **(variables or {}),
-            "messages": list(messages),
+            "messages": messages,
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
             "bos_token": self.bos_token,
@@ -117,6 +143,12 @@ class ChatTemplate:
             raise ChatTemplateError(self.origin, answer["error"], answer["line"])
         text: str = answer["text"]
         return text
+
+
+def _with_content(message: Message, content: str | None) -> Message:
+    """`message` with `content` if it is an assistant's with tool calls and has none."""
+    calls = message.get("role") == "assistant" and message.get("tool_calls")
+    return {**message, "content": content} if calls and message.get("content") is None else message
 
 
 def _choose(found: Mapping[str, str], name: str | None, origin: str) -> str | None:
