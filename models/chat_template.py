@@ -1,7 +1,7 @@
 """Chat templates: the jinja2 program in a model's file that writes a conversation as one prompt.
 
-Knows where files keep them, what variables they get, and which part of a prompt may be control tokens. The
-rendering is `template_process`'s; merging is the tokenizer's.
+Where files keep them, what variables they get, and which part of a prompt may be control tokens. `template_worker`
+renders, in a process of its own.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
 from quengine.models.hf_headers import read_json
-from quengine.models.template_process import RenderingStoppedError, TemplateProcess
+from quengine.models.limited_process import LimitedProcess, Limits, ProcessStoppedError
 
 if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
@@ -25,6 +25,8 @@ Message = Mapping[str, Any]
 _KEY = "tokenizer.chat_template"
 # A template's name of its own in place of the default one, as transformers and GGUF files have it.
 _DEFAULT = "default"
+_WORKER = Path(__file__).with_name("template_worker.py")
+_LIMITS = Limits(cpu_seconds=2.0, memory_bytes=512 << 20)
 # What jinja2 and Python say where a template takes a null or missing content for text.
 _NULL_CONTENT = re.compile(r"\bNone|Undefined|no attribute 'content'")
 
@@ -48,7 +50,7 @@ class ChatTemplate:
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.origin = origin
-        self._process = TemplateProcess(source)
+        self._process = LimitedProcess(_WORKER, {"source": source}, _LIMITS)
 
     @classmethod
     def from_gguf(cls, file: "GGUFFile", name: str | None = None) -> "ChatTemplate | None":
@@ -86,7 +88,7 @@ class ChatTemplate:
 
     def start(self) -> None:
         """Let the process of the first rendering come up while other things are done."""
-        with suppress(RenderingStoppedError):  # `render` will try again, and say what is wrong
+        with suppress(ProcessStoppedError):  # `render` will try again, and say what is wrong
             self._process.start()
 
     def render(
@@ -134,8 +136,8 @@ class ChatTemplate:
             "eos_token": self.eos_token,
         }
         try:
-            answer = self._process.ask(given)
-        except RenderingStoppedError as failure:
+            answer = self._process.ask({"variables": given})
+        except ProcessStoppedError as failure:
             raise ChatTemplateError(self.origin, str(failure)) from None
         except (TypeError, ValueError) as failure:
             raise ChatTemplateError(self.origin, f"the messages are no JSON values: {failure}") from None
