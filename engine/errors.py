@@ -17,16 +17,21 @@ def visible(text: str) -> str:
     return text if text.isprintable() else text.translate(_SPELLED)
 
 
+MAX_MESSAGE = 1500
+
+
 class EngineError(Exception):
     """Something the user gave is wrong: a file, a flag, a prompt that does not fit.
 
-    The message may quote a file: it is one line without control characters, whoever prints it.
+    The message may quote a file: it is one line of at most MAX_MESSAGE characters and a few, none of them a control
+    character, whoever prints it.
     """
 
     exit_code = 1
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(" ".join(visible(message).splitlines()))
+        line = " ".join(visible(message[:MAX_MESSAGE]).splitlines())
+        super().__init__(line + "..." if len(message) > MAX_MESSAGE else line)
 
 
 class CannotRunError(EngineError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
-from quengine.models.hf_headers import read_json
+from quengine.models.json_file import read_json, read_text
 from quengine.models.limited_process import LimitedProcess, Limits, ProcessStoppedError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ChatTemplate:
         found = _templates_of(config.get("chat_template"))
         files = {_DEFAULT: folder / "chat_template.jinja"}
         files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-        found |= {key: file.read_text("utf-8", "replace") for key, file in files.items() if file.is_file()}
+        found |= {key: read_text(file) for key, file in files.items() if file.is_file()}
         source = _choose(found, name, str(folder))
         if source is None:
             return None

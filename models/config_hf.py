@@ -129,12 +129,18 @@ def _int(config: Mapping[str, Any], field: str, default: int | None = None) -> i
     return value
 
 
+# Far above any number in a configuration; products of a few are finite.
+MAX_NUMBER = 1e30
+
+
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise _error(key, f"{value!r} is not a number")
+    if not abs(value) <= MAX_NUMBER:
+        raise _error(key, f"{value:.6g} is not from -{MAX_NUMBER:g} to {MAX_NUMBER:g}")
     return float(value)
 
 
@@ -222,13 +228,11 @@ def _sliding_window(text: Mapping[str, Any], model_type: Any, blocks: int) -> in
         raise _error("sliding_window", f"{window!r} is not an integer")
     kinds = text.get("layer_types")
     if kinds is None and model_type in ("qwen2", "qwen3"):
-        full = min(int(_number(text, "max_window_layers", blocks)), blocks)
+        full = max(0, min(int(_number(text, "max_window_layers", blocks)), blocks))
         kinds = ["full_attention"] * full + ["sliding_attention"] * (blocks - full)
-    distinct = set(kinds) if isinstance(kinds, list) and kinds else {"sliding_attention"}
+    distinct = set(map(str, kinds)) if isinstance(kinds, list) and kinds else {"sliding_attention"}
     if distinct == {"full_attention"}:
         return None
     if distinct != {"sliding_attention"}:
-        raise _error(
-            "sliding_window", f"layers differ ({', '.join(sorted(map(str, distinct)))}); not implemented"
-        )
+        raise _error("sliding_window", f"layers differ ({', '.join(sorted(distinct))}); not implemented")
     return window

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
-from quengine.models.hf_headers import read_json
+from quengine.models.json_file import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -13,6 +13,7 @@ from quengine.models.hf_headers import read_config
 def test_an_error_is_one_printable_line() -> None:
     assert str(EngineError("a\x1b]0;t\x07\nb\u2028c\ud800 é")) == "a\\x1b]0;t\\x07 b c\\ud800 é"
     assert str(EngineError()) == ""
+    assert str(EngineError("x" * 10_000)) == "x" * 1500 + "..."
 
 
 def test_a_quantization_method_is_named_without_its_control_characters(tmp_path: Path) -> None:
