@@ -18,7 +18,7 @@ from typing import Any
 
 # Wall-clock seconds for one answer, beyond the worker's own limits: for a process that is stopped or starved.
 PATIENCE_SECONDS = 20.0
-MAX_ANSWER_BYTES = 512 << 20
+MAX_ANSWER_BYTES = 128 << 20
 
 
 class ProcessStoppedError(Exception):
