@@ -203,6 +203,8 @@ def _rope_scaling(rope: Mapping[str, Any], base: float, dim: int, context: int) 
 def _llama3_factors(rope: Mapping[str, Any], base: float, dim: int, original: int) -> tuple[float, ...]:
     from quengine.kernels.rope import llama3_freq_factors
 
+    if not base > 1.0:
+        raise _error("rope_theta", f"{base} is not a finite number above 1")
     numbers = {}
     for key in ("factor", "low_freq_factor", "high_freq_factor"):
         numbers[key] = _number(rope, key, 0.0)

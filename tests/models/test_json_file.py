@@ -11,6 +11,8 @@ from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from quengine.models.json_file import MAX_JSON_BYTES, MAX_TEXT_BYTES, read_json, read_text
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
 
 @pytest.mark.parametrize(
     ("content", "problem"),
@@ -88,6 +90,8 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
         *(("rope_scaling", {"type": kind, "factor": 1e308}) for kind in ("linear", "yarn")),
         ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1e308}),
         ("rope_scaling", {"rope_type": "yarn", "factor": 1e308, "mscale": 1e308, "mscale_all_dim": 1e308}),
+        ("rope_parameters", {**LLAMA3, "rope_theta": -10000.0}),
+        ("rope_parameters", {**LLAMA3, "original_max_position_embeddings": -1e20}),
         ("num_attention_heads", 0),
         ("head_dim", -4),
         ("max_window_layers", -1e15),
