@@ -3,7 +3,6 @@
 Text goes to standard output, everything else to standard error.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,8 +12,8 @@ import typer
 from quengine.cli import options
 from quengine.cli.loading import load_llm
 from quengine.cli.report import completion_json, print_report
-from quengine.cli.terminal import write_text
-from quengine.errors import EngineError
+from quengine.cli.terminal import json_line, write_text
+from quengine.errors import EngineError, visible
 from quengine.input_files import read_stream, read_text, universal_newlines
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def generate(
     with load_llm(*asked, drafts=drafts, deterministic=deterministic, mmap=mmap) as llm:
         ids = _prompt_ids(llm, source, system, chat, special)
         if show_prompt:
-            print(llm.tokenizer.decode(ids, skip_special=False), file=sys.stderr)
+            print(visible(llm.tokenizer.decode(ids, skip_special=False)), file=sys.stderr)
         _run(llm, ids, params, special, as_json, stats)
 
 
@@ -162,7 +161,7 @@ def _run(
     finally:
         completion = stream.completion
         if as_json:
-            print(json.dumps(completion_json(completion, llm), ensure_ascii=False))
+            print(json_line(completion_json(completion, llm)))
         elif stats and completion.tokens:
             print_report(completion, llm)
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from quengine.cli.terminal import write_line
+
 
 @dataclass(frozen=True)
 class Row:
@@ -37,7 +39,7 @@ def list_models(
     typer.echo(f"{'NAME':{wide}}  {'SIZE':>9}  {'QUANT':8}  PATH")
     for row in rows:
         size = f"{row.size / 1e9:.2f} GB" if row.size is not None else "-"
-        typer.echo(f"{row.name:{wide}}  {size:>9}  {row.quant:8}  {row.path or f'(not pulled) {row.about}'}")
+        write_line(f"{row.name:{wide}}  {size:>9}  {row.quant:8}  {row.path or f'(not pulled) {row.about}'}")
 
 
 def installed_rows() -> list[Row]:

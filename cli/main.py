@@ -32,7 +32,7 @@ from quengine.cli.rm import remove
 from quengine.cli.serve import serve
 from quengine.cli.show import show
 from quengine.cli.tokenize import tokenize
-from quengine.errors import EngineError
+from quengine.errors import EngineError, visible
 
 CANNOT_RUN = 2
 INTERNAL_ERROR = 3
@@ -116,7 +116,7 @@ def _show_warning(
 
 
 def _print_error(message: str, hint: str = "") -> None:
-    line = " ".join(message.split())
+    line = " ".join(visible(message).split())
     label = "engine: error:"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         label = f"\x1b[31m{label}\x1b[0m"

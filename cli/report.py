@@ -3,6 +3,8 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
+from quengine.errors import visible
+
 if TYPE_CHECKING:
     from quengine.llm import LLM
     from quengine.output import Completion, Timings
@@ -26,7 +28,7 @@ def print_report(completion: "Completion", llm: "LLM") -> None:
         f"{llm.loaded.threads} threads, {llm.loaded.decoder.backend.name} backend",
         *llm.loaded.notes,
     ]
-    print("\n" + "\n".join(f"  {line}" for line in lines), file=sys.stderr)
+    print("\n" + "\n".join(f"  {visible(line)}" for line in lines), file=sys.stderr)
 
 
 def _drafts(t: "Timings") -> list[str]:

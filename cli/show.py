@@ -26,6 +26,7 @@ def show(
     """Show a model's sizes, types, memory need, tokenizer and template; reads the header only."""
     import json
 
+    from quengine.cli.terminal import write_line
     from quengine.errors import EngineError
     from quengine.models.hub import resolve_model
     from quengine.models.model_summary import summarize
@@ -39,7 +40,7 @@ def show(
         typer.echo(json.dumps(_as_json(summary, devices, tensors), indent=2))
         return
     for line in _lines(summary, devices, tensors):
-        typer.echo(line)
+        write_line(line)
 
 
 def _devices(summary: "ModelSummary") -> list[dict[str, Any]]:

@@ -23,9 +23,9 @@ def tokenize(
     ] = False,
 ) -> None:
     """Show how a model cuts TEXT into tokens; reads the header only."""
-    import json
     import sys
 
+    from quengine.cli.terminal import json_line, write_line
     from quengine.input_files import read_stream
     from quengine.models.hub import resolve_model
     from quengine.models.tokenizer import Tokenizer
@@ -37,10 +37,11 @@ def tokenize(
     ids = tokenizer.encode(text, bos=not no_bos, special=special)
     if as_json:
         pieces = [_json_piece(tokenizer.token_bytes(i)) for i in ids]
-        typer.echo(json.dumps({"count": len(ids), "ids": ids, "pieces": pieces}, ensure_ascii=False))
+        answer = {"count": len(ids), "ids": ids, "pieces": pieces}
+        typer.echo(json_line(answer))
         return
     for token_id in ids:
-        typer.echo(f"{token_id:>7}  {_shown(tokenizer, token_id)}")
+        write_line(f"{token_id:>7}  {_shown(tokenizer, token_id)}")
     typer.echo(f"{len(ids)} token{'' if len(ids) == 1 else 's'}", err=True)
 
 

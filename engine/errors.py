@@ -4,11 +4,34 @@ Every layer may import this module; it imports nothing. The command line prints 
 exits with `exit_code`; a library caller catches `EngineError`.
 """
 
+# Control characters but newline and tab, and lone surrogates, which no output can encode.
+_SPELLED = {code: f"\\x{code:02x}" for code in (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0))}
+_SPELLED |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
+
+
+def visible(text: str) -> str:
+    r"""`text` with control characters, newline and tab excepted, and lone surrogates spelled as \x1b or \ud800.
+
+    Names and messages out of model files are shown to people: a terminal would obey what is in them.
+    """
+    return text if text.isprintable() else text.translate(_SPELLED)
+
+
+MAX_MESSAGE = 1500
+
 
 class EngineError(Exception):
-    """Something the user gave is wrong: a file, a flag, a prompt that does not fit."""
+    """Something the user gave is wrong: a file, a flag, a prompt that does not fit.
+
+    The message may quote a file: it is one line of at most MAX_MESSAGE characters and a few, none of them a control
+    character, whoever prints it.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        line = " ".join(visible(message[:MAX_MESSAGE]).splitlines())
+        super().__init__(line + "..." if len(message) > MAX_MESSAGE else line)
 
 
 class CannotRunError(EngineError):

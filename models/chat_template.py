@@ -1,10 +1,11 @@
 """Chat templates: the jinja2 program in a model's file that writes a conversation as one prompt.
 
-Knows where files keep them, what variables they get, and which part of a prompt may be control tokens. The
-rendering is `template_process`'s; merging is the tokenizer's.
+Where files keep them, what variables they get, and which part of a prompt may be control tokens. `template_worker`
+renders, in a process of its own.
 """
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
-from quengine.models.hf_headers import read_json
+from quengine.models.json_file import read_json, read_text
+from quengine.models.limited_process import LimitedProcess, Limits, ProcessStoppedError
 from quengine.models.named_templates import program_of
-from quengine.models.template_process import RenderingStoppedError, TemplateProcess
 
 if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
@@ -25,6 +26,10 @@ Message = Mapping[str, Any]
 _KEY = "tokenizer.chat_template"
 # A template's name of its own in place of the default one, as transformers and GGUF files have it.
 _DEFAULT = "default"
+_WORKER = Path(__file__).with_name("template_worker.py")
+_LIMITS = Limits(cpu_seconds=2.0, memory_bytes=512 << 20)
+# What jinja2 and Python say where a template takes a null or missing content for text.
+_NULL_CONTENT = re.compile(r"\bNone|Undefined|no attribute 'content'")
 
 
 class ChatTemplateError(EngineError):
@@ -46,7 +51,7 @@ class ChatTemplate:
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.origin = origin
-        self._process = TemplateProcess(source)
+        self._process = LimitedProcess(_WORKER, {"source": source}, _LIMITS)
 
     @classmethod
     def from_gguf(cls, file: "GGUFFile", name: str | None = None) -> "ChatTemplate | None":
@@ -76,7 +81,7 @@ class ChatTemplate:
         found = _templates_of(config.get("chat_template"))
         files = {_DEFAULT: folder / "chat_template.jinja"}
         files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-        found |= {key: file.read_text("utf-8", "replace") for key, file in files.items() if file.is_file()}
+        found |= {key: read_text(file) for key, file in files.items() if file.is_file()}
         source = _choose(found, name, str(folder))
         if source is None:
             return None
@@ -84,7 +89,7 @@ class ChatTemplate:
 
     def start(self) -> None:
         """Let the process of the first rendering come up while other things are done."""
-        with suppress(RenderingStoppedError):  # `render` will try again, and say what is wrong
+        with suppress(ProcessStoppedError):  # `render` will try again, and say what is wrong
             self._process.start()
 
     def render(
@@ -96,21 +101,44 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages`, a list of {"role", "content"} and whatever else the template reads.
 
+        The content of an assistant's message with tool calls may be None or missing. Where the template fails at
+        that, the message is rendered with None, then with an empty text.
+
         add_generation_prompt: end where the assistant's answer begins.
         tools: descriptions of functions, as JSON values. variables: more names for the template.
         Raises ChatTemplateError: the template is wrong, refuses the messages, or needs too much time or memory.
         """
+        given = list(messages)
+        try:
+            return self._render(given, add_generation_prompt, tools, variables)
+        except ChatTemplateError as refusal:
+            if not _NULL_CONTENT.search(str(refusal)):
+                raise
+            for content in (None, ""):
+                changed = [_with_content(message, content) for message in given]
+                if changed != given:
+                    with suppress(ChatTemplateError):
+                        return self._render(changed, add_generation_prompt, tools, variables)
+            raise
+
+    def _render(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
         given = {
             **(variables or {}),
-            "messages": list(messages),
+            "messages": messages,
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
             "bos_token": self.bos_token,
             "eos_token": self.eos_token,
         }
         try:
-            answer = self._process.ask(given)
-        except RenderingStoppedError as failure:
+            answer = self._process.ask({"variables": given})
+        except ProcessStoppedError as failure:
             raise ChatTemplateError(self.origin, str(failure)) from None
         except (TypeError, ValueError) as failure:
             raise ChatTemplateError(self.origin, f"the messages are no JSON values: {failure}") from None
@@ -118,6 +146,12 @@ class ChatTemplate:
             raise ChatTemplateError(self.origin, answer["error"], answer["line"])
         text: str = answer["text"]
         return text
+
+
+def _with_content(message: Message, content: str | None) -> Message:
+    """`message` with `content` if it is an assistant's with tool calls and has none."""
+    calls = message.get("role") == "assistant" and message.get("tool_calls")
+    return {**message, "content": content} if calls and message.get("content") is None else message
 
 
 def _choose(found: Mapping[str, str], name: str | None, origin: str) -> str | None:

@@ -180,12 +180,18 @@ def _int(config: Mapping[str, Any], field: str, default: int | None = None) -> i
     return value
 
 
+# Far above any number in a configuration; products of a few are finite.
+MAX_NUMBER = 1e30
+
+
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key)
     if value is None:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise _error(key, f"{value!r} is not a number")
+    if not abs(value) <= MAX_NUMBER:
+        raise _error(key, f"{value:.6g} is not from -{MAX_NUMBER:g} to {MAX_NUMBER:g}")
     return float(value)
 
 
@@ -294,6 +300,8 @@ def _check_yarn_range(scaling: RopeScaling, base: float, dim: int) -> None:
 def _llama3_factors(rope: Mapping[str, Any], base: float, dim: int, original: int) -> tuple[float, ...]:
     from quengine.kernels.rope import llama3_freq_factors
 
+    if not base > 1.0:
+        raise _error("rope_theta", f"{base} is not a finite number above 1")
     numbers = {}
     for key in ("factor", "low_freq_factor", "high_freq_factor"):
         numbers[key] = _number(rope, key, 0.0)
@@ -318,7 +326,7 @@ def _sliding_window(text: Mapping[str, Any], model_type: str, blocks: int) -> in
         raise _error("sliding_window", f"{window!r} is not an integer")
     kinds = None if model_type == "ministral3" else text.get("layer_types")  # ministral3 does not read them
     if kinds is None and qwen and window is not None:
-        full = min(int(_number(text, "max_window_layers", blocks)), blocks)
+        full = max(0, min(int(_number(text, "max_window_layers", blocks)), blocks))
         kinds = ["full_attention"] * full + ["sliding_attention"] * (blocks - full)
     if not (isinstance(kinds, list) and kinds):
         return window

@@ -3,15 +3,14 @@
 It reads no weights and no tokenizer, and does not know what the names mean.
 """
 
-import json
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from quengine.errors import EngineError
+from quengine.models.json_file import read_json, read_text
 
-MAX_JSON_BYTES = 64 << 20
 _ITEM_BYTES = {
     "F64": 8,
     "I64": 8,
@@ -26,23 +25,6 @@ _ITEM_BYTES = {
 }
 
 
-def read_json(path: Path) -> Mapping[str, Any]:
-    """The JSON object in `path`. Raises EngineError when it is not there, too large or not an object."""
-    try:
-        if path.exists() and not path.is_file():
-            raise EngineError(f"{path}: not a regular file")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise EngineError(f"{path}: {path.stat().st_size} bytes, over the limit of {MAX_JSON_BYTES}")
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise EngineError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise EngineError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise EngineError(f"{path}: must hold a JSON object")
-    return value
-
-
 def read_config(folder: Path) -> Mapping[str, Any]:
     """The parsed config.json of a checkpoint folder. Raises EngineError."""
     return read_json(folder / "config.json")
@@ -52,7 +34,7 @@ def read_template(folder: Path) -> str | None:
     """The checkpoint's chat template (its own file, else tokenizer_config.json), or None."""
     own = folder / "chat_template.jinja"
     if own.is_file():
-        return own.read_text("utf-8", errors="replace")
+        return read_text(own)
     if not (folder / "tokenizer_config.json").is_file():
         return None
     template = read_json(folder / "tokenizer_config.json").get("chat_template")
@@ -66,7 +48,7 @@ def safetensors_rows(folder: Path) -> tuple[tuple[Path, ...], list[tuple[str, st
     paths = tuple(sorted(folder.glob("*.safetensors")))
     rows = []
     for path in paths:
-        if not path.is_file():
+        if not path.is_file():  # opening a named pipe would wait for a writer
             raise EngineError(f"{path}: not a regular file")
         try:
             with safe_open(path, framework="numpy") as handle:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
-from quengine.models.hf_headers import read_json
+from quengine.models.json_file import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_NAME_BYTES = 255  # of a file's, on every system
 FLOAT_TYPES = ("F32", "F16", "BF16")  # named in safetensors as in GGUF
 
 
@@ -89,8 +90,10 @@ class HFShards:
         if not isinstance(weight_map, dict) or not weight_map:
             raise EngineError(f"{index}: has no weight_map")
         for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise EngineError(f"{index}: {name!r} is said to be in {file!r}, not a file of this folder")
+            if not isinstance(file, str) or Path(file).name != file or len(file.encode()) > MAX_NAME_BYTES:
+                raise EngineError(
+                    f"{index}: {name!r} is said to be in {str(file)[:80]!r}, not a file of this folder"
+                )
         shards = sorted(set(weight_map.values()))
         missing = [file for file in shards if not (self.folder / file).is_file()]
         if missing:

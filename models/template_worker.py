@@ -1,11 +1,11 @@
-"""The process that renders a chat template. Run as a script by `template_process`; imports jinja2 alone.
+"""The process that renders a chat template. Run as a script by `limited_process`; imports jinja2 alone.
 
 A template is a program out of a downloaded file. Jinja's sandbox keeps it from the machine's files and objects,
 but not from its time and memory: `x ~ x` in a loop, `replace` or a wide `center` fill any memory within one
-operation. Here the kernel bounds the memory and a timer the time, and whatever happens happens to this process only.
+operation. Here the kernel bounds the memory and timers the time, and whatever happens happens to this process only.
 
-Standard input: one JSON line {"source"}, then one a render {"variables"}. Standard output: one JSON line a
-render, {"text"} or {"error", "line"}. Knows nothing of models and tokenizers.
+Arguments: seconds of processor time a render, bytes of address space. Standard input: one JSON line {"source"}, then
+one a render {"variables"}. Standard output: one JSON line a render, {"text"} or {"error", "line"}.
 """
 
 import json
@@ -24,9 +24,14 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-CPU_SECONDS = 2.0
-MEMORY_BYTES = 512 << 20
-MAX_CHARS = 16 << 20
+# A rendering writes the messages, some more than once or escaped, and what the template itself says: far less than
+# this. What is longer costs a tokenizer gigabytes.
+MAX_OWN_CHARS = 1 << 20
+MAX_CHARS_PER_GIVEN = 8
+MAX_ERROR_CHARS = 500
+# A single operation, such as a power of large numbers, does not let Python's signal handler run: then the timer's
+# signal ends the process, so long after the handler was due.
+GRACE_SECONDS = 1.0
 
 
 class LimitError(Exception):
@@ -84,14 +89,14 @@ def compiled(source: str) -> Template:
     return make_environment().from_string(source)
 
 
-def render(source: str, variables: dict[str, Any]) -> str:
-    """The text of one rendering. Raises LimitError for one that is too long."""
+def render(source: str, variables: dict[str, Any], max_chars: int) -> str:
+    """The text of one rendering. Raises LimitError for one that is longer than `max_chars`."""
     pieces: list[str] = []
     size = 0
     for piece in compiled(source).generate(**variables):
         size += len(piece)
-        if size > MAX_CHARS:
-            raise LimitError(f"renders more than {MAX_CHARS} characters")
+        if size > max_chars:
+            raise LimitError(f"renders more than {max_chars} characters")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -105,35 +110,46 @@ def line_of(error: Exception) -> int | None:
     return lines[-1] if lines else None
 
 
-def _out_of_time(signum: int, frame: FrameType | None) -> None:
-    del signum, frame
-    raise LimitError(f"takes more than {CPU_SECONDS:g} seconds")
-
-
-def answer(source: str, variables: dict[str, Any]) -> dict[str, Any]:
+def answer(source: str, variables: dict[str, Any], max_chars: int) -> dict[str, Any]:
     """One response: the text, or the error and its line."""
     try:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        try:
-            return {"text": render(source, variables)}
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
+        return {"text": render(source, variables, max_chars)}
     except MemoryError as error:
-        return {"error": f"needs more than {MEMORY_BYTES >> 20} MiB of memory", "line": line_of(error)}
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0] >> 20
+        return {"error": f"needs more than {limit} MiB of memory", "line": line_of(error)}
     except RecursionError as error:
         return {"error": "calls itself without end", "line": line_of(error)}
     except Exception as error:
-        return {"error": str(error) or type(error).__name__, "line": line_of(error)}
+        return {"error": (str(error) or type(error).__name__)[:MAX_ERROR_CHARS], "line": line_of(error)}
+
+
+def answer_in_time(source: str, line: bytes, seconds: float) -> dict[str, Any]:
+    """The response to one line of input, within `seconds` of processor time."""
+
+    def out_of_time(signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        raise LimitError(f"takes more than {seconds:g} seconds")
+
+    signal.signal(signal.SIGPROF, out_of_time)
+    variables = json.loads(line)["variables"]
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + GRACE_SECONDS)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        return answer(source, variables, MAX_OWN_CHARS + MAX_CHARS_PER_GIVEN * len(line))
+    except LimitError as error:  # the timer's, when the rendering had just come to its end
+        return {"error": str(error), "line": None}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def main() -> None:
+    seconds, memory = float(sys.argv[1]), int(sys.argv[2])
     with suppress(ValueError, OSError):  # a system may have no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.signal(signal.SIGPROF, _out_of_time)
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     source = json.loads(sys.stdin.buffer.readline())["source"]
     for line in sys.stdin.buffer:
-        response = answer(source, json.loads(line)["variables"])
-        sys.stdout.buffer.write(json.dumps(response).encode() + b"\n")
+        sys.stdout.buffer.write(json.dumps(answer_in_time(source, line, seconds)).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -1,10 +1,12 @@
 """Generated text on a terminal cannot command it; in a pipe it is untouched."""
 
 import io
+import json
 
 import pytest
 
-from quengine.cli.terminal import visible, write_text
+from quengine.cli.terminal import json_line, write_line, write_text
+from quengine.errors import visible
 
 
 class Output(io.StringIO):
@@ -27,3 +29,16 @@ def test_only_a_terminal_is_protected(terminal: bool, written: str, monkeypatch:
     monkeypatch.setattr("sys.stdout", output)
     write_text("\x1b[2J")
     assert output.getvalue() == written
+
+
+def test_a_line_of_a_report_is_one_line_that_any_output_can_encode(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_line("a\x1b[2J\nb\ud800 é")
+    assert capsys.readouterr().out == "a\\x1b[2J\\nb\\ud800 é\n"
+
+
+def test_json_is_readable_and_has_no_control_characters() -> None:
+    value = {"é": "a\x1b\x7f\x9b\ud800語"}
+    assert json_line(value) == '{"é": "a\\u001b\\u007f\\u009b\\ud800語"}'
+    assert json.loads(json_line(value)) == value

@@ -77,3 +77,12 @@ def test_a_file_with_an_unknown_tokenizer_is_one_line_and_exit_1(
     path = GGUFBuilder().kv("general.architecture", "llama").kvs(values).write(tmp_path / "v.gguf")
     assert run(["tokenize", "-m", str(path), "x"]) == 1
     assert "'gpt-9' is not supported" in capsys.readouterr().err
+
+
+def test_token_names_from_a_file_do_not_command_a_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    values = bpe_vocabulary(special=("<\x1b[2J\x9b>",))
+    path = GGUFBuilder().kv("general.architecture", "llama").kvs(values).write(tmp_path / "vocab.gguf")
+    shown = output(capsys, "-m", str(path), "--special", "<\x1b[2J\x9b>")
+    assert "<\\x1b[2J\\x9b>  (control)" in shown and "\x1b" not in shown

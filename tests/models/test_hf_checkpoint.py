@@ -204,7 +204,9 @@ def test_a_shard_that_lacks_what_the_index_promises_is_named(tmp_path: Path) -> 
     assert "model-00002-of-00002.safetensors" in message and "'model.extra' is missing" in message
 
 
-@pytest.mark.parametrize("file", ["../elsewhere.safetensors", "/etc/passwd", 7, "sub/model.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["../elsewhere.safetensors", "/etc/passwd", 7, "sub/model.safetensors", "x" * 5000]
+)
 def test_an_index_cannot_point_outside_the_folder(tmp_path: Path, file: Any) -> None:
     folder = checkpoint_of(tmp_path, shards=2)
     edit_index(folder, lambda index: index["weight_map"].update({"model.norm.weight": file}))

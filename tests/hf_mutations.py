@@ -1,0 +1,382 @@
+"""Damages Hugging Face folders on purpose, knowing what is in them, and reads the result through everything we have.
+
+`Mutator` makes one damaged folder per case number, the same for the same number. `read_everything` opens a folder as
+a user's would be: configuration, weights, tokenizer, chat template. Anything but success or an EngineError is a bug.
+"""
+
+import copy
+import json
+import os
+import random
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Engine
+
+from quengine.errors import EngineError
+from quengine.models.chat_template import ChatTemplate, encode_chat
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.model_summary import summarize
+from quengine.models.tokenizer import Tokenizer
+from tests.gguf_builder import ModelSizes, byte_level_alphabet
+from tests.hf_writer import hf_config, random_weights, write_hf
+
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+GENERATION, TEMPLATE, WEIGHTS = "generation_config.json", "chat_template.jinja", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+MESSAGES = [{"role": "user", "content": "How are you <|im_end|> 12 <b>é 語?"}]
+TEXTS = ("Hello, the world 1234!", "a" * 4000, "   \n\n  tabs\t\u00e9 語言 🙂 <|im_end|><s>", "")
+
+ODD_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**18, 10**30, 10**200, 10**5000, 0.5, -0.0, 1e308, 1e-320),
+    *(
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        "",
+        "a",
+        "\ud800",
+        "\x1b]0;t\x07\x9b",
+        "\0",
+        "../x",
+        "x" * 5000,
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [None],
+        {"a": None},
+        ["a", 1],
+        [0] * 300,
+        {"type": "Sequence"},
+        {"content": ["a"]},
+        "NFC",
+        "yarn",
+    ),
+)
+_REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+HOSTILE_NORMALIZERS: tuple[Any, ...] = (
+    {"type": "Sequence", "normalizers": [_REPLACE] * 30},
+    {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 30},
+    {"type": "Prepend", "prepend": "x" * 1_000_000},
+    {"type": "Replace", "pattern": {"Regex": "(a|a)*$"}, "content": "b" * 1000},
+    {"type": "Replace", "pattern": {"String": ""}, "content": "b"},
+    {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="},
+)
+HOSTILE_PRE_TOKENIZERS: tuple[Any, ...] = (
+    {**_SPLIT, "pattern": {"Regex": "(a+)+$"}},
+    {**_SPLIT, "pattern": {"Regex": "(?:(?:a?){500}){500}b"}},
+    {**_SPLIT, "pattern": {"Regex": "(" * 3000 + ")" * 3000}},
+    {**_SPLIT, "pattern": {"Regex": "(a{1,999}){1,999}"}},
+    {**_SPLIT, "pattern": {"Regex": r"(.*)*\1{1,100}$"}},
+    {**_SPLIT, "pattern": {"Regex": "["}},
+    {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}] * 30,
+    },
+)
+HOSTILE_TEMPLATES = (
+    "{{ ('<'*10**7)|striptags }}",
+    "{{ (10**9)**(10**7) }}",
+    "{{ 'x' * 10**10 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ messages[0].content * 100000 }}",
+    "{{ '%9999999999d' % 1 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ raise_exception('\x1b[2J\ud800\n') }}",
+    "\ud800{{ messages[0].content }}",
+    "{{" + "(" * 5000,
+    "{{ messages | tojson(indent=10**9) }}",
+    "<|im_end|>" * 20_000,
+)
+
+Files = dict[
+    str, Any
+]  # name -> parsed JSON, text or bytes; None is left out, a Callable makes something of its own
+
+
+def _byte_level() -> Engine:
+    tokens = [*byte_level_alphabet(), "th", "Ġth"]
+    engine = Engine(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[("t", "h"), ("Ġ", "th")]))
+    engine.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens(["<|im_start|>", "<|im_end|>", "<s>"])
+    engine.add_tokens([AddedToken("<think>")])
+    engine.post_processor = processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", engine.token_to_id("<s>"))]
+    )
+    return engine
+
+
+def _llama() -> Engine:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "▁a", "H", "e"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    engine = Engine(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    engine.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    engine.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    engine.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return engine
+
+
+def _unigram() -> Engine:
+    engine = Engine(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -2.0), ("▁a", -1.5)], unk_id=0))
+    engine.pre_tokenizer = pre_tokenizers.Metaspace()
+    engine.add_special_tokens(["<unk>"])
+    return engine
+
+
+def _seed(
+    folder: Path, architecture: str, engine: Engine, shards: int = 1, tied: bool = False, **more: Any
+) -> Files:
+    sizes = ModelSizes(architecture, blocks=1, embedding=8, feed_forward=8, heads=2, kv_heads=1, head_dim=4)
+    config = {**hf_config(sizes, 270, tied), "eos_token_id": 1, **more}
+    write_hf(folder, config, random_weights(sizes, 270, tied), shards)
+    files: Files = {
+        CONFIG: config,
+        TOKENIZER: json.loads(engine.to_str()),
+        TOKENIZER_CONFIG: {
+            "bos_token": {"content": "<s>"},
+            "eos_token": "<|im_end|>",
+            "add_bos_token": True,
+            "model_max_length": 10**30,
+            "chat_template": CHATML,
+        },
+        GENERATION: {"eos_token_id": [1, 2]},
+    }
+    files |= {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    if shards > 1:
+        files[INDEX] = json.loads((folder / INDEX).read_text())
+    return files
+
+
+def seeds(folder: Path) -> list[Files]:
+    """Whole folders: each architecture, kind of tokenizer and of rotary scaling, one file of weights and two."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 16}
+    linear = {"type": "linear", "factor": 2.0}
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "x"}]
+    found = [
+        _seed(folder / "a", "llama", _llama(), rope_scaling=llama3),
+        _seed(folder / "b", "qwen2", _byte_level(), rope_scaling=yarn, tied=True),
+        _seed(folder / "c", "qwen3", _byte_level(), shards=2, layer_types=["full_attention"]),
+        _seed(folder / "d", "llama", _unigram(), rope_scaling=linear, model_type="mistral", sliding_window=8),
+    ]
+    found[1][TOKENIZER_CONFIG]["chat_template"] = named
+    found[2][TEMPLATE] = CHATML
+    return found
+
+
+class Mutator:
+    """Turns a case number into a damaged folder.
+
+    Most damage is a value exchanged somewhere within a JSON file, which then is written as it must be; the rest is
+    done to bytes and files, or puts in what is known to be hostile.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        self.seeds = seeds(scratch)
+
+    def write(self, number: int, folder: Path) -> None:
+        """Makes case `number` in `folder`, which must be empty."""
+        rng = random.Random(number)
+        files = copy.deepcopy(rng.choice(self.seeds))
+        ways = (_exchange, _exchange, _exchange, _exchange, _drop, _hostile, _header, _file)
+        for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
+            rng.choice(ways)(rng, files)
+        write_files(folder, files)
+        if rng.random() < 0.15:
+            _damage_bytes(rng, folder)
+
+
+def write_files(folder: Path, files: Files) -> None:
+    """Writes a folder's files."""
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        path = folder / name
+        if callable(content):
+            content(path)
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        elif isinstance(content, str):
+            path.write_bytes(content.encode("utf-8", "surrogatepass"))
+        elif content is not None:
+            path.write_text(_json(content))
+
+
+def _json(value: Any) -> str:
+    # Of numbers longer than Python likes to write, only the text is needed.
+    return json.dumps(value, default=str).replace('"<huge>"', "9" * 5000)
+
+
+def _spots(value: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of every value within `value`, of long arrays and objects only some."""
+    keys = (
+        list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    )
+    found = [(value, key) for key in keys[:8] + keys[-8:]]
+    return found + [spot for key in keys[:8] + keys[-8:] for spot in _spots(value[key])]
+
+
+def _exchange(rng: random.Random, files: Files) -> None:
+    """Puts another value somewhere: an odd one, or one from elsewhere in the file."""
+    name = rng.choice([n for n, content in files.items() if isinstance(content, dict)] or [None])
+    if name is None or not (spots := _spots(files[name])):
+        return
+    container, key = rng.choice(spots)
+    if rng.random() < 0.2:
+        other, where = rng.choice(spots)
+        value = copy.deepcopy(other[where]) if where in other or isinstance(other, list) else None
+    else:
+        value = rng.choice(ODD_VALUES)
+    container[key] = "<huge>" if isinstance(value, int) and value > 10**1000 else value
+
+
+def _drop(rng: random.Random, files: Files) -> None:
+    """Takes a key or an element away, or gives an object one more."""
+    name = rng.choice([n for n, content in files.items() if isinstance(content, dict)] or [None])
+    if name is None or not (spots := _spots(files[name])):
+        return
+    container, key = rng.choice(spots)
+    if isinstance(container, dict) and rng.random() < 0.3:
+        container[rng.choice(("", "type", "content", "\x1b[2J", "id", "rope_type"))] = container[key]
+    else:
+        del container[key]
+
+
+def _hostile(rng: random.Random, files: Files) -> None:
+    way = rng.randrange(4)
+    tokenizer = files.get(TOKENIZER)
+    if way == 0:
+        files[TEMPLATE] = rng.choice(HOSTILE_TEMPLATES)
+    elif not isinstance(tokenizer, dict):
+        return
+    elif way == 1:
+        tokenizer["normalizer"] = copy.deepcopy(rng.choice(HOSTILE_NORMALIZERS))
+    elif way == 2:
+        tokenizer["pre_tokenizer"] = copy.deepcopy(rng.choice(HOSTILE_PRE_TOKENIZERS))
+    elif isinstance(tokenizer.get("model"), dict) and isinstance(tokenizer["model"].get("vocab"), dict):
+        tokenizer["model"]["vocab"][rng.choice(("zz", "a", "", "\x1b"))] = rng.choice(
+            (2**32 - 1, 2**24, 2**23, -1, 0)
+        )
+
+
+def _header(rng: random.Random, files: Files) -> None:
+    """Exchanges a value in the header of a file of weights."""
+    name = rng.choice([n for n in files if n.endswith(".safetensors")] or [None])
+    if name is None or not isinstance(files[name], bytes):
+        return
+    (size,) = struct.unpack_from("<Q", files[name])
+    with suppress(ValueError):  # damaged before so that it cannot be read again
+        _change_header(rng, files, name, size)
+
+
+def _change_header(rng: random.Random, files: Files, name: str, size: int) -> None:
+    header, data = json.loads(files[name][8 : 8 + size]), files[name][8 + size :]
+    box: Files = {"header": header}
+    rng.choice((_exchange, _drop))(rng, box)
+    raw = _json(box["header"]).encode()
+    files[name] = struct.pack("<Q", len(raw)) + raw + data
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+_INSTEAD: tuple[Any, ...] = (
+    None,
+    "",
+    "{",
+    "[]",
+    "null",
+    "\ufeff{}",
+    "[" * 100_000,
+    '{"a":' * 5000,
+    Path.mkdir,
+    os.mkfifo,
+    _loop,
+)
+
+
+def _file(rng: random.Random, files: Files) -> None:
+    """Puts something else in a file's place: nothing, other JSON, a folder, a named pipe, a link to itself."""
+    files[rng.choice(list(files))] = rng.choice(_INSTEAD)
+
+
+def _damage_bytes(rng: random.Random, folder: Path) -> None:
+    regular = sorted(path for path in folder.iterdir() if path.is_file())
+    if not regular:
+        return
+    path = rng.choice(regular)
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(len(data) + 1)
+    way = rng.randrange(4)
+    if way == 0:
+        del data[at:]
+    elif way == 1:
+        data[at:at] = rng.choice(
+            (b"NaN", b"-Infinity", b"1e999", b"\xff", b"\\ud800", b"\0", b'"', b",", b"9" * 5000)
+        )
+    elif way == 2 and data:
+        data[at % len(data)] = rng.randrange(256)
+    else:
+        data[at : at + rng.choice((1, 8, 100))] = b""
+    path.write_bytes(data)
+
+
+def read_everything(folder: Path) -> str:
+    """Opens, checks and describes the folder. Returns "ok", or what was refused and by which kind of error."""
+    steps: dict[str, Callable[[Path], Any]] = {
+        "weights": _read_weights,
+        "summary": _read_summary,
+        "tokenizer": _read_tokenizer,
+        "chat": _read_chat,
+    }
+    refused = []
+    for name, step in steps.items():
+        try:
+            step(folder)
+        except EngineError as error:
+            text = str(error)
+            assert "\n" not in text and text.replace("\t", " ").isprintable() and len(text) < 2000, text
+            refused.append(name)
+    return " ".join(refused) or "ok"
+
+
+def _read_weights(folder: Path) -> None:
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.nbytes > 0 and checkpoint.weights > 0
+    assert checkpoint.config.rope.factor > 0 and " ".join(checkpoint.notes).isprintable()
+    for tensor in checkpoint.tensors.values():
+        tensor.data.max()
+    checkpoint.close()
+
+
+def _read_summary(folder: Path) -> None:
+    summary = summarize(folder)
+    summary.groups()
+    assert summary.parameters >= 0 and summary.weight_bytes >= 0
+
+
+def _read_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer.from_hf(folder)
+    for text in TEXTS:
+        tokenizer.decode(tokenizer.encode(text, bos=True, special=True))
+
+
+def _read_chat(folder: Path) -> None:
+    template = ChatTemplate.from_hf(folder)
+    if template is not None:
+        encode_chat(Tokenizer.from_hf(folder), template, MESSAGES)
