@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quengine import strict_json
 from quengine.constraint_gbnf import is_gbnf, lark_of_gbnf
-from quengine.errors import EngineError
+from quengine.errors import EngineError, shown
 
 MAX_CHARACTERS = 128 * 1024
 """Compiling takes time that grows with the square of a schema's properties: about 5 s at this size."""
@@ -71,7 +72,8 @@ class ConstraintSpec:
     def from_response_format(cls, value: Any) -> "ConstraintSpec | None":
         """OpenAI's `response_format`: {"type": "text"}, "json_object", or "json_schema" with {"schema": ...}.
 
-        None, and "text", ask for nothing. The schema holds whether it is `strict` or not.
+        None, and "text", ask for nothing. The schema holds whether it is `strict` or not. "json_object" may have a
+        `schema` beside it, as llama-server takes it: the text is then valid under that.
 
         Raises:
             EngineError: it is none of these.
@@ -80,10 +82,11 @@ class ConstraintSpec:
         if value is None or kind == "text":
             return None
         if kind == "json_object":
-            return cls.json_object()
+            schema = value.get("schema")  # llama-server's; an empty one is any object there too
+            return cls.json_object() if schema is None or schema == {} else cls.json_schema(schema)
         if kind != "json_schema":
             raise EngineError(
-                f"response_format {str(value)[:80]!r}: its type must be text, json_object or json_schema"
+                f"response_format {shown(value)}: its type must be text, json_object or json_schema"
             )
         inner = value.get("json_schema", value)  # the Responses API has the schema beside the type
         if not isinstance(inner, Mapping) or "schema" not in inner:
@@ -100,7 +103,7 @@ class ConstraintSpec:
             EngineError: it is no text, or empty.
         """
         if not isinstance(pattern, str) or not pattern:
-            raise EngineError(f"regex {pattern!r}: must be text of at least one character")
+            raise EngineError(f"regex {shown(pattern)}: must be text of at least one character")
         return cls("regex", f"start: /{_slashes_escaped(pattern)}/")
 
     @classmethod
@@ -112,7 +115,7 @@ class ConstraintSpec:
                 be ignored.
         """
         if not isinstance(text, str):
-            raise EngineError(f"grammar {text!r}: must be text")
+            raise EngineError(f"grammar {shown(text)}: must be text")
         if len(text) > MAX_CHARACTERS:
             return cls("grammar", text)  # refused for its size, before anything reads it
         if is_gbnf(text):
@@ -137,8 +140,9 @@ def inline_json(schema: Mapping[str, Any] | bool) -> str:
     if schema is True:
         schema = {}
     if schema is False or not isinstance(schema, Mapping):
-        shown = json.dumps(schema, default=repr)[:80]
-        raise EngineError(f"JSON schema: must be an object that something can be valid under, not {shown}")
+        raise EngineError(
+            f"JSON schema: must be an object that something can be valid under, not {shown(schema)}"
+        )
     if "x-guidance" in schema:
         raise EngineError('JSON schema: "x-guidance" is no keyword of JSON schema; leave it out')
     try:
@@ -154,8 +158,8 @@ def _parsed(text: str) -> Any:
             f"JSON schema: {len(text)} characters are more than the {MAX_CHARACTERS} that are accepted"
         )
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return strict_json.loads(text)
+    except strict_json.StrictJSONError as error:
         raise EngineError(f"JSON schema: it is no JSON: {error}") from None
 
 

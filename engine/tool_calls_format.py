@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from quengine import strict_json
 from quengine.constraint_spec import ConstraintSpec, inline_json
 from quengine.errors import EngineError
 from quengine.tool_calls import Tool, ToolUse
@@ -142,11 +143,11 @@ class ToolFormat:
             raise EngineError(f"{at}: a tool call must have a function")
         arguments = function.get("arguments", {})
         try:
-            value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
+            value = strict_json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except strict_json.StrictJSONError:
             value = None
         if not isinstance(value, Mapping):
-            raise EngineError(f"{at}: the arguments of {function.get('name')} are no JSON object")
+            raise EngineError(f"{at}: the arguments of {str(function.get('name'))[:64]} are no JSON object")
         return {
             **call,
             "id": self._known_id(call.get("id", "")),

@@ -15,7 +15,7 @@ from quengine.serve.fields import Fields
 from quengine.serve.http import json_response, off_loop, read_fields
 from quengine.serve.logprob_forms import chat_logprobs
 from quengine.serve.request_form import (
-    MAX_LOGPROBS,
+    LOGPROBS,
     Delivery,
     answer_head,
     answer_tail,
@@ -90,7 +90,7 @@ async def _read(fields: Fields, service: Service) -> tuple[Delivery, list[Ask], 
 
 
 def _read_logprobs(fields: Fields) -> int | None:
-    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", LOGPROBS)
     if top and not wanted:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     return (top or 0) if wanted else None

@@ -5,14 +5,18 @@ the device or the process is lost, `step` raises, and a new one is a new process
 how to start, ask and end it; what runs there is `engine_process`.
 """
 
+import atexit
 import multiprocessing
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub import resolve_model
+from quengine.serve import heartbeat
 from quengine.serve.engine_port import EngineStats, Event, GenerationRequest
 from quengine.serve.engine_wire import (
     Add,
@@ -55,12 +59,19 @@ class ProcessEngine:
     ) -> None:
         self._stats = EngineStats()
         self._connection, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "quengine.serve.engine_process", str(theirs.fileno())]
-        # A session of its own: the terminal's Ctrl-C is for the server, which lets texts end first.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
-        )
+        with tempfile.TemporaryFile(buffering=0) as shared:
+            shared.truncate(heartbeat.SIZE)
+            passed = [theirs.fileno(), shared.fileno()]
+            # A session of its own: the terminal's Ctrl-C is for the server, which lets texts end first.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "quengine.serve.engine_process", *map(str, passed)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                start_new_session=True,
+            )
+            self._heartbeat = heartbeat.Heartbeat(os.dup(shared.fileno()))
         theirs.close()
+        atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
         try:
             self._say(Load(model, options))
             text = TextSide.of_file(resolve_model(model))  # while the process begins
@@ -78,8 +89,12 @@ class ProcessEngine:
         """Of the engine's process."""
         return self._process.pid
 
+    @property
+    def silent_seconds(self) -> float:
+        return self._heartbeat.age
+
     def add(self, request: GenerationRequest) -> None:
-        self._say(Add(request))
+        self._say(Add.of(request))
 
     def cancel(self, request_id: int) -> None:
         self._say(Cancel(request_id))
@@ -99,6 +114,9 @@ class ProcessEngine:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
         self._connection.close()  # it ends by that
         try:
@@ -106,6 +124,7 @@ class ProcessEngine:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        atexit.unregister(self._process.kill)
 
     def _loaded(self, progress: Callable[[str], None]) -> Ready:
         while True:
