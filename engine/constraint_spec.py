@@ -27,6 +27,7 @@ MAX_CHARACTERS = 128 * 1024
 # a model that likes spaces then never ends.
 _WHITESPACE = r"( |\r?\n[ \t]{0,64})"
 _LARK_START = re.compile(r"^\s*(start\s*(\[[^\]\n]*\])?\s*:|%llguidance\b)", re.MULTILINE)
+_INLINE_SCHEMA = re.compile(r"%json\s*")
 _IGNORED_OPTIONS = re.compile(r"^[^/#\n\"]*\[[^\]\n]*\b(temperature|stop)\b", re.MULTILINE)
 
 
@@ -37,7 +38,7 @@ class ConstraintSpec:
     Made by the class methods below.
 
     Raises:
-        EngineError: it is empty or longer than MAX_CHARACTERS.
+        EngineError: it is empty or longer than MAX_CHARACTERS, or a schema has a number of at most -2^63.
     """
 
     kind: Literal["JSON schema", "regex", "grammar"]
@@ -50,6 +51,8 @@ class ConstraintSpec:
             raise EngineError(
                 f"{self.kind}: {len(self.lark)} characters are more than the {MAX_CHARACTERS} that are accepted"
             )
+        for schema in _INLINE_SCHEMA.finditer(self.lark):
+            _check_numbers(self.kind, self.lark[schema.end() :])
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "ConstraintSpec":
@@ -150,6 +153,27 @@ def inline_json(schema: Mapping[str, Any] | bool) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise EngineError(f"JSON schema: it is no JSON value: {error}") from None
     return f"%json {text}"
+
+
+def _check_numbers(kind: str, text: str) -> None:
+    """Raises EngineError for a schema, with which `text` begins, that has a number of at most -2^63.
+
+    llguidance negates its bounds as 64-bit integers: of the least one it is the same again, and a range of that alone
+    is taken apart without end, until the stack is full and the process is lost.
+    """
+
+    def check(digits: str) -> float:
+        if float(digits) <= -(2.0**63):
+            raise EngineError(f"{kind}: {digits[:40]} is too small a number for a schema; the least is above -2^63")
+        return 0.0
+
+    decoder = json.JSONDecoder(parse_int=check, parse_float=check)
+    try:
+        decoder.raw_decode(text)
+    except ValueError:
+        return  # the compiler says what is wrong
+    except RecursionError:
+        raise EngineError(f"{kind}: a schema has too many levels") from None
 
 
 def _parsed(text: str) -> Any:

@@ -39,36 +39,80 @@ KINDS: dict[str, tuple[str, ...]] = {
     "negative integer": ("-1", "-2", "-2147483649", "-9223372036854775808", "-9223372036854775809"),
     "float": ("1e308", "-1e308", "1e-320", "0.5", "-0.0", "1.0", "9007199254740993.0"),
     "not finite": ("NaN", "Infinity", "-Infinity", "1e999", "-1e999"),
-    "half a surrogate pair": ('"\\ud800"', '["\\ud800"]', '{"a": "\\udfff"}', '{"\\ud800": 1}', '["a", "\\udc00"]'),
+    "half a surrogate pair": (
+        '"\\ud800"',
+        '["\\ud800"]',
+        '{"a": "\\udfff"}',
+        '{"\\ud800": 1}',
+        '["a", "\\udc00"]',
+    ),
     "string": ('""', '"\\u0000"', '"7"', '"' + 50_000 * "x" + '"', '"\\ud83d\\ude00"', '"\u202e"'),
     "boolean or null": ("true", "false", "null", "[null]", "[true]"),
-    "nested": (90 * "[" + 90 * "]", 5000 * "[" + 5000 * "]", 80 * '{"a":' + "1" + 80 * "}", 3000 * '{"a":' + "1" + 3000 * "}"),
-    "array": ("[]", "[18446744073709551616]", "[[1, 1e308]]", "[-1]", "[1.5]", '[[18446744073709551616, 1]]', '[["a", 1]]'),
-    "object": ("{}", '{"type": 18446744073709551616}', '{"1": 1e308}', '{"schema": 123}', '{"18446744073709551616": 1}'),
-}  # fmt: skip
+    "nested": (
+        90 * "[" + 90 * "]",
+        5000 * "[" + 5000 * "]",
+        80 * '{"a":' + "1" + 80 * "}",
+        3000 * '{"a":' + "1" + 3000 * "}",
+    ),
+    "array": (
+        "[]",
+        "[18446744073709551616]",
+        "[[1, 1e308]]",
+        "[-1]",
+        "[1.5]",
+        "[[18446744073709551616, 1]]",
+        '[["a", 1]]',
+    ),
+    "object": (
+        "{}",
+        '{"type": 18446744073709551616}',
+        '{"1": 1e308}',
+        '{"schema": 123}',
+        '{"18446744073709551616": 1}',
+    ),
+}
 """JSON texts by kind of value."""
 
+_CALL = '[{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [%s]}]'
+_FUNCTION = '{"type": "function", "function": {"name": "f", "parameters": %s}}'
 INSIDE: dict[str, tuple[str, ...]] = {
     "messages": (
         '[{"role": %s, "content": "a"}]',
         '[{"role": "user", "content": %s}]',
         '[{"role": "user", "content": [{"type": "text", "text": %s}]}]',
         '[{"role": "user", "content": "a", "name": %s}]',
-        '[{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"id": %s, "function": {"name": "f"}}]}]',
-        '[{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": %s}}]}]',
+        _CALL.replace("%s", '{"id": %s, "function": {"name": "f"}}'),
+        _CALL.replace("%s", '{"function": {"name": "f", "arguments": %s}}'),
     ),
-    "input": ('[{"role": "user", "content": %s}]', '[{"type": "function_call", "call_id": %s, "name": "f", "arguments": "{}"}]'),
+    "input": (
+        '[{"role": "user", "content": %s}]',
+        '[{"type": "function_call", "call_id": %s, "name": "f", "arguments": "{}"}]',
+    ),
     "prompt": ("[%s]", "[[%s]]", '["a", %s]'),
     "stop": ("[%s]",),
     "logit_bias": ('{"1": %s}', "[[1, %s]]", "[[%s, 1]]"),
-    "response_format": ('{"type": %s}', '{"type": "json_object", "schema": %s}', '{"type": "json_schema", "json_schema": {"schema": %s}}'),
-    "json_schema": ('{"type": %s}', '{"type": "integer", "maximum": %s}', '{"enum": [%s]}', '{"maxLength": %s, "type": "string"}'),
+    "response_format": (
+        '{"type": %s}',
+        '{"type": "json_object", "schema": %s}',
+        '{"type": "json_schema", "json_schema": {"schema": %s}}',
+    ),
+    "json_schema": (
+        '{"type": %s}',
+        '{"type": "integer", "maximum": %s}',
+        '{"enum": [%s]}',
+        '{"maxLength": %s, "type": "string"}',
+    ),
     "text": ('{"format": %s}', '{"format": {"type": "json_schema", "schema": %s}}'),
-    "tools": ("[%s]", '[{"type": "function", "function": {"name": %s}}]', '[{"type": "function", "function": {"name": "f", "parameters": %s}}]'),
+    "tools": ("[%s]", '[{"type": "function", "function": {"name": %s}}]', f"[{_FUNCTION}]"),
     "tool_choice": ('{"type": "function", "function": %s}', '{"type": "function", "name": %s}'),
     "stream_options": ('{"include_usage": %s}',),
-    "chat_template_kwargs": ('{"tools": %s}', '{"messages": %s}', '{"add_generation_prompt": %s}', '{"bos_token": %s}'),
-}  # fmt: skip
+    "chat_template_kwargs": (
+        '{"tools": %s}',
+        '{"messages": %s}',
+        '{"add_generation_prompt": %s}',
+        '{"bos_token": %s}',
+    ),
+}
 """Values of fields with a place inside them for an extreme one."""
 
 

@@ -50,7 +50,7 @@ REACHED = [
     "text",
     "pooling",
 ]
-"""Fields that more than the reader of requests sees: the engine, the tokenizer, the template, the grammar's compiler."""
+"""Fields whose values go further than the reader of requests: to the engine, a tokenizer, a template, a compiler."""
 REQUESTS = {
     "/v1/completions": "CompletionRequest",
     "/v1/chat/completions": "ChatRequest",
