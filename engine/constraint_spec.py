@@ -143,8 +143,9 @@ def inline_json(schema: Mapping[str, Any] | bool) -> str:
     if schema is True:
         schema = {}
     if schema is False or not isinstance(schema, Mapping):
+        given = "false" if schema is False else shown(schema)
         raise EngineError(
-            f"JSON schema: must be an object that something can be valid under, not {shown(schema)}"
+            f"JSON schema: must be an object that something can be valid under, not {given}"
         )
     if "x-guidance" in schema:
         raise EngineError('JSON schema: "x-guidance" is no keyword of JSON schema; leave it out')
@@ -164,7 +165,9 @@ def _check_numbers(kind: str, text: str) -> None:
 
     def check(digits: str) -> float:
         if float(digits) <= -(2.0**63):
-            raise EngineError(f"{kind}: {digits[:40]} is too small a number for a schema; the least is above -2^63")
+            raise EngineError(
+                f"{kind}: {digits[:40]} is too small a number for a schema; the least is above -2^63"
+            )
         return 0.0
 
     decoder = json.JSONDecoder(parse_int=check, parse_float=check)

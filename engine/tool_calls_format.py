@@ -93,7 +93,7 @@ class ToolFormat:
     def parser(self, use: ToolUse, new_id: Callable[[], str] | None = None) -> ToolCallParser:
         """A parser for one answer. `new_id` makes a call's id, by default one of this format's kind."""
         names = frozenset(tool.name for tool in use.callable)
-        return ToolCallParser(self.name, names, new_id or self.new_id)
+        return ToolCallParser(self.name, names, new_id or self.new_id, only_calls=use.choice == "required")
 
     def new_id(self) -> str:
         """An id for a call: 9 letters and digits for Mistral, whose templates insist, else OpenAI's kind."""
