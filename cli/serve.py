@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,6 +17,7 @@ from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
+    from quengine.pooling import Pooling
     from quengine.serve.engine_port import Engine
     from quengine.serve.settings import ServerSettings
 
@@ -84,6 +85,7 @@ def serve(
         list[str] | None, typer.Option("--alias", "-a", help="What requests call the model; repeatable.")
     ] = None,
     max_tokens: options.MaxTokens = -1,
+    pooling: Annotated[str, typer.Option("--pooling", help="Of embeddings: mean or last.")] = "mean",
     api_key: Keys = None,
     api_key_file: KeyFile = None,
     insecure: Insecure = False,
@@ -149,6 +151,7 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         defaults=defaults,
         limits=limits,
+        pooling=cast("Pooling", pooling),
     )
     resolve_model(model)  # what is wrong with the name is said before anything listens
     held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)

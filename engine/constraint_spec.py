@@ -144,9 +144,7 @@ def inline_json(schema: Mapping[str, Any] | bool) -> str:
         schema = {}
     if schema is False or not isinstance(schema, Mapping):
         given = "false" if schema is False else shown(schema)
-        raise EngineError(
-            f"JSON schema: must be an object that something can be valid under, not {given}"
-        )
+        raise EngineError(f"JSON schema: must be an object that something can be valid under, not {given}")
     if "x-guidance" in schema:
         raise EngineError('JSON schema: "x-guidance" is no keyword of JSON schema; leave it out')
     try:

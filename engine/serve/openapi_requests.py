@@ -254,7 +254,10 @@ def _prompt() -> Schema:
 def _embedding() -> dict[str, Schema]:
     return {
         "input": ref("Prompt"),
-        "pooling": {"enum": list(POOLINGS), "description": "Of the hidden rows; mean if it is not said."},
+        "pooling": {
+            "enum": list(POOLINGS),
+            "description": "Of the hidden rows; --pooling says which if the request does not.",
+        },
         "encoding_format": {"enum": list(ENCODINGS)},
         "dimensions": _only(),
         "parse_special": BOOLEAN,

@@ -25,6 +25,7 @@ from tests.tiny_models import write_tiny
         (["--parallel", "0"], "--parallel 0"),
         (["--max-n", "0"], "limit n = 0"),
         (["--temp", "-1"], "temperature = -1"),
+        (["--pooling", "cls"], "--pooling cls: must be mean or last"),
         ([], "no-such-model.gguf"),
     ],
 )

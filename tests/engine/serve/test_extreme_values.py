@@ -22,6 +22,7 @@ from tests.tiny_models import write_tiny
 
 SECONDS = 20
 """An answer that takes longer does not come."""
+ORDINARY = b'{"prompt": "an ordinary one", "max_tokens": 2, "ignore_eos": true}'
 REACHED = [
     "max_tokens",
     "n_predict",
@@ -92,9 +93,7 @@ class Client:
 
     def check_server(self) -> None:
         assert self.ask("GET", "/health")[0] == 200
-        status, answer = self.ask(
-            "POST", "/v1/completions", b'{"prompt": "an ordinary one", "max_tokens": 2}'
-        )
+        status, answer = self.ask("POST", "/v1/completions", ORDINARY)
         assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 2
 
 
