@@ -58,6 +58,7 @@ class ProcessEngine:
         self, model: str, options: Mapping[str, Any], progress: Callable[[str], None] = lambda _: None
     ) -> None:
         self._stats = EngineStats()
+        self._pieces, self._ends = list[Event](), list[Event]()
         self._connection, theirs = multiprocessing.Pipe()
         with tempfile.TemporaryFile(buffering=0) as shared:
             shared.truncate(heartbeat.SIZE)
@@ -101,18 +102,27 @@ class ProcessEngine:
 
     def step(self) -> list[Event]:
         """All that has come since the last call; waits for the end of a step where there is nothing."""
-        pieces, ends = list[Event](), list[Event]()
-        while True:
-            message = self._hear()
-            if isinstance(message, Step):
-                pieces += message.pieces
-                ends += [*message.finished, *message.failed]
-                self._stats = message.stats or self._stats
-            if not self._connection.poll():
-                return pieces + ends
+        if not self._pieces and not self._ends:
+            self._take_in(self._hear())
+        self._take_in_what_is_there()
+        events = self._pieces + self._ends
+        self._pieces, self._ends = [], []
+        return events
 
     def stats(self) -> EngineStats:
+        """As of the last message. Raises EngineLostError where the process has ended."""
+        self._take_in_what_is_there()
         return self._stats
+
+    def _take_in_what_is_there(self) -> None:
+        while self._connection.poll():
+            self._take_in(self._hear())
+
+    def _take_in(self, message: FromEngine) -> None:
+        if isinstance(message, Step):
+            self._pieces += message.pieces
+            self._ends += [*message.finished, *message.failed]
+            self._stats = message.stats or self._stats
 
     def kill(self) -> None:
         self._process.kill()

@@ -31,6 +31,8 @@ logger = logging.getLogger("quengine.serve")
 
 RESTART_SECONDS = 1.0
 """Between attempts to make a lost engine anew."""
+LOOK_SECONDS = 0.5
+"""Between two looks at an idle engine: what it holds, and whether it is still there."""
 STOP_SECONDS = 2.0
 """How long a step under way may go on when the server stops; then the engine's process is killed."""
 SILENT_SECONDS = 4.0
@@ -291,10 +293,11 @@ class Worker:
 
     def _turn(self, engine: Engine) -> bool:
         """Wait for work, then let go, take in and compute one step; False when it is time to stop."""
+        while not self._has_work():
+            self.stats = engine.stats()  # raises where the engine's process has ended meanwhile
+            with self._wake:
+                self._wake.wait_for(self._has_work, LOOK_SECONDS)
         with self._wake:
-            while not (self._stopping or self._waiting or self._running or self._cancels):
-                self.stats = engine.stats()
-                self._wake.wait()
             if self._stopping:
                 return False
             cancels, self._cancels = self._cancels, []
@@ -309,6 +312,9 @@ class Worker:
         if self._running:
             self._step(engine)
         return True
+
+    def _has_work(self) -> bool:
+        return bool(self._stopping or self._waiting or self._running or self._cancels)
 
     def _step(self, engine: Engine) -> None:
         self._step_began = began = time.perf_counter()

@@ -147,6 +147,30 @@ def test_health_tells_of_an_engine_that_is_stopped_and_again_when_it_goes_on(
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
+def test_nothing_is_held_when_the_last_client_has_left(served: Served) -> None:
+    def held(client: httpx.Client) -> float:
+        lines = client.get("/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return sum(float(values[f"quengine_{name}"]) for name in ("running", "waiting", "cache_used_tokens"))
+
+    with served.http() as client:
+        for _ in range(3):
+            with client.stream("POST", "/v1/completions", json=LONG) as answer:
+                next(answer.iter_bytes())
+            assert served.wait_until(lambda: held(client) == 0, 20)
+
+
+def test_an_idle_engine_that_is_killed_is_made_anew_before_anybody_asks(
+    served: Served, engines: list[ProcessEngine]
+) -> None:
+    made = len(engines)
+    os.kill(engines[-1].pid, signal.SIGKILL)
+    assert served.wait_until(lambda: len(engines) == made + 1, 60)
+    with served.http() as client:
+        assert served.wait_until(lambda: client.get("/health").status_code == 200, 20)
+        assert client.post("/v1/completions", json=BODY).status_code == 200
+
+
 def test_health_is_well_through_a_step_that_takes_long_and_tells_of_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
