@@ -240,7 +240,8 @@ def passed(result: dict[str, Any], leave: int) -> bool:
     )
     ended_well = result["SIGTERM"]["exit_code"] == 0 and result["SIGTERM"]["engine_gone"]
     answered = not result["idle"]["problems"] and not result["busy"]["problems"]
-    return whole and told and ended_well and answered and result["left"].get("left") == leave
+    gone = result["left"].get("left", 0) + result["left"].get("whole", 0) == leave
+    return whole and told and ended_well and answered and gone
 
 
 def main() -> int:
