@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,6 +18,7 @@ from quengine.errors import EngineError
 from quengine.input_files import read_text
 
 if TYPE_CHECKING:
+    from quengine.pooling import Pooling
     from quengine.serve.engine_port import Engine
     from quengine.serve.settings import ServerSettings
 
@@ -103,6 +104,7 @@ def serve(
     ] = None,
     access_log: AccessLog = True,
     max_tokens: options.MaxTokens = -1,
+    pooling: Annotated[str, typer.Option("--pooling", help="Of embeddings: mean or last.")] = "mean",
     api_key: Keys = None,
     api_key_file: KeyFile = None,
     insecure: Insecure = False,
@@ -175,6 +177,7 @@ def serve(
         access_log=access_log,
         defaults=defaults,
         limits=limits,
+        pooling=cast("Pooling", pooling),
     )
     resolve_model(model)  # what is wrong with the name is said before anything listens
     held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quengine import strict_json
 from quengine.constraint_gbnf import is_gbnf, lark_of_gbnf
-from quengine.errors import EngineError
+from quengine.errors import EngineError, shown
 
 MAX_CHARACTERS = 128 * 1024
 """Compiling takes time that grows with the square of a schema's properties: about 5 s at this size."""
@@ -26,6 +27,7 @@ MAX_CHARACTERS = 128 * 1024
 # a model that likes spaces then never ends.
 _WHITESPACE = r"( |\r?\n[ \t]{0,64})"
 _LARK_START = re.compile(r"^\s*(start\s*(\[[^\]\n]*\])?\s*:|%llguidance\b)", re.MULTILINE)
+_INLINE_SCHEMA = re.compile(r"%json\s*")
 _IGNORED_OPTIONS = re.compile(r"^[^/#\n\"]*\[[^\]\n]*\b(temperature|stop)\b", re.MULTILINE)
 
 
@@ -36,7 +38,7 @@ class ConstraintSpec:
     Made by the class methods below.
 
     Raises:
-        EngineError: it is empty or longer than MAX_CHARACTERS.
+        EngineError: it is empty or longer than MAX_CHARACTERS, or a schema has a number of at most -2^63.
     """
 
     kind: Literal["JSON schema", "regex", "grammar"]
@@ -49,6 +51,8 @@ class ConstraintSpec:
             raise EngineError(
                 f"{self.kind}: {len(self.lark)} characters are more than the {MAX_CHARACTERS} that are accepted"
             )
+        for schema in _INLINE_SCHEMA.finditer(self.lark):
+            _check_numbers(self.kind, self.lark[schema.end() :])
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "ConstraintSpec":
@@ -71,7 +75,8 @@ class ConstraintSpec:
     def from_response_format(cls, value: Any) -> "ConstraintSpec | None":
         """OpenAI's `response_format`: {"type": "text"}, "json_object", or "json_schema" with {"schema": ...}.
 
-        None, and "text", ask for nothing. The schema holds whether it is `strict` or not.
+        None, and "text", ask for nothing. The schema holds whether it is `strict` or not. "json_object" may have a
+        `schema` beside it, as llama-server takes it: the text is then valid under that.
 
         Raises:
             EngineError: it is none of these.
@@ -80,10 +85,11 @@ class ConstraintSpec:
         if value is None or kind == "text":
             return None
         if kind == "json_object":
-            return cls.json_object()
+            schema = value.get("schema")  # llama-server's; an empty one is any object there too
+            return cls.json_object() if schema is None or schema == {} else cls.json_schema(schema)
         if kind != "json_schema":
             raise EngineError(
-                f"response_format {str(value)[:80]!r}: its type must be text, json_object or json_schema"
+                f"response_format {shown(value)}: its type must be text, json_object or json_schema"
             )
         inner = value.get("json_schema", value)  # the Responses API has the schema beside the type
         if not isinstance(inner, Mapping) or "schema" not in inner:
@@ -100,7 +106,7 @@ class ConstraintSpec:
             EngineError: it is no text, or empty.
         """
         if not isinstance(pattern, str) or not pattern:
-            raise EngineError(f"regex {pattern!r}: must be text of at least one character")
+            raise EngineError(f"regex {shown(pattern)}: must be text of at least one character")
         return cls("regex", f"start: /{_slashes_escaped(pattern)}/")
 
     @classmethod
@@ -112,7 +118,7 @@ class ConstraintSpec:
                 be ignored.
         """
         if not isinstance(text, str):
-            raise EngineError(f"grammar {text!r}: must be text")
+            raise EngineError(f"grammar {shown(text)}: must be text")
         if len(text) > MAX_CHARACTERS:
             return cls("grammar", text)  # refused for its size, before anything reads it
         if is_gbnf(text):
@@ -137,8 +143,8 @@ def inline_json(schema: Mapping[str, Any] | bool) -> str:
     if schema is True:
         schema = {}
     if schema is False or not isinstance(schema, Mapping):
-        shown = json.dumps(schema, default=repr)[:80]
-        raise EngineError(f"JSON schema: must be an object that something can be valid under, not {shown}")
+        given = "false" if schema is False else shown(schema)
+        raise EngineError(f"JSON schema: must be an object that something can be valid under, not {given}")
     if "x-guidance" in schema:
         raise EngineError('JSON schema: "x-guidance" is no keyword of JSON schema; leave it out')
     try:
@@ -148,14 +154,37 @@ def inline_json(schema: Mapping[str, Any] | bool) -> str:
     return f"%json {text}"
 
 
+def _check_numbers(kind: str, text: str) -> None:
+    """Raises EngineError for a schema, with which `text` begins, that has a number of at most -2^63.
+
+    llguidance negates its bounds as 64-bit integers: of the least one it is the same again, and a range of that alone
+    is taken apart without end, until the stack is full and the process is lost.
+    """
+
+    def check(digits: str) -> float:
+        if float(digits) <= -(2.0**63):
+            raise EngineError(
+                f"{kind}: {digits[:40]} is too small a number for a schema; the least is above -2^63"
+            )
+        return 0.0
+
+    decoder = json.JSONDecoder(parse_int=check, parse_float=check)
+    try:
+        decoder.raw_decode(text)
+    except ValueError:
+        return  # the compiler says what is wrong
+    except RecursionError:
+        raise EngineError(f"{kind}: a schema has too many levels") from None
+
+
 def _parsed(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise EngineError(
             f"JSON schema: {len(text)} characters are more than the {MAX_CHARACTERS} that are accepted"
         )
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return strict_json.loads(text)
+    except strict_json.StrictJSONError as error:
         raise EngineError(f"JSON schema: it is no JSON: {error}") from None
 
 

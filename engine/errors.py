@@ -38,3 +38,11 @@ class CannotRunError(EngineError):
     """The request is right but this machine cannot do it: no such device, too little memory."""
 
     exit_code = 2
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as an error tells it, in at most so many characters."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value[:most] if isinstance(value, str) else value)
+    return text if len(text) <= most else text[: most - 3] + "..."

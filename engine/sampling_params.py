@@ -11,9 +11,67 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quengine.constraint_spec import ConstraintSpec
-from quengine.errors import EngineError
+from quengine.errors import EngineError, shown
 
 MAX_SEED = 2**64 - 1  # the seed is the 64-bit key of the random number generator
+MAX_COUNT = 2**31 - 1
+"""Of tokens: what 32 bits hold, more than any context and any vocabulary."""
+MAX_BIAS = 1e6
+"""Of what is added to a logit or divides it: beyond it a token is certain or impossible anyhow."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may have, `low` and `high` among them; `above` is a limit that is not."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+
+    def holds(self, value: float) -> bool:
+        too_low = (self.low is not None and value < self.low) or (
+            self.above is not None and value <= self.above
+        )
+        return not too_low and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.above is not None:
+            rule = f"above {_plain(self.above)}"
+            return rule if self.high is None else f"{rule} and at most {_plain(self.high)}"
+        if self.high is None:
+            return "any" if self.low is None else f"at least {_plain(self.low)}"
+        return (
+            f"at most {_plain(self.high)}"
+            if self.low is None
+            else f"from {_plain(self.low)} to {_plain(self.high)}"
+        )
+
+
+def _plain(number: float) -> str:
+    return (
+        str(number) if isinstance(number, int) else f"{number:.0f}" if number.is_integer() else f"{number:g}"
+    )
+
+
+RANGES: Mapping[str, Range] = {
+    "max_tokens": Range(1, MAX_COUNT),
+    "temperature": Range(0, MAX_BIAS),
+    "top_k": Range(-1, MAX_COUNT),
+    "top_p": Range(0, 1),
+    "min_p": Range(0, 1),
+    "typical_p": Range(0, 1),
+    "repeat_penalty": Range(above=0, high=MAX_BIAS),
+    "repeat_last_n": Range(-1, MAX_COUNT),
+    "presence_penalty": Range(-MAX_BIAS, MAX_BIAS),
+    "frequency_penalty": Range(-MAX_BIAS, MAX_BIAS),
+    "seed": Range(0, MAX_SEED),
+    "logprobs": Range(0, MAX_COUNT),
+    "n": Range(1, MAX_COUNT),
+}
+"""Of the parameters that are one number each. The server's fields and its OpenAPI document have them from here."""
+_TOKEN = Range(0, MAX_COUNT)
+_BIAS = Range(-MAX_BIAS, MAX_BIAS)
+_INTEGERS = ("max_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n")
 
 
 @dataclass(frozen=True)
@@ -64,26 +122,14 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
-        _check_float("temperature", self.temperature, 0.0)
-        _check_int("top_k", self.top_k, -1)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("typical_p", self.typical_p, 0.0, 1.0)
-        _check_float("repeat_penalty", self.repeat_penalty, 0.0, low_included=False)
-        _check_int("repeat_last_n", self.repeat_last_n, -1)
-        _check_float("presence_penalty", self.presence_penalty)
-        _check_float("frequency_penalty", self.frequency_penalty)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("max_tokens", "seed", "logprobs"):
+                _check_number(name, value, allowed, name in _INTEGERS)
         if not isinstance(self.ignore_eos, bool):
             raise _invalid("ignore_eos", self.ignore_eos, "must be True or False")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0)
         if self.constraint is not None and not isinstance(self.constraint, ConstraintSpec):
             raise _invalid("constraint", self.constraint, "must be a ConstraintSpec")
-        _check_int("n", self.n, 1)
         # A caller may hand in a list, one string or a dict that it goes on to change: keep our own copies.
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
@@ -109,37 +155,21 @@ class SamplingParams:
 
 
 def _invalid(name: str, value: object, rule: str) -> EngineError:
-    return EngineError(f"sampling parameter {name} = {value!r}: {rule}")
+    return EngineError(f"sampling parameter {name} = {shown(value)}: {rule}")
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    rule = (
-        f"must be a whole number of at least {low}"
-        if high is None
-        else f"must be a whole number in {low}..{high}"
-    )
+def _check_number(name: str, value: object, allowed: Range, whole: bool = False) -> None:
+    """Raises EngineError for what is no number, not finite, or out of its range."""
+    rule = f"must be a {'whole' if whole else 'finite'} number"
+    if allowed != Range():
+        rule += f" {allowed}"
+    of_kind = isinstance(value, int) or (isinstance(value, float) and not whole and math.isfinite(value))
     if (
-        not isinstance(value, int)
+        not isinstance(value, int | float)
         or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
+        or not of_kind
+        or not allowed.holds(value)
     ):
-        raise _invalid(name, value, rule)
-
-
-def _check_float(
-    name: str, value: object, low: float | None = None, high: float | None = None, low_included: bool = True
-) -> None:
-    if low is None:
-        rule = "must be a finite number"
-    elif high is None:
-        rule = f"must be a finite number {'of at least' if low_included else 'above'} {low:g}"
-    else:
-        rule = f"must be a number in {low:g}..{high:g}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise _invalid(name, value, rule)
-    too_low = low is not None and (value < low if low_included else value <= low)
-    if too_low or (high is not None and value > high):
         raise _invalid(name, value, rule)
 
 
@@ -152,6 +182,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     for string in strings:
         if not isinstance(string, str) or not string:
             raise _invalid("stop", string, "every stop string must be text of at least one character")
+        if any("\ud800" <= char <= "\udfff" for char in string):
+            raise _invalid("stop", string, "half of a surrogate pair is not text: no token writes it")
     return strings
 
 
@@ -160,7 +192,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
         raise _invalid(name, value, "must be token ids")
     ids = tuple(value)
     for token in ids:
-        _check_int(name, token, 0)
+        _check_number(name, token, _TOKEN, whole=True)
     return ids
 
 
@@ -168,12 +200,10 @@ def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise _invalid("logit_bias", value, "must map token ids to numbers")
     for token, bias in value.items():
-        _check_int("logit_bias token id", token, 0)
-        if (
-            not isinstance(bias, int | float)
-            or isinstance(bias, bool)
-            or math.isnan(bias)
-            or bias == math.inf
-        ):
-            raise _invalid(f"logit_bias[{token}]", bias, "must be a finite number, or -inf to ban the token")
+        _check_number("logit_bias token id", token, _TOKEN, whole=True)
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not (bias == -math.inf or _BIAS.holds(bias)):
+            raise _invalid(
+                f"logit_bias[{token}]", bias, f"must be a number {_BIAS}, or -inf to ban the token"
+            )
     return {token: float(bias) for token, bias in value.items()}

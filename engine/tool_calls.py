@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quengine.errors import EngineError
+from quengine.errors import EngineError, shown
 
 Choice = Literal["none", "auto", "required"]
 
@@ -71,7 +71,7 @@ class ToolUse:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise EngineError(f"tools: two functions are named {twice!r}")
         if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
-            raise EngineError(f"parallel_tool_calls = {parallel_tool_calls!r}: must be true or false")
+            raise EngineError(f"parallel_tool_calls = {shown(parallel_tool_calls)}: must be true or false")
         choice, named = _choice(tool_choice, names)
         return cls(known, choice, named, parallel_tool_calls is not False and named is None)
 
@@ -150,7 +150,7 @@ def _tool(entry: Any, at: str) -> Tool:
     function = entry.get("function", entry)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise EngineError(f"{at}: its name {name!r} must be 1 to 64 letters, digits, or _ . -")
+        raise EngineError(f"{at}: its name {shown(name)} must be 1 to 64 letters, digits, or _ . -")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise EngineError(f"{at}: the parameters of {name} must be a JSON schema")
@@ -176,9 +176,9 @@ def _choice(value: Any, names: Sequence[str]) -> tuple[Choice, str | None]:
     function = value.get("function", value) if isinstance(value, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) and value.get("type") == "function" else None
     if not isinstance(name, str):
-        raise EngineError(f"tool_choice = {str(value)[:100]!r}: must be none, auto, required or a function")
+        raise EngineError(f"tool_choice = {shown(value)}: must be none, auto, required or a function")
     if name not in names:
         raise EngineError(
-            f"tool_choice: no tool is named {name[:100]!r}; there: {', '.join(names) or 'none'}"
+            f"tool_choice: no tool is named {shown(name)}; there: {', '.join(names)[:200] or 'none'}"
         )
     return "required", name

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from quengine import strict_json
 from quengine.constraint_spec import ConstraintSpec, inline_json
 from quengine.errors import EngineError
 from quengine.tool_calls import Tool, ToolUse
@@ -92,7 +93,7 @@ class ToolFormat:
     def parser(self, use: ToolUse, new_id: Callable[[], str] | None = None) -> ToolCallParser:
         """A parser for one answer. `new_id` makes a call's id, by default one of this format's kind."""
         names = frozenset(tool.name for tool in use.callable)
-        return ToolCallParser(self.name, names, new_id or self.new_id)
+        return ToolCallParser(self.name, names, new_id or self.new_id, only_calls=use.choice == "required")
 
     def new_id(self) -> str:
         """An id for a call: 9 letters and digits for Mistral, whose templates insist, else OpenAI's kind."""
@@ -142,11 +143,11 @@ class ToolFormat:
             raise EngineError(f"{at}: a tool call must have a function")
         arguments = function.get("arguments", {})
         try:
-            value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
+            value = strict_json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except strict_json.StrictJSONError:
             value = None
         if not isinstance(value, Mapping):
-            raise EngineError(f"{at}: the arguments of {function.get('name')} are no JSON object")
+            raise EngineError(f"{at}: the arguments of {str(function.get('name'))[:64]} are no JSON object")
         return {
             **call,
             "id": self._known_id(call.get("id", "")),

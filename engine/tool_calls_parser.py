@@ -47,16 +47,20 @@ class ToolCallParser:
         names: the tools that may be called. Only Llama's untagged calls must be of these, for `{"name": ...` may be an
             answer in JSON. After a tag any name is a call: models also call what there is not.
         new_id: makes the id of a call.
+        only_calls: the text is held to calls, so that what is none is one that was cut off: it is not given back.
 
     `calls` is how many there have been.
     """
 
-    def __init__(self, format_name: str, names: frozenset[str], new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, format_name: str, names: frozenset[str], new_id: Callable[[], str], only_calls: bool = False
+    ) -> None:
         self.calls = 0
         self._format = format_name
         self._open = _OPEN[format_name]
         self._names = names
         self._new_id = new_id
+        self._only_calls = only_calls
         self._text = ""  # what is not done with, of which [:_at] is read
         self._at = 0
         self._closed = False
@@ -391,7 +395,8 @@ class ToolCallParser:
     def _say(self, text: str) -> None:
         if text:
             self._first = self._after_call = False
-            self._emit(TextDelta(text))
+            if not self._only_calls:
+                self._emit(TextDelta(text))
 
     def _emit(self, delta: Delta) -> None:
         """Give out a delta, as one with the one before where both go on with the same."""

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _KEY = "tokenizer.chat_template"
+_NAME = re.compile(r"[^\W\d]\w*")
 # A template's name of its own in place of the default one, as transformers and GGUF files have it.
 _DEFAULT = "default"
 _WORKER = Path(__file__).with_name("template_worker.py")
@@ -196,60 +198,67 @@ def encode_chat(
     may not: a message that spells `<|im_end|>` does not end. As long as no message does, the prompt is encoded
     as a whole, as llama.cpp does. Else the template is rendered once more with a character of each such place
     exchanged for one that nothing has, the control tokens are cut out, and the places get their text back
-    before merging.
+    before merging. Keys that the template's source names stay as they are, for it looks them up.
     """
 
-    def rendered(hide: Callable[[str], str]) -> str:
-        hidden_messages, hidden_tools = _map_text(list(messages), hide), _map_text(tools, hide)
+    def rendered(hide: Callable[[str], str], hide_key: Callable[[str], str]) -> str:
+        hidden_messages, hidden_tools = (_map_text(part, hide, hide_key) for part in (list(messages), tools))
         return template.render(hidden_messages, add_generation_prompt, hidden_tools, variables)
+
+    def marked(edges: bool) -> str:
+        return rendered(partial(hiding.hide, edges=edges), partial(hiding.hide_key, edges=edges))
 
     template.start()
     tokenizer.prepare()  # meanwhile
-    text = rendered(str)
-    hiding = _Hiding(tokenizer.control_texts, text + template.source + "".join(_texts([*messages, tools])))
-    texts = list(_texts([*messages, tools]))
-    if not any(hiding.places(part, edges=True) for part in texts):
+    text = rendered(str, str)
+    hiding = _Hiding(tokenizer.control_texts, template.source, text + "".join(_texts([*messages, tools])))
+    if not any(hiding.places(part, edges=True) for part in _texts([*messages, tools], hiding.stays)):
         return tokenizer.encode(text, bos=True, special=True)
-    marked = rendered(lambda part: hiding.hide(part, edges=True))
-    # A template that compares a short word with what is part of a control token's name goes another way here.
-    if hiding.restore(marked) != text:
-        marked = rendered(lambda part: hiding.hide(part, edges=False))
-    return tokenizer.encode_hidden(marked, hiding.restore, bos=True)
+    # A template that compares a short word with what is part of a control token's name goes another way, or fails.
+    hidden = None
+    with suppress(ChatTemplateError):
+        hidden = marked(edges=True)
+    if hidden is None or hiding.restore(hidden) != text:
+        hidden = marked(edges=False)
+    return tokenizer.encode_hidden(hidden, hiding.restore, bos=True)
 
 
-def _map_text(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every string changed, keys too, but not what is said under "role"."""
+def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
+    """A JSON value with every string changed, keys by a function of their own, but not what is said under "role"."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
-            change(key) if isinstance(key, str) else key: part if key == "role" else _map_text(part, change)
+            change_key(key) if isinstance(key, str) else key: part
+            if key == "role"
+            else _map_text(part, change, change_key)
             for key, part in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_map_text(part, change) for part in value]
+        return [_map_text(part, change, change_key) for part in value]
     return value
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """The strings that `_map_text` changes."""
+def _texts(value: Any, but_keys: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
+    """The strings that `_map_text` changes, keys too but those for which `but_keys` holds."""
     found: list[str] = []
 
     def note(text: str) -> str:
         found.append(text)
         return text
 
-    _map_text(value, note)
+    _map_text(value, note, lambda key: key if but_keys(key) else note(key))
     return iter(found)
 
 
 class _Hiding:
     """Exchanges one character in each place of a text that could be read as (a part of) a control token.
 
-    The stand-ins are private-use characters of plane 16 that `everything` does not have.
+    The stand-ins are private-use characters of plane 16 that neither `source`, the template, nor `texts` has.
     """
 
-    def __init__(self, control_texts: Sequence[str], everything: str) -> None:
+    def __init__(self, control_texts: Sequence[str], source: str, texts: str) -> None:
+        self._names = frozenset(_NAME.findall(source))
         self._controls: dict[str, list[str]] = defaultdict(list)  # by their first character
         for text in control_texts:
             self._controls[text[0]].append(text)
@@ -257,7 +266,7 @@ class _Hiding:
         self._beginnings = {text[:n] for text in control_texts for n in range(1, len(text))}
         self._endings = {text[n:] for text in control_texts for n in range(1, len(text))}
         self._longest = max(map(len, control_texts), default=0)
-        used = set(everything)
+        used = set(source) | set(texts)
         self._free = (char for code in range(0x10FFFD, 0x100000, -1) if (char := chr(code)) not in used)
         self._stand_ins: dict[str, str] = {}
 
@@ -277,6 +286,13 @@ class _Hiding:
             if text in self._joined or any(text[:n] in self._endings for n in sizes):
                 found.add(0)
         return found
+
+    def stays(self, key: str) -> bool:
+        """Whether the template's source names this key, and it is no control token's text."""
+        return key in self._names and not self.places(key, edges=False)
+
+    def hide_key(self, key: str, edges: bool) -> str:
+        return key if self.stays(key) else self.hide(key, edges)
 
     def hide(self, text: str, edges: bool) -> str:
         characters = list(text)

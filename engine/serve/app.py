@@ -45,7 +45,8 @@ async def page(service: Service, request: Request) -> Response:
 async def openapi(service: Service, request: Request) -> Response:
     """What every route takes and answers."""
     del request
-    return json_response(document(service.settings))
+    engine = service.worker.engine
+    return json_response(document(service.settings, None if engine is None else engine.model.vocab_size))
 
 
 @cache

@@ -16,7 +16,7 @@ from quengine.serve.http import json_response, read_fields, unless_gone
 from quengine.serve.logprob_forms import chat_logprobs
 from quengine.serve.prompts import chat_ids
 from quengine.serve.request_form import (
-    MAX_LOGPROBS,
+    LOGPROBS,
     Delivery,
     answer_head,
     answer_tail,
@@ -88,7 +88,7 @@ async def _read(fields: Fields, service: Service) -> tuple[Delivery, list[Ask], 
 
 
 def _read_logprobs(fields: Fields) -> int | None:
-    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", LOGPROBS)
     if top and not wanted:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     return (top or 0) if wanted else None

@@ -14,7 +14,7 @@ from quengine.serve.http import json_response, read_fields, unless_gone
 from quengine.serve.logprob_forms import completion_logprobs, echoed_logprobs, joined_logprobs
 from quengine.serve.prompts import read_prompts
 from quengine.serve.request_form import (
-    MAX_LOGPROBS,
+    LOGPROBS,
     Delivery,
     answer_head,
     answer_tail,
@@ -55,7 +55,7 @@ async def _read(fields: Fields, service: Service) -> _Wanted:
     service.check_model_name(fields)
     constraint = read_constraint(fields)
     delivery, n = read_delivery(fields), read_n(fields, service)
-    logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.flag("echo") or False
+    logprobs, echo = fields.integer("logprobs", LOGPROBS), fields.flag("echo") or False
     max_tokens = read_max_tokens(fields, service, "max_tokens", "max_completion_tokens", "n_predict")
     params = read_sampling(
         fields,

@@ -42,8 +42,8 @@ async def embeddings(service: Service, request: Request) -> Response:
 
 async def _read(fields: Fields, service: Service) -> tuple[list[Ask], str]:
     service.check_model_name(fields)
-    encoding = _one_of(fields, "encoding_format", ENCODINGS)
-    pooling = _one_of(fields, "pooling", POOLINGS)
+    encoding = _one_of(fields, "encoding_format", ENCODINGS, ENCODINGS[0])
+    pooling = _one_of(fields, "pooling", POOLINGS, service.settings.pooling)
     fields.neutral("dimensions")
     fields.ignore("user", "input", "parse_special")
     fields.finish()
@@ -52,12 +52,11 @@ async def _read(fields: Fields, service: Service) -> tuple[list[Ask], str]:
     return [Ask(prompt, params, pooling=pooling) for prompt in prompts], encoding
 
 
-def _one_of(fields: Fields, key: str, values: Sequence[Any]) -> Any:
-    """The field's value, the first of `values` where it is not given."""
+def _one_of(fields: Fields, key: str, values: Sequence[Any], default: Any) -> Any:
     value = fields.text(key)
     if value is not None and value not in values:
         raise fields.wrong(key, f"must be {' or '.join(values)}")
-    return values[0] if value is None else value
+    return default if value is None else value
 
 
 def _encoded(end: Finished, encoding: str) -> list[float] | str:

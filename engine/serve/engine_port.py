@@ -184,7 +184,7 @@ class ServedModel(Protocol):
 
 
 class Engine(Protocol):
-    """What computes. Only the worker's thread calls it.
+    """What computes. Only the worker's thread calls it, but for `silent_seconds` and `kill`.
 
     An error that concerns one sequence is a `Failed` event. Whatever `step` raises means that the engine is
     lost, with everything in it; it is then closed and made anew.
@@ -211,6 +211,15 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long there has been no sign of life of the engine's process; 0 for one in this process."""
+        ...
+
+    def kill(self) -> None:
+        """End the engine's process: a step that waits for it raises. Nothing is done to one in this process."""
+        ...
 
     def close(self) -> None: ...
 

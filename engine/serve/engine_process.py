@@ -1,4 +1,4 @@
-"""The process that an engine runs in, beside the server's: `python -m quengine.serve.engine_process FD [-v]`.
+"""The process that an engine runs in, beside the server's: `python -m quengine.serve.engine_process FD HEARTBEAT_FD [-v]`.
 
 Computes as long as it has sequences, whatever the server does meanwhile, and ends when the server does. A device that
 is lost stays lost for its process; so this one ends then, and the server starts another. Started by `process_engine`.
@@ -39,9 +39,11 @@ from quengine.serve.engine_wire import (
     Ready,
     Step,
     ToEngine,
+    can_be_sent,
     receive_in_engine,
     send,
 )
+from quengine.serve.heartbeat import Heartbeat
 
 logger = logging.getLogger("quengine.serve")
 
@@ -81,6 +83,10 @@ class EngineLoop:
                 self._order(receive_in_engine(self._connection))
         except (EOFError, OSError):
             os._exit(0)  # whatever is computed, nobody waits for it
+        except BaseException:
+            # Without this thread the server would wait for ever; a process that has ended is replaced.
+            logger.exception("the engine cannot read what the server sends")
+            os._exit(1)
 
     def _order(self, order: "ToEngine | Future[GenerationRequest]") -> None:
         with self._ordered:
@@ -93,9 +99,13 @@ class EngineLoop:
         if isinstance(order, Cancel):
             self._cancel(order.request_id)
         elif isinstance(order, Add):
-            if order.request.params.constraint is None:
-                return self._add(order.request)
-            self._prepare(order.request)
+            try:
+                request = order.request
+            except Exception as error:
+                return refused(order.request_id, error)
+            if request.params.constraint is None:
+                return self._add(request)
+            self._prepare(request)
         return None
 
     def _prepare(self, request: GenerationRequest) -> None:
@@ -129,6 +139,25 @@ class EngineLoop:
         return failed
 
     def _tell(self, events: list[Event]) -> None:
+        try:
+            self._send(events)
+        except (OverflowError, UnicodeError, TypeError):
+            self._send(self._without_unsendable(events))
+
+    def _without_unsendable(self, events: list[Event]) -> list[Event]:
+        """The events with those requests failed of which an event has no form on the wire; the others go on."""
+        lost = {event.request_id for event in events if not can_be_sent(event)}
+        for request_id in lost:
+            logger.error(
+                "an answer of request %d cannot be sent: it holds what is no text or number", request_id
+            )
+            with suppress(KeyError):  # it may have ended with this step
+                self._cancel(request_id)
+        message = "the answer cannot be sent: it holds what is no text or number"
+        kept = [event for event in events if event.request_id not in lost]
+        return [*kept, *(Failed(request_id, message) for request_id in lost)]
+
+    def _send(self, events: list[Event]) -> None:
         pieces = tuple(event for event in events if isinstance(event, Piece))
         finished = tuple(event for event in events if isinstance(event, Finished))
         failed = tuple(event for event in events if isinstance(event, Failed))
@@ -164,10 +193,11 @@ def _kind(error: Exception) -> Kind:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
-    log_lines.set_up(verbose="-v" in sys.argv[2:])
+    log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    Heartbeat(int(sys.argv[2])).keep_beating()
     try:
         engine = load(connection)
         collector.working()

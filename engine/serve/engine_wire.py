@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quengine.serve.engine_port import EngineStats, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.engine_port import EngineStats, Event, Failed, Finished, GenerationRequest, Piece
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
@@ -20,9 +20,21 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: take a sequence."""
+    """To the engine: take a sequence. Its request is a message within the message, so that one that cannot be read
+    fails alone."""
 
-    request: GenerationRequest
+    request_id: int
+    encoded: msgspec.Raw
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> "Add":
+        """Raises OverflowError, UnicodeError or TypeError for a value that has no form on the wire."""
+        return cls(request.id, msgspec.Raw(_encoder.encode(request)))
+
+    @property
+    def request(self) -> GenerationRequest:
+        """Raises msgspec.MsgspecError for what is none."""
+        return _request.decode(self.encoded)
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -70,13 +82,24 @@ ToEngine = Load | Add | Cancel
 FromEngine = Progress | Ready | Step | Broken
 
 _encoder = msgspec.msgpack.Encoder()
+_request: msgspec.msgpack.Decoder[GenerationRequest] = msgspec.msgpack.Decoder(GenerationRequest)
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
 def send(connection: "Connection[Any, Any]", message: ToEngine | FromEngine) -> None:
-    """Raises OSError where the other side is gone."""
+    """Raises OSError where the other side is gone; OverflowError, UnicodeError or TypeError, with nothing sent, for a
+    value that has no form on the wire."""
     connection.send_bytes(_encoder.encode(message))
+
+
+def can_be_sent(message: Event) -> bool:
+    """Whether every value of it has a form on the wire."""
+    try:
+        _encoder.encode(message)
+    except (OverflowError, UnicodeError, TypeError):
+        return False
+    return True
 
 
 def receive_in_engine(connection: "Connection[Any, Any]") -> ToEngine:

@@ -117,6 +117,8 @@ class FakeEngine:
         self._chunk = chunk
         self._sequences: dict[int, _Sequence] = {}
 
+    silent_seconds = 0.0
+
     def add(self, request: GenerationRequest) -> None:
         if len(self._sequences) >= self.capacity:
             raise EngineError(f"all {self.capacity} slots are taken")
@@ -142,6 +144,9 @@ class FakeEngine:
         )
         used = sum(slot.computed for slot in slots)
         return EngineStats(slots, used, self.capacity * self.model.ctx_size)
+
+    def kill(self) -> None:
+        """Nothing: it runs in this process."""
 
     def close(self) -> None:
         self._sequences.clear()

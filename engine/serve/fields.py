@@ -5,27 +5,27 @@ what the OpenAPI document tells of it.
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
+from quengine import strict_json
+from quengine.sampling_params import Range
 from quengine.serve.errors import ApiError, bad_request
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises ApiError."""
     try:
-        value = json.loads(raw, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {error}") from None
+        value = strict_json.loads(raw.decode(json.detect_encoding(raw)))
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the body is not JSON: it is not {error.encoding} at byte {error.start}") from None
+    except strict_json.StrictJSONError as error:
+        name = error.place[:80] if error.place else None
+        raise bad_request(f"the body is not JSON: {error}", name, "invalid_value") from None
     if not isinstance(value, dict):
         raise bad_request(f"the body must be a JSON object, not {json_type(value)}")
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def json_type(value: object) -> str:
@@ -36,20 +36,25 @@ def json_type(value: object) -> str:
     return names.get(type(value), "an object")
 
 
+ANY_NUMBER = Range()
+
+
 @dataclass(frozen=True)
 class Scalar:
-    """A field of one number or truth value: its type and range. `above` is a limit that is itself excluded."""
+    """A field of one number or truth value: its type and range."""
 
     kind: Literal["number", "integer", "boolean"]
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
+    range: Range = ANY_NUMBER
     about: str = ""
 
     @property
     def schema(self) -> dict[str, Any]:
         """The field as JSON schema has it."""
-        limits = {"minimum": self.low, "maximum": self.high, "exclusiveMinimum": self.above}
+        limits = {
+            "minimum": self.range.low,
+            "maximum": self.range.high,
+            "exclusiveMinimum": self.range.above,
+        }
         given = {key: value for key, value in limits.items() if value is not None}
         return {"type": self.kind, **given, **({"description": self.about} if self.about else {})}
 
@@ -92,37 +97,33 @@ class Fields:
         value: dict[str, Any] | None = self._typed(key, dict, "an object")
         return value
 
-    def integer(self, key: str, low: int | None = None, high: int | None = None) -> int | None:
+    def integer(self, key: str, allowed: Range) -> int | None:
+        """A whole number in its range, which may be written 1.0."""
         value = self.any(key)
         if value is None:
             return None
         number = whole_number(value)
         if number is None:
-            raise self.wrong(key, "must be a whole number")
-        if (low is not None and number < low) or (high is not None and number > high):
-            raise self.wrong(key, _range(low, high))
+            raise self.wrong(key, f"must be a whole number {allowed}")
+        if not allowed.holds(number):
+            raise self.wrong(key, f"must be {allowed}")
         return number
 
-    def number(self, key: str) -> float | None:
+    def number(self, key: str, allowed: Range) -> float | None:
         value = self.any(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
-            raise self.wrong(key, "must be a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.wrong(key, f"must be a number {allowed}")
+        if not allowed.holds(value):
+            raise self.wrong(key, f"must be {allowed}")
         return float(value)
 
     def scalar(self, key: str, field: Scalar) -> Any:
         """A field that is read as its table says."""
         if field.kind == "boolean":
             return self.flag(key)
-        value = self.integer(key) if field.kind == "integer" else self.number(key)
-        if value is None:
-            return None
-        if field.above is not None and value <= field.above:
-            raise self.wrong(key, f"must be above {field.above:g}")
-        if (field.low is not None and value < field.low) or (field.high is not None and value > field.high):
-            raise self.wrong(key, _range(field.low, field.high))
-        return value
+        return self.integer(key, field.range) if field.kind == "integer" else self.number(key, field.range)
 
     def ignore(self, *keys: str) -> None:
         """Fields that change nothing here."""
@@ -138,9 +139,9 @@ class Fields:
             raise bad_request(f"{self.name(key)} is not supported{allowed}", self.name(key), "unsupported")
 
     def wrong(self, key: str, rule: str) -> ApiError:
-        shown = json.dumps(self._values.get(key), ensure_ascii=False)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return bad_request(f"{self.name(key)} = {shown}: {rule}", self.name(key), "invalid_value")
+        return bad_request(
+            f"{self.name(key)} = {shown(self._values.get(key))}: {rule}", self.name(key), "invalid_value"
+        )
 
     def finish(self) -> None:
         """Raises ApiError for the first field that is given and that nothing has asked for."""
@@ -156,13 +157,20 @@ class Fields:
         return value
 
 
+def shown(value: Any, most: int = 60) -> str:
+    """A JSON value as an error tells it, in at most so many characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def token_ids(values: Sequence[Any], name: str, vocab_size: int) -> list[int]:
     """`values` as token ids of a vocabulary. Raises ApiError."""
     ids = [whole_number(value) for value in values]
     for position, token in enumerate(ids):
         if token is None or not 0 <= token < vocab_size:
-            shown = json.dumps(values[position])[:40]
-            raise bad_request(f"{name}[{position}] = {shown}: must be a token id below {vocab_size}", name)
+            value = shown(values[position], 40)
+            rule = f"must be a token id from 0 to {vocab_size - 1}"
+            raise bad_request(f"{name}[{position}] = {value}: {rule}", name, "invalid_value")
     return [token for token in ids if token is not None]
 
 
@@ -171,16 +179,3 @@ def whole_number(value: object) -> int | None:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond any float
-        return False
-
-
-def _range(low: float | None, high: float | None) -> str:
-    if high is None:
-        return f"must be at least {low}"
-    return f"must be at most {high}" if low is None else f"must be from {low} to {high}"

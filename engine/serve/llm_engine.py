@@ -51,6 +51,8 @@ class LLMEngine:
             int, tuple[TokenLogprobs, ...]
         ] = {}  # of prompts, until the first piece of the text
 
+    silent_seconds = 0.0
+
     def add(self, request: GenerationRequest) -> None:
         if request.pooling is not None:
             self._add_embedding(request, request.pooling)
@@ -136,6 +138,9 @@ class LLMEngine:
         )
         scheduler = self._llm.scheduler
         return EngineStats(slots, scheduler.cache_used, scheduler.cache_size)
+
+    def kill(self) -> None:
+        """Nothing: it runs in this process."""
 
     def close(self) -> None:
         self._llm.close()

@@ -14,7 +14,7 @@ from quengine.serve.fields import Fields
 from quengine.serve.http import json_response, read_fields, unless_gone
 from quengine.serve.logprob_forms import native_probabilities
 from quengine.serve.prompts import read_prompts
-from quengine.serve.request_form import MAX_LOGPROBS, asks_of, prepare, read_max_tokens, read_n, timings_body
+from quengine.serve.request_form import LOGPROBS, asks_of, prepare, read_max_tokens, read_n, timings_body
 from quengine.serve.sampling_fields import read_sampling
 from quengine.serve.service import Service
 from quengine.serve.streaming import data, stream_texts, whole_texts
@@ -48,7 +48,7 @@ async def completion(service: Service, request: Request) -> Response:
 async def _read(fields: Fields, service: Service) -> _Wanted:
     service.check_model_name(fields)
     constraint = read_constraint(fields)
-    n_probs = fields.integer("n_probs", 0, MAX_LOGPROBS)
+    n_probs = fields.integer("n_probs", LOGPROBS)
     params = read_sampling(
         fields,
         service.settings.defaults,

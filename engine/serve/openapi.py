@@ -27,7 +27,7 @@ _MEANINGS = {
     413: "The body is too large.",
     429: "The queue is full.",
     500: "This text failed; others go on.",
-    503: "The model is being loaded or made anew, or the server is ending.",
+    503: "The model is being loaded or made anew or does not answer, or the server is ending.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
 _READS = (400, 404, 408, 413, 503)
@@ -91,8 +91,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 }
 
 
-def document(settings: ServerSettings) -> dict[str, Any]:
-    """The document of a server with these settings."""
+def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[str, Any]:
+    """The document of a server with these settings; `vocab_size` of its model, None while there is none."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
         keyed = bool(settings.api_keys) and path not in OPEN_PATHS
@@ -103,7 +103,7 @@ def document(settings: ServerSettings) -> dict[str, Any]:
         "description": "OpenAI's API and llama-server's over one model. Errors have OpenAI's shape.",
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }
-    schemas = {**request_schemas(settings.limits, settings.model_names), **answer_schemas()}
+    schemas = {**request_schemas(settings.limits, settings.model_names, vocab_size), **answer_schemas()}
     components: dict[str, Any] = {"schemas": schemas}
     if settings.api_keys:
         components["securitySchemes"] = {

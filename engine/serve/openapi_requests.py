@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from quengine.pooling import POOLINGS
+from quengine.sampling_params import MAX_BIAS, Range
 from quengine.serve.chat_messages import ROLES, TEXT_PARTS
 from quengine.serve.embeddings import ENCODINGS
 from quengine.serve.extensions import CONSTRAINTS
-from quengine.serve.request_form import MAX_LOGPROBS
-from quengine.serve.sampling_fields import MAX_BIAS, OFF, SCALARS, WITHOUT_EFFECT
+from quengine.serve.fields import Scalar
+from quengine.serve.request_form import LOGPROBS, MAX_TOKENS
+from quengine.serve.sampling_fields import OFF, SCALARS, WITHOUT_EFFECT
 from quengine.serve.settings import Limits
 from quengine.tool_calls import MAX_TOOLS
 
@@ -23,7 +25,7 @@ ANY: Schema = {}
 BOOLEAN: Schema = {"type": "boolean"}
 STRING: Schema = {"type": "string"}
 OBJECT: Schema = {"type": "object"}
-TOKEN: Schema = {"type": "integer", "minimum": 0}
+TOKEN: Schema = {"$ref": "#/components/schemas/Token"}
 _PROMPT_PART: Schema = {"anyOf": [TOKEN, STRING]}
 _SOME_TEXT: Schema = {"type": "string", "minLength": 1}
 _SCHEMA: Schema = {
@@ -33,17 +35,24 @@ _NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
 _UNTIL_FULL: Schema = {
     "type": "integer",
     "minimum": -1,
+    "maximum": MAX_TOKENS.high,
+    "not": {"const": 0},
     "examples": [16],
-    "description": "Most tokens to generate, at least 1; -1: until the context is full.",
+    "description": "Most tokens to generate; -1: until the context is full.",
 }
+_LOGPROBS = Scalar("integer", LOGPROBS).schema
 
 
-def request_schemas(limits: Limits, model_names: tuple[str, ...]) -> dict[str, Schema]:
-    """Every schema of a body and of its parts, by component name."""
+def request_schemas(
+    limits: Limits, model_names: tuple[str, ...], vocab_size: int | None = None
+) -> dict[str, Schema]:
+    """Every schema of a body and of its parts, by component name. `vocab_size` is None while there is no model."""
+    token = Scalar("integer", Range(0, None if vocab_size is None else vocab_size - 1))
     model: Schema = {"enum": [*model_names, ""], "description": "What is served, by one of its names."}
     shared = {"model": model, **_sampling(limits), **_constraints()}
     n = {"n": {"type": "integer", "minimum": 1, "maximum": limits.n}}
     return {
+        "Token": token.schema,
         "Message": _message(),
         "Content": _content(),
         "Tool": _tool(),
@@ -163,7 +172,7 @@ def _chat() -> dict[str, Schema]:
         **_delivery(),
         **_tools(),
         "logprobs": BOOLEAN,
-        "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+        "top_logprobs": _LOGPROBS,
         "chat_template_kwargs": OBJECT,
         "skip_special_tokens": BOOLEAN,
         "modalities": _only(["text"]),
@@ -184,7 +193,7 @@ def _completion() -> dict[str, Schema]:
         "max_completion_tokens": _UNTIL_FULL,
         "n_predict": _UNTIL_FULL,
         **_delivery(),
-        "logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+        "logprobs": _LOGPROBS,
         "echo": BOOLEAN,
         "suffix": _only(""),
         "skip_special_tokens": BOOLEAN,
@@ -197,7 +206,7 @@ def _native() -> dict[str, Schema]:
         "prompt": ref("Prompt"),
         "n_predict": _UNTIL_FULL,
         "max_tokens": _UNTIL_FULL,
-        "n_probs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
+        "n_probs": _LOGPROBS,
         "stream": BOOLEAN,
         "return_tokens": BOOLEAN,
         "parse_special": BOOLEAN,
@@ -245,7 +254,10 @@ def _prompt() -> Schema:
 def _embedding() -> dict[str, Schema]:
     return {
         "input": ref("Prompt"),
-        "pooling": {"enum": list(POOLINGS), "description": "Of the hidden rows; mean if it is not said."},
+        "pooling": {
+            "enum": list(POOLINGS),
+            "description": "Of the hidden rows; --pooling says which if the request does not.",
+        },
         "encoding_format": {"enum": list(ENCODINGS)},
         "dimensions": _only(),
         "parse_special": BOOLEAN,
@@ -326,7 +338,7 @@ def _text_format() -> Schema:
     return {
         "anyOf": [
             of("text"),
-            of("json_object"),
+            of("json_object", schema=_or_null(_SCHEMA)),
             of("json_schema", ("json_schema",), json_schema=inner),
             of("json_schema", ("schema",), schema=_SCHEMA, json_schema=False),
         ]

@@ -5,16 +5,20 @@ the device or the process is lost, `step` raises, and a new one is a new process
 how to start, ask and end it; what runs there is `engine_process`.
 """
 
+import atexit
 import logging
 import multiprocessing
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from quengine.bus_error import install
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub import resolve_model
+from quengine.serve import heartbeat
 from quengine.serve.engine_port import EngineStats, Event, GenerationRequest
 from quengine.serve.engine_wire import (
     Add,
@@ -58,15 +62,22 @@ class ProcessEngine:
         self, model: str, options: Mapping[str, Any], progress: Callable[[str], None] = lambda _: None
     ) -> None:
         self._stats = EngineStats()
+        self._pieces, self._ends = list[Event](), list[Event]()
         self._connection, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "quengine.serve.engine_process", str(theirs.fileno())]
-        if logger.isEnabledFor(logging.DEBUG):
-            command.append("-v")
-        # A session of its own: the terminal's Ctrl-C is for the server, which lets texts end first.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
-        )
+        with tempfile.TemporaryFile(buffering=0) as shared:
+            shared.truncate(heartbeat.SIZE)
+            passed = [theirs.fileno(), shared.fileno()]
+            verbose = ["-v"] if logger.isEnabledFor(logging.DEBUG) else []
+            # A session of its own: the terminal's Ctrl-C is for the server, which lets texts end first.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "quengine.serve.engine_process", *map(str, passed), *verbose],
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                start_new_session=True,
+            )
+            self._heartbeat = heartbeat.Heartbeat(os.dup(shared.fileno()))
         theirs.close()
+        atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
         try:
             self._say(Load(model, options))
             install()  # this process reads the mapped vocabulary as long as it serves
@@ -85,26 +96,42 @@ class ProcessEngine:
         """Of the engine's process."""
         return self._process.pid
 
+    @property
+    def silent_seconds(self) -> float:
+        return self._heartbeat.age
+
     def add(self, request: GenerationRequest) -> None:
-        self._say(Add(request))
+        self._say(Add.of(request))
 
     def cancel(self, request_id: int) -> None:
         self._say(Cancel(request_id))
 
     def step(self) -> list[Event]:
         """All that has come since the last call; waits for the end of a step where there is nothing."""
-        pieces, ends = list[Event](), list[Event]()
-        while True:
-            message = self._hear()
-            if isinstance(message, Step):
-                pieces += message.pieces
-                ends += [*message.finished, *message.failed]
-                self._stats = message.stats or self._stats
-            if not self._connection.poll():
-                return pieces + ends
+        if not self._pieces and not self._ends:
+            self._take_in(self._hear())
+        self._take_in_what_is_there()
+        events = self._pieces + self._ends
+        self._pieces, self._ends = [], []
+        return events
 
     def stats(self) -> EngineStats:
+        """As of the last message. Raises EngineLostError where the process has ended."""
+        self._take_in_what_is_there()
         return self._stats
+
+    def _take_in_what_is_there(self) -> None:
+        while self._connection.poll():
+            self._take_in(self._hear())
+
+    def _take_in(self, message: FromEngine) -> None:
+        if isinstance(message, Step):
+            self._pieces += message.pieces
+            self._ends += [*message.finished, *message.failed]
+            self._stats = message.stats or self._stats
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def close(self) -> None:
         self._connection.close()  # it ends by that
@@ -113,6 +140,7 @@ class ProcessEngine:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        atexit.unregister(self._process.kill)
 
     def _loaded(self, progress: Callable[[str], None]) -> Ready:
         while True:

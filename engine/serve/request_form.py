@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from quengine.output import Timings
-from quengine.sampling_params import SamplingParams
+from quengine.sampling_params import RANGES, Range, SamplingParams
 from quengine.serve.engine_port import Finished
 from quengine.serve.errors import bad_request
-from quengine.serve.fields import Fields
+from quengine.serve.fields import Fields, whole_number
 from quengine.serve.http import off_loop
 from quengine.serve.sampling_fields import too_many
 from quengine.serve.service import Service, Usage, new_id
 from quengine.serve.streaming import DONE, data
 from quengine.serve.worker import Ask
 
-MAX_LOGPROBS = 20
+LOGPROBS = Range(0, 20)
+MAX_TOKENS = RANGES["max_tokens"]
+_COUNT = RANGES["n"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def read_delivery(fields: Fields) -> Delivery:
 
 
 def read_n(fields: Fields, service: Service) -> int:
-    n = fields.integer("n", 1) or 1
+    n = fields.integer("n", _COUNT) or 1
     if n > service.limits.n:
         raise too_many("n", n, service.limits.n, "--max-n")
     return n
@@ -51,12 +53,17 @@ def read_n(fields: Fields, service: Service) -> int:
 
 def read_max_tokens(fields: Fields, service: Service, *keys: str) -> int | None:
     """The first of `keys` that is given; -1 means until the context is full."""
-    values = {key: number for key in keys if (number := fields.integer(key)) is not None}
-    for key, number in values.items():
-        if number != -1 and number < 1:
-            raise fields.wrong(key, "must be at least 1, or -1 for until the context is full")
+    values = {key: number for key in keys if (number := _count_or_full(fields, key)) is not None}
     value = next(iter(values.values()), None)
     return service.model.ctx_size if value == -1 else value
+
+
+def _count_or_full(fields: Fields, key: str) -> int | None:
+    value = fields.any(key)
+    number = whole_number(value)
+    if value is not None and (number is None or not (number == -1 or MAX_TOKENS.holds(number))):
+        raise fields.wrong(key, f"must be a whole number {MAX_TOKENS}, or -1 for until the context is full")
+    return number
 
 
 async def prepare(service: Service, params: SamplingParams) -> None:

@@ -8,28 +8,39 @@ from typing import Any
 
 from quengine.constraint_spec import ConstraintSpec
 from quengine.errors import EngineError
-from quengine.sampling_params import SamplingParams
+from quengine.sampling_params import MAX_BIAS, MAX_SEED, RANGES, Range, SamplingParams
 from quengine.serve.engine_port import ServedModel
 from quengine.serve.errors import ApiError, bad_request
-from quengine.serve.fields import Fields, Scalar, token_ids
+from quengine.serve.fields import Fields, Scalar, shown, token_ids
 from quengine.serve.settings import Limits
 
-MAX_BIAS = 1e6
 _ID = re.compile("[0-9]{1,9}")
+_BIAS = Range(-MAX_BIAS, MAX_BIAS)
+_SEED = Range(-(2**63), MAX_SEED)
+"""OpenAI's are signed 64-bit numbers, ours unsigned ones."""
+
+
+def _number(name: str, about: str) -> Scalar:
+    return Scalar("number", RANGES[name], about)
+
+
+def _integer(name: str, about: str) -> Scalar:
+    return Scalar("integer", RANGES[name], about)
+
 
 SCALARS: dict[str, Scalar] = {
-    "temperature": Scalar("number", 0, about="0 takes the likeliest token."),
-    "top_k": Scalar("integer", -1, about="Keep so many of the likeliest tokens; 0 or -1: all."),
-    "top_p": Scalar("number", 0, 1, about="Keep the likeliest tokens that together reach this probability."),
-    "min_p": Scalar("number", 0, 1, about="Drop tokens less likely than this share of the likeliest one."),
-    "typical_p": Scalar("number", 0, 1, about="Keep the tokens of most typical surprise; 1: all."),
-    "repeat_penalty": Scalar("number", above=0, about="Divides the logits of recent tokens; 1: none."),
-    "repeat_last_n": Scalar("integer", -1, about="How many tokens the penalties look at; -1: all."),
-    "presence_penalty": Scalar("number", about="Subtracted from the logit of every recent token."),
-    "frequency_penalty": Scalar(
-        "number", about="Subtracted for every time a token is among the recent ones."
+    "temperature": _number("temperature", "0 takes the likeliest token."),
+    "top_k": _integer("top_k", "Keep so many of the likeliest tokens; 0 or -1: all."),
+    "top_p": _number("top_p", "Keep the likeliest tokens that together reach this probability."),
+    "min_p": _number("min_p", "Drop tokens less likely than this share of the likeliest one."),
+    "typical_p": _number("typical_p", "Keep the tokens of most typical surprise; 1: all."),
+    "repeat_penalty": _number("repeat_penalty", "Divides the logits of recent tokens; 1: none."),
+    "repeat_last_n": _integer("repeat_last_n", "How many tokens the penalties look at; -1: all."),
+    "presence_penalty": _number("presence_penalty", "Subtracted from the logit of every recent token."),
+    "frequency_penalty": _number(
+        "frequency_penalty", "Subtracted for every time a token is among the recent ones."
     ),
-    "seed": Scalar("integer", -(2**63), 2**64 - 1, about="Gives the same text again; -1 draws one."),
+    "seed": Scalar("integer", _SEED, "Gives the same text again; -1 draws one."),
     "ignore_eos": Scalar("boolean", about="Go on after the model's end tokens."),
 }
 """The parameters that are one value each, by the engine's names."""
@@ -124,7 +135,7 @@ def read_sampling(
 def too_many(name: str, count: int, limit: int, flag: str) -> ApiError:
     """A limit was passed; `flag` is the server's flag that sets it."""
     return bad_request(
-        f"{name}: {count} given, this server takes at most {limit} ({flag})", name, "over_limit"
+        f"{name}: {shown(count)} given, this server takes at most {limit} ({flag})", name, "over_limit"
     )
 
 
@@ -173,8 +184,11 @@ def _biases(fields: Fields, limits: Limits, model: ServedModel) -> dict[int, flo
     for token, bias in pairs:
         number = float("-inf") if bias is False else bias
         real = isinstance(number, int | float) and not isinstance(number, bool)
-        if not real or (bias is not False and abs(number) > MAX_BIAS):
-            raise fields.wrong("logit_bias", "a bias must be a number, or false to ban the token")
+        if not real or not (bias is False or _BIAS.holds(number)):
+            rule = f"a bias must be a number {_BIAS}, or false to ban the token"
+            raise bad_request(
+                f"logit_bias of {shown(token, 40)} = {shown(bias, 40)}: {rule}", "logit_bias", "invalid_value"
+            )
         text = isinstance(token, str) and isinstance(value, list)
         ids = model.encode(token, bos=False, special=False) if text else [token]
         for token_id in token_ids(ids, "logit_bias", model.vocab_size):

@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from quengine.errors import EngineError
+from quengine.pooling import POOLINGS, Pooling
 from quengine.sampling_params import SamplingParams
 
 
@@ -66,6 +67,7 @@ class ServerSettings:
         cors_origins: origins whose pages may read answers; "*": any; none: CORS is off.
         access_log: log a line for each request.
         defaults: of sampling, where a request says nothing.
+        pooling: of embeddings, where a request says nothing.
 
     Raises:
         EngineError: a value is out of range, or the address is not loopback and there is no key.
@@ -82,8 +84,11 @@ class ServerSettings:
     access_log: bool = True
     defaults: SamplingParams = field(default_factory=SamplingParams)
     limits: Limits = field(default_factory=Limits)
+    pooling: Pooling = "mean"
 
     def __post_init__(self) -> None:
+        if self.pooling not in POOLINGS:
+            raise EngineError(f"--pooling {self.pooling}: must be {' or '.join(POOLINGS)}")
         if not 0 <= self.port <= 65535:
             raise EngineError(f"--port {self.port}: must be from 0 to 65535")
         if self.parallel < 1:

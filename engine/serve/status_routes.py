@@ -14,11 +14,14 @@ from quengine.serve.service import Service
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 while requests are taken; 503 while the model is loaded, made anew, or the server is ending."""
+    """200 while requests are taken and computed; 503 while the model is loaded, made anew or does not answer, or the
+    server is ending."""
     del request
     state = service.worker.state
     if state != "ready":
         raise service.unavailable(state)
+    if (trouble := service.worker.trouble) is not None:
+        raise ApiError(503, trouble, code="unresponsive", retry_after=5)
     return json_response({"status": "ok"})
 
 

@@ -31,6 +31,14 @@ logger = logging.getLogger("quengine.serve")
 
 RESTART_SECONDS = 1.0
 """Between attempts to make a lost engine anew."""
+LOOK_SECONDS = 0.5
+"""Between two looks at an idle engine: what it holds, and whether it is still there."""
+STOP_SECONDS = 2.0
+"""How long a step under way may go on when the server stops; then the engine's process is killed."""
+SILENT_SECONDS = 4.0
+"""Without a sign of life of the engine's process for so long, it is said not to answer."""
+STEP_SECONDS = 60.0
+"""A step that takes longer is said to hang. Kernels that have to be compiled first take up to a minute."""
 MAX_RESTARTS = 3
 """Times in a row that a lost engine is made anew without having finished a step."""
 
@@ -118,6 +126,7 @@ class Worker:
         self._running: dict[int, Handle] = {}
         self._cancels: list[int] = []
         self._stopping = False
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- the event loop's side -----------------------------------------------------------------------------
@@ -139,6 +148,16 @@ class Worker:
     def slots(self) -> int:
         """Sequences that can be computed at once."""
         return self.parallel if self.engine is None else min(self.parallel, self.engine.capacity)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing may come of requests that are taken, although the state is "ready"; None where all is well."""
+        engine, began = self.engine, self._step_began
+        if engine is not None and (silent := engine.silent_seconds) > SILENT_SECONDS:
+            return f"the engine has not answered for {silent:.0f} s"
+        if began is not None and (taken := time.perf_counter() - began) > STEP_SECONDS:
+            return f"the engine has been in one step for {taken:.0f} s"
+        return None
 
     def submit(self, asks: Sequence[Ask]) -> Handle:
         """Queue texts of one HTTP request, all of them or none.
@@ -194,10 +213,20 @@ class Worker:
         return not self._waiting and not self._running
 
     def stop(self) -> None:
-        """Give up what is left and end the thread after the step under way."""
+        """Give up what is left and end the thread after the step under way, which has STOP_SECONDS for it."""
         with self._wake:
+            if self._stopping:
+                return
             self._stopping = True
             self._wake.notify()
+        killer = threading.Timer(STOP_SECONDS, self._kill_engine)
+        killer.daemon = True
+        killer.start()
+
+    def _kill_engine(self) -> None:
+        engine = self.engine
+        if engine is not None and self._thread.is_alive():
+            engine.kill()
 
     async def join(self, seconds: float) -> None:
         """Wait until the thread has ended, but no longer than so: it may be loading, or in a long step."""
@@ -230,6 +259,8 @@ class Worker:
                     failures = 0
                 return
             except Exception as error:
+                if self._stopping:
+                    return
                 failures += 1
                 logger.exception("the engine is lost")
                 if self.state != "draining":
@@ -262,10 +293,11 @@ class Worker:
 
     def _turn(self, engine: Engine) -> bool:
         """Wait for work, then let go, take in and compute one step; False when it is time to stop."""
+        while not self._has_work():
+            self.stats = engine.stats()  # raises where the engine's process has ended meanwhile
+            with self._wake:
+                self._wake.wait_for(self._has_work, LOOK_SECONDS)
         with self._wake:
-            while not (self._stopping or self._waiting or self._running or self._cancels):
-                self.stats = engine.stats()
-                self._wake.wait()
             if self._stopping:
                 return False
             cancels, self._cancels = self._cancels, []
@@ -275,16 +307,26 @@ class Worker:
             free = min(self.parallel, engine.capacity) - len(self._running)
             admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
             self._running.update({request.id: handle for handle, request in admitted})
-        failed = [event for _, request in admitted if (event := take(engine, request)) is not None]
+        # At once: the engine tells of nothing while it has nothing to compute.
+        self._deliver([event for _, request in admitted if (event := take(engine, request)) is not None])
         if self._running:
-            began = time.perf_counter()
-            self._deliver(failed + engine.step())
-            now = time.perf_counter()
-            self.busy_seconds += now - began
-            if now - self._stats_at > STATS_SECONDS:
-                self._stats_at = now
-                self.stats = engine.stats()
+            self._step(engine)
         return True
+
+    def _has_work(self) -> bool:
+        return bool(self._stopping or self._waiting or self._running or self._cancels)
+
+    def _step(self, engine: Engine) -> None:
+        self._step_began = began = time.perf_counter()
+        try:
+            self._deliver(engine.step())
+        finally:
+            self._step_began = None
+        now = time.perf_counter()
+        self.busy_seconds += now - began
+        if now - self._stats_at > STATS_SECONDS:
+            self._stats_at = now
+            self.stats = engine.stats()
 
     _stats_at = 0.0
 

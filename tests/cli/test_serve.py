@@ -28,6 +28,7 @@ from tests.tiny_models import write_tiny
         (["--header-timeout", "0"], "limit header_s = 0"),
         (["--idle-timeout", "nan"], "limit idle_s = nan"),
         (["--temp", "-1"], "temperature = -1"),
+        (["--pooling", "cls"], "--pooling cls: must be mean or last"),
         ([], "no-such-model.gguf"),
     ],
 )

@@ -309,7 +309,7 @@ def test_a_request_is_read_as_openai_has_it() -> None:
         ((TOOLS + TOOLS[:1],), "two functions are named 'weather'"),
         ((TOOLS * 100,), "more than the 128"),
         ((TOOLS, "maybe"), "tool_choice = 'maybe'"),
-        ((TOOLS, 3), "tool_choice = '3'"),
+        ((TOOLS, 3), "tool_choice = 3"),
         (([], "required"), "there are no tools"),
         (
             (TOOLS, {"type": "function", "function": {"name": "x"}}),

@@ -1,7 +1,9 @@
 """Schemas, grammars and tools through the server, in front of a tiny model whose words are random: only what holds
 its text can make it JSON."""
 
+import ast
 import json
+import re
 from collections.abc import Iterator
 
 import jsonschema
@@ -10,6 +12,7 @@ import pytest
 
 from tests.engine.serve.serving import Served
 from tests.engine.serve.tool_model import SCHEMA, serving_tools
+from tests.llama_cpp_source import llama_cpp_source
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
@@ -57,6 +60,49 @@ def test_responses_and_native_completions_are_held_too(served: Served, client: o
         assert guided["choices"][0]["text"] in ("a.b", "c d")
 
 
+def llama_servers_cases(test: str) -> list[tuple[object, ...]]:
+    """What a test of llama-server's own is parametrized with."""
+    file = llama_cpp_source() / "tools/server/tests/unit/test_chat_completion.py"
+    (function,) = (
+        part
+        for part in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(part, ast.FunctionDef) and part.name == test
+    )
+    (parametrize,) = (part for part in function.decorator_list if isinstance(part, ast.Call))
+    cases: list[tuple[object, ...]] = ast.literal_eval(parametrize.args[1])
+    return cases
+
+
+def test_response_formats_mean_what_they_mean_to_llama_server(served: Served) -> None:
+    cases = llama_servers_cases("test_completion_with_response_format")
+    assert len(cases) >= 8
+    with served.http() as http:
+        for response_format, _, content in cases:
+            body = {"messages": MESSAGES, "response_format": response_format, "seed": 1, "max_tokens": 60}
+            answer = http.post("/v1/chat/completions", json=body)
+            if content is None:
+                assert answer.status_code == 400, (response_format, answer.text)
+            else:
+                assert answer.status_code == 200, (response_format, answer.text)
+                said = answer.json()["choices"][0]["message"]["content"]
+                assert re.match(str(content), said), (response_format, said)
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)], ids=["object", "text"])
+def test_the_schema_beside_json_object_holds_the_answer(served: Served, schema: object) -> None:
+    body = {
+        "messages": MESSAGES,
+        "response_format": {"type": "json_object", "schema": schema},
+        "max_tokens": 200,
+    }
+    with served.http() as http:
+        said = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        jsonschema.validate(json.loads(said), SCHEMA)
+        body["response_format"] = {"type": "json_object", "schema": {}}
+        said = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+        assert said.startswith("{"), "an empty schema is any object, as llama-server has it"
+
+
 @pytest.mark.parametrize(
     "extra",
     [
@@ -101,6 +147,23 @@ def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.O
         assert call.id and choice.message.content is None
     jsonschema.validate(json.loads(arguments), SCHEMA)
     assert (name, reason) == ("look", "tool_calls")
+
+
+def test_a_required_call_that_is_cut_anywhere_leaves_nothing_of_it_in_the_text(
+    served: Served, client: openai.OpenAI
+) -> None:
+    given = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "seed": 3}
+    function = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+    for count in range(1, 24):
+        answer = client.chat.completions.create(**given, max_tokens=count)  # type: ignore[call-overload]
+        choice = answer.choices[0]
+        assert choice.finish_reason == "length" and not choice.message.content, choice.message
+        stream = client.chat.completions.create(**given, max_tokens=count, stream=True)  # type: ignore[call-overload]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == ""
+        body = {"input": "a", "tools": [function], "tool_choice": "required", "max_output_tokens": count}
+        with served.http() as http:
+            items = http.post("/v1/responses", json=body).json()["output"]
+        assert not any(part["text"] for item in items for part in item.get("content", []))
 
 
 def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:

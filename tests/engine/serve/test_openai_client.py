@@ -265,3 +265,12 @@ def test_an_embedding_that_cannot_be_is_refused(
     with served.http() as http:
         answer = http.post("/v1/embeddings", json=body)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_the_servers_pooling_holds_where_a_request_names_none() -> None:
+    with serving(settings={"pooling": "last"}) as served, served.openai() as client:
+        ids = FakeModel(4096).encode("hello", True, True)
+        for pooling, more in (("last", {}), ("mean", {"pooling": "mean"})):
+            found = client.embeddings.create(model="fake", input="hello", extra_body=more)
+            expected = expected_embedding(ids, pooling)  # type: ignore[arg-type]
+            assert found.data[0].embedding == pytest.approx(expected)

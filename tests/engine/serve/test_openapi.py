@@ -30,7 +30,7 @@ from quengine.tool_calls_format import ToolFormat
 from tests.engine.serve.serving import Served, serving
 
 SETTINGS = ServerSettings(("fake",))
-DOCUMENT = document(SETTINGS)
+DOCUMENT = document(SETTINGS, FakeModel.vocab_size)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 TWINS = ("/chat/completions", "/completions")
 """Paths whose operation is another path's too: they get fewer requests."""
@@ -39,8 +39,7 @@ UNSAID = re.compile(
     "|top_logprobs needs|stream_options is for streams"
     "|no tool is named|there are no tools|two functions are named|no function_call before it has this id"
     "|tokens and the context holds|the prompt has no tokens|texts in one request"  # lengths and sums
-    "|must be a token id below|it is no JSON|are more than the .* that are accepted"  # what a value means
-    "|must be at least 1, or -1"
+    "|must be a token id from|it is no JSON|are more than the .* that are accepted"  # what a value means
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
 )
 BODIES: dict[str, dict[str, Any]] = {
