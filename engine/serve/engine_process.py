@@ -1,4 +1,4 @@
-"""The process that an engine runs in, beside the server's: `python -m quengine.serve.engine_process FD HEARTBEAT_FD [-v]`.
+"""The process that an engine runs in, beside the server's: `python -m quengine.serve.engine_process FD HEARTBEAT [-v]`.
 
 Computes as long as it has sequences, whatever the server does meanwhile, and ends when the server does. A device that
 is lost stays lost for its process; so this one ends then, and the server starts another. Started by `process_engine`.
