@@ -16,8 +16,10 @@ from quengine.errors import EngineError, shown
 MAX_SEED = 2**64 - 1  # the seed is the 64-bit key of the random number generator
 MAX_COUNT = 2**31 - 1
 """Of tokens: what 32 bits hold, more than any context and any vocabulary."""
-MAX_BIAS = 1e6
-"""Of what is added to a logit or divides it: beyond it a token is certain or impossible anyhow."""
+MAX_BIAS = 1e9
+"""Of what is added to a token's logit: beyond it the token is certain or impossible anyhow."""
+MAX_PENALTY = 1e6
+"""Of the temperature and the penalties."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,15 @@ def _plain(number: float) -> str:
 
 RANGES: Mapping[str, Range] = {
     "max_tokens": Range(1, MAX_COUNT),
-    "temperature": Range(0, MAX_BIAS),
+    "temperature": Range(0, MAX_PENALTY),
     "top_k": Range(-1, MAX_COUNT),
     "top_p": Range(0, 1),
     "min_p": Range(0, 1),
     "typical_p": Range(0, 1),
-    "repeat_penalty": Range(above=0, high=MAX_BIAS),
+    "repeat_penalty": Range(above=0, high=MAX_PENALTY),
     "repeat_last_n": Range(-1, MAX_COUNT),
-    "presence_penalty": Range(-MAX_BIAS, MAX_BIAS),
-    "frequency_penalty": Range(-MAX_BIAS, MAX_BIAS),
+    "presence_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
     "seed": Range(0, MAX_SEED),
     "logprobs": Range(0, MAX_COUNT),
     "n": Range(1, MAX_COUNT),

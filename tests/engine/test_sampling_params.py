@@ -59,7 +59,7 @@ def test_defaults_are_those_of_llama_cpp() -> None:
         ("stop_token_ids", (-1,), "from 0 to"),
         ("stop_token_ids", 5, "token ids"),
         ("logit_bias", {-1: 1.0}, "from 0 to"),
-        ("logit_bias", {5: -1e300}, "from -1000000 to 1000000"),
+        ("logit_bias", {5: -1e300}, "from -1000000000 to 1000000000"),
         ("top_k", 2**64, "from -1 to 2147483647"),
         ("temperature", 1e308, "from 0 to 1000000"),
         ("stop", ("a\ud800",), "surrogate"),
