@@ -18,7 +18,8 @@ import quengine.kernels.cuda.attention_decode as decode
 import quengine.kernels.cuda.attention_prefill as prefill
 import quengine.kernels.cuda.attention_tiles as tiles
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.activations import RoundedActivations
 from quengine.kernels.cuda.half import Form, HalfRows
 from quengine.kernels.cuda.kv_store import KVStore

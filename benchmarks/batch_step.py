@@ -3,7 +3,7 @@
     python benchmarks/batch_step.py MODEL.gguf [--batches 1,8,32,64] [--depth 256] [--json FILE]
 
 Sequences of one length decode greedily. "step" is the graph with the copy of its tokens, launched one behind the other;
-"call" is one `Runner.decode_batch`, a step ahead. Kernels are the profiler's, per step.
+"call" is one `Runner.decode`, a step ahead. Kernels are the profiler's, per step.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from quengine import LLM, SamplingParams
 from quengine.cuda_batch import bucket_of
 from quengine.cuda_runner import CudaRunner
 from quengine.graph_sampling import GREEDY
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.sampler import Sample, Sampler
 from quengine.sequence import Sequence
 from quengine.text_stream import TextStream
@@ -46,7 +46,7 @@ def decoding(llm: LLM, batch: int, depth: int) -> list[Sequence]:
 
 
 def call(runner: CudaRunner, sequences: list[Sequence]) -> None:
-    for sequence, result in zip(sequences, runner.decode_batch(sequences), strict=True):
+    for sequence, result in zip(sequences, runner.decode(sequences), strict=True):
         assert isinstance(result, Sample), result
         sequence.num_cached_tokens += 1
         sequence.token_ids.append(result.token)

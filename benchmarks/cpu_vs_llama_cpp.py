@@ -73,9 +73,10 @@ class Quengine:
         return self._seconds(0, count)
 
     def _seconds(self, prompt: int, count: int) -> float:
-        from quengine.bench import BenchTest, time_test
+        from quengine.bench_batch import time_batch
+        from quengine.bench_row import BenchTest
 
-        (seconds,) = time_test(self.llm, BenchTest(prompt, count), 1, False, "", lambda _: None)
+        (seconds,) = time_batch(self.llm, BenchTest(prompt, count), 1, 1, False, lambda _: None)
         return seconds
 
 

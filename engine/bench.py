@@ -6,7 +6,6 @@ Prints nothing; a row carries every sample. What the machine is and can do comes
 
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from quengine.bench_batch import batch_positions, check_batch, time_batch
+from quengine.bench_batch import batch_positions, check_depth, time_batch
 from quengine.bench_drafts import time_drafts
 from quengine.bench_machine import bandwidth, forget_peak, matrix_rate, peak
 from quengine.bench_row import BenchRow, BenchTest, ModelFacts
@@ -33,11 +32,9 @@ from quengine.models.hub import resolve_model
 from quengine.models.synthetic import PRESETS, write_synthetic
 from quengine.profile import Profile, TraceFile
 from quengine.profile_run import PROFILED_TOKENS, check_can_profile, profile_decode, profile_prompt
-from quengine.sampling_params import SamplingParams
 
 Progress = Callable[[str], None]
 
-WARM_UP_TOKENS = 16
 _SEED = 1
 
 
@@ -78,10 +75,9 @@ class BenchPlan:
 
     def positions(self, test: BenchTest, batch: int, device: str) -> int:
         """Positions that a sequence of the test needs in the cache, and its profile."""
-        if batch > 1 and not self.drafts:
-            return batch_positions(test, batch, device)
+        timed = test.positions if self.drafts else batch_positions(test, batch, device)
         profiled = test.depth + test.prompt + 1 + PROFILED_TOKENS
-        return max(test.positions, profiled if self.profiled and test.generate else 0)
+        return max(timed, profiled if self.profiled and test.generate else 0)
 
     def loads(self, device: str) -> Iterator[tuple[int, list[int]]]:
         """How the model is loaded, and for what: positions of a sequence, numbers of sequences."""
@@ -96,19 +92,12 @@ class BenchPlan:
             raise EngineError(f"-r {self.repetitions}: must be at least 1")
         if min(self.batches) < 1:
             raise EngineError(f"-b {min(self.batches)}: must be at least 1")
-        depth = max(test.depth for test in self.tests)
-        if self.deterministic and depth and 1 in self.batches:
-            raise EngineError(
-                f"-d {depth}: a deterministic run takes no text for the beginning of the next; leave out -d, or give "
-                f"-b above 1"
-            )
         if self.drafts and self.profiled:
             raise EngineError("--profile and --trace time steps without drafts; leave out the --draft flags")
-        if max(self.batches) > 1:
-            if self.profiled:
-                raise EngineError("--profile and --trace time the kernels of one sequence; leave out -b")
-            for test in self.tests:
-                check_batch(test)
+        if max(self.batches) > 1 and self.profiled:
+            raise EngineError("--profile and --trace time the kernels of one sequence; leave out -b")
+        for test in self.tests:
+            check_depth(test)
 
 
 def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
@@ -184,10 +173,7 @@ def _timed(
         return replace(
             _row(llm, facts, test, batch, seconds, bandwidth, rate), bytes_per_token=0, drafts=drafts
         )
-    if batch > 1:
-        times = time_batch(llm, test, batch, plan.repetitions, plan.warm_up, tell)
-    else:
-        times = time_test(llm, test, plan.repetitions, plan.warm_up, label, progress)
+    times = time_batch(llm, test, batch, plan.repetitions, plan.warm_up, tell)
     row = _row(llm, facts, test, batch, tuple(times), bandwidth, rate)
     if not plan.profiled:
         return row
@@ -234,46 +220,11 @@ def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
             )
 
 
-def time_test(
-    llm: LLM, test: BenchTest, repetitions: int, warm_up: bool, label: str, progress: Progress
-) -> Iterator[float]:
-    """Seconds of each repetition. The tokens of the depth are computed once, before, and not timed.
-
-    `llm` must reuse prefixes. The first generated token comes out of the last prompt token, so a test without a
-    prompt gives it one token, which is computed as the generated ones are, and a test with one asks for one more.
-    """
-    ids = test_ids(llm, test)
-    count = test.generate + (1 if test.prompt else 0)
-    llm.runner.cache.tokens.clear()
-    progress(f"{label}, preparing")
-    _complete(llm, ids[: test.depth + 1], 1, 0)
-    if warm_up:
-        progress(f"{label}, warming up")
-        for _ in range(llm.runner.settles_after):
-            _complete(llm, ids, min(count, WARM_UP_TOKENS), test.depth)
-    for repetition in range(repetitions):
-        progress(f"{label}, {repetition + 1} of {repetitions}")
-        began = time.perf_counter()
-        _complete(llm, ids, count, test.depth)
-        yield time.perf_counter() - began
-
-
 def test_ids(llm: LLM, test: BenchTest) -> list[int]:
     """The random tokens of a test: its depth, then its prompt or the one token that generation starts from."""
     numbers = random.Random(_SEED)
     vocab = llm.model_config.vocab_size
     return [numbers.randrange(vocab) for _ in range(test.depth + max(test.prompt, 1))]
-
-
-def _complete(llm: LLM, ids: list[int], count: int, cached: int) -> None:
-    """Compute a request whose first `cached` tokens are in the cache, and no more of them."""
-    del llm.runner.cache.tokens[cached:]
-    greedy = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
-    timings = llm.stream(ids, greedy).finish().timings
-    if (timings.cached_tokens, timings.generated_tokens) != (cached, count):
-        raise RuntimeError(
-            f"timed {timings.generated_tokens} tokens after {timings.cached_tokens}, not {count} after {cached}"
-        )
 
 
 def _row(

@@ -1,7 +1,6 @@
-"""The time that many sequences at once take: their prompts, their tokens, or both.
+"""The time that a number of sequences at once take: their prompts, their tokens, or both.
 
-Every sequence has random tokens of its own, so that none shares what another computed. Does not know: rows and tables
-(`bench_row`), or what one sequence alone takes (`bench`).
+Every sequence has random tokens of its own, so that none shares what another computed.
 """
 
 import random
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from quengine.bench_row import BenchTest
 from quengine.config import MIXED_CHUNK, MIXED_SECONDS
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.llm import LLM, CompletionStream
 from quengine.paged_scheduler import LEAST_CHUNK
 from quengine.sampling_params import SamplingParams
@@ -19,12 +18,10 @@ from quengine.sampling_params import SamplingParams
 _WARM_UP_STEPS = 8
 
 
-def check_batch(test: BenchTest) -> None:
-    """Raises EngineError where the test cannot be timed for several sequences."""
+def check_depth(test: BenchTest) -> None:
+    """Raises EngineError where a prompt cannot be timed behind such a depth."""
     if test.prompt and test.depth % BLOCK_SIZE:
-        raise EngineError(
-            f"-d {test.depth}: must be a multiple of {BLOCK_SIZE} with -b above 1, whole blocks of the cache"
-        )
+        raise EngineError(f"-d {test.depth}: must be a multiple of {BLOCK_SIZE}, whole blocks of the cache")
 
 
 def batch_positions(test: BenchTest, batch: int, device: str) -> int:
@@ -33,7 +30,7 @@ def batch_positions(test: BenchTest, batch: int, device: str) -> int:
         return test.positions
     shortest = MIXED_CHUNK[device] if MIXED_SECONDS[device] is None else LEAST_CHUNK
     chunks = -(-(test.depth + 1) // shortest)
-    return test.positions + (batch - 1) * (chunks + 1) + _WARM_UP_STEPS
+    return test.positions + (batch - 1) * (chunks + 1) + _WARM_UP_STEPS + 1
 
 
 def time_batch(
@@ -79,7 +76,6 @@ def _time_prompts(llm: LLM, test: BenchTest, batch: int) -> float:
 
 
 def _time_tokens(llm: LLM, test: BenchTest, batch: int) -> float:
-    llm.scheduler.forget()
     streams = [llm.stream(ids, _greedy(None)) for ids in _prompts(llm, batch, test.depth + 1)]
     try:
         for stream in streams:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from quengine.bench_row import BenchTest
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.llm import LLM
 from quengine.output import Completion, DraftCounts
 from quengine.sampling_params import SamplingParams

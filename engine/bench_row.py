@@ -34,7 +34,7 @@ class BenchTest:
 
     @property
     def positions(self) -> int:
-        """Positions of the cache that the test needs; a token more than it counts (see time_test)."""
+        """Positions of the cache that the test needs; one token more than it counts."""
         return self.depth + self.prompt + self.generate + 1
 
 

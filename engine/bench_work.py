@@ -3,7 +3,6 @@
 Does not know: how long it took.
 """
 
-from quengine.kernels.backend import RowPicker
 from quengine.llm import LLM
 
 
@@ -21,16 +20,14 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     """Floating-point operations, a multiply-add counting two, of a prompt after `depth` tokens.
 
     Matrices of the layers for every token, the scores and sums of causal attention within the window, and the output
-    matrix once a chunk, as only a chunk's last token gets logits. So do the last layer's matrices behind its attention
-    where the backend leaves the other tokens out.
+    matrix and the last layer's matrices behind its attention once a chunk, as only a chunk's last token gets logits.
     """
     config, decoder = llm.model_config, llm.runner.decoder
     chunks = -(-prompt // decoder.chunk_size)
-    last_rows = chunks if isinstance(decoder.backend, RowPicker) else prompt
     matrices = 0
     for block in decoder.blk:
         behind = block.attention.attn_output, block.ffn.ffn_gate_up, block.ffn.ffn_down
-        rows = last_rows if block is decoder.blk[-1] else prompt
+        rows = chunks if block is decoder.blk[-1] else prompt
         matrices += 2 * block.attention.attn_qkv.rows * block.attention.attn_qkv.cols * prompt
         matrices += sum(2 * weight.rows * weight.cols for weight in behind) * rows
     window = config.sliding_window or depth + prompt

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quengine.graph_sampling import GREEDY, GraphKey, Sampled
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.sampling import NO_TOKEN
 from quengine.runner import Result
 from quengine.sampler import Sample
@@ -126,7 +126,7 @@ class BatchDecoder:
         self._uneven = 0
 
     def step(self, sequences: Seq[Sequence]) -> list[Result]:
-        """`Runner.decode_batch`."""
+        """`Runner.decode`."""
         rows = self._seated(sequences)
         self._choose_key(rows)
         for row in rows:

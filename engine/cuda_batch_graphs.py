@@ -13,10 +13,11 @@ from torch import Tensor
 from quengine.graph_capture import capture
 from quengine.graph_nodes import GraphNodes, count_nodes
 from quengine.graph_sampling import GraphKey, Sampled, settings_of
-from quengine.kernels.backend import BLOCK_SIZE, DecodeBatch
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda_backend import has_dependent_launch
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 
@@ -98,7 +99,7 @@ class BatchGraphs:
     ) -> None:
         device = decoder.backend.device
         self.decoder, self.cache = decoder, cache
-        self.board = _Board(rows, -(-cache.ctx_size // BLOCK_SIZE), cache.spare_block, device)
+        self.board = _Board(rows, -(-cache.ctx_size // BLOCK_SIZE), cache.padding_block, device)
         self.rows = self.board.rows
         self.history = torch.zeros(self.rows, cache.ctx_size, dtype=torch.int32, device=device)
         self.chosen = torch.zeros(self.rows, dtype=torch.int64, device=device)
@@ -119,12 +120,12 @@ class BatchGraphs:
     def clear(self, row: int) -> None:
         self.board.set_live(row, False)
         self.board.set_input(row, 0, 0)
-        self.board.set_blocks(row, 0, [self.cache.spare_block])
+        self.board.set_blocks(row, 0, [self.cache.padding_block])
 
     def seat(self, row: int, blocks: Seq[int], entries: int) -> None:
         rest = min(entries, self.board.blocks) - len(blocks)
         self.board.set_live(row, True)
-        self.board.set_blocks(row, 0, [*blocks, *[self.cache.spare_block] * rest])
+        self.board.set_blocks(row, 0, [*blocks, *[self.cache.padding_block] * rest])
 
     def extend(self, row: int, first: int, blocks: Seq[int]) -> None:
         self.board.set_blocks(row, first, blocks)
@@ -158,8 +159,9 @@ class BatchGraphs:
     def compute(self, board: _Board, rows: int, history: Tensor, buffers: SamplingBuffers) -> Tensor:
         """A step of the first `rows` rows of a board: logits fp32 [rows, vocab]; `chosen` has the tokens."""
         tokens, positions = board.tokens[:rows], board.positions[:rows]
-        start = DecodeBatch(positions, board.tables[:rows], self.consecutive and rows > 1)
-        logits = self.decoder.forward(tokens, self.cache.layers, start, last_only=False)
+        shares = self.consecutive and rows > 1
+        batch = ForwardBatch("decode", tokens, positions, board.tables[:rows], shares_sequences=shares)
+        logits = self.decoder.forward(batch, self.cache.layers)
         state = DecodeState(tokens, positions, history[:rows])
         sample_step(logits, state, buffers, has_dependent_launch(self.decoder.backend.device))
         settle_rows(tokens, positions, board.live[:rows], self.chosen[:rows])
@@ -168,7 +170,7 @@ class BatchGraphs:
     def rehearse(self, rows: int, key: GraphKey) -> None:
         """A step on rows that are nobody's: compiles what a step takes, and changes nothing but the spare block."""
         device = self.decoder.backend.device
-        board = _Board(rows, self.board.blocks, self.cache.spare_block, device)
+        board = _Board(rows, self.board.blocks, self.cache.padding_block, device)
         history = torch.zeros(board.rows, self.cache.ctx_size, dtype=torch.int32, device=device)
         self.compute(board, rows, history, self._new_room(key, board.rows))
 

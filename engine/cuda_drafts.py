@@ -17,7 +17,7 @@ from torch import Tensor
 from quengine.cuda_batch import BatchDevice, StepTokens, bucket_of, entries_of
 from quengine.draft_model import DraftJob
 from quengine.graph_sampling import GREEDY, GraphKey, Sampled
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.sampling import NO_TOKEN
 from quengine.runner import Result, Verified
 from quengine.sampler import Sample, Sampler
@@ -137,7 +137,7 @@ class DraftedDecoder:
         self._sample_row = sample_row
 
     def step(self, sequences: Seq[Sequence]) -> list[Result]:
-        """`Runner.decode_batch`."""
+        """`Runner.decode`."""
         wanted = [seat for sequence in sequences for seat in _seats_of(sequence)]
         step, rows = self._seats.launch(wanted)
         results, start = [], 0

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from quengine.graph_capture import capture
-from quengine.kernels.backend import BLOCK_SIZE, prompt_scope, rectangle
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.attention_prefill import tile_rows
-from quengine.kernels.cuda.prompt_rows import TILE_FIELDS, LaidPrompts, PromptRows, places
+from quengine.kernels.cuda.prefill_tiles import TILE_FIELDS, tile_entries
 from quengine.kernels.cuda_backend import CudaBackend
-from quengine.kv_cache import KVCache
+from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles, pad_block_tables
+from quengine.kv_cache import KVCache, blocks_for
 from quengine.models.decoder import Decoder
 
 ROWS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
@@ -41,15 +42,11 @@ _ALIGNED = 4
 
 
 class PromptChunk(NamedTuple):
-    """Tokens `ids` at positions `start`, ... of a sequence. `blocks`: its block table; none where it has the cache."""
+    """Tokens `ids` at positions `start`, ... of a sequence with the block table `blocks`."""
 
     ids: Seq[int]
     start: int
-    blocks: Seq[int] = ()
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
+    blocks: Seq[int]
 
 
 class StepSize(NamedTuple):
@@ -72,8 +69,7 @@ class Board:
     """The device's input of a step of some size: one int32 vector, and the block tables, one a sequence and behind them
     that of the rows that fill up.
 
-    `longest`: most rows of a chunk; `tile_rows`: query rows of an attention tile. `spare`: the block for rows that fill
-    up; None: one sequence has the cache, and they go behind its chunk's end.
+    `longest`: most rows of a chunk; `tile_rows`: query rows of an attention tile. `padding_block`: of padding rows.
     """
 
     def __init__(
@@ -82,10 +78,10 @@ class Board:
         longest: int,
         tile_rows: int,
         ctx_size: int,
-        spare: int | None,
+        padding_block: int,
         device: torch.device,
     ) -> None:
-        self.size, self.spare = size, spare
+        self.size, self.padding_block = size, padding_block
         self.tile_rows, self._ctx_size, self._device = tile_rows, ctx_size, device
         rows, sequences = size
         self.tiles = (rows + (tile_rows - 1) * sequences) // tile_rows
@@ -94,21 +90,23 @@ class Board:
         self._places = list(zip([0, *ends], sizes, strict=False))
         self._all = torch.zeros(ends[-1], dtype=torch.int32, device=device)
         parts = [self._all[first : first + count] for first, count in self._places]
-        self.ids, last_rows = parts[0].view(torch.int64), parts[1].view(torch.int64)
-        blocks = -(-ctx_size // BLOCK_SIZE)
-        if spare is None:
-            self.tables = torch.arange(blocks, dtype=torch.int32, device=device).expand(2, -1).contiguous()
-        else:
-            self.tables = torch.full((sequences + 1, blocks), spare, dtype=torch.int32, device=device)
-        tiles = parts[4].view(-1, TILE_FIELDS)
-        laid = PromptRows(parts[2], parts[3], tiles, tile_rows, longest, 0, 0)
-        self.batch = LaidPrompts((), (), self.tables, last_rows, laid)
+        blocks = blocks_for(ctx_size)
+        self.tables = torch.full((sequences + 1, blocks), padding_block, dtype=torch.int32, device=device)
+        tiles = PrefillTiles(parts[3], parts[4].view(-1, TILE_FIELDS), tile_rows, longest, 0, 0)
+        self.batch = ForwardBatch(
+            "prefill",
+            token_ids=parts[0].view(torch.int64),
+            positions=parts[2],
+            block_tables=self.tables,
+            logits_rows=parts[1].view(torch.int64),
+            tiles=tiles,
+        )
         self.send([])
 
     def send(self, chunks: Seq[PromptChunk]) -> None:
         """Make these chunks the next step's, in stream order, without waiting for the device."""
-        if self.spare is not None and chunks:
-            tables = self._pinned(rectangle([chunk.blocks for chunk in chunks], self.spare))
+        if chunks:
+            tables = self._pinned(pad_block_tables([chunk.blocks for chunk in chunks], self.padding_block))
             self.tables[: len(chunks), : tables.shape[1]].copy_(tables, non_blocking=True)
         entries = [0] * self._all.shape[0]
         for (first, _), part in zip(self._places, self._entries(chunks), strict=True):
@@ -118,13 +116,10 @@ class Board:
     def _entries(self, chunks: Seq[PromptChunk]) -> tuple[list[int], ...]:
         """The vector's parts, each as far as it is not zeros."""
         lengths = [len(chunk.ids) for chunk in chunks]
-        positions, sequences, tiles = places([chunk.start for chunk in chunks], lengths, self.tile_rows)
+        sequences, tiles = tile_entries([chunk.start for chunk in chunks], lengths, self.tile_rows)
+        positions = [chunk.start + row for chunk in chunks for row in range(len(chunk.ids))]
         rest = self.size.rows - len(positions)
-        if self.spare is None:
-            behind = chunks[0].end if chunks else self._ctx_size - 1
-            positions += [min(behind + row, self._ctx_size - 1) for row in range(rest)]
-        else:
-            positions += [min(row % BLOCK_SIZE, self._ctx_size - 1) for row in range(rest)]
+        positions += [min(row % BLOCK_SIZE, self._ctx_size - 1) for row in range(rest)]
         sequences += [self.size.sequences] * rest
         last = [end - 1 for end in accumulate(lengths)]
         ids = [token for chunk in chunks for token in chunk.ids]
@@ -179,14 +174,12 @@ class PromptGraphs:
         sequences = next((sequences for sequences in SEQUENCES if sequences >= len(chunks)), None)
         if rows is None or sequences is None or count < 2:
             return None
-        if not self.cache.num_blocks and rows > count and chunks[0].end >= self.cache.ctx_size:
-            return None  # nowhere to fill up
         return StepSize(rows, sequences)
 
     def sizes(self, mixed_rows: int) -> list[StepSize]:
-        """Those that are met first: of one prompt, and, in blocks, of several in steps of `mixed_rows`."""
+        """Those that are met first: of one prompt, and of several in steps of `mixed_rows`."""
         sizes = [StepSize(rows, 1) for rows in ROWS if rows <= self.decoder.chunk_size]
-        if self.cache.num_blocks and mixed_rows in ROWS:
+        if mixed_rows in ROWS:
             sizes += [StepSize(mixed_rows, sequences) for sequences in SEQUENCES[1:]]
         return sizes
 
@@ -208,14 +201,12 @@ class PromptGraphs:
 
     @torch.no_grad()
     def _run(self, board: Board) -> Tensor:
-        with prompt_scope(self.decoder.backend):  # also when it is recorded ahead
-            return self.decoder.forward(board.ids, self.cache.layers, board.batch)
+        return self.decoder.forward(board.batch, self.cache.layers)
 
     def _board(self, size: StepSize) -> Board:
         longest = min(size.rows, self.decoder.chunk_size)
         tile = tile_rows(self.decoder.config.head_dim, longest, self._device, self._backend.fixed_kernels)
-        spare = self.cache.spare_block if self.cache.num_blocks else None
-        return Board(size, longest, tile, self.cache.ctx_size, spare, self._device)
+        return Board(size, longest, tile, self.cache.ctx_size, self.cache.padding_block, self._device)
 
     def _forget_stale(self) -> None:
         """Steps that were recorded with memory which has since been let go of."""

@@ -16,10 +16,10 @@ from quengine.cuda_batch import BUCKETS, bucket_of
 from quengine.cuda_batch_graphs import BatchGraphs
 from quengine.cuda_prompts import PromptGraphs, StepSize
 from quengine.graph_sampling import GREEDY, GraphKey
-from quengine.kernels.backend import BLOCK_SIZE, Chunk, Position, PromptBatch, prompt_scope
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.compile_ahead import compiling_only, marker
-from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
-from quengine.kernels.cuda_backend import CudaBackend, has_dependent_launch
+from quengine.kernels.cuda_backend import CudaBackend
+from quengine.kernels.forward_batch import prefill_batch
 from quengine.kv_cache import KVCache
 from quengine.machine import physical_cores
 from quengine.models.decoder import Decoder
@@ -71,18 +71,14 @@ class Rehearsal:
 
     def all_steps(self) -> None:
         """One of every kind, computed in earnest where nobody says otherwise, in a cache that holds nothing."""
-        if self.cache.num_blocks:
-            self._batches()
-        else:
-            self._decode()
+        self._batches()
         for rows in (*_PROMPT_ROWS, *range(2 * _BLOCK_ROWS, self.most_rows + 1, _BLOCK_ROWS)):
             if rows <= self.most_rows:
                 self.prompt_step(rows)
         for size in self.sizes:
             self.prompts.rehearse(size)
-        if self.cache.num_blocks:
-            for count in _TOGETHER:
-                self.prompts_step([2] * count)
+        for count in _TOGETHER:
+            self.prompts_step([2] * count)
 
     @property
     def device(self) -> torch.device:
@@ -101,16 +97,13 @@ class Rehearsal:
     @property
     def most_rows(self) -> int:
         """Tokens of prompts in a step at most."""
-        return max(self._longest, self.prompt_rows) if self.cache.num_blocks else self._longest
+        return max(self._longest, self.prompt_rows)
 
     @torch.no_grad()
     def prompt_step(self, rows: int) -> None:
-        """So many tokens, eagerly: of one prompt, and in blocks of several too."""
-        if not self.cache.num_blocks:
-            self._compute(rows, 0)
-        elif rows <= self._longest:
-            table = torch.tensor(self._spare_blocks(rows), dtype=torch.int32, device=self.device)
-            self._compute(rows, Chunk(0, table))
+        """So many tokens, eagerly: of one prompt, and of several."""
+        if rows <= self._longest:
+            self.prompts_step([rows])
             self.prompts_step([rows - 1, 1])
         else:
             rest = rows % self._longest
@@ -118,21 +111,10 @@ class Rehearsal:
 
     @torch.no_grad()
     def prompts_step(self, lengths: Seq[int]) -> None:
-        """Prompts of these lengths, eagerly, in blocks."""
-        tables = [self._spare_blocks(max(lengths))] * len(lengths)
-        self._compute(sum(lengths), PromptBatch.of([0] * len(lengths), lengths, tables, self.device))
-
-    def _compute(self, rows: int, start: Position) -> None:
-        ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        with prompt_scope(self.decoder.backend):
-            self.decoder.forward(ids, self.cache.layers, start)
-
-    def _decode(self) -> None:
-        state = DecodeState.allocate(1, self.cache.ctx_size, self.device)
-        logits = self.decoder.forward(state.tokens, self.cache.layers, state.positions)
-        for top_k in _TOP_K:
-            buffers = SamplingBuffers.allocate(1, logits.shape[1], top_k, self.device, False, False)
-            sample_step(logits, state, buffers, has_dependent_launch(self.device))
+        """Prompts of these lengths, eagerly."""
+        tables = [self._padding_blocks(max(lengths))] * len(lengths)
+        batch = prefill_batch([[0] * length for length in lengths], [0] * len(lengths), tables, self.device)
+        self.decoder.forward(batch, self.cache.layers)
 
     def _batches(self) -> None:
         batches = BatchGraphs(self.decoder, self.cache, self.buckets[-1], self.draft_rows > 0)
@@ -146,7 +128,7 @@ class Rehearsal:
         stored = [tensor.dtype for layer in self.cache.layers[:1] for tensor in layer.tensors]
         blocks_of_rows = -(-self.most_rows // _BLOCK_ROWS)
         shape = (self.decoder.config, self.decoder.bytes_per_token, blocks_of_rows, stored)
-        batches = (self.buckets[-1], self.draft_rows) if self.cache.num_blocks else ()
+        batches = (self.buckets[-1], self.draft_rows)
         backend = self.decoder.backend
         fixed = ("fixed",) if isinstance(backend, CudaBackend) and backend.fixed_kernels else ()
         return marker(torch.cuda.get_device_name(self.device), *shape, *batches, *fixed)
@@ -156,5 +138,5 @@ class Rehearsal:
         """Tokens of one prompt in a step."""
         return min(self.cache.ctx_size, self.decoder.chunk_size)
 
-    def _spare_blocks(self, rows: int) -> list[int]:
-        return [self.cache.spare_block] * -(-rows // BLOCK_SIZE)
+    def _padding_blocks(self, rows: int) -> list[int]:
+        return [self.cache.padding_block] * -(-rows // BLOCK_SIZE)

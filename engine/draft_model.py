@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from quengine.errors import EngineError
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.ranges import Range
 from quengine.runner import Row, Runner
 from quengine.sampler import Sampler
@@ -129,7 +129,7 @@ class DraftModel:
         with Range("draft chunk"):
             while text.cached < end:
                 ids = sequence.token_ids[text.cached : min(end, text.cached + size)]
-                self._runner.compute_chunk(ids, text.cached, text.block_table)
+                self._runner.prefill_logits([ids], [text.cached], [text.block_table])
                 self._wrote(text, text.cached, len(ids))
                 self._confirm(text, sequence, len(ids))
 

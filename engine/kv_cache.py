@@ -1,11 +1,11 @@
-"""The key/value cache, allocated once: the whole context of one sequence, or blocks that many share."""
+"""The key/value cache: blocks of positions that sequences share, allocated once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from quengine.kernels.backend import BLOCK_SIZE, KVLayer
-from quengine.kernels.cache_types import CacheType
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.cache_types import BLOCK_SIZE, CacheType
 from quengine.kernels.kv_rows import allocate_layer
 from quengine.models.config import ModelConfig
 
@@ -14,15 +14,13 @@ from quengine.models.config import ModelConfig
 class KVCache:
     """Keys and values of sequences of at most `ctx_size` positions.
 
-    Contiguous (`num_blocks` is 0): one sequence, position p in row p; `tokens` are the ids whose rows are valid.
-    Paged: `num_blocks` blocks of BLOCK_SIZE rows that sequences own, and behind them the spare one, of which no
-    sequence knows; there are at least as many as one sequence needs.
+    `num_blocks` blocks of BLOCK_SIZE rows that sequences own, at least as many as one sequence needs, and behind them
+    the padding block, which rows without a sequence write to.
     """
 
     layers: list[KVLayer]
     ctx_size: int
-    tokens: list[int] = field(default_factory=list)
-    num_blocks: int = 0
+    num_blocks: int
 
     @classmethod
     def allocate(
@@ -31,35 +29,36 @@ class KVCache:
         ctx_size: int,
         device: torch.device,
         cache_type: CacheType = "f16",
-        num_blocks: int = 0,
+        num_blocks: int | None = None,
     ) -> "KVCache":
-        """Reserve the memory now. Rows are written before they are read, so nothing is cleared.
+        """Reserve the memory now; `num_blocks` None: the blocks of one sequence.
 
-        Raises EngineError where the model's heads cannot be stored in `cache_type`.
+        Rows are written before they are read, so nothing is cleared. Raises EngineError where the model's heads cannot
+        be stored in `cache_type`.
         """
+        blocks = blocks_for(ctx_size) if num_blocks is None else num_blocks
         heads, head_dim = config.head_count_kv, config.head_dim
-        rows = (num_blocks + 1) * BLOCK_SIZE if num_blocks else ctx_size
-        if device.type == "cuda":  # kernels for blocks take this one too
-            rows = -(-rows // BLOCK_SIZE) * BLOCK_SIZE
+        rows = (blocks + 1) * BLOCK_SIZE
         layers = [
             allocate_layer(rows, heads, head_dim, device, cache_type) for _ in range(config.block_count)
         ]
-        return cls(layers, ctx_size, num_blocks=num_blocks)
+        return cls(layers, ctx_size, blocks)
 
     @property
-    def spare_block(self) -> int:
+    def padding_block(self) -> int:
         """The block that rows without a sequence write to."""
         return self.num_blocks
+
+    @property
+    def whole_table(self) -> list[int]:
+        """A block table in which position p is row p, for who has the whole cache to himself."""
+        return list(range(blocks_for(self.ctx_size)))
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
 
-    def common_prefix(self, ids: list[int]) -> int:
-        """How many leading ids of a new sequence are already held."""
-        count = 0
-        for held, wanted in zip(self.tokens, ids, strict=False):
-            if held != wanted:
-                break
-            count += 1
-        return count
+
+def blocks_for(positions: int) -> int:
+    """Blocks that hold so many positions."""
+    return -(-positions // BLOCK_SIZE)

@@ -33,7 +33,6 @@ from quengine.prompt import Message, Prompt, as_ids, as_prompts, check_messages,
 from quengine.runner import Result, Verified
 from quengine.sampler import Sample, Sampler
 from quengine.sampling_params import SamplingParams
-from quengine.scheduler import Scheduler
 from quengine.sequence import Sequence
 from quengine.speculation import Speculation
 from quengine.text_stream import TextStream
@@ -190,7 +189,9 @@ class LLM:
         ids = self._checked(as_ids(token_ids))
         with self._alone():
             self.scheduler.forget()
-            return self.runner.teacher_forced(ids, 1 if decode else self.loaded.decoder.chunk_size).float()
+            if decode:
+                return self.runner.teacher_forced(ids, 1, "decode").float()
+            return self.runner.teacher_forced(ids, self.loaded.decoder.chunk_size, "prefill").float()
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
         """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.
@@ -388,23 +389,26 @@ class LLM:
         finally:
             self._lock.release()
 
-    def _make_scheduler(self) -> Scheduler | PagedScheduler:
-        config, cache, chunk_size = self.config, self.loaded.cache, self.loaded.decoder.chunk_size
-        if cache.num_blocks:
-            kind = self.loaded.device.type
-            mixed = MIXED_CHUNK[kind], MIXED_SECONDS[kind]
-            packed = self.runner.packs_prompts
-            if packed:  # a step of several prompts may be longer than the context of each
-                chunk_size = config.chunk_size or DEFAULT_CHUNK[kind]
-            return PagedScheduler(cache, config.parallel, chunk_size, *mixed, config.deterministic, packed)
-        # A kept answer was computed token by token, and a prompt that holds it would not be.
-        return Scheduler(cache, chunk_size, config.reuse_prefix and not config.deterministic)
+    def _make_scheduler(self) -> PagedScheduler:
+        config, kind = self.config, self.loaded.device.type
+        packed = self.runner.packs_prompts
+        # A step of several prompts may be longer than the context of each.
+        chunk_size = config.chunk_size or DEFAULT_CHUNK[kind] if packed else self.loaded.decoder.chunk_size
+        return PagedScheduler(
+            self.loaded.cache,
+            config.parallel,
+            chunk_size,
+            MIXED_CHUNK[kind],
+            MIXED_SECONDS[kind],
+            config.deterministic,
+            packed,
+            config.reuse_prefix or config.parallel > 1,
+        )
 
     def _make_speculation(self) -> Speculation | None:
         config, kind = self.config, self.loaded.device.type
         if not config.speculates:
             return None
-        assert isinstance(self.scheduler, PagedScheduler)
         most, rows = draft_tokens(config, kind), draft_rows(config, kind)
         return Speculation(self.scheduler, config.draft_ngram, self.loaded.draft, most, rows)
 

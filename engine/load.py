@@ -14,7 +14,8 @@ from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
 from quengine.draft_pace import draft_rows, draft_tokens
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.backend import BLOCK_SIZE, Backend
+from quengine.kernels.backend import Backend
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.load_draft import open_draft
@@ -160,9 +161,8 @@ class _Machine:
 def _choose_cache(
     config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device, free: int
 ) -> tuple[int, int]:
-    """Positions of a sequence, and blocks of the cache (0: it is one sequence's, contiguous)."""
+    """Positions of a sequence, and blocks of the cache."""
     shape, cache_type = checkpoint.config, config.cache_type
-    paged = config.parallel > 1 or config.speculates
     drafts = None if draft is None else draft.config
     chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
     if config.parallel == 1:
@@ -174,13 +174,12 @@ def _choose_cache(
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
     room = free - weights - workspace
-    if paged:  # the last block of a sequence that does not fill it, and the spare one
-        for held in (shape, drafts):
-            workspace += 0 if held is None else held.kv_cache_bytes(2 * BLOCK_SIZE, cache_type)
+    for held in (shape, drafts):  # the last block of a sequence that does not fill it, and the padding block
+        workspace += 0 if held is None else held.kv_cache_bytes(2 * BLOCK_SIZE, cache_type)
     ctx_size = choose_context(
         shape, config.ctx_size, weights, free, str(device), cache_type, workspace, drafts
     )
-    blocks = choose_blocks(shape, ctx_size, config.parallel, room, cache_type, drafts) if paged else 0
+    blocks = choose_blocks(shape, ctx_size, config.parallel, room, cache_type, drafts)
     return ctx_size, blocks
 
 
@@ -296,4 +295,4 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, device:
         return runner
     from quengine.cpu_runner import CpuRunner
 
-    return CpuRunner(decoder, cache)
+    return CpuRunner(decoder, cache, max(config.parallel, draft_rows(config, device.type)))

@@ -12,9 +12,9 @@ from collections import deque
 
 from quengine.block_manager import BlockManager
 from quengine.errors import EngineError
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
-from quengine.scheduler import Batch, DecodeStep, PromptStep
+from quengine.scheduler import Batch, Chunk
 from quengine.sequence import Sequence
 
 LEAST_CHUNK = 16
@@ -35,6 +35,7 @@ class PagedScheduler:
         mixed_seconds: how long such a step may take, going by the last one; fewer tokens then. None: not looked at.
         deterministic: what was computed token by token is never taken for, nor computed again as, part of a prompt.
         packed: a step may hold the chunks of several prompts.
+        shares: blocks that hold the beginning of a prompt already are taken for it.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class PagedScheduler:
         mixed_seconds: float | None = None,
         deterministic: bool = False,
         packed: bool = False,
+        shares: bool = True,
     ) -> None:
         self.cache = cache
         self.parallel = parallel
@@ -53,11 +55,12 @@ class PagedScheduler:
         self.mixed_chunk = min(mixed_chunk, chunk_size)
         self.deterministic = deterministic
         self.packed = packed
+        self.shares = shares
         self.blocks = BlockManager(cache.num_blocks, BLOCK_SIZE)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # both in order of arrival
         self.decoding: list[Sequence] = []
-        self.current: Batch | PromptStep | DecodeStep | None = None
+        self.current: Batch | None = None
         self._mixed_seconds = mixed_seconds
         self._token_seconds = 0.0  # of a prompt's token in the last chunk
         self._began = 0.0
@@ -98,7 +101,7 @@ class PagedScheduler:
         elif sequence in self._running:
             self._remove(sequence)
 
-    def next_batch(self) -> Batch | PromptStep | DecodeStep | None:
+    def next_batch(self) -> Batch | None:
         """What to compute now; None when there is nothing to do."""
         self.current = None
         self.current = self._next_alone() or self._next()
@@ -112,8 +115,8 @@ class PagedScheduler:
         """
         batch = self.current
         assert batch is not None
-        self._decode_is_due = not isinstance(batch, DecodeStep)
-        if isinstance(batch, DecodeStep):
+        self._decode_is_due = batch.phase == "prefill"
+        if batch.phase == "decode":
             counts = [1] * len(batch.sequences)
         else:
             counts = [len(chunk.ids) for chunk in batch.chunks]
@@ -180,36 +183,36 @@ class PagedScheduler:
         """So many tokens more are in the cache: blocks that they fill can be shared."""
         before = sequence.num_cached_tokens
         sequence.num_cached_tokens += count
-        if sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
+        if self.shares and sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
             shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
             self.blocks.computed(sequence.block_table, sequence.token_ids[:shareable])
 
-    def _next_alone(self) -> Batch | DecodeStep | None:
+    def _next_alone(self) -> Batch | None:
         while self._alone:
             sequence = self._alone.popleft()
             if sequence in self.decoding:
-                return DecodeStep([sequence])
+                return Batch.decode([sequence])
             if sequence in self.prefilling:
-                return self._chunk(sequence, self._chunk_size())
+                return Batch.prefill([self._chunk(sequence, self._chunk_size())])
         return None
 
-    def _next(self) -> Batch | PromptStep | DecodeStep | None:
+    def _next(self) -> Batch | None:
         while not self.prefilling and self._admit():
             pass
         if self.decoding and (self._decode_is_due or not self.prefilling):
             return self._decode_step()
         return self._prompt_step() if self.prefilling else None
 
-    def _prompt_step(self) -> Batch | PromptStep:
+    def _prompt_step(self) -> Batch:
         """Chunks of the prompts under way, and of those that wait, as far as there are tokens left in the step."""
-        left, chunks = self._chunk_size(), list[Batch]()
+        left, chunks = self._chunk_size(), list[Chunk]()
         while not chunks or (self.packed and left >= LEAST_CHUNK):
             if len(chunks) < len(self.prefilling):
                 chunks.append(self._chunk(self.prefilling[len(chunks)], left))
                 left -= len(chunks[-1].ids)
             elif not (self._can_join() and self._admit()):
                 break
-        return chunks[0] if len(chunks) == 1 else PromptStep(chunks)
+        return Batch.prefill(chunks)
 
     def _can_join(self) -> bool:
         """Whether the first one that waits gains nothing by waiting until the prompts under way are computed.
@@ -218,7 +221,9 @@ class PagedScheduler:
         """
         if not self.waiting or any(s.pool is not None for s in (self.waiting[0], *self.prefilling)):
             return False
-        return not any(self._will_share(self.waiting[0], sequence) for sequence in self.prefilling)
+        return not self.shares or not any(
+            self._will_share(self.waiting[0], sequence) for sequence in self.prefilling
+        )
 
     def _will_share(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether the beginning of the one is that of the other, by whole blocks that are still to be computed."""
@@ -234,8 +239,9 @@ class PagedScheduler:
         # At least one prompt token is always computed: its logits give the first token.
         prefix = sequence.token_ids[: min(len(sequence.token_ids) - 1, self._prompt_end(sequence))]
         if sequence.pool is not None:
-            prefix = []  # every row is wanted, not only the last
             sequence.pool.clear()
+        if sequence.pool is not None or not self.shares:  # a pool wants every row, not only the last
+            prefix = []
         # A block in hand for each running sequence that may grow: else the newcomer would soon be put out again.
         allocation = self.blocks.allocate(
             prefix,
@@ -259,10 +265,10 @@ class PagedScheduler:
     def _may_grow(self, sequence: Sequence) -> bool:
         return len(sequence.block_table) < self.blocks.blocks_for(sequence.max_positions)
 
-    def _chunk(self, sequence: Sequence, most: int) -> Batch:
+    def _chunk(self, sequence: Sequence, most: int) -> Chunk:
         start = sequence.num_cached_tokens
         end = min(start + most, self._prompt_end(sequence))
-        return Batch(sequence, sequence.token_ids[start:end], start)
+        return Chunk(sequence, sequence.token_ids[start:end], start)
 
     def _chunk_size(self) -> int:
         """Tokens of prompts in a step at most."""
@@ -273,13 +279,13 @@ class PagedScheduler:
         fitting = int(self._mixed_seconds / self._token_seconds) // LEAST_CHUNK * LEAST_CHUNK
         return min(self.mixed_chunk, max(LEAST_CHUNK, fitting))
 
-    def _decode_step(self) -> DecodeStep:
+    def _decode_step(self) -> Batch:
         """A token of every sequence that has blocks for it; the oldest one always gets them."""
         ready = []
         for sequence in list(self.decoding):
             if sequence in self.decoding and self._has_room(sequence):
                 ready.append(sequence)
-        return DecodeStep(ready)
+        return Batch.decode(ready)
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Give a sequence the blocks for its next token, from the newest ones if need be; False if it is the newest."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from quengine.kernels.cache_types import CacheType
+from quengine.kernels.forward_batch import Phase
 from quengine.parity_metrics import (
     Budget,
     Comparison,
@@ -20,7 +21,7 @@ from quengine.parity_metrics import (
     PhaseMetrics,
     compare_greedy,
 )
-from quengine.parity_sides import REFERENCE, Phase, Side
+from quengine.parity_sides import REFERENCE, Side
 from quengine.parity_workload import Workload
 
 Progress = Callable[[str], None]

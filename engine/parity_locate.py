@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import Hidden
+from quengine.kernels.forward_batch import Phase
 from quengine.parity import ParityReport, Place
 from quengine.parity_metrics import nmse_rows
 from quengine.parity_operations import Operation, in_the_form_of, rows_of, watched
-from quengine.parity_sides import LLMSide, Phase
+from quengine.parity_sides import LLMSide
 
 MAX_POSITIONS = 96
 """Of a prefill chunk, at most: what goes in and out of every operation is held, about 1 GB for a 7B model."""

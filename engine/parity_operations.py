@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import ALL_ROWS, AttentionSpec, Backend, Hidden, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.decoder import Decoder
 
@@ -103,40 +104,57 @@ class _WatchedBackend:
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return self._backend.vector(parts)
 
-    def embed(self, weight: Any, ids: Tensor) -> Hidden:
-        return self._watch("embed", (), lambda: self._backend.embed(weight, ids))
+    def embed(self, batch: ForwardBatch, weight: Any) -> Hidden:
+        return self._watch("embed", (), lambda: self._backend.embed(batch, weight))
 
     def norm_linear(
-        self, x: Hidden, norm: Tensor, eps: float, weight: Any, bias: Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: Tensor,
+        eps: float,
+        weight: Any,
+        bias: Tensor | None = None,
     ) -> Hidden:
-        return self._watch("norm+qkv", (x,), lambda x: self._backend.norm_linear(x, norm, eps, weight, bias))
+        return self._watch(
+            "norm+qkv", (x,), lambda x: self._backend.norm_linear(batch, x, norm, eps, weight, bias)
+        )
 
-    def attention(self, qkv: Hidden, spec: AttentionSpec, layer: KVLayer, start: Position) -> Hidden:
+    def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
         self._gated = False
-        return self._watch("attention", (qkv,), lambda qkv: self._backend.attention(qkv, spec, layer, start))
+        return self._watch("attention", (qkv,), lambda qkv: self._backend.attention(batch, qkv, spec, layer))
 
-    def norm_swiglu(self, x: Hidden, norm: Tensor, eps: float, gate_up: Any) -> Hidden:
+    def norm_swiglu(self, batch: ForwardBatch, x: Hidden, norm: Tensor, eps: float, gate_up: Any) -> Hidden:
         self._gated = True
-        return self._watch("norm+swiglu", (x,), lambda x: self._backend.norm_swiglu(x, norm, eps, gate_up))
+        return self._watch(
+            "norm+swiglu", (x,), lambda x: self._backend.norm_swiglu(batch, x, norm, eps, gate_up)
+        )
 
     def linear_add(
-        self, x: Hidden, weight: Any, residual: Hidden, norm: Tensor | None = None, eps: float = 0.0
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        weight: Any,
+        residual: Hidden,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Hidden:
         # The same operation twice a layer: behind the attention, and behind the feed-forward's gate.
         name: Operation = "down+residual" if self._gated else "output+residual"
         return self._watch(
             name,
             (x, residual),
-            lambda x, residual: self._backend.linear_add(x, weight, residual, norm, eps),
+            lambda x, residual: self._backend.linear_add(batch, x, weight, residual, norm, eps),
         )
 
-    def normed(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
-        return self._backend.normed(x, norm, eps)
+    def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
+        return self._backend.gather_rows(x, rows)
 
-    def logits(
-        self, x: Hidden, norm: Tensor, eps: float, weight: Any, rows: slice | Tensor = ALL_ROWS
-    ) -> Tensor:
+    def rms_norm(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
+        return self._backend.rms_norm(x, norm, eps)
+
+    def logits(self, batch: ForwardBatch, x: Hidden, norm: Tensor, eps: float, weight: Any) -> Tensor:
         logits: Tensor = self._watch(
-            "logits", (x,), lambda x: self._backend.logits(x, norm, eps, weight, rows)
+            "logits", (x,), lambda x: self._backend.logits(batch, x, norm, eps, weight)
         )
         return logits

@@ -4,24 +4,22 @@ Knows how a model is loaded and fed; not what is measured.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.kernels.backend import prompt_scope
 from quengine.kernels.cache_types import CacheType
+from quengine.kernels.forward_batch import Phase, decode_batch, prefill_batch
 from quengine.llm import LLM
 from quengine.load import choose_device
 from quengine.sampling_params import SamplingParams
-
-Phase = Literal["prefill", "decode"]
 
 REFERENCE = "reference"
 
@@ -81,18 +79,22 @@ class LLMSide:
         return 1 if phase == "decode" and self.device != REFERENCE else self.decoder.chunk_size
 
     def forward(self, ids: list[int], start: int) -> Tensor:
-        # What the cache says it holds is no longer true.
-        self.llm.runner.cache.tokens.clear()
-        return self.llm.runner.forward(ids, start, last_only=False)
+        return self.llm.runner.logits(ids, start, self._phase(ids))
 
     @torch.no_grad()
     def eager(self, ids: list[int], start: int) -> Tensor:
-        """As `forward`, one operation of the backend after the other: no recorded step."""
-        self.llm.runner.cache.tokens.clear()
-        backend = self.decoder.backend
-        tokens = torch.tensor(ids, device=backend.device)
-        with prompt_scope(backend) if len(ids) > 1 else nullcontext():
-            return self.decoder.forward(tokens, self.llm.runner.cache.layers, start, last_only=False)
+        """As `forward`, one operation of the backend after the other: no captured step."""
+        cache, device = self.llm.runner.cache, self.decoder.backend.device
+        table = cache.whole_table
+        if self._phase(ids) == "prefill":
+            batch = prefill_batch([ids], [start], [table], device, all_logits=True)
+        else:
+            batch = decode_batch(ids, [start], [table], device)
+        return self.decoder.forward(batch, cache.layers)
+
+    def _phase(self, ids: list[int]) -> Phase:
+        """A single token is a decode step."""
+        return "decode" if len(ids) == 1 else "prefill"
 
     def cached(self, start: int, end: int) -> list[Tensor]:
         return [rows[start:end] for layer in self.llm.runner.cache.layers for rows in layer.tensors]
@@ -108,8 +110,8 @@ class LLMSide:
 
     def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
         for start in range(0, len(prompt), self.decoder.chunk_size):
-            last = self.llm.runner.forward(prompt[start : start + self.decoder.chunk_size], start)
-        yield last
+            last = self.forward(prompt[start : start + self.decoder.chunk_size], start)
+        yield last[-1:]
         step = self.step("decode")
         for first in range(0, len(tokens) - 1, step):
             yield self.forward(tokens[:-1][first : first + step], len(prompt) + first)

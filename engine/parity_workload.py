@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quengine.errors import EngineError
+from quengine.kernels.forward_batch import Phase
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.hub import resolve_model
 from quengine.models.tokenizer import Tokenizer
-from quengine.parity_sides import Phase, Side
+from quengine.parity_sides import Side
 from quengine.parity_texts import PROMPTS, TEXTS
 
 WINDOW = 1024

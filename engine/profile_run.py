@@ -62,7 +62,8 @@ def profile_prompt(llm: LLM, ids: list[int], cached: int) -> Traced:
 @contextmanager
 def _request(llm: LLM, ids: list[int], cached: int, count: int) -> Iterator[Callable[[], bool]]:
     """A greedy request of `count` tokens; each call computes one batch and says whether it was the last."""
-    del llm.runner.cache.tokens[cached:]
+    if cached:  # whole blocks of it; the rest is computed in front of what is traced
+        llm.generate([ids[: cached + 1]], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
     stream = llm.stream(ids, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
     llm.scheduler.add(stream.sequence)
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from quengine.errors import EngineError
-from quengine.kernels import sampling
-from quengine.kernels.backend import Chunk, DecodeBatch, Position, PromptBatch, rectangle
+from quengine.kernels import forward_batch, sampling
+from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.ranges import Range
 from quengine.sampler import Sample
-from quengine.scheduler import Batch, DecodeStep, PromptStep
+from quengine.scheduler import Batch, Chunk
 from quengine.sequence import Sequence
 
 Result: TypeAlias = "Sample | Verified | Exception | None"
@@ -56,7 +56,7 @@ def rows_of(sequences: Seq[Sequence]) -> list[Row]:
 
 
 class Runner:
-    """Runs the decoder eagerly and samples on the host; knows no text."""
+    """Runs the decoder eagerly and samples on the host."""
 
     choose: Choose = staticmethod(sampling.sample)
     """Chooses tokens on the host."""
@@ -71,67 +71,28 @@ class Runner:
         self.decoder = decoder
         self.cache = cache
 
-    @torch.no_grad()
-    def forward(self, ids: Seq[int], start: int, last_only: bool = True) -> Tensor:
-        """Logits of `ids` at positions start .. start + T - 1, given the rows before them in the cache.
-
-        Returns [1, vocab] for the last token, or [T, vocab], in the backend's dtype, on its device.
-        """
-        part = torch.tensor(ids, device=self.decoder.backend.device)
-        return self.decoder.forward(part, self.cache.layers, start, last_only)
-
-    def run(self, batch: Batch | PromptStep | DecodeStep) -> list[Result]:
+    def run(self, batch: Batch) -> list[Result]:
         """Compute a batch: a result for each of its sequences, in order. What concerns them all is raised."""
-        if isinstance(batch, DecodeStep):
-            return self.decode_batch(batch.sequences)
-        if isinstance(batch, PromptStep):
-            return self.prefill_batch(batch.chunks)
-        try:
-            if batch.sequence.pool is not None:
-                self.embed(batch)
-                return [None]
-            return [self.prefill(batch) if self.cache.num_blocks else self.step(batch)]
-        except EngineError as error:
-            return [error]
-
-    def step(self, batch: Batch) -> Sample | None:
-        """Compute a batch of the one sequence that has the cache (contiguous).
-
-        Where it ends with the newest token, the one after it is chosen.
-
-        Raises:
-            EngineError: the logits are not finite (with the token's position).
-        """
-        with Range("prefill chunk" if len(batch.ids) > 1 else "decode step"):
-            logits = self.forward(batch.ids, batch.start)[0].float()
-        if not batch.samples:
-            return None
-        ids = batch.sequence.token_ids
-        with Range("sample"):
-            return batch.sequence.sampler.sample(logits, ids, len(ids))
+        if batch.phase == "decode":
+            return self.decode(batch.sequences)
+        if any(chunk.sequence.pool is not None for chunk in batch.chunks):
+            return [self._embed(chunk) for chunk in batch.chunks]
+        return self.prefill(batch.chunks)
 
     @torch.no_grad()
-    def prefill(self, batch: Batch) -> Sample | None:
-        """`step` for a sequence whose cache lies in the blocks of its `block_table` (paged cache).
+    def prefill(self, chunks: Seq[Chunk]) -> list[Result]:
+        """Compute chunks of several prompts in one step; a token follows from those that end with the newest one.
 
-        Also computes again what was generated before the sequence lost its blocks.
-
-        Raises:
-            EngineError: the logits are not finite (with the token's position).
+        Also computes again what was generated before a sequence lost its blocks. A sequence whose logits are not finite
+        fails alone.
         """
-        sequence = batch.sequence
-        with Range("prefill chunk"):
-            logits = self.compute_chunk(batch.ids, batch.start, sequence.block_table)
-        if not batch.samples:
-            return None
-        with Range("sample"):
-            return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
-
-    @torch.no_grad()
-    def prefill_batch(self, chunks: Seq[Batch]) -> list[Result]:
-        """`prefill` for several sequences in one step; a sequence whose logits are not finite fails alone."""
-        with Range("prefill chunks"):
-            logits = self.compute_chunks(chunks).cpu()
+        with Range("prefill"):
+            logits = self.prefill_logits(
+                [chunk.ids for chunk in chunks],
+                [chunk.start for chunk in chunks],
+                [chunk.sequence.block_table for chunk in chunks],
+            )
+            logits = logits.float().cpu()
         with Range("sample"):
             return [
                 _sample(chunk.sequence, row) if chunk.samples else None
@@ -139,42 +100,31 @@ class Runner:
             ]
 
     @torch.no_grad()
-    def compute_chunk(self, ids: Seq[int], start: int, block_table: Seq[int]) -> Tensor:
-        """Logits [vocab] fp32 after the last of `ids` at positions `start`, ... of a sequence (paged cache)."""
-        device = self.decoder.backend.device
-        chunk = Chunk(start, torch.tensor(block_table, dtype=torch.int32, device=device))
-        given = torch.tensor(ids, device=device)
-        return self.decoder.forward(given, self.cache.layers, chunk)[0].float()
+    def prefill_logits(
+        self, ids: Seq[Seq[int]], starts: Seq[int], tables: Seq[Seq[int]], all_logits: bool = False
+    ) -> Tensor:
+        """Logits after the last token of each of these chunks, [chunks, vocab], or after all tokens, [T, vocab].
 
-    @torch.no_grad()
-    def compute_chunks(self, chunks: Seq[Batch]) -> Tensor:
-        """Logits [chunks, vocab] fp32 after the last token of each (paged cache)."""
-        device = self.decoder.backend.device
-        given = torch.tensor([token for chunk in chunks for token in chunk.ids], device=device)
-        lengths = [len(chunk.ids) for chunk in chunks]
-        tables = [chunk.sequence.block_table for chunk in chunks]
-        start = PromptBatch.of([chunk.start for chunk in chunks], lengths, tables, device)
-        return self.decoder.forward(given, self.cache.layers, start).float()
-
-    @torch.no_grad()
-    def embed(self, batch: Batch) -> None:
-        """Compute a chunk of a prompt that has a pool, and pool its hidden rows.
-
-        Raises:
-            EngineError: they are not finite.
+        In the backend's dtype, on its device; valid until the next step.
         """
-        sequence, device = batch.sequence, self.decoder.backend.device
-        assert sequence.pool is not None
-        start: Position = batch.start
-        if self.cache.num_blocks:
-            table = torch.tensor(sequence.block_table, dtype=torch.int32, device=device)
-            start = Chunk(batch.start, table)
-        with Range("embedding chunk"):
-            ids = torch.tensor(batch.ids, device=device)
-            sequence.pool.add(self.decoder.hidden(ids, self.cache.layers, start))
+        batch = forward_batch.prefill_batch(ids, starts, tables, self.decoder.backend.device, all_logits)
+        return self.decoder.forward(batch, self.cache.layers)
 
-    def decode_batch(self, sequences: Seq[Sequence]) -> list[Result]:
-        """One more token in the cache of each of B sequences, in one step (paged cache); a result each, in order.
+    @torch.no_grad()
+    def _embed(self, chunk: Chunk) -> Result:
+        """Compute a chunk of a prompt that has a pool, and pool its hidden rows; what is not finite is returned."""
+        sequence, device = chunk.sequence, self.decoder.backend.device
+        assert sequence.pool is not None
+        batch = forward_batch.prefill_batch([chunk.ids], [chunk.start], [sequence.block_table], device)
+        try:
+            with Range("embedding chunk"):
+                sequence.pool.add(self.decoder.hidden(batch, self.cache.layers))
+        except EngineError as error:
+            return error
+        return None
+
+    def decode(self, sequences: Seq[Sequence]) -> list[Result]:
+        """One more token in the cache of each of B sequences, in one step; a result each, in order.
 
         A sequence's first row is `token_ids[num_cached_tokens]` at position `num_cached_tokens`: its newest token, of
         which a Sample follows; or, when what was generated is computed again, an earlier one (`next_is_newest` is
@@ -194,17 +144,19 @@ class Runner:
 
     @torch.no_grad()
     def decode_rows(self, rows: Seq[Row]) -> Tensor:
-        """Logits [rows, vocab] fp32 on the host after each row's token, all written to the cache (paged).
+        """Logits [rows, vocab] fp32 on the host after each row's token, all written to the cache.
 
         Rows of one sequence stand in order. Valid until the runner's next step.
         """
-        device = self.decoder.backend.device
-        ids = torch.tensor([row.token for row in rows], device=device)
-        positions = torch.tensor([row.position for row in rows], dtype=torch.int32, device=device)
-        tables = rectangle([row.block_table for row in rows])
-        consecutive = len({id(row.block_table) for row in rows}) < len(rows)
-        start = DecodeBatch(positions, torch.tensor(tables, dtype=torch.int32, device=device), consecutive)
-        return self.decoder.forward(ids, self.cache.layers, start, last_only=False).float().cpu()
+        tables = [row.block_table for row in rows]
+        batch = forward_batch.decode_batch(
+            [row.token for row in rows],
+            [row.position for row in rows],
+            tables,
+            self.decoder.backend.device,
+            shares_sequences=len({id(table) for table in tables}) < len(rows),
+        )
+        return self.decoder.forward(batch, self.cache.layers).float().cpu()
 
     def sample_rows(self, sequences: Seq[Sequence], logits: Tensor) -> list[Result]:
         """The results of sequences, given the logits of `rows_of` them."""
@@ -233,15 +185,22 @@ class Runner:
         """Kernels that the newest captured decode step launches; None where none was captured."""
         return None
 
-    def teacher_forced(self, ids: Seq[int], chunk: int) -> Tensor:
-        """Logits [T, vocab] after each of `ids`, computed `chunk` tokens at a time from an empty cache.
+    def logits(self, ids: Seq[int], start: int, phase: Phase) -> Tensor:
+        """Logits [T, vocab] after each of `ids` at positions start, ..., which take the cache's first blocks.
 
-        chunk = 1 goes through the decode kernels, a larger one through those of the prefill. In the backend's
-        dtype, on the CPU. What the cache held is gone afterwards.
+        In one prefill step, or one decode step a token. What other sequences had there is lost.
         """
-        self.cache.tokens.clear()
+        table = self.cache.whole_table
+        if phase == "prefill":
+            return self.prefill_logits([ids], [start], [table], all_logits=True)
+        return torch.cat(
+            [self.decode_rows([Row(token, start + n, table)]).clone() for n, token in enumerate(ids)]
+        )
+
+    def teacher_forced(self, ids: Seq[int], chunk: int, phase: Phase) -> Tensor:
+        """Logits [T, vocab] on the CPU after each of `ids`, computed from an empty cache, `chunk` tokens a step."""
         starts = range(0, len(ids), chunk)
-        return torch.cat([self.forward(ids[s : s + chunk], s, last_only=False).cpu() for s in starts])
+        return torch.cat([self.logits(ids[s : s + chunk], s, phase).cpu() for s in starts])
 
 
 def _sample(sequence: Sequence, logits: Tensor) -> Result:

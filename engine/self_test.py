@@ -4,7 +4,7 @@ Uses small random weights made here, so it needs no model. Knows the Backend pro
 formats; not how a backend computes. Attention and sampling: `self_test_attention`, `self_test_sampling`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
 
@@ -22,6 +23,9 @@ ROWS, COLS = 40, 768
 
 GATED = 256
 """Width of the test's feed-forward: one block of the formats with the largest."""
+
+LONGEST_DECODE = 128
+"""Rows of a decode step at most."""
 
 EPS = 1e-5
 ROUNDED, HALF = 1e-8, 2e-5
@@ -118,7 +122,14 @@ def floats(values: Tensor) -> QuantTensor:
 def rows_on(backend: Backend[Any], count: int, width: int, seed: int) -> Hidden:
     """Random rows as the backend's own embedding gives them."""
     x = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
-    return backend.embed(backend.weight([floats(x)]), torch.arange(count, device=backend.device))
+    return backend.embed(step_of(range(count), backend), backend.weight([floats(x)]))
+
+
+def step_of(ids: Sequence[int], backend: Backend[Any]) -> ForwardBatch:
+    """A step of these tokens for operations other than attention: a decode step, or a prompt where it is a long one."""
+    if len(ids) > LONGEST_DECODE:
+        return prefill_batch([ids], [0], [[0]], backend.device)
+    return decode_batch(ids, [0] * len(ids), [[0]] * len(ids), backend.device)
 
 
 def _norm(backend: Backend[Any], width: int) -> Tensor:
@@ -128,7 +139,7 @@ def _norm(backend: Backend[Any], width: int) -> Tensor:
 
 def _embedding(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
     weight = random_tensor(fmt, ROWS, COLS, torch.Generator().manual_seed(1))
-    return backend.embed(backend.weight([weight]), torch.tensor([0, 17, ROWS - 1], device=backend.device))
+    return backend.embed(step_of([0, 17, ROWS - 1], backend), backend.weight([weight]))
 
 
 def _matmul(tokens: int) -> Run:
@@ -136,7 +147,8 @@ def _matmul(tokens: int) -> Run:
 
     def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
         weight = backend.weight([random_tensor(fmt, ROWS, COLS, torch.Generator().manual_seed(2))])
-        return backend.logits(rows_on(backend, tokens, COLS, tokens), _norm(backend, COLS), EPS, weight)
+        x, norm = rows_on(backend, tokens, COLS, tokens), _norm(backend, COLS)
+        return backend.logits(step_of(range(tokens), backend), x, norm, EPS, weight)
 
     return run
 
@@ -150,8 +162,10 @@ def _feed_forward(tokens: int) -> Run:
         down = backend.weight([random_tensor(fmt, COLS, GATED, random)])
         output = backend.weight([floats(torch.randn(ROWS, COLS, generator=random))])
         x, norm = rows_on(backend, tokens, COLS, 4), _norm(backend, COLS)
-        x = backend.linear_add(backend.norm_swiglu(x, norm, EPS, gate_up), down, x, norm, EPS)
-        return backend.logits(x, norm, EPS, output)
+        batch = step_of(range(tokens), backend)
+        gated = backend.norm_swiglu(batch, x, norm, EPS, gate_up)
+        x = backend.linear_add(batch, gated, down, x, norm, EPS)
+        return backend.logits(batch, x, norm, EPS, output)
 
     return run
 

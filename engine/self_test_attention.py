@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import (
-    BLOCK_SIZE,
-    AttentionSpec,
-    Backend,
-    Chunk,
-    DecodeBatch,
-    Hidden,
-    KVLayer,
-    Position,
-)
-from quengine.kernels.cache_types import CACHE_TYPES, CacheType
+from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
+from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.kv_rows import allocate_layer, read_rows, slot_mapping
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rope import RopeSpec, rope_table
@@ -46,6 +38,7 @@ PROMPTS = (70, 64, 31)
 
 TABLES = ((5, 7, 0), (2, 6, 1), (4, 8, 3))
 POOL = 9 * BLOCK_SIZE
+_WHOLE = tuple(range(CONTEXT // BLOCK_SIZE))
 
 OPERATIONS = (
     *(f"RMSNorm {width}" for width in NORM_WIDTHS),
@@ -82,7 +75,10 @@ def _normed(backend: Backend[Any], width: int, tokens: int) -> Hidden:
     random = torch.Generator().manual_seed(width)
     norm, matrix = torch.rand(width, generator=random) + 0.5, torch.randn(48, width, generator=random)
     x = rows_on(backend, tokens, width, 5)
-    return backend.norm_linear(x, backend.vector([floats(norm)]), EPS, backend.weight([floats(matrix)]))
+    batch = _chunk(backend, 0, tokens, _WHOLE)
+    return backend.norm_linear(
+        batch, x, backend.vector([floats(norm)]), EPS, backend.weight([floats(matrix)])
+    )
 
 
 def _check_attention(
@@ -95,7 +91,7 @@ def _check_attention(
     ]
     for test, start, end in (("prompt", 0, PROMPT), ("1 token", PROMPT, PROMPT + 1)):
         found, wanted = (
-            _attended(side, spec, layer, _qkv(side, size, 6, start, end), start)
+            _attended(side, spec, layer, _qkv(side, size, 6, start, end), _chunk(side, start, end, _WHOLE))
             for side, spec, layer in sides
         )
         yield KernelCheck(name, test, nmse(found, wanted), LIMITS[cache_type][test])
@@ -130,7 +126,7 @@ def _prompts(backend: Backend[Any], spec: AttentionSpec, layer: KVLayer) -> list
             spec,
             layer,
             _qkv(backend, spec.head_dim, i, 0, length),
-            Chunk(0, _table(i).to(backend.device)),
+            _chunk(backend, 0, length, TABLES[i]),
         ).cpu()
         for i, length in enumerate(PROMPTS)
     ]
@@ -139,9 +135,16 @@ def _prompts(backend: Backend[Any], spec: AttentionSpec, layer: KVLayer) -> list
 def _newest(backend: Backend[Any], spec: AttentionSpec, layer: KVLayer, members: Sequence[int]) -> Tensor:
     """Attention of the token behind the prompts of these sequences, in one step."""
     rows = [_qkv(backend, spec.head_dim, i, PROMPTS[i], PROMPTS[i] + 1) for i in members]
-    positions = torch.tensor([PROMPTS[i] for i in members], dtype=torch.int32, device=backend.device)
-    tables = torch.stack([_table(i) for i in members]).to(backend.device)
-    return _attended(backend, spec, layer, torch.cat(rows), DecodeBatch(positions, tables))
+    positions, tables = [PROMPTS[i] for i in members], [TABLES[i] for i in members]
+    batch = decode_batch([0] * len(members), positions, tables, backend.device)
+    return _attended(backend, spec, layer, torch.cat(rows), batch)
+
+
+def _chunk(backend: Backend[Any], start: int, end: int, table: Sequence[int]) -> ForwardBatch:
+    """Positions start .. end - 1 of a sequence: a single one is a decode step."""
+    if end - start == 1:
+        return decode_batch([0], [start], [table], backend.device)
+    return prefill_batch([[0] * (end - start)], [start], [table], backend.device)
 
 
 def _table(sequence: int) -> Tensor:
@@ -155,13 +158,13 @@ def _qkv(backend: Backend[Any], size: int, seed: int, start: int, end: int) -> T
 
 
 def _attended(
-    backend: Backend[Any], spec: AttentionSpec, layer: KVLayer, qkv: Tensor, start: Position
+    backend: Backend[Any], spec: AttentionSpec, layer: KVLayer, qkv: Tensor, batch: ForwardBatch
 ) -> Tensor:
-    mixed = backend.attention(qkv, spec, layer, start)
+    mixed = backend.attention(batch, qkv, spec, layer)
     # Decode may give rounded planes, which only a matrix reads: one row of it for each output.
     identity = backend.weight([floats(torch.eye(HEADS * spec.head_dim))])
     zero = torch.zeros(len(qkv), HEADS * spec.head_dim, dtype=backend.dtype, device=backend.device)
-    result: Tensor = backend.linear_add(mixed, identity, zero)
+    result: Tensor = backend.linear_add(batch, mixed, identity, zero)
     return result
 
 

@@ -19,7 +19,7 @@ from quengine.draft_pace import Pace, shares
 from quengine.paged_scheduler import PagedScheduler
 from quengine.runner import Verified
 from quengine.sampler import Sample
-from quengine.scheduler import Batch, DecodeStep, PromptStep
+from quengine.scheduler import Batch
 from quengine.sequence import Sequence
 
 
@@ -64,9 +64,9 @@ class Speculation:
         self._texts: WeakKeyDictionary[Sequence, _Drafting] = WeakKeyDictionary()
         self._paces: WeakKeyDictionary[Sequence, Pace] = WeakKeyDictionary()  # of the drafts under way
 
-    def prepare(self, batch: Batch | PromptStep | DecodeStep) -> None:
+    def prepare(self, batch: Batch) -> None:
         """Set the drafts of a step's sequences; of prompts' chunks, let the draft model compute them too."""
-        if isinstance(batch, DecodeStep):
+        if batch.phase == "decode":
             self._draft(batch.sequences)
             return
         for chunk in batch.chunks:

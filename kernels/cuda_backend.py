@@ -14,16 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import (
-    ALL_ROWS,
-    AttentionSpec,
-    Chunk,
-    DecodeBatch,
-    KVLayer,
-    Position,
-    PromptBatch,
-    RowPicker,
-)
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.attention_arguments import DecodeWorkspace
@@ -32,7 +23,7 @@ from quengine.kernels.cuda.attention_decode import (
     attention_decode_half,
     attention_decode_round,
 )
-from quengine.kernels.cuda.attention_prefill import attention_prefill, prompt_rows, stores_ordered
+from quengine.kernels.cuda.attention_prefill import attention_prefill, prefill_tiles, stores_ordered
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.half import Form, HalfRows, Products
 from quengine.kernels.cuda.kv_store import KVStore
@@ -43,10 +34,10 @@ from quengine.kernels.cuda.matvec_program import RoundingScratch
 from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda.packed import PackedPart, PackedWeight, pack
-from quengine.kernels.cuda.prompt_rows import LaidPrompts, PromptRows
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_round
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.cuda.triton_cache import use_private_cache
+from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.quant_tensor import QuantTensor
 
 HOPPER = (9, 0)
@@ -76,11 +67,11 @@ def takes_q_dot(rows: int) -> bool:
     return rows <= DECODE_ROWS
 
 
-class CudaBackend(RowPicker):
+class CudaBackend:
     """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later.
 
     `fixed_kernels`: the result of a decode step's row is the same, to the last bit, alone and in every batch, captured
-    or not; that of a prompt's row in every chunk, where a chunk of a single token is computed inside `prompt`. Batches
+    or not; that of a prompt's row in every chunk. Batches
     and prompts share all kernels but attention's. Prompts and single sequences are slower then, and a single sequence's
     rows are rounded to fp16, as a batch's are.
     """
@@ -96,8 +87,7 @@ class CudaBackend(RowPicker):
         self._slices: list[DecodeWorkspace] = []
         self._scratch: RoundingScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
-        self._made_positions: tuple[int, int, Tensor] | None = None
-        self._made_prompts: tuple[PromptBatch, PromptRows] | None = None
+        self._tiles: tuple[ForwardBatch, PrefillTiles] | None = None
         self._widest = 0
         self._largest = 0
         self._packed = False
@@ -111,118 +101,117 @@ class CudaBackend(RowPicker):
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
-    def embed(self, weight: PackedWeight, ids: Tensor) -> Tensor:
-        return embedding(weight, ids, pdl=self.pdl)
+    def embed(self, batch: ForwardBatch, weight: PackedWeight) -> Tensor:
+        return embedding(weight, batch.token_ids, pdl=self.pdl)
 
     def norm_linear(
-        self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        x: Residual,
+        norm: Tensor,
+        eps: float,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
     ) -> Tensor | Products:
-        rows = self._normed(x, norm, eps)
+        rows = self._normed(batch, x, norm, eps)
         if bias is not None and isinstance(rows, RoundedActivations) and rows.rows == 1:
-            return self._matmul(rows, weight, bias.view(1, -1))
+            return self._matmul(batch, rows, weight, bias.view(1, -1))
         if bias is None and not isinstance(rows, RoundedActivations):
-            return matmul_products(rows, weight, self._workspace(), pdl=self.pdl)
-        y = self._matmul(rows, weight, None)
+            return matmul_products(rows, weight, self._workspace(batch), pdl=self.pdl)
+        y = self._matmul(batch, rows, weight, None)
         return y if bias is None else y.add_(bias)
 
-    def norm_swiglu(self, x: Residual, norm: Tensor, eps: float, gate_up: PackedWeight) -> Rows:
-        rows = self._normed(x, norm, eps)
+    def norm_swiglu(
+        self, batch: ForwardBatch, x: Residual, norm: Tensor, eps: float, gate_up: PackedWeight
+    ) -> Rows:
+        rows = self._normed(batch, x, norm, eps)
         if isinstance(rows, RoundedActivations):
             return matvec_swiglu(rows, gate_up, scratch=self._rounding_scratch(), pdl=self.pdl)
-        return matmul_swiglu(rows, gate_up, self._workspace(), self.pdl)
+        return matmul_swiglu(rows, gate_up, self._workspace(batch), self.pdl)
 
     def linear_add(
-        self, x: Rows, weight: PackedWeight, residual: Residual, norm: Tensor | None = None, eps: float = 0.0
+        self,
+        batch: ForwardBatch,
+        x: Rows,
+        weight: PackedWeight,
+        residual: Residual,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Residual:
         stream = residual.hidden if isinstance(residual, NormedRows) else residual
         rows = self._rounded(x)
         if norm is None or (isinstance(rows, RoundedActivations) and not can_begin_norm(weight)):
-            return self._matmul(rows, weight, stream)
+            return self._matmul(batch, rows, weight, stream)
         if isinstance(rows, RoundedActivations):
             return matvec_norm(rows, weight, stream, norm, eps, self._rounding_scratch(), self.pdl)
-        return NormedRows(*matmul_norm(rows, weight, self._workspace(), stream, norm, eps, pdl=self.pdl))
+        room = self._workspace(batch)
+        return NormedRows(*matmul_norm(rows, weight, room, stream, norm, eps, pdl=self.pdl))
 
-    def attention(self, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer, start: Position) -> Rows:
+    def attention(
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
+    ) -> Rows:
         cache = KVStore.of_layer(layer)
-        if isinstance(start, DecodeBatch):
-            if start.consecutive:
-                qkv = self._write_rows(qkv, spec, cache, start)
-            overlaps = self.pdl and not start.consecutive
-            return self._decode(qkv, spec, cache, start.positions, start.block_tables, overlaps)
-        if isinstance(start, Tensor):
-            return self._decode(qkv, spec, cache, start, None, self.pdl)
-        if isinstance(start, PromptBatch):
-            return self._prefill(qkv, spec, cache, 0, start.block_tables, self._prompt_rows(start, spec))
-        first, table = (start.start, start.block_table) if isinstance(start, Chunk) else (start, None)
-        tokens = (qkv.values if isinstance(qkv, Products) else qkv).shape[0]
-        if tokens == 1 and not (self.fixed_kernels and self.in_prompt):
-            tables = None if table is None else table[None]
-            # Positions made just now must be complete before the launch that reads them begins.
-            return self._decode(qkv, spec, cache, self._positions(first, 1), tables, False)
-        return self._prefill(qkv, spec, cache, first, table)
+        if batch.phase == "prefill" and (len(batch) > 1 or self.fixed_kernels):
+            return self._prefill(batch, qkv, spec, cache)
+        if batch.shares_sequences:
+            qkv = self._write_rows(batch, qkv, spec, cache)
+        # What was written by a launch just before must be complete: a chunk's positions, keys that other rows read.
+        overlaps = self.pdl and batch.phase == "decode" and not batch.shares_sequences
+        return self._decode(batch, qkv, spec, cache, overlaps)
 
-    def pick(self, x: Rows | Residual, rows: slice | Tensor) -> Tensor:
-        """Those rows of x, fp32. One row goes on as a decode step's does, unless kernels are fixed."""
+    def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
+        """fp32. One row goes on as a decode step's does, unless kernels are fixed."""
         if isinstance(x, HalfRows):
             return x.pick(rows)
-        assert not isinstance(x, RoundedActivations), "nothing is picked of a single token"
+        assert not isinstance(x, RoundedActivations), "nothing is gathered of a single token"
         return (x.hidden if isinstance(x, NormedRows) else x)[rows]
 
-    def normed(self, x: Residual, norm: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Residual, norm: Tensor, eps: float) -> Tensor:
         stream = x.hidden if isinstance(x, NormedRows) else x
         return rms_norm(stream, norm, eps, pdl=self.pdl, fixed=self.fixed_kernels)
 
     def logits(
-        self, x: Residual, norm: Tensor, eps: float, weight: PackedWeight, rows: slice | Tensor = ALL_ROWS
+        self, batch: ForwardBatch, x: Residual, norm: Tensor, eps: float, weight: PackedWeight
     ) -> Tensor:
-        count = (x.hidden if isinstance(x, NormedRows) else x).shape[0]
-        # Rows that are all that there are keep the norm that has been begun.
-        whole = isinstance(rows, slice) and (rows == ALL_ROWS or count == 1)
-        return self._matmul(self._normed(x if whole else self.pick(x, rows), norm, eps), weight, None)
+        return self._matmul(batch, self._normed(batch, x, norm, eps), weight, None)
 
     def _prefill(
-        self,
-        qkv: Tensor | Products,
-        spec: AttentionSpec,
-        cache: KVStore,
-        first: int,
-        table: Tensor | None,
-        prompts: PromptRows | None = None,
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore
     ) -> Rows:
-        """Attention of a chunk from position `first` on, or of the chunks of several `prompts`."""
-        tokens = (qkv.values if isinstance(qkv, Products) else qkv).shape[0]
-        if prompts is None:
-            positions, sequences = self._positions(first, tokens), None
-        else:
-            positions, sequences = prompts.positions, prompts.sequences
+        """Attention of one sequence's chunk, or of several, whose rows are cut into tiles."""
+        tokens, tiles = len(batch), self._tiles_of(batch, spec)
+        first = batch.starts[0] if tiles is None else 0
+        table = batch.block_tables[0] if tiles is None else batch.block_tables
+        sequences = None if tiles is None else tiles.sequences
+        positions = batch.positions
         if isinstance(qkv, Products):
-            room = self._workspace()
+            room = self._workspace(batch)
             width, form = spec.heads * spec.head_dim, Form.ROW_MAJOR
             q = room.wide(tokens, width)
             q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q, sequences)
             ordered = None
-            if stores_ordered(cache, prompts, tokens) and room.form(tokens, width) is Form.ORDERED:
+            if stores_ordered(cache, tiles, tokens) and room.form(tokens, width) is Form.ORDERED:
                 ordered, form = room.half_rows(tokens, width).values, Form.ORDERED
             out = attention_prefill(
                 q, spec, cache, 0, first, torch.float16, self.pdl, table,
-                in_place=True, prompts=prompts, ordered=ordered,
+                in_place=True, prompts=tiles, ordered=ordered,
             )  # fmt: skip
             return room.as_they_are(out, tokens, form)
         q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, sequences=sequences)
         return attention_prefill(
-            q, spec, cache, 0, first, torch.float32, self.pdl, table, self.fixed_kernels, prompts=prompts
+            q, spec, cache, 0, first, torch.float32, self.pdl, table, self.fixed_kernels, prompts=tiles
         )
 
-    def _prompt_rows(self, batch: PromptBatch, spec: AttentionSpec) -> PromptRows:
-        """Made once for the layers of a step."""
-        if isinstance(batch, LaidPrompts):
-            return batch.laid
-        if self._made_prompts is None or self._made_prompts[0] is not batch:
-            self._made_prompts = (batch, prompt_rows(batch, spec.head_dim, self.fixed_kernels))
-        return self._made_prompts[1]
+    def _tiles_of(self, batch: ForwardBatch, spec: AttentionSpec) -> PrefillTiles | None:
+        """Made once for the layers of a step; None for the chunk of a single sequence."""
+        if batch.tiles is not None or len(batch.query_lens) == 1:
+            return batch.tiles
+        if self._tiles is None or self._tiles[0] is not batch:
+            self._tiles = (batch, prefill_tiles(batch, spec.head_dim, self.fixed_kernels))
+        return self._tiles[1]
 
     def _write_rows(
-        self, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore, start: DecodeBatch
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore
     ) -> Tensor:
         """All rows' keys and values into the cache, ahead of an attention that reads those of other rows.
 
@@ -233,37 +222,32 @@ class CudaBackend(RowPicker):
         rows = qkv.shape[0]
         unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
         alone, workspace = replace(spec, window=1), self._decode_workspace(spec, rows)
-        tables = start.block_tables
-        attention_decode(qkv, alone, cache, start.positions, workspace, unused, self.pdl, tables, coarse=True)
+        tables, positions = batch.block_tables, batch.positions
+        attention_decode(qkv, alone, cache, positions, workspace, unused, self.pdl, tables, coarse=True)
         return qkv
 
     def _decode(
-        self,
-        qkv: Tensor | Products,
-        spec: AttentionSpec,
-        cache: KVStore,
-        positions: Tensor,
-        tables: Tensor | None,
-        pdl: bool,
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore, pdl: bool
     ) -> Rows:
-        """Attention of one token of each of B sequences, as the matmul behind it reads it."""
+        """Attention of single rows, each with its block table, as the matmul behind it reads it."""
+        positions, tables = batch.positions, batch.block_tables
         qkv = qkv.finish() if isinstance(qkv, Products) else qkv
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
         workspace = self._decode_workspace(spec, rows)
         if self._takes_q_dot(rows):
             rounded = RoundedActivations.empty(rows, width, self.device)
             return attention_decode_round(qkv, spec, cache, positions, workspace, rounded, pdl, tables)
-        room = self._workspace()
+        room = self._workspace(batch)
         half = room.half_rows(rows, width)
         out = room.as_they_are(half.values, rows, half.form)
         return attention_decode_half(qkv, spec, cache, positions, workspace, out, pdl, tables)
 
-    def _normed(self, x: Residual, norm: Tensor, eps: float) -> Rows:
+    def _normed(self, batch: ForwardBatch, x: Residual, norm: Tensor, eps: float) -> Rows:
         if isinstance(x, NormedRows):
             return x.normed
         if self._takes_q_dot(x.shape[0]):
             return rms_norm_round(x, norm, eps, pdl=self.pdl)
-        room = self._workspace().half_rows(*x.shape)
+        room = self._workspace(batch).half_rows(*x.shape)
         return rms_norm_half(x, norm, eps, room, self.pdl, self.fixed_kernels)
 
     def _rounded(self, x: Rows) -> Rows:
@@ -272,18 +256,11 @@ class CudaBackend(RowPicker):
     def _takes_q_dot(self, rows: int) -> bool:
         return not self.fixed_kernels and takes_q_dot(rows)
 
-    def _matmul(self, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
+    def _matmul(self, batch: ForwardBatch, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
         x = self._rounded(x)
         if isinstance(x, RoundedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
-        return matmul(x, weight, self._workspace(), residual, self.pdl)
-
-    def _positions(self, start: int, tokens: int) -> Tensor:
-        """start .. start + tokens - 1, made once for the layers of a chunk."""
-        if self._made_positions is None or self._made_positions[:2] != (start, tokens):
-            made = torch.arange(start, start + tokens, dtype=torch.int32, device=self.device)
-            self._made_positions = (start, tokens, made)
-        return self._made_positions[2]
+        return matmul(x, weight, self._workspace(batch), residual, self.pdl)
 
     def _noted(self, weight: PackedWeight) -> PackedWeight:
         """Remember how much room the prefill needs for this weight."""
@@ -294,20 +271,24 @@ class CudaBackend(RowPicker):
         self._largest = max(self._largest, size if whole else min(size, MAX_EXPANDED // 2))
         return weight
 
-    def _workspace(self) -> MatmulWorkspace:
+    def _workspace(self, batch: ForwardBatch) -> MatmulWorkspace:
         """Room for matmuls, kept from layer to layer. Few rows of a prompt have weights rounded as many have, those of
         a batch not."""
+        room = self._room()
+        room.exact = batch.phase == "prefill"
+        return room
+
+    def _room(self) -> MatmulWorkspace:
         if self._matmul_workspace is None:
             self._matmul_workspace = MatmulWorkspace(
                 self._largest, self.device, self.fixed_kernels, self._packed
             )
-        self._matmul_workspace.exact = self.in_prompt
         return self._matmul_workspace
 
     @property
     def rooms_left(self) -> int:
         """How often room for many rows was let go of for more. What was captured before then must not run again."""
-        return self._workspace().rooms_left
+        return self._room().rooms_left
 
     def _rounding_scratch(self) -> RoundingScratch:
         """One for all launches: each uses it only after the one in front has ended."""

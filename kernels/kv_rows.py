@@ -7,8 +7,8 @@ attention.
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch, KVLayer, Position, PromptBatch
-from quengine.kernels.cache_types import CacheType, check_head_dim
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.cache_types import BLOCK_SIZE, CacheType, check_head_dim
 from quengine.kernels.kv_q8_0 import GROUP, dequantize_rows, quantize_rows
 
 
@@ -31,26 +31,11 @@ def allocate_layer(
     return KVLayer(*codes, *scales)
 
 
-def token_positions(start: Position, tokens: int) -> Tensor:
-    """The position of each of the tokens that `start` names: int64 [tokens], on the device of `start`."""
-    if isinstance(start, DecodeBatch):
-        return start.positions.long()
-    if isinstance(start, Tensor):
-        return start.long()
-    if isinstance(start, PromptBatch):
-        return torch.cat([token_positions(one, rows.stop - rows.start) for rows, one in start.chunks()])
-    if isinstance(start, Chunk):
-        return torch.arange(start.start, start.start + tokens, device=start.block_table.device)
-    return torch.arange(start, start + tokens)
-
-
-def slot_mapping(positions: Tensor, block_table: Tensor | None) -> Tensor:
+def slot_mapping(positions: Tensor, block_table: Tensor) -> Tensor:
     """The cache row of each position [n]: int64 [n].
 
-    `block_table`: of one sequence, or [n, most] one for each position; None where position p is row p.
+    `block_table`: of one sequence, or [n, most] one for each position.
     """
-    if block_table is None:
-        return positions
     index = positions // BLOCK_SIZE
     blocks = block_table[index] if block_table.ndim == 1 else block_table.gather(1, index[:, None])[:, 0]
     return blocks.long() * BLOCK_SIZE + positions % BLOCK_SIZE

@@ -12,20 +12,13 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.attention import attention, mask_slice
-from quengine.kernels.backend import (
-    ALL_ROWS,
-    AttentionSpec,
-    Chunk,
-    DecodeBatch,
-    KVLayer,
-    Position,
-    PromptBatch,
-)
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv_rows import read_rows, slot_mapping
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
-from quengine.kernels.rope_store import block_table, first_visible, rope_store
+from quengine.kernels.rope_store import first_visible, rope_store
 from quengine.kernels.swiglu import swiglu
 
 _ROWS_AT_A_TIME = 4096
@@ -70,23 +63,33 @@ class ReferenceBackend:
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([self._dense(part).flatten() for part in parts])
 
-    def embed(self, weight: ReferenceWeight, ids: Tensor) -> Tensor:
+    def embed(self, batch: ForwardBatch, weight: ReferenceWeight) -> Tensor:
+        ids = batch.token_ids
         if weight.dense is not None:
             return weight.dense[ids]
         (part,) = weight.parts
         return dequantize(part.format, part.data[ids]).to(self.dtype)
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight, bias: Tensor | None = None
+        self,
+        _batch: ForwardBatch,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weight: ReferenceWeight,
+        bias: Tensor | None = None,
     ) -> Tensor:
         y = self._matmul(rms_norm(x, norm, eps), weight)
         return y if bias is None else y + bias
 
-    def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, gate_up: ReferenceWeight) -> Tensor:
+    def norm_swiglu(
+        self, _batch: ForwardBatch, x: Tensor, norm: Tensor, eps: float, gate_up: ReferenceWeight
+    ) -> Tensor:
         return swiglu(self._matmul(rms_norm(x, norm, eps), gate_up))
 
     def linear_add(
         self,
+        _batch: ForwardBatch,
         x: Tensor,
         weight: ReferenceWeight,
         residual: Tensor,
@@ -95,20 +98,15 @@ class ReferenceBackend:
     ) -> Tensor:
         return self._matmul(x, weight) + residual
 
-    def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
-        q = rope_store(qkv, spec, layer, start)
-        if isinstance(start, PromptBatch):
-            parts = [(q[rows], spec, layer, one.start, one.block_table) for rows, one in start.chunks()]
-            return torch.cat([self._attend(*part) for part in parts])
-        if not isinstance(start, DecodeBatch):
-            first = start.start if isinstance(start, Chunk) else int(start)
-            return self._attend(q, spec, layer, first, block_table(start))
-        rows = zip(q[:, None], start.positions.tolist(), start.block_tables, strict=True)
-        return torch.cat([self._attend(row, spec, layer, first, table) for row, first, table in rows])
+    def attention(self, batch: ForwardBatch, qkv: Tensor, spec: AttentionSpec, layer: KVLayer) -> Tensor:
+        q = rope_store(qkv, spec, layer, batch)
+        if batch.phase == "prefill":
+            parts = [(q[rows], start, table) for rows, start, table in batch.chunks()]
+        else:
+            parts = list(zip(q[:, None], batch.positions.tolist(), batch.block_tables, strict=True))
+        return torch.cat([self._attend(rows, spec, layer, start, table) for rows, start, table in parts])
 
-    def _attend(
-        self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: int, table: Tensor | None
-    ) -> Tensor:
+    def _attend(self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: int, table: Tensor) -> Tensor:
         """Attention of T tokens from `start` on, of one sequence: [T, heads * head_dim]."""
         tokens = len(q)
         end = start + tokens
@@ -118,13 +116,16 @@ class ReferenceBackend:
         keys, values = (t.to(self.dtype) for t in read_rows(layer, rows))
         return attention(q, keys, values, mask, spec.scale).reshape(tokens, -1)
 
-    def normed(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return x[rows]
+
+    def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
         return rms_norm(x, norm, eps)
 
     def logits(
-        self, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight, rows: slice | Tensor = ALL_ROWS
+        self, _batch: ForwardBatch, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight
     ) -> Tensor:
-        return self._matmul(rms_norm(x[rows], norm, eps), weight)
+        return self._matmul(rms_norm(x, norm, eps), weight)
 
     def _dense(self, part: QuantTensor) -> Tensor:
         return dequantize(part.format, part.data).reshape(part.shape).to(self.dtype)

@@ -6,20 +6,21 @@ The definition of kernels/cuda/rope.py's `rope_store`, and what the reference an
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Chunk, DecodeBatch, KVLayer, Position, PromptBatch
-from quengine.kernels.kv_rows import slot_mapping, token_positions, write_rows
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.kv_rows import slot_mapping, write_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
 
 
-def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
-    """Rotate queries and keys of the T tokens that `start` names; write keys and values to `layer`.
+def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
+    """Rotate queries and keys of the T tokens of a step; write keys and values to `layer`.
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type. Returns the rotated queries
     [T, heads, head_dim].
     """
     tokens = qkv.shape[0]
-    positions = token_positions(start, tokens)
+    positions = batch.positions.long()
     heads = qkv.reshape(tokens, -1, spec.head_dim)
     first_value = spec.heads + spec.kv_heads
     q, k, v = heads[:, : spec.heads], heads[:, spec.heads : first_value], heads[:, first_value:]
@@ -29,18 +30,17 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position
     q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
     if spec.query_scale is not None:
         q = q * spec.query_scale[positions, None, None].to(qkv.dtype)
-    write_rows(layer, slot_mapping(positions, block_table(start)), k, v)
+    write_rows(layer, slot_mapping(positions, row_tables(batch)), k, v)
     return q
 
 
-def block_table(start: Position) -> Tensor | None:
-    """The table that `start` carries, or one for each token; None where the one sequence has the whole cache."""
-    if isinstance(start, DecodeBatch):
-        return start.block_tables
-    if isinstance(start, PromptBatch):
-        lengths = torch.tensor(start.lengths, device=start.block_tables.device)
-        return start.block_tables.repeat_interleave(lengths, 0)
-    return start.block_table if isinstance(start, Chunk) else None
+def row_tables(batch: ForwardBatch) -> Tensor:
+    """The block table of each token of a step [T, blocks], or the one that all have [blocks]."""
+    if batch.phase == "decode":
+        return batch.block_tables
+    if len(batch.query_lens) == 1:
+        return batch.block_tables[0]
+    return batch.block_tables.repeat_interleave(torch.tensor(batch.query_lens, device=batch.device), 0)
 
 
 def first_visible(spec: AttentionSpec, end: int) -> int:

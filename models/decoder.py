@@ -7,28 +7,18 @@ requests, text or sampling.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import (
-    ALL_ROWS,
-    LAST_ROW,
-    AttentionSpec,
-    Backend,
-    Hidden,
-    KVLayer,
-    Position,
-    PromptBatch,
-    RowPicker,
-)
+from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
 from quengine.models.config import ModelConfig
-from quengine.models.layers import Attention, FeedForward, LayerTensors, Pick
+from quengine.models.layers import Attention, FeedForward, LayerTensors
 
 
 class Block:
@@ -41,15 +31,11 @@ class Block:
         self.ffn = FeedForward(config, tensors, backend)
 
     def __call__(
-        self,
-        x: Hidden,
-        cache: KVLayer,
-        start: Position,
-        next_norm: Tensor,
-        pick: Pick | None = None,
+        self, batch: ForwardBatch, x: Hidden, cache: KVLayer, next_norm: Tensor, rows: Tensor | None = None
     ) -> Hidden:
-        """`next_norm`: weights of the norm behind this layer, the next one's or the output's. `pick`: see Attention."""
-        return self.ffn(self.attention(x, cache, start, self.ffn.ffn_norm, pick), next_norm)
+        """`next_norm`: weights of the norm behind this layer, the next one's or the output's. `rows`: see Attention."""
+        x = self.attention(batch, x, cache, self.ffn.ffn_norm, rows)
+        return self.ffn(batch, x, next_norm)
 
 
 class Decoder:
@@ -60,7 +46,7 @@ class Decoder:
         tensors: every tensor of the model by its GGUF name.
         backend: holds the weights and runs the operations.
         ctx_size: positions for which rotary rows and the causal mask are made, once, here.
-        chunk_size: the most tokens one `forward` takes.
+        chunk_size: the most tokens of one sequence that a `forward` takes.
     """
 
     def __init__(
@@ -84,35 +70,21 @@ class Decoder:
         ]
         self._next_norms = [block.attention.attn_norm for block in self.blk[1:]] + [self.output_norm]
 
-    def forward(
-        self, ids: Tensor, cache: Sequence[KVLayer], start: Position, last_only: bool = True
-    ) -> Tensor:
-        """Logits of tokens `ids` [T] int64 at the positions that `start` says, given the cache before them.
+    def forward(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
+        """Logits [n, vocab] of the rows `batch.logits_rows`, or of all, given the cache before them."""
+        x = self._layers(batch, cache, batch.logits_rows)
+        return self.backend.logits(batch, x, self.output_norm, self.config.rms_eps, self.output)
 
-        Returns [1, vocab] for the last token, or [sequences, vocab] for that of each chunk of a PromptBatch; or
-        [T, vocab] when `last_only` is false.
-        """
-        last = start.last_rows if isinstance(start, PromptBatch) else LAST_ROW
-        rows, backend = last if last_only else ALL_ROWS, self.backend
-        if last_only and len(ids) > 1 and isinstance(backend, RowPicker):
-            with backend.prompt():  # a row that goes on alone is not a step of decode
-                x, rows = self._layers(ids, cache, start, partial(backend.pick, rows=rows)), ALL_ROWS
-        else:
-            x = self._layers(ids, cache, start)
-        return self.backend.logits(x, self.output_norm, self.config.rms_eps, self.output, rows)
+    def hidden(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
+        """The rows that the output matrix would read, of all tokens: [T, embedding length]."""
+        x = self._layers(batch, cache, None)
+        return self.backend.rms_norm(x, self.output_norm, self.config.rms_eps)
 
-    def hidden(self, ids: Tensor, cache: Sequence[KVLayer], start: Position) -> Tensor:
-        """As `forward`, but the rows that the output matrix would read: [T, embedding length]."""
-        x = self._layers(ids, cache, start)
-        return self.backend.normed(x, self.output_norm, self.config.rms_eps)
-
-    def _layers(
-        self, ids: Tensor, cache: Sequence[KVLayer], start: Position, pick: Pick | None = None
-    ) -> Hidden:
-        """`pick`: takes the rows that go on behind the last layer's attention."""
-        x, last = self.backend.embed(self.token_embd, ids), self.blk[-1]
+    def _layers(self, batch: ForwardBatch, cache: Sequence[KVLayer], rows: Tensor | None) -> Hidden:
+        """`rows`: those that go on behind the last layer's attention."""
+        x, last = self.backend.embed(batch, self.token_embd), self.blk[-1]
         for block, layer, next_norm in zip(self.blk, cache, self._next_norms, strict=True):
-            x = block(x, layer, start, next_norm, pick if block is last else None)
+            x = block(batch, x, layer, next_norm, rows if block is last else None)
         return x
 
     @property

@@ -3,17 +3,15 @@
 A layer holds weights in the form its backend gave them and knows neither the device nor the number of layers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import ModelConfig
-
-Pick = Callable[[Hidden], Hidden]
-"""Some rows of what it is given."""
 
 
 class LayerTensors:
@@ -47,19 +45,14 @@ class Attention:
         self.attn_output = backend.weight(tensors.take("attn_output"))
 
     def __call__(
-        self,
-        x: Hidden,
-        cache: KVLayer,
-        start: Position,
-        next_norm: Tensor,
-        pick: Pick | None = None,
+        self, batch: ForwardBatch, x: Hidden, cache: KVLayer, next_norm: Tensor, rows: Tensor | None = None
     ) -> Hidden:
-        """`next_norm`: weights of the norm that reads the result. `pick`: takes the rows that go on."""
-        qkv = self.backend.norm_linear(x, self.attn_norm, self.eps, self.attn_qkv, self.attn_qkv_bias)
-        mixed = self.backend.attention(qkv, self.spec, cache, start)
-        if pick is not None:
-            mixed, x = pick(mixed), pick(x)
-        return self.backend.linear_add(mixed, self.attn_output, x, next_norm, self.eps)
+        """`next_norm`: weights of the norm that reads the result. `rows`: those that go on behind the attention."""
+        qkv = self.backend.norm_linear(batch, x, self.attn_norm, self.eps, self.attn_qkv, self.attn_qkv_bias)
+        mixed = self.backend.attention(batch, qkv, self.spec, cache)
+        if rows is not None:
+            mixed, x = self.backend.gather_rows(mixed, rows), self.backend.gather_rows(x, rows)
+        return self.backend.linear_add(batch, mixed, self.attn_output, x, next_norm, self.eps)
 
     @property
     def nbytes(self) -> int:
@@ -76,10 +69,10 @@ class FeedForward:
         self.ffn_gate_up = backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
         self.ffn_down = backend.weight(tensors.take("ffn_down"))
 
-    def __call__(self, x: Hidden, next_norm: Tensor) -> Hidden:
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Tensor) -> Hidden:
         """`next_norm`: weights of the norm that reads the result."""
-        gated = self.backend.norm_swiglu(x, self.ffn_norm, self.eps, self.ffn_gate_up)
-        return self.backend.linear_add(gated, self.ffn_down, x, next_norm, self.eps)
+        gated = self.backend.norm_swiglu(batch, x, self.ffn_norm, self.eps, self.ffn_gate_up)
+        return self.backend.linear_add(batch, gated, self.ffn_down, x, next_norm, self.eps)
 
     @property
     def nbytes(self) -> int:

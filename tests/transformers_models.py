@@ -15,6 +15,7 @@ from quengine.kernels.backend import KVLayer
 from quengine.kernels.reference import ReferenceBackend
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.decoder import Decoder
+from tests.forward import forward
 
 VOCAB, CONTEXT = 64, 128
 TOKENS = 40
@@ -115,7 +116,7 @@ def our_logits(checkpoint: Checkpoint, vocab: int = VOCAB) -> Tensor:
     decoder = Decoder(config, checkpoint.tensors, ReferenceBackend(keep=True), CONTEXT, CONTEXT)
     rows = torch.empty(2, CONTEXT, config.head_count_kv, config.head_dim)
     cache = [KVLayer(*rows.clone()) for _ in range(config.block_count)]
-    return decoder.forward(token_ids(vocab), cache, 0, last_only=False)
+    return forward(decoder, token_ids(vocab), cache, all_logits=True)
 
 
 def nmse(ours: Tensor, theirs: Tensor) -> float:

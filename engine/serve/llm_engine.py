@@ -10,7 +10,6 @@ import torch
 
 from quengine.errors import EngineError
 from quengine.llm import LLM
-from quengine.paged_scheduler import PagedScheduler
 from quengine.pooling import Pooling
 from quengine.sampler import TokenLogprobs
 from quengine.sequence import Sequence as LLMSequence
@@ -155,7 +154,7 @@ class LLMEngine:
         if batch is None:
             raise error
         self._check_device()
-        if isinstance(scheduler, PagedScheduler) and len(batch.sequences) > 1:
+        if len(batch.sequences) > 1:
             logger.warning("a step of %d texts failed; each is tried alone", len(batch.sequences))
             scheduler.retry_alone()
             return []

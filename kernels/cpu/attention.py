@@ -18,9 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import DecodeBatch, KVLayer
+from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu.kernel_table import join_kernel, stretch_kernel
 from quengine.kernels.cpu.threads import Launch, fp32_bits, run
+from quengine.kernels.forward_batch import ForwardBatch
 
 STRETCH = 256  # positions; a multiple of 8
 PART_HEAD_BYTES = 32  # of a part, before its weighted sum
@@ -50,14 +51,14 @@ def decode_attention_launches(
 
 
 def batch_attention(
-    q: Tensor, layer: KVLayer, start: DecodeBatch, scale: float, window: int | None
+    q: Tensor, layer: KVLayer, batch: ForwardBatch, scale: float, window: int | None
 ) -> Tensor:
     """`decode_attention` of the newest token of each of B sequences, over what it sees: fp32 [B, H, hd].
 
     q: fp32 [B, H, hd]. The positions and tables are in the cache. Raises ValueError for other shapes or types.
     """
     check_caches(q, layer)
-    lengths, tables = (start.positions + 1).tolist(), start.block_tables.long().contiguous()
+    lengths, tables = (batch.positions + 1).tolist(), batch.block_tables.long().contiguous()
     visible = Visible(min(max(lengths), window or max(lengths)), tables)
     visible.set(lengths, window)
     out = torch.empty(q.shape)

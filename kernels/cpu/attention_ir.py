@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cpu.row_ir import emitter
 from quengine.kernels.cpu.vector_ir import F32, I8, I32, I64, Emitter, vec
 

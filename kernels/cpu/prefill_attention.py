@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quengine.errors import CannotRunError
-from quengine.kernels.backend import BLOCK_SIZE, KVLayer
-from quengine.kernels.cache_types import CacheType
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.cache_types import BLOCK_SIZE, CacheType
 from quengine.kernels.cpu.attention import check_types, strides
 from quengine.kernels.cpu.kernel_table import (
     block_kernel,

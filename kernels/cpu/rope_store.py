@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, KVLayer, Position
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cpu.attention import check_types, scale_strides, strides
 from quengine.kernels.cpu.kernel_table import rope_store_kernel
 from quengine.kernels.cpu.threads import Launch, fp32_bits, run
-from quengine.kernels.kv_rows import slot_mapping, token_positions
-from quengine.kernels.rope_store import block_table
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.kv_rows import slot_mapping
+from quengine.kernels.rope_store import row_tables
 
 
 def rope_store_launch(
@@ -45,16 +47,16 @@ def rope_store_launch(
     return Launch(kernel, parameters, tasks, keep=(qkv, spec, layer, positions, slots))
 
 
-def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, start: Position) -> Tensor:
+def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
     """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launch`.
 
     Raises ValueError when a position is not in the cache, or the cache is neither fp16 nor q8_0.
     """
-    rows, ctx, table = qkv.shape[0], layer.k.shape[0], block_table(start)
+    rows, ctx, table = qkv.shape[0], layer.k.shape[0], row_tables(batch)
     check_types(layer)
-    positions = token_positions(start, rows)
+    positions = batch.positions.long()
     first, last = int(positions.min()), int(positions.max())
-    held = min(spec.cos.shape[0], ctx if table is None else table.shape[-1] * BLOCK_SIZE)
+    held = min(spec.cos.shape[0], table.shape[-1] * BLOCK_SIZE)
     if not 0 <= first <= last < held:
         raise ValueError(f"positions {first} to {last} are not in a cache of {held}")
     slots = slot_mapping(positions, table)

@@ -1,8 +1,8 @@
 """The decode step as a single list of kernels, written down once and run for every token.
 
 `StepRecorder` does the operations of kernels.backend.Backend by noting kernels over buffers that stay where they are;
-`Step` runs what was noted, with tokens and their positions: one of the one sequence that has the whole cache, or the
-newest ones of several whose caches lie in blocks. A layer is five stages (stage.py), between which the threads meet:
+`Step` runs what was noted, with the tokens of one or more sequences, their positions and their blocks. A layer is
+five stages (stage.py), between which the threads meet:
 QKV | attention | output projection | gate and up | down. Norms, rotation, rounding and residuals are parts of them;
 what is too much for one thread when rows are several has stages of its own.
 
@@ -18,7 +18,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, DecodeBatch, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cpu.add import add_launch
 from quengine.kernels.cpu.attention import Visible, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.matmul import embed_launch, matvec_launch, round_launch, task_rows
@@ -28,6 +29,7 @@ from quengine.kernels.cpu.rope_store import rope_store_launch
 from quengine.kernels.cpu.stage import Stage
 from quengine.kernels.cpu.swiglu import swiglu_launch
 from quengine.kernels.cpu.threads import Launch, Program, get_threads
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 
 # A stage has so many tasks for each thread, where a matrix has the rows, so that threads end close together.
@@ -69,17 +71,17 @@ class _Attention:
 
 @dataclass
 class StepRecorder:
-    """Notes the operations of one token, or with `blocks` those of `rows` tokens over a paged cache.
+    """Notes the operations of a decode step of `rows` tokens.
 
     `tokens` and `positions`, int64 [rows], are what a step is run with; `tables`, int64 [rows, blocks], are their
-    sequences' blocks. `start` is what the operations are given. Buffers are shared by operations of the same kind: a
+    sequences' blocks, and `batch` is all of them. Buffers are shared by operations of the same kind: a
     hidden state lasts until the second `linear_add` after the one that made it, any others until the next operation of
     their kind. With the same `buffers` they are shared by steps too, of which one at a time may run.
     """
 
-    rows: int = 1
-    blocks: int = 0
-    buffers: Buffers = field(default_factory=dict)
+    rows: int
+    blocks: int
+    buffers: Buffers
     vocabulary: int = 0
     context: int = 0
     stages: list[Stage] = field(default_factory=list)
@@ -88,13 +90,12 @@ class StepRecorder:
     _row_stage: Stage | None = None  # the newest one with a task a row
 
     def __post_init__(self) -> None:
-        assert self.rows == 1 or self.blocks
         self.tokens = torch.zeros(self.rows, dtype=torch.int64)
         self.positions = torch.zeros(self.rows, dtype=torch.int64)
         # The rows of the cache where the tokens' keys and values go.
-        self.slots = torch.zeros(self.rows, dtype=torch.int64) if self.blocks else self.positions
+        self.slots = torch.zeros(self.rows, dtype=torch.int64)
         self.tables = torch.zeros(self.rows, self.blocks, dtype=torch.int64)
-        self.start = DecodeBatch(self.positions, self.tables) if self.blocks else self.positions
+        self.batch = ForwardBatch("decode", self.tokens, self.positions, self.tables)
 
     def embed(self, weight: Parts, ids: Tensor) -> Rows:
         assert ids is self.tokens
@@ -130,16 +131,16 @@ class StepRecorder:
             y = self._fp32("hidden 1", _rows(weight))
         return Rows(y, self._matvecs(x, weight, y, residual.values))
 
-    def attention(self, qkv: Rows, spec: AttentionSpec, layer: KVLayer, start: object) -> Rows:
-        assert start is self.start
-        self.context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE if self.blocks else layer.k.shape[0])
+    def attention(self, qkv: Rows, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Rows:
+        assert batch is self.batch
+        self.context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
         queries = qkv.values[:, : spec.heads * spec.head_dim].view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
         self._behind(qkv.stage, rope_store_launch(qkv.values, spec, layer, self.positions, self.slots))
         visible = self._visible.get((self.context, spec.window))
         if visible is None:
             most = min(self.context, spec.window or self.context)
-            visible = Visible(most, self.tables if self.blocks else None)
+            visible = Visible(most, self.tables)
             self._visible[self.context, spec.window] = visible
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
@@ -251,18 +252,7 @@ class Step:
         for attention in recorder.attentions:
             self._alike.setdefault(attention.visible, []).append((attention, numbers[id(attention.stage)]))
 
-    def run(self, token: int, position: int) -> Tensor:
-        """Logits [1, V] fp32 after `token` at `position` of a contiguous cache; its row is written to the cache.
-
-        Raises ValueError for a token outside the embedding or a position outside the cache.
-        """
-        self._check([token], [position])
-        self._tokens[0], self._positions[0] = token, position
-        return self._run([position + 1]).clone()
-
-    def run_batch(
-        self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[Sequence[int]]
-    ) -> Tensor:
+    def run(self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[Sequence[int]]) -> Tensor:
         """Logits [rows, V] fp32 after each of `rows` tokens, whose rows are written to the blocks of their tables.
 
         They are valid until the next run. A table has at least the blocks up to its token's position, and those are

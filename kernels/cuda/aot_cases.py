@@ -13,25 +13,16 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import (
-    ALL_ROWS,
-    BLOCK_SIZE,
-    LAST_ROW,
-    AttentionSpec,
-    Chunk,
-    DecodeBatch,
-    KVLayer,
-    Position,
-    PromptBatch,
-)
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cache_types import CACHE_TYPES, CacheType, can_store
+from quengine.kernels.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
 from quengine.kernels.cuda import attention_prefill, attention_warps, launch_table, matmul_wgmma
 from quengine.kernels.cuda.batch_rows import settle_rows
 from quengine.kernels.cuda.half import Products
 from quengine.kernels.cuda.layout import packed_layout
 from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight, can_pair
 from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, sample_step
+from quengine.kernels.forward_batch import ForwardBatch, Phase
 from quengine.kernels.kv_rows import allocate_layer
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import RopeLayout
@@ -172,28 +163,27 @@ def _model_cases() -> Iterator[Case]:
     matrix units of Hopper do not take."""
     for name in ("Q4_K", "Q6_K"):
         layer = partial(_layer, "Q4_K", name, name, 4096, 14336, MISTRAL)
-        for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS, LONG_CHUNK):
+        for rows in (1, *FEW_ROWS):
             archs = ARCHS if rows == 1 else (90,)
-            yield Case(
-                f"mistral-7b, v and down {name}, {_rows(rows)}", rows == 1, archs, partial(layer, rows)
-            )
-            if rows in FEW_ROWS:
-                call = partial(_prompt, partial(layer, rows))
-                yield Case(f"mistral-7b, v and down {name}, prompt of {rows}", False, (90,), call)
+            step = partial(layer, _decode(rows))
+            yield Case(f"mistral-7b, v and down {name}, {_rows(rows)}", rows == 1, archs, step)
+        for rows in (*FEW_ROWS, ODD_ROWS, PREFILL_ROWS, LONG_CHUNK):
+            call = partial(layer, _prefill(rows))
+            yield Case(f"mistral-7b, v and down {name}, prompt of {rows}", False, (90,), call)
     for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS):
         archs = ARCHS if rows in (1, PREFILL_ROWS) else (90,)
-        call = partial(_ends, "Q4_K", "Q6_K", 32768, 4096, rows)
+        call = partial(_ends, "Q4_K", "Q6_K", 32768, 4096, _step(rows))
         yield Case(f"mistral-7b, embedding Q4_K and output Q6_K, {_rows(rows)}", rows == 1, archs, call)
     for rows in (1, 16, PREFILL_ROWS):
         call = partial(
-            _layer, "Q4_K", "Q6_K", "Q6_K", 1536, 8960, Heads(12, 2, 128, "halves"), rows, bias=True
+            _layer, "Q4_K", "Q6_K", "Q6_K", 1536, 8960, Heads(12, 2, 128, "halves"), _step(rows), bias=True
         )
         yield Case(f"qwen2-1.5b, v and down Q6_K, {_rows(rows)}", rows == 1, (90,), call)
-        small = partial(_layer, "Q4_1", "Q4_1", "Q4_1", 576, 1536, HEADS["smollm2 9/3x64"], rows)
-        yield Case(f"smollm2-135m, {_rows(rows)}", rows == 1, (90,), small)
+        small = partial(_layer, "Q4_1", "Q4_1", "Q4_1", 576, 1536, HEADS["smollm2 9/3x64"])
+        yield Case(f"smollm2-135m, {_rows(rows)}", rows == 1, (90,), partial(small, _step(rows)))
         if rows == 16:
-            yield Case(f"smollm2-135m, prompt of {rows}", False, (90,), partial(_prompt, small))
-        ends = partial(_ends, "Q8_0", "Q8_0", 49152, 576, rows)
+            yield Case(f"smollm2-135m, prompt of {rows}", False, (90,), partial(small, _prefill(rows)))
+        ends = partial(_ends, "Q8_0", "Q8_0", 49152, 576, _step(rows))
         yield Case(f"smollm2-135m, embedding and output, {_rows(rows)}", rows == 1, (90,), ends)
 
 
@@ -203,23 +193,20 @@ def _type_cases() -> Iterator[Case]:
         layer = partial(_layer, name, name, name, size, size, SMALL)
         ends = partial(_ends, name, name, 2 * size, size)
         decode = ARCHS if name in COMMON_TYPES else (80, 90)
-        yield Case(f"{name}, layer, decode", True, decode, partial(layer, 1))
-        yield Case(f"{name}, ends, decode", True, decode, partial(ends, 1))
-        yield Case(f"{name}, matmul, 16 rows", False, decode, partial(_matmul, name, size, 16))
-        yield Case(
-            f"{name}, prompt matmul, 16 rows",
-            False,
-            (80,),
-            partial(_prompt, partial(_matmul, name, size, 16)),
-        )
-        yield Case(f"{name}, layer, 16 rows", False, (90,), partial(layer, 16))
-        yield Case(f"{name}, prompt of 16", False, (90,), partial(_prompt, partial(layer, 16)))
+        matmul = partial(_matmul, name, size)
+        yield Case(f"{name}, layer, decode", True, decode, partial(layer, _decode(1)))
+        yield Case(f"{name}, ends, decode", True, decode, partial(ends, _decode(1)))
+        yield Case(f"{name}, matmul, 16 rows", False, decode, partial(matmul, _decode(16)))
+        yield Case(f"{name}, prompt matmul, 16 rows", False, (80,), partial(matmul, _prefill(16)))
+        yield Case(f"{name}, layer, 16 rows", False, (90,), partial(layer, _decode(16)))
+        yield Case(f"{name}, prompt of 16", False, (90,), partial(layer, _prefill(16)))
         prefill = ARCHS if name in COMMON_TYPES else (90,)
-        yield Case(f"{name}, layer, {PREFILL_ROWS} rows", False, prefill, partial(layer, PREFILL_ROWS))
+        prompt = partial(layer, _prefill(PREFILL_ROWS))
+        yield Case(f"{name}, layer, {PREFILL_ROWS} rows", False, prefill, prompt)
     for name in ("Q4_K", "Q6_K"):
         for rows in FEW_ROWS:
-            layer = partial(_layer, name, name, name, size, size, SMALL, rows)
-            yield Case(f"{name}, batched step of {rows}", False, (80,), partial(layer, start=_batch(rows)))
+            layer = partial(_layer, name, name, name, size, size, SMALL, _decode(rows))
+            yield Case(f"{name}, batched step of {rows}", False, (80,), layer)
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -228,44 +215,35 @@ def _attention_cases() -> Iterator[Case]:
         for cache_type in CACHE_TYPES:
             if not can_store(cache_type, heads.head_dim):
                 continue
-            chunk = Chunk(0, _block_tables(1)[0])
-            for rows in (1, 32, LONG_CHUNK):
-                call = partial(_attention, heads, cache_type, rows)
-                case = f"attention {name} {cache_type}"
-                yield Case(f"{case}, {_rows(rows)}", rows == 1, archs, partial(call, _start(rows)))
-                step = "one token" if rows == 1 else _rows(rows)
-                yield Case(f"{case}, paged, {step}", rows == 1, archs, partial(call, chunk))
-            yield Case(f"{case}, one token", True, archs, partial(_attention, heads, cache_type, 1, 0))
-            for kind, start in (
-                ("products", 0),
-                ("paged products", chunk),
-                ("products of two prompts", _prompts(LONG_CHUNK)),
+            case = f"attention {name} {cache_type}"
+            for rows in (1, 32, LONG_CHUNK):  # the token of a prompt of one waits for its position
+                call = partial(_attention, heads, cache_type, _prefill(rows))
+                yield Case(f"{case}, prompt of {rows}", rows == 1, archs, call)
+            for kind, batch in (
+                ("products", _prefill(LONG_CHUNK)),
+                ("products of two prompts", _two_prompts(LONG_CHUNK)),
             ):
-                call = partial(_product_attention, heads, cache_type, start)
+                call = partial(_product_attention, heads, cache_type, batch)
                 yield Case(f"{case}, {kind}, {LONG_CHUNK} rows", False, archs, call)
             for rows in (1, BATCH, FEW_ROWS[-1]):
-                call = partial(_attention, heads, cache_type, rows, _batch(rows))
-                yield Case(f"{case}, paged, decode of {rows}", True, archs, call)
+                call = partial(_attention, heads, cache_type, _decode(rows))
+                yield Case(f"{case}, decode of {rows}", True, archs, call)
             if name in _EVERYWHERE:
                 # Rows of one sequence, as drafts have them: written by a launch of its own, read by one that waits.
-                call = partial(_attention, heads, cache_type, BATCH, _batch(BATCH, consecutive=True))
-                yield Case(f"{case}, paged, rows of one text", True, (90,), call)
+                call = partial(_attention, heads, cache_type, _decode(BATCH, shares_sequences=True))
+                yield Case(f"{case}, rows of one sequence", True, (90,), call)
 
 
 def _fixed_cases() -> Iterator[Case]:
     """What only a deterministic run launches: few kernels, for all numbers of rows."""
     for name, types in (("Q4_K", ("Q4_K", "Q6_K", "Q6_K")), ("F32", ("F32", "F16", "BF16"))):
         for rows in (1, ODD_ROWS):
-            layer = partial(_layer, *types, 1024, 1024, SMALL, rows)
+            layer = partial(_layer, *types, 1024, 1024, SMALL, _step(rows))
             yield Case(f"deterministic {name}, {_rows(rows)}", False, ARCHS, partial(_fixed, layer))
     for name in _EVERYWHERE:
         for cache_type in CACHE_TYPES:
-            for kind, start in (
-                ("chunk", 0),
-                ("paged chunk", Chunk(0, _block_tables(1)[0])),
-                ("two prompts", _prompts(ODD_ROWS)),
-            ):
-                call = partial(_attention, HEADS[name], cache_type, ODD_ROWS, start)
+            for kind, batch in (("chunk", _prefill(ODD_ROWS)), ("two prompts", _two_prompts(ODD_ROWS))):
+                call = partial(_attention, HEADS[name], cache_type, batch)
                 case = f"deterministic attention {name} {cache_type}, {kind}"
                 yield Case(case, False, ARCHS, partial(_fixed, call))
 
@@ -273,12 +251,6 @@ def _fixed_cases() -> Iterator[Case]:
 def _fixed(call: Callable[[MetaBackend], object], backend: MetaBackend) -> None:
     backend.fixed_kernels = True
     call(backend)
-
-
-def _prompt(call: Callable[[MetaBackend], object], backend: MetaBackend) -> None:
-    """The few rows of a prompt, whose weights are rounded otherwise than a batch's."""
-    with backend.prompt():
-        call(backend)
 
 
 def _width_cases() -> Iterator[Case]:
@@ -316,13 +288,12 @@ def _layer(
     hidden: int,
     ffn: int,
     heads: Heads,
-    rows: int,
+    batch: ForwardBatch,
     backend: MetaBackend,
     bias: bool = False,
-    start: "Position | None" = None,
 ) -> None:
     """One layer's operations, in the decoder's order. `value`, `down`: the types of these two matrices."""
-    norm, x = _empty(hidden), _empty(rows, hidden)
+    norm, x = _empty(hidden), _empty(len(batch), hidden)
     sizes = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     qkv = backend.weight(
         [_tensor(name, sizes[0], hidden), _tensor(name, sizes[1], hidden), _tensor(value, sizes[1], hidden)]
@@ -331,46 +302,46 @@ def _layer(
     output = backend.weight([_tensor(name, hidden, sizes[0])])
     gate_up = backend.gate_up_weight(_tensor(name, ffn, hidden), _tensor(name, ffn, hidden))
     down_weight = backend.weight([_tensor(down, hidden, ffn)])
-    mixed = backend.attention(
-        backend.norm_linear(x, norm, EPS, qkv, added),
-        heads.spec(),
-        heads.layer("f16"),
-        _start(rows) if start is None else start,
+    products = backend.norm_linear(batch, x, norm, EPS, qkv, added)
+    mixed = backend.attention(batch, products, heads.spec(), heads.layer("f16"))
+    x = backend.linear_add(batch, mixed, output, x, norm, EPS)
+    x = backend.linear_add(
+        batch, backend.norm_swiglu(batch, x, norm, EPS, gate_up), down_weight, x, norm, EPS
     )
-    x = backend.linear_add(mixed, output, x, norm, EPS)
-    x = backend.linear_add(backend.norm_swiglu(x, norm, EPS, gate_up), down_weight, x, norm, EPS)
-    backend.norm_linear(x, norm, EPS, qkv, added)  # as the next layer does, whose norm has been begun
+    backend.norm_linear(batch, x, norm, EPS, qkv, added)  # as the next layer does, whose norm has been begun
 
 
-def _ends(name: str, output: str, vocab: int, hidden: int, rows: int, backend: MetaBackend) -> None:
-    """Embedding and logits, of the last row and of all."""
-    x = backend.embed(backend.weight([_tensor(name, vocab, hidden)]), _empty(rows, dtype=torch.int64))
+def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """Embedding and logits, of one row and of all."""
+    x = backend.embed(batch, backend.weight([_tensor(name, vocab, hidden)]))
     weight = backend.weight([_tensor(output, vocab, hidden)])
-    for which in (LAST_ROW, ALL_ROWS):
-        backend.logits(x, _empty(hidden), EPS, weight, which)
+    for rows in (x[:1], x):
+        backend.logits(batch, rows, _empty(hidden), EPS, weight)
 
 
-def _attention(heads: Heads, cache_type: CacheType, rows: int, start: Position, backend: MetaBackend) -> None:
-    backend.attention(_empty(rows, heads.width), heads.spec(), heads.layer(cache_type), start)
+def _attention(heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend) -> None:
+    qkv = _empty(len(batch), heads.width)
+    backend.attention(batch, qkv, heads.spec(), heads.layer(cache_type))
 
 
-def _product_attention(heads: Heads, cache_type: CacheType, start: Position, backend: MetaBackend) -> None:
+def _product_attention(
+    heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend
+) -> None:
     """Of a chunk whose QKV come as the matmul left them, as they do behind packed weights without biases."""
-    rows = LONG_CHUNK
-    products = Products(_empty(rows, heads.width), _empty(rows), 1.0)
+    products = Products(_empty(len(batch), heads.width), _empty(len(batch)), 1.0)
     backend.weight([_tensor("Q8_0", 16, 128)])  # room for a workspace
-    backend.attention(products, heads.spec(), heads.layer(cache_type), start)
+    backend.attention(batch, products, heads.spec(), heads.layer(cache_type))
 
 
-def _matmul(name: str, size: int, rows: int, backend: MetaBackend) -> None:
+def _matmul(name: str, size: int, batch: ForwardBatch, backend: MetaBackend) -> None:
     weight = backend.weight([_tensor(name, size, size)])
-    backend.linear_add(_empty(rows, size), weight, _empty(rows, size))
+    backend.linear_add(batch, _empty(len(batch), size), weight, _empty(len(batch), size))
 
 
 def _norm(width: int, rows: int, backend: MetaBackend) -> None:
     weight = backend.weight([_tensor("F16", 64, width)])
-    backend.normed(_empty(rows, width), _empty(width), EPS)
-    backend.norm_linear(_empty(rows, width), _empty(width), EPS, weight)
+    backend.rms_norm(_empty(rows, width), _empty(width), EPS)
+    backend.norm_linear(_step(rows), _empty(rows, width), _empty(width), EPS, weight)
 
 
 def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
@@ -383,17 +354,33 @@ def _settle(_: cuda_backend.CudaBackend) -> None:
     settle_rows(tokens, others, others, tokens)
 
 
-def _start(rows: int) -> Position:
-    """A captured decode step reads its position on the device."""
-    return _empty(1, dtype=torch.int32) if rows == 1 else 0
+def _step(rows: int) -> ForwardBatch:
+    """A decode step of as many rows as it takes, else a prompt."""
+    return _prefill(rows) if rows > FEW_ROWS[-1] else _decode(rows)
 
 
-def _batch(rows: int, consecutive: bool = False) -> DecodeBatch:
-    return DecodeBatch(_empty(rows, dtype=torch.int32), _block_tables(rows), consecutive)
+def _decode(rows: int, shares_sequences: bool = False) -> ForwardBatch:
+    return _batch("decode", rows, _block_tables(rows), shares_sequences=shares_sequences)
 
 
-def _prompts(rows: int) -> PromptBatch:
-    return PromptBatch((0, 0), (rows - 1, 1), _block_tables(2), _empty(2, dtype=torch.int64))
+def _prefill(rows: int) -> ForwardBatch:
+    return _batch("prefill", rows, _block_tables(1), (0,), (rows,))
+
+
+def _two_prompts(rows: int) -> ForwardBatch:
+    return _batch("prefill", rows, _block_tables(2), (0, 0), (rows - 1, 1))
+
+
+def _batch(
+    phase: Phase,
+    rows: int,
+    tables: Tensor,
+    starts: tuple[int, ...] = (),
+    query_lens: tuple[int, ...] = (),
+    shares_sequences: bool = False,
+) -> ForwardBatch:
+    ids, positions = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.int32)
+    return ForwardBatch(phase, ids, positions, tables, starts, query_lens, shares_sequences=shares_sequences)
 
 
 def _block_tables(rows: int) -> Tensor:

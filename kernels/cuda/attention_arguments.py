@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.half import HalfRows
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rotation_arguments, rotation_constants, table_arguments

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, PromptBatch
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.attention_prefill_wgmma import (
     GROUP_ROWS,
     HEAD_DIM,
@@ -25,9 +26,10 @@ from quengine.kernels.cuda.attention_prefill_wgmma import (
 )
 from quengine.kernels.cuda.kv_store import KVStore, expand_codes, load_tile, table_rows
 from quengine.kernels.cuda.mma import uses_assembly
-from quengine.kernels.cuda.prompt_rows import TILE_FIELDS, PromptRows
+from quengine.kernels.cuda.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.relaunch import Copied, Relaunched
 from quengine.kernels.cuda.rope import sequence_pointers, table_arguments
+from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 
@@ -239,7 +241,7 @@ def attention_prefill(
     block_table: torch.Tensor | None = None,
     fixed: bool = False,
     in_place: bool = False,
-    prompts: PromptRows | None = None,
+    prompts: PrefillTiles | None = None,
     ordered: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of T query rows at positions start..start+T of one sequence over cache rows 0..start+T.
@@ -248,8 +250,9 @@ def attention_prefill(
     `spec.mask_band` must have at least T rows and reach `start`. `block_table`: as in `rope_store`. Returns
     [T, heads * head_dim] of `out_dtype`; `in_place`: where q was; or `ordered`, the values of ordered rows (half.py),
     where `stores_ordered` says so. `fixed`: a row's bits are the same whatever chunk it is in: key tiles of one size
-    lie at its multiples, and one in which a row sees nothing leaves its state as it is. `prompts` (`prompt_rows` makes
-    it): the rows are chunks of several sequences, `block_table` has a row for each, and `start` is 0.
+    lie at its multiples, and one in which a row sees nothing leaves its state as it is. `prompts`
+    (`prefill_tiles` makes it): the rows are chunks of several sequences, `block_table` has a row for each, and `start`
+    is 0.
     Source: Dao 2023 (FlashAttention-2).
     """
     tokens, heads, head_dim = q.shape
@@ -328,7 +331,7 @@ def _launch_wgmma(
     rows: int,
     pdl: bool,
     block_table: torch.Tensor | None,
-    prompts: PromptRows | None,
+    prompts: PrefillTiles | None,
     out: torch.Tensor,
     ordered: bool,
 ) -> None:
@@ -362,15 +365,15 @@ def _launch_wgmma(
     )
 
 
-def stores_ordered(cache: KVStore, prompts: PromptRows | None, tokens: int) -> bool:
+def stores_ordered(cache: KVStore, prompts: PrefillTiles | None, tokens: int) -> bool:
     """Whether `attention_prefill` of so many rows, or of `prompts`, can write `ordered` ones."""
     rows = tokens if prompts is None else prompts.longest
     return prefill_launch(cache.k.shape[3], rows, is_hopper(cache.k.device)).wgmma and not cache.q8_0
 
 
-def prompt_rows(batch: PromptBatch, head_dim: int, fixed: bool = False) -> PromptRows:
+def prefill_tiles(batch: ForwardBatch, head_dim: int, fixed: bool = False) -> PrefillTiles:
     """What `rope_store` and `attention_prefill` read of chunks of several sequences."""
-    return PromptRows.of(batch, tile_rows(head_dim, max(batch.lengths), batch.block_tables.device, fixed))
+    return cut_tiles(batch, tile_rows(head_dim, max(batch.query_lens), batch.device, fixed))
 
 
 def tile_rows(head_dim: int, rows: int, device: torch.device, fixed: bool = False) -> int:

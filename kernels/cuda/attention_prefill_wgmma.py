@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quengine.kernels.cuda.kv_store import BLOCK, BLOCK_BITS
-from quengine.kernels.cuda.prompt_rows import TILE_FIELDS
+from quengine.kernels.cuda.prefill_tiles import TILE_FIELDS
 from quengine.kernels.cuda.relaunch import Relaunched
 
 HEAD_DIM = 128

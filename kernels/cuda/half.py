@@ -118,7 +118,7 @@ class HalfRows:
         width = width if cols is None else cols
         return self.row_major(width).float() * self.unscale[:, None]
 
-    def pick(self, rows: slice | Tensor) -> Tensor:
+    def pick(self, rows: Tensor) -> Tensor:
         """Some rows alone, fp32 [rows, K]. Of rows in tiles K must be a multiple of 128."""
         if self.tiled:
             return self.dequantize()[rows]

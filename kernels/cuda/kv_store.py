@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.backend import BLOCK_SIZE, KVLayer
-from quengine.kernels.cache_types import check_head_dim
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.cache_types import BLOCK_SIZE, check_head_dim
 from quengine.kernels.kv_q8_0 import GROUP
 
 Q8_GROUP = tl.constexpr(GROUP)

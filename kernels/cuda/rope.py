@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.half import Products
 from quengine.kernels.cuda.kv_store import BLOCK, KVStore, store_rows, table_rows
 from quengine.kernels.cuda.relaunch import Relaunched

@@ -28,14 +28,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_table_is_all_of_stdout_and_nothing_else_is_printed(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["bench", "-m", model, *QUICK, "-d", "0,8"]) == 0
+    assert run(["bench", "-m", model, *QUICK, "-d", "0,32"]) == 0
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert all(line.startswith("|") and line.endswith("|") for line in lines)
     assert {len(line) for line in lines} == {len(lines[0])}
     assert cells[0][:8] == ["model", "size", "params", "type", "device", "threads", "test", "t/s"]
-    assert [row[6] for row in cells[2:]] == ["pp6", "tg3", "pp6 @ d8", "tg3 @ d8"]
+    assert [row[6] for row in cells[2:]] == ["pp6", "tg3", "pp6 @ d32", "tg3 @ d32"]
     assert [row[8] == "-" for row in cells[2:]] == [True, False, True, False]
     assert captured.err == ""
 

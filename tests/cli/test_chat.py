@@ -59,7 +59,7 @@ def test_piped_bytes_that_are_no_text_are_a_user_error(
 def test_the_second_turn_is_mostly_cached(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    assert talk(monkeypatch, model, "hello there", "more", "/stats") == 0
+    assert talk(monkeypatch, model, "hello there, " * 7, "more", "/stats") == 0
     match = re.search(r"prompt +(\d+) tokens \((\d+) from the cache\)", capsys.readouterr().err)
     assert match is not None
     prompt, cached = map(int, match.groups())

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from quengine.cli.main import run
-from quengine.kernels.backend import ALL_ROWS
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.reference import ReferenceBackend
 from quengine.machine import CudaDevice
@@ -39,9 +38,9 @@ class WrongQ4K(ReferenceBackend):
         super().__init__(keep=True)
         self.factor = factor
 
-    def logits(self, x, norm, eps, weight, rows=ALL_ROWS):
+    def logits(self, batch, x, norm, eps, weight):
         wrong = weight.parts[0].format.name == "Q4_K"
-        return super().logits(x, norm, eps, weight, rows) * (self.factor if wrong else 1)
+        return super().logits(batch, x, norm, eps, weight) * (self.factor if wrong else 1)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -219,10 +219,12 @@ def test_a_layer_past_its_own_budget_fails_where_the_logits_do_not(
 
     linear_add, calls = CpuBackend.linear_add, 0
 
-    def one_is_a_little_wrong(self: CpuBackend, x: Any, weight: Any, residual: Any, *rest: Any) -> Any:
+    def one_is_a_little_wrong(
+        self: CpuBackend, batch: Any, x: Any, weight: Any, residual: Any, *rest: Any
+    ) -> Any:
         nonlocal calls
         calls += 1
-        result = linear_add(self, x, weight, residual, *rest)
+        result = linear_add(self, batch, x, weight, residual, *rest)
         # The first layer's feed-forward in decode, by an NMSE of 1.4e-6, 27 times an operation's budget. A captured
         # step names its operations instead of computing them, so what serves is right.
         eager = isinstance(result, torch.Tensor) and len(result) == 1

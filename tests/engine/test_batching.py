@@ -9,12 +9,12 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.constraint_spec import ConstraintSpec
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.output import Completion
 from quengine.paged_scheduler import PagedScheduler
 from quengine.runner import Result
 from quengine.sampler import Sample
-from quengine.scheduler import Batch, DecodeStep, PromptStep
+from quengine.scheduler import Batch, Chunk
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -67,7 +67,6 @@ def expected(alone: LLM, params: SamplingParams) -> list[Completion]:
 
 
 def paged(llm: LLM) -> PagedScheduler:
-    assert isinstance(llm.scheduler, PagedScheduler)
     return llm.scheduler
 
 
@@ -100,8 +99,8 @@ def test_prompts_computed_in_one_step_give_the_texts_they_give_alone(
         computed: list[int] = []
         run = llm.runner.run
 
-        def counted(batch: Batch | PromptStep | DecodeStep) -> list[Result]:
-            if not isinstance(batch, DecodeStep):
+        def counted(batch: Batch) -> list[Result]:
+            if batch.phase == "prefill":
                 computed.append(len(batch.sequences))
             return run(batch)
 
@@ -120,10 +119,7 @@ def test_a_step_of_several_prompts_may_be_longer_than_the_context_of_each(model:
             stream.start()
         llm.step()
         step = paged(llm).current
-        assert (
-            isinstance(step, PromptStep)
-            and sum(len(chunk.ids) for chunk in step.chunks) == 360 > llm.ctx_size
-        )
+        assert step is not None and sum(len(chunk.ids) for chunk in step.chunks) == 360 > llm.ctx_size
         for stream in streams:
             stream.close()
         same(llm.generate(prompts, GREEDY), alone.generate(prompts, GREEDY))
@@ -142,7 +138,8 @@ def test_a_prompt_whose_logits_are_not_finite_fails_alone_of_those_in_its_step(m
         for stream in streams:
             stream.start()
         llm.step()
-        assert isinstance(paged(llm).current, PromptStep)
+        step = paged(llm).current
+        assert step is not None and len(step.chunks) == 3
         with pytest.raises(EngineError, match=r"token 20: .* logits are not finite"):
             streams[1].finish()
         same([streams[i].finish() for i in (0, 2)], alone.generate([prompts[0], prompts[2]], GREEDY))
@@ -241,18 +238,18 @@ def test_a_deterministic_run_shares_prompts_only_and_computes_answers_again_toke
     with load(model, 7, backend, chunk_size=24, deterministic=True) as llm:
         shrink(llm, 6)
         decoded = []
-        decode_batch = llm.runner.decode_batch
+        decode = llm.runner.decode
         prefill = llm.runner.prefill
 
         def watched_decode(sequences: list[object]) -> object:
             decoded.extend((id(s), s.num_cached_tokens) for s in sequences)  # type: ignore[attr-defined]
-            return decode_batch(sequences)  # type: ignore[arg-type]
+            return decode(sequences)  # type: ignore[arg-type]
 
-        def watched_prefill(batch: object) -> object:
-            assert batch.start + len(batch.ids) <= batch.sequence.num_prompt_tokens  # type: ignore[attr-defined]
-            return prefill(batch)  # type: ignore[arg-type]
+        def watched_prefill(chunks: list[Chunk]) -> object:
+            assert all(c.start + len(c.ids) <= c.sequence.num_prompt_tokens for c in chunks)
+            return prefill(chunks)
 
-        llm.runner.decode_batch = watched_decode  # type: ignore[method-assign,assignment]
+        llm.runner.decode = watched_decode  # type: ignore[method-assign,assignment]
         llm.runner.prefill = watched_prefill  # type: ignore[method-assign,assignment]
         same(llm.generate(PROMPTS, params), expected)
         assert len(decoded) > len(set(decoded)), "nothing was computed again"

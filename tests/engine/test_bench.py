@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from quengine import LLM, EngineError, bench
 from quengine.bench import (
@@ -15,7 +14,6 @@ from quengine.bench import (
     model_facts,
     run_bench,
     synthetic_model,
-    time_test,
 )
 from quengine.bench_batch import time_batch
 from quengine.bench_machine import describe_machine
@@ -25,7 +23,7 @@ from quengine.errors import CannotRunError
 from quengine.kernels.cpu.threads import max_threads
 from quengine.profile import read_profile
 from quengine.profile_run import PROFILED_TOKENS, Traced
-from quengine.scheduler import Batch, DecodeStep
+from quengine.scheduler import Batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -112,7 +110,7 @@ def test_memory_beside_weights_and_cache_is_told() -> None:
 def test_operations_of_a_prompt_are_matrices_attention_and_one_row_of_logits_a_chunk(
     model: Path, backend: str
 ) -> None:
-    """Of 12 tokens in two chunks the CPU takes only two on behind the attention of the last layer."""
+    """Of 12 tokens in two chunks only two go on behind the attention of the last layer."""
     with LLM(model, "cpu", 64, 1, chunk_size=8, backend=backend) as llm:
         config, operations = llm.model_config, prompt_operations(llm, 5, 12)
         sizes = ModelSizes(embedding=64, feed_forward=128)
@@ -121,8 +119,8 @@ def test_operations_of_a_prompt_are_matrices_attention_and_one_row_of_logits_a_c
     matrices = 0
     for name, shape in shapes.items():
         if name.startswith("blk.") and len(shape) == 2:
-            picked = backend == "auto" and name.startswith(last) and not name.startswith(f"{last}attn_")
-            picked |= backend == "auto" and name == f"{last}attn_output.weight"
+            picked = name.startswith(last) and not name.startswith(f"{last}attn_")
+            picked |= name == f"{last}attn_output.weight"
             matrices += 2 * shape[0] * shape[1] * (2 if picked else 12)
     seen = sum(range(6, 18))
     attention = 4 * config.head_count * config.head_dim * seen * config.block_count
@@ -156,7 +154,7 @@ def test_every_test_of_a_plan_is_profiled_and_the_trace_written(
     monkeypatch.setattr(bench, "profile_prompt", profiled("prompt"))
     monkeypatch.setattr(bench, "profile_decode", profiled("decode step"))
     path = tmp_path / "trace.json"
-    tests = [BenchTest(9, 0, 5), BenchTest(0, 3), BenchTest(4, 2)]
+    tests = [BenchTest(9, 0, 32), BenchTest(0, 3), BenchTest(4, 2)]
     plan = BenchPlan([model], tests, [1], repetitions=1, device="cpu", trace=path)
     rows = list(run_bench(plan, lambda _: None))
     assert [[p.what for p in r.profile] for r in rows] == [
@@ -164,7 +162,7 @@ def test_every_test_of_a_plan_is_profiled_and_the_trace_written(
         ["decode step"],
         ["prompt", "decode step"],
     ]
-    assert asked == [("prompt", 14, 5), ("decode step", 1, 0), ("prompt", 4, 0), ("decode step", 4, 3)]
+    assert asked == [("prompt", 41, 32), ("decode step", 1, 0), ("prompt", 4, 0), ("decode step", 4, 3)]
     labels = [e["name"] for e in json.loads(path.read_text())["traceEvents"] if e["cat"] == "test"]
     assert labels[-1] == "tiny, 1 threads: pp4+tg2, decode step"
     assert len(labels) == 4
@@ -187,7 +185,6 @@ def test_kernels_cannot_be_timed_on_the_cpu_and_that_is_said_before_anything_run
         (BenchTest(1, 0), {"batches": (1, 0)}, "-b 0: must be at least 1"),
         (BenchTest(1, 0), {"batches": (1, 2), "profile": True}, "time the kernels of one sequence"),
         (BenchTest(4, 0, 5), {"batches": (2,)}, "-d 5: must be a multiple of 32"),
-        (BenchTest(4, 0, 32), {"deterministic": True}, "leave out -d, or give -b above 1"),
     ],
 )
 def test_what_cannot_be_timed_of_several_sequences_is_refused(
@@ -225,9 +222,11 @@ def test_what_is_computed_together_is_what_the_test_says(
         seen: list[object] = []
         run = llm.runner.run
 
-        def watched(batch: Batch | DecodeStep) -> object:
-            alone = isinstance(batch, Batch)
-            seen.append((batch.start, len(batch.ids)) if alone else len(batch.sequences))
+        def watched(batch: Batch) -> object:
+            for chunk in batch.chunks:
+                seen.append((chunk.start, len(chunk.ids)))
+            if batch.phase == "decode":
+                seen.append(len(batch.sequences))
             return run(batch)
 
         monkeypatch.setattr(llm.runner, "run", watched)
@@ -246,7 +245,7 @@ def test_a_deterministic_run_is_one_and_says_so(model: Path) -> None:
 
 
 def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:
-    tests = expand_tests([9], [3], [(4, 2)], [0, 5])
+    tests = expand_tests([9], [3], [(4, 2)], [0, 32])
     counts = [1, max_threads()]
     plan = BenchPlan([model], tests, counts, repetitions=2, device="cpu")
     told: list[str] = []
@@ -260,38 +259,6 @@ def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:
     assert told[0].startswith("measuring memory bandwidth")
 
 
-@pytest.mark.parametrize(
-    ("test", "depth", "once"),
-    [
-        # The depth and one token more are computed first; then only what the test says, (tokens, position).
-        (BenchTest(10, 3, depth=9), [(8, 0), (2, 8)], [(8, 9), (2, 17), (1, 19), (1, 20), (1, 21)]),
-        (BenchTest(0, 3, depth=9), [(8, 0), (2, 8)], [(1, 9), (1, 10), (1, 11)]),
-        (BenchTest(0, 2), [(1, 0)], [(1, 0), (1, 1)]),
-        (BenchTest(9, 0), [(1, 0)], [(8, 0), (1, 8)]),
-    ],
-    ids=lambda value: value.name if isinstance(value, BenchTest) else None,
-)
-def test_what_is_computed_is_what_the_test_says(
-    test: BenchTest,
-    depth: list[tuple[int, int]],
-    once: list[tuple[int, int]],
-    model: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[tuple[int, int]] = []
-    with LLM(model, "cpu", 64, 1, chunk_size=8, reuse_prefix=True) as llm:
-        forward = llm.runner.forward
-
-        def counted(ids: list[int], start: int, last_only: bool = True) -> Tensor:
-            calls.append((len(ids), start))
-            return forward(ids, start, last_only)
-
-        monkeypatch.setattr(llm.runner, "forward", counted)
-        seconds = list(time_test(llm, test, 2, False, "", lambda _: None))
-    assert calls == depth + once + once
-    assert len(seconds) == 2
-
-
 def test_bytes_of_a_token_are_the_weights_and_the_cache_so_far(model: Path) -> None:
     plan = BenchPlan([model], [BenchTest(0, 4), BenchTest(0, 4, depth=50)], [1], repetitions=1, device="cpu")
     near, far = run_bench(plan, lambda _: None)
@@ -302,8 +269,8 @@ def test_bytes_of_a_token_are_the_weights_and_the_cache_so_far(model: Path) -> N
 
 
 def test_a_test_longer_than_the_context_is_refused_before_anything_runs(model: Path) -> None:
-    plan = BenchPlan([model], [BenchTest(8, 0), BenchTest(100, 20, depth=9)], [None])
-    with pytest.raises(EngineError, match=r"pp100\+tg20 @ d9 takes 130 positions.*128"):
+    plan = BenchPlan([model], [BenchTest(8, 0), BenchTest(100, 20, depth=32)], [None])
+    with pytest.raises(EngineError, match=r"pp100\+tg20 @ d32 takes 153 positions.*128"):
         next(run_bench(plan, lambda _: None))
 
 

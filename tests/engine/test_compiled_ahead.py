@@ -26,7 +26,7 @@ from quengine.runner import Runner
 ctx, blocks, arch, fixed = map(int, sys.argv[1:])
 MOST = 2048
 torch.cuda.Event = mock.MagicMock
-for module in (cuda_rehearsal, cuda_batch_graphs):
+for module in (cuda_batch_graphs,):
     module.has_dependent_launch = lambda _: arch >= 90
 
 def tensor(name, shape):
@@ -52,29 +52,25 @@ with backend_for(arch) as backend:
     compiled, missing = keys(rehearsal.all_steps), {}
 
     def look(what, call):
-        with backend.prompt():
-            for key, name in keys(call).items():
-                if key not in compiled:
-                    missing.setdefault(name, set()).add(what)
+        for key, name in keys(call).items():
+            if key not in compiled:
+                missing.setdefault(name, set()).add(what)
 
     longest = min(ctx, MOST)
     lengths = [*range(2, 40, 3), 48, 64, 99, 127, 128, 129, 160, 255, 257, 300, 385, 512, 700, 1100, 1664, 1999, MOST]
     for rows in [length for length in lengths if length <= longest]:
-        if blocks:
-            first = 32 if rows + 32 <= ctx else 0
-            table = rehearsal._spare_blocks(first + rows)
-            look(("chunk", rows), lambda: Runner.compute_chunk(runner, [0] * rows, first, table))
-        else:
-            look(("prompt", rows), lambda: Runner.forward(runner, [0] * rows, 0))
-    for rows in lengths if blocks else []:
+        first = 32 if rows + 32 <= ctx else 0
+        table = rehearsal._padding_blocks(first + rows)
+        look(("chunk", rows), lambda: Runner.prefill_logits(runner, [[0] * rows], [first], [table]))
+    for rows in lengths:
         for count in (2, 3, 7, 16, 33, 64):
             part, rest = rows // count, rows % count
             if 0 < part and part + rest <= longest:
                 step = [part] * (count - 1) + [part + rest]
                 look(("step", rows, count), lambda: rehearsal.prompts_step(step))
     for rows in ROWS:
-        for count in SEQUENCES if blocks else (1,):
-            if rows <= (MOST if blocks else longest):
+        for count in SEQUENCES:
+            if rows <= MOST:
                 look(("recorded", rows, count), lambda: runner.prompts.rehearse(StepSize(rows, count)))
 print(len(compiled), missing)
 assert len(compiled) > 30 and not missing
@@ -83,7 +79,7 @@ assert len(compiled) > 30 and not missing
 
 @pytest.mark.parametrize(
     ("ctx", "blocks", "arch", "fixed"),
-    [(2176, 0, 90, 0), (288, 576, 90, 0), (4096, 256, 90, 1), (2176, 0, 80, 0), (4096, 256, 80, 0)],
+    [(2176, 68, 90, 0), (288, 576, 90, 0), (4096, 256, 90, 1), (2176, 68, 80, 0), (4096, 256, 80, 0)],
     ids=["alone", "many, short", "many, fixed", "alone, sm_80", "many, sm_80"],
 )
 def test_no_prompt_waits_for_the_compiler(ctx: int, blocks: int, arch: int, fixed: int) -> None:

@@ -16,15 +16,15 @@ from quengine import LLM
 from quengine.cpu_runner import CpuRunner
 from quengine.errors import EngineError
 from quengine.kernels import cpu
-from quengine.kernels.backend import BLOCK_SIZE, DecodeBatch
-from quengine.kernels.cache_types import CacheType
+from quengine.kernels.cache_types import BLOCK_SIZE, CacheType
 from quengine.kernels.cpu_backend import CpuBackend
+from quengine.kernels.forward_batch import decode_batch
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf_checkpoint import GGUFCheckpoint
 from quengine.sampler import Sample
 from quengine.sampling_params import SamplingParams
-from quengine.scheduler import Batch
+from quengine.scheduler import Batch, Chunk
 from quengine.sequence import Sequence
 from quengine.text_stream import TextStream
 from tests.gguf_builder import GGUFBuilder, ModelSizes
@@ -85,7 +85,7 @@ class Rig:
         self.decoder = Decoder(checkpoint.config, checkpoint.tensors, self.backend, CTX, CTX)
         self.cache_type = cache_type
 
-    def runner(self, num_blocks: int = 0) -> CpuRunner:
+    def runner(self, num_blocks: int | None = None) -> CpuRunner:
         config, device = self.decoder.config, torch.device("cpu")
         cache = KVCache.allocate(config, CTX, device, self.cache_type, num_blocks)
         for tensor in (tensor for layer in cache.layers for tensor in layer.tensors):
@@ -103,12 +103,16 @@ class Rig:
         ]
 
     def alone(self, sequence: Sequence) -> list[Tensor]:
-        """Logits behind the prompt and each of the tokens after it, over a contiguous cache."""
+        """Logits behind the prompt and each of the tokens after it, over a cache of its own."""
         runner, ids = self.runner(), list(sequence.token_ids)
-        logits = [runner.forward(ids, 0)[0]]
+        table = runner.cache.whole_table
+        first = (
+            runner.prefill_logits([ids], [0], [table]) if len(ids) > 1 else runner.logits(ids, 0, "decode")
+        )
+        logits = [first[-1]]
         for _ in range(STEPS):
             ids.append(int(logits[-1].argmax()))
-            logits.append(runner.forward(ids[-1:], len(ids) - 1)[0])
+            logits.append(runner.logits(ids[-1:], len(ids) - 1, "decode")[0])
         return logits
 
 
@@ -128,13 +132,19 @@ def place(sequences: list[Sequence], num_blocks: int) -> None:
 def prefill(runner: CpuRunner, sequence: Sequence, chunk: int) -> None:
     ids = list(sequence.token_ids)
     for start in range(0, len(ids), chunk):
-        sample = runner.prefill(Batch(sequence, ids[start : start + chunk], start))
+        (sample,) = prompt_step(runner, sequence, ids[start : start + chunk], start)
         sequence.num_cached_tokens = min(len(ids), start + chunk)
     take(sequence, sample)
 
 
+def prompt_step(runner: CpuRunner, sequence: Sequence, ids: list[int], start: int) -> list[Any]:
+    if len(sequence.token_ids) == 1:  # a prompt of one token is a decode step
+        return runner.run(Batch.decode([sequence]))
+    return runner.run(Batch.prefill([Chunk(sequence, ids, start)]))
+
+
 def step(runner: CpuRunner, sequences: list[Sequence]) -> None:
-    for sequence, result in zip(sequences, runner.decode_batch(sequences), strict=True):
+    for sequence, result in zip(sequences, runner.decode(sequences), strict=True):
         sequence.num_cached_tokens += 1
         take(sequence, result)
 
@@ -185,7 +195,7 @@ def test_rows_that_fill_a_step_up_change_nothing_and_nothing_changes_them(tmp_pa
     for layer in runner.cache.layers:
         blocks = layer.k.unflatten(0, (-1, BLOCK_SIZE))
         assert blocks[unowned].isnan().all()
-        spare = blocks[runner.cache.spare_block]
+        spare = blocks[runner.cache.padding_block]
         assert spare[0].isfinite().all() and spare[1:].isnan().all()
 
 
@@ -200,7 +210,7 @@ def test_a_row_fails_alone_and_a_replayed_token_samples_nothing(tmp_path: Path) 
     for layer in runner.cache.layers:
         layer.k[sequences[0].block_table[0] * BLOCK_SIZE] = float("nan")
     sequences[2].token_ids += [3, 4]  # more that was generated, and is to be computed again
-    results = runner.decode_batch(sequences)
+    results = runner.decode(sequences)
     assert isinstance(results[0], EngineError) and results[2] is None
     assert isinstance(results[1], Sample) and results[1].token == int(expected[1].argmax())
     assert torch.equal(heard(sequences[1]), expected[:2])
@@ -213,17 +223,16 @@ def test_eager_and_recorded_batches_have_the_same_bits(tmp_path: Path) -> None:
     place(sequences, 10)
     for sequence in sequences:
         prefill(runner, sequence, 512)
-    tables = torch.zeros(3, 10, dtype=torch.int32)
-    for row, sequence in zip(tables, sequences, strict=True):
-        row[: len(sequence.block_table)] = torch.tensor(sequence.block_table, dtype=torch.int32)
-    start = DecodeBatch(torch.tensor([s.num_cached_tokens for s in sequences], dtype=torch.int32), tables)
-    ids = torch.tensor([s.token_ids[-1] for s in sequences])
-    with torch.no_grad(), rig.backend.decode():
-        eager = rig.decoder.forward(ids, runner.cache.layers, start, last_only=False)
+    batch = decode_batch(
+        [s.token_ids[-1] for s in sequences],
+        [s.num_cached_tokens for s in sequences],
+        [s.block_table for s in sequences],
+        torch.device("cpu"),
+    )
+    with torch.no_grad():
+        eager = rig.decoder.forward(batch, runner.cache.layers)
     step(runner, sequences)
     assert torch.equal(torch.stack([heard(sequence)[-1] for sequence in sequences]), eager)
-    with pytest.raises(ValueError, match="a batch of newest tokens"), torch.no_grad():
-        rig.decoder.forward(ids, runner.cache.layers, start, last_only=False)
 
 
 @pytest.mark.parametrize("chunk", [7, 512])
@@ -246,4 +255,4 @@ def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
     for ids, match in [([vocabulary], "the embedding has rows"), ([0] * (CTX + 1), f"a cache of {CTX}")]:
         sequence.token_ids, sequence.num_cached_tokens = ids, len(ids) - 1
         with pytest.raises(ValueError, match=match):
-            runner.decode_batch([sequence])
+            runner.decode([sequence])

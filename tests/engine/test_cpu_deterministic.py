@@ -8,6 +8,8 @@ import torch
 
 from quengine import LLM, SamplingParams
 from quengine.kernels import cpu
+from quengine.kernels.cache_types import BLOCK_SIZE
+from tests.forward import forward, one_sequence
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -59,23 +61,23 @@ def test_only_the_last_row_of_a_prompt_leaves_the_last_layer(
     monkeypatch.setattr(cpu, "swiglu", lambda x: (gated.append(len(x)), swiglu(x))[1])
     with LLM(model, "cpu", 64) as llm, torch.no_grad():
         decoder, layers, backend = llm.loaded.decoder, llm.loaded.cache.layers, llm.loaded.decoder.backend
-        picked = decoder.forward(torch.tensor(PROMPT), layers, 0)
+        picked = forward(decoder, PROMPT, layers)
         assert gated == [len(PROMPT)] * (len(layers) - 1) + [1]
-        x = decoder._layers(torch.tensor(PROMPT), layers, 0)
+        batch = one_sequence(PROMPT)
+        x = decoder._layers(batch, layers, None)
         assert len(x) == len(PROMPT)
         norm, eps = decoder.output_norm, decoder.config.rms_eps
-        assert torch.equal(picked, backend.logits(x, norm, eps, decoder.output, slice(-1, None)))
-        assert len(decoder.forward(torch.tensor(PROMPT), layers, 0, last_only=False)) == len(PROMPT)
+        assert torch.equal(picked, backend.logits(batch, x[-1:], norm, eps, decoder.output))
+        assert len(forward(decoder, PROMPT, layers, all_logits=True)) == len(PROMPT)
 
 
 def test_a_single_token_in_a_prompt_is_computed_as_among_others(model: Path) -> None:
     with LLM(model, "cpu", 64) as llm, torch.no_grad():
-        decoder, layers, backend = llm.loaded.decoder, llm.loaded.cache.layers, llm.loaded.decoder.backend
-        whole = decoder.forward(torch.tensor(PROMPT), layers, 0)
-        decoder.forward(torch.tensor(PROMPT[:-1]), layers, 0)
-        with backend.prompt():
-            alone = decoder.forward(torch.tensor(PROMPT[-1:]), layers, len(PROMPT) - 1)
-        stepped = decoder.forward(torch.tensor(PROMPT[-1:]), layers, len(PROMPT) - 1)
+        decoder, layers, last = llm.loaded.decoder, llm.loaded.cache.layers, len(PROMPT) - 1
+        whole = forward(decoder, PROMPT, layers)
+        forward(decoder, PROMPT[:last], layers)
+        alone = forward(decoder, PROMPT[last:], layers, last, phase="prefill")
+        stepped = forward(decoder, PROMPT[last:], layers, last, phase="decode")
     assert torch.equal(alone, whole)
     assert not torch.equal(
         stepped, whole
@@ -84,16 +86,17 @@ def test_a_single_token_in_a_prompt_is_computed_as_among_others(model: Path) -> 
 
 def test_a_conversation_computes_its_own_answers_anew(model: Path) -> None:
     """The cache holds an answer as decode computed it; asked to be deterministic, the next request does not use it."""
-    greedy = SamplingParams(max_tokens=6, temperature=0.0)
+    greedy = SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True)
+    prompt = PROMPT[:20]  # with its answer it fills a block
     found = {}
     for deterministic in (False, True):
         with LLM(model, "cpu", 64, 1, reuse_prefix=True, deterministic=deterministic) as llm:
-            first = llm.generate(PROMPT, greedy)[0]
-            longer = [*PROMPT, *first.tokens, 3]
+            first = llm.generate(prompt, greedy)[0]
+            longer = [*prompt, *first.tokens, 3]
             again = llm.generate(longer, greedy)[0]
             found[deterministic] = again.timings.cached_tokens
             rows = [layer.k[: len(longer)].clone() for layer in llm.runner.cache.layers]
-    assert found[False] > 0 and found[True] == 0
+    assert found == {False: BLOCK_SIZE, True: 0}
     with LLM(model, "cpu", 64, 1, deterministic=True) as llm:
         assert llm.generate(longer, greedy)[0].tokens == again.tokens
         layers = llm.runner.cache.layers

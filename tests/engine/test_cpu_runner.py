@@ -52,12 +52,12 @@ def assert_same(path: Path, ids: list[int], **changes: Any) -> None:
         decoder = decoder_of(checkpoint, CpuBackend(threads), **changes)
         for kind in (Runner, CpuRunner):
             runner = runner_of(kind, decoder)
-            logits.append(torch.cat([runner.forward([token], i) for i, token in enumerate(ids)]))
+            logits.append(torch.cat([runner.logits([token], i, "decode") for i, token in enumerate(ids)]))
             assert all(layer.k[: len(ids)].isfinite().all() for layer in runner.cache.layers)
     for other in logits[1:]:
         assert torch.equal(other, logits[0])
     reference = runner_of(Runner, decoder_of(checkpoint, ReferenceBackend(keep=True), **changes))
-    assert nmse(logits[0], reference.forward(ids, 0, last_only=False)) < 1e-5
+    assert nmse(logits[0], reference.logits(ids, 0, "prefill")) < 1e-5
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -105,19 +105,19 @@ def test_prompt_chunks_and_recorded_steps_share_the_cache(tmp_path: Path) -> Non
     decoder = decoder_of(checkpoint, CpuBackend(1))
     stepped, mixed = (runner_of(CpuRunner, decoder) for _ in range(2))
     for i, token in enumerate(IDS):
-        expected = stepped.forward([token], i)
-    mixed.forward(IDS[:5], 0)
-    mixed.forward(IDS[5:6], 5)
-    mixed.forward(IDS[6:10], 6)
-    assert nmse(mixed.forward(IDS[10:], 10), expected) < 1e-5
+        expected = stepped.logits([token], i, "decode")
+    mixed.logits(IDS[:5], 0, "prefill")
+    mixed.logits(IDS[5:6], 5, "decode")
+    mixed.logits(IDS[6:10], 6, "prefill")
+    assert nmse(mixed.logits(IDS[10:], 10, "decode"), expected) < 1e-5
 
 
 def test_logits_of_a_step_outlive_the_next_one(tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf"))
     runner = runner_of(CpuRunner, decoder_of(checkpoint, CpuBackend(1)))
-    first = runner.forward(IDS[:1], 0)
+    first = runner.logits(IDS[:1], 0, "decode")
     kept = first.clone()
-    runner.forward(IDS[1:2], 1)
+    runner.logits(IDS[1:2], 1, "decode")
     assert torch.equal(first, kept)
 
 
@@ -126,10 +126,10 @@ def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
     runner = runner_of(CpuRunner, decoder_of(checkpoint, CpuBackend(1)))
     for token in (-1, checkpoint.config.vocab_size):
         with pytest.raises(ValueError, match="the embedding has rows 0 to"):
-            runner.forward([token], 0)
+            runner.logits([token], 0, "decode")
     for position in (-1, CTX):
         with pytest.raises(ValueError, match=f"not in a cache of {CTX}"):
-            runner.forward([0], position)
+            runner.logits([0], position, "decode")
 
 
 def test_only_the_cpu_backend_records_its_steps(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from quengine.cuda_batch import BUCKETS, BatchDecoder, bucket_of
 from quengine.errors import EngineError
 from quengine.graph_sampling import GREEDY, GraphKey
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda.sampling import NO_TOKEN
 from quengine.runner import Result
 from quengine.sampler import Sample

@@ -12,7 +12,7 @@ from quengine.cuda_drafts import DeviceDraftSteps, DraftedDecoder
 from quengine.draft_model import DraftJob
 from quengine.errors import EngineError
 from quengine.graph_sampling import GREEDY, GraphKey
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.runner import Result, Verified
 from quengine.sampler import Sample, Sampler
 from quengine.sampling_params import SamplingParams

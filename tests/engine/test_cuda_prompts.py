@@ -15,10 +15,11 @@ from quengine import cuda_prompts
 from quengine.cuda_prompts import Board, PromptChunk, PromptGraphs, StepSize
 from quengine.graph_capture import capture
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import BLOCK_SIZE, PromptBatch
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda import matmul
-from quengine.kernels.cuda.prompt_rows import TILE_FIELDS, PromptRows
+from quengine.kernels.cuda.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda_backend import CudaBackend
+from quengine.kernels.forward_batch import ForwardBatch, prefill_batch
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf_checkpoint import GGUFCheckpoint
@@ -65,12 +66,7 @@ class Rig:
 
     def eagerly(self, chunks: list[PromptChunk]) -> Tensor:
         """In the other cache."""
-        ids = torch.tensor([token for chunk in chunks for token in chunk.ids], device=DEVICE)
-        starts, lengths = [chunk.start for chunk in chunks], [len(chunk.ids) for chunk in chunks]
-        if not self.cache.num_blocks:
-            return self.decoder.forward(ids, self.other.layers, starts[0])
-        batch = PromptBatch.of(starts, lengths, [list(chunk.blocks) for chunk in chunks], DEVICE)
-        return self.decoder.forward(ids, self.other.layers, batch)
+        return self.decoder.forward(batch_of(chunks), self.other.layers)
 
     def hold(self, first: int, count: int) -> None:
         """Keys and values in so many rows of both caches."""
@@ -80,8 +76,13 @@ class Rig:
 
     def rows(self, cache: KVCache) -> Tensor:
         """All that sequences have in the cache."""
-        count = self.cache.num_blocks * BLOCK_SIZE or CTX
+        count = self.cache.num_blocks * BLOCK_SIZE
         return torch.cat([tensor[:count].flatten() for tensor in cache.layers[0].tensors])
+
+
+def batch_of(chunks: list[PromptChunk], device: torch.device = DEVICE) -> ForwardBatch:
+    ids, starts, tables = zip(*chunks, strict=True)
+    return prefill_batch(ids, starts, tables, device)
 
 
 @pytest.fixture
@@ -118,20 +119,6 @@ def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Call
     assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
 
 
-@pytest.mark.cuda_kernel
-@pytest.mark.usefixtures("small_steps")
-def test_a_chunk_of_the_one_sequence_that_has_the_cache_too(make_rig: Callable[[int], Rig]) -> None:
-    """Rows that fill the step up go behind its end."""
-    rig = make_rig(0)
-    rig.hold(0, 7)
-    chunk = [PromptChunk(ids_of(7, 4), 7)]
-    assert rig.graphs.compute(chunk) is None
-    ours = rig.graphs.compute(chunk)
-    assert ours is not None and torch.equal(ours, rig.eagerly(chunk))
-    both = zip(rig.cache.layers[0].tensors, rig.other.layers[0].tensors, strict=True)
-    assert all(torch.equal(mine[:11], theirs[:11]) for mine, theirs in both)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("way", ["this GPU's", "expanded weights"])
@@ -158,10 +145,7 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
         chunks = [PromptChunk(ids_of(cut, length - min(cut, length - 5)), s, t) for length, s, t in parts]
         graphs.record(StepSize(512, 4) if cut == 0 else graphs.size_of(chunks) or StepSize(0, 0))
         ours = graphs.compute(chunks)
-        ids = torch.tensor([token for chunk in chunks for token in chunk.ids], device=DEVICE)
-        counts = [len(chunk.ids) for chunk in chunks]
-        batch = PromptBatch.of(list(starts), counts, tables, DEVICE)
-        expected = decoder.forward(ids, caches[1].layers, batch)
+        expected = decoder.forward(batch_of(chunks), caches[1].layers)
         assert ours is not None and nmse(ours, expected) < 1e-6
 
 
@@ -175,15 +159,15 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
         ([3] * 17, 9, None),  # more sequences than a step has
         ([1], 9, None),  # a step of decode
         ([90] * 12, 9, None),  # the host is not in the way
-        ([80], 0, StepSize(128, 1)),
-        ([CTX], 0, None),  # nowhere to fill up
+        ([80], 3, StepSize(128, 1)),
+        ([CTX], 3, StepSize(128, 1)),
     ],
 )
 def test_steps_are_told_by_rows_and_sequences(
     lengths: list[int], blocks: int, size: StepSize | None, make_rig: Callable[[int], Rig]
 ) -> None:
     graphs = make_rig(blocks).graphs
-    assert graphs.size_of([PromptChunk([0] * length, 0) for length in lengths]) == size
+    assert graphs.size_of([PromptChunk([0] * length, 0, [0]) for length in lengths]) == size
 
 
 def test_steps_whose_memory_was_let_go_of_are_recorded_again(
@@ -205,19 +189,19 @@ def test_steps_whose_memory_was_let_go_of_are_recorded_again(
     assert rig.graphs.compute(chunk) is not None and recorded == [0, 1]
 
 
-def test_a_step_that_is_recorded_ahead_rounds_as_a_prompts_does(
+def test_a_step_that_is_captured_ahead_rounds_as_a_prompts_does(
     make_rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outside of any prompt, and up to the output matrix."""
-    rig, scopes = make_rig(4), list[bool]()
+    """Weights are rounded once in prefill, up to the output matrix."""
+    rig, phases = make_rig(4), list[str]()
 
-    def noted(*_: object) -> Tensor:
-        scopes.append(rig.decoder.backend.in_prompt)
+    def noted(batch: ForwardBatch, *_: object) -> Tensor:
+        phases.append(batch.phase)
         return torch.zeros(1, 8)
 
     monkeypatch.setattr(rig.decoder, "forward", noted)
     rig.graphs.rehearse(StepSize(16, 4))
-    assert scopes == [True] and not rig.decoder.backend.in_prompt
+    assert phases == ["prefill"]
 
 
 def test_a_board_says_what_a_batch_says_and_where_the_rest_goes() -> None:
@@ -225,22 +209,22 @@ def test_a_board_says_what_a_batch_says_and_where_the_rest_goes() -> None:
     chunks = [PromptChunk(ids_of(0, 20), 30, [2, 5]), PromptChunk(ids_of(3, 33), 0, [1, 0])]
     board.send([PromptChunk([9] * 64, 0, [3, 4])])
     board.send(chunks)
-    expected = PromptRows.of(
-        PromptBatch.of([30, 0], [20, 33], [[2, 5], [1, 0]], torch.device("cpu")), board.tile_rows
-    )
-    laid = board.batch.laid
-    assert laid.positions[:53].equal(expected.positions) and laid.sequences[:53].equal(expected.sequences)
-    count = expected.tiles.shape[0]
-    assert laid.tiles[:count].equal(expected.tiles)
-    assert laid.tiles.shape == (7, TILE_FIELDS) and not laid.tiles[count:].any()
-    assert board.ids[:53].tolist() == [*chunks[0].ids, *chunks[1].ids]
-    assert board.batch.last_rows.tolist() == [19, 52, 0, 0]
-    assert set(laid.sequences[53:].tolist()) == {4} and laid.positions[53:].max() < BLOCK_SIZE
+    expected = batch_of(chunks, torch.device("cpu"))
+    cut = cut_tiles(expected, board.tile_rows)
+    batch, tiles = board.batch, board.batch.tiles
+    assert tiles is not None and batch.logits_rows is not None
+    assert batch.positions[:53].equal(expected.positions) and tiles.sequences[:53].equal(cut.sequences)
+    count = cut.tiles.shape[0]
+    assert tiles.tiles[:count].equal(cut.tiles)
+    assert tiles.tiles.shape == (7, TILE_FIELDS) and not tiles.tiles[count:].any()
+    assert batch.token_ids[:53].tolist() == [*chunks[0].ids, *chunks[1].ids]
+    assert batch.logits_rows.tolist() == [19, 52, 0, 0]
+    assert set(tiles.sequences[53:].tolist()) == {4} and batch.positions[53:].max() < BLOCK_SIZE
     assert board.tables[4].tolist() == [7] * 3
     assert board.tables[:2, :2].tolist() == [[2, 5], [1, 0]]
 
 
 def test_sizes_are_those_that_a_server_meets(make_rig: Callable[[int], Rig]) -> None:
-    assert make_rig(0).graphs.sizes(512) == [StepSize(rows, 1) for rows in (16, 32, 64)]
+    assert make_rig(9).graphs.sizes(512)[:3] == [StepSize(rows, 1) for rows in (16, 32, 64)]
     assert make_rig(9).graphs.sizes(512)[3:] == [StepSize(512, 4), StepSize(512, 16)]
     assert set(cuda_prompts.SEQUENCES) >= {1}

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quengine import LLM, SamplingParams
 from quengine.errors import CannotRunError
-from quengine.kernels.backend import BLOCK_SIZE, DecodeBatch
-from quengine.kernels.cache_types import CacheType
+from quengine.kernels.cache_types import BLOCK_SIZE, CacheType
+from quengine.kernels.forward_batch import decode_batch
 from quengine.models.synthetic import write_synthetic
 from quengine.output import Completion
 
@@ -36,14 +36,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_logits(llm: LLM, rows: list[tuple[int, int]], table: list[int]) -> Tensor:
     """Logits of (token, position) rows of one sequence, in a step of ROWS."""
-    blocks, spare = CTX // BLOCK_SIZE, llm.runner.cache.spare_block
+    blocks, padding = CTX // BLOCK_SIZE, llm.runner.cache.padding_block
     more = ROWS - len(rows)
-    tables = [table + [spare] * (blocks - len(table))] * len(rows) + [[spare] * blocks] * more
-    tokens = torch.tensor([token for token, _ in rows] + [0] * more, device="cuda")
-    positions = torch.tensor([at for _, at in rows] + [0] * more, dtype=torch.int32, device="cuda")
-    start = DecodeBatch(positions, torch.tensor(tables, dtype=torch.int32, device="cuda"), True)
+    tables = [table + [padding] * (blocks - len(table))] * len(rows) + [[padding] * blocks] * more
+    tokens = [token for token, _ in rows] + [0] * more
+    positions = [at for _, at in rows] + [0] * more
+    batch = decode_batch(tokens, positions, tables, torch.device("cuda"), shares_sequences=True)
     with torch.no_grad():
-        logits = llm.runner.decoder.forward(tokens, llm.runner.cache.layers, start, last_only=False)
+        logits = llm.runner.decoder.forward(batch, llm.runner.cache.layers)
     return logits[: len(rows)].cpu()
 
 
@@ -57,7 +57,7 @@ def test_rows_of_a_sequence_have_the_bits_that_they_have_one_by_one(
             rows = [(100 + 9 * i, length + i) for i in range(ROWS - 2)]
             one, other = list(range(7)), list(range(8, 15))
             for table in (one, other):
-                llm.runner.compute_chunk(ids, 0, table)
+                llm.runner.prefill_logits([ids], [0], [table])
             expected = torch.cat([rows_logits(llm, [row], one) for row in rows])
             for order in (1, -1):
                 found = rows_logits(llm, rows[::order], other)

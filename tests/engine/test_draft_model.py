@@ -11,7 +11,7 @@ from quengine import LLM, EngineError, SamplingParams
 from quengine.config import EngineConfig
 from quengine.draft_model import MOST_ROWS, DraftJob, DraftModel
 from quengine.errors import CannotRunError
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.load import load_model
 from quengine.load_draft import check_vocabulary
 from quengine.memory import DRAFT_WORKSPACE, WORKSPACE
@@ -35,9 +35,10 @@ class FakeRunner:
         self.pool: dict[int, int] = {}
         self.computed: list[int] = []
 
-    def compute_chunk(self, ids: Seq[int], start: int, block_table: Seq[int]) -> None:
-        self.write(ids, start, block_table)
-        self.computed.append(len(ids))
+    def prefill_logits(self, ids: Seq[Seq[int]], starts: Seq[int], tables: Seq[Seq[int]]) -> None:
+        for chunk, start, table in zip(ids, starts, tables, strict=True):
+            self.write(chunk, start, table)
+            self.computed.append(len(chunk))
 
     def write(self, ids: Seq[int], start: int, table: Seq[int]) -> None:
         for position, token in enumerate(ids, start):

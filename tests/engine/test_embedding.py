@@ -8,6 +8,7 @@ import torch
 from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
 from quengine.pooling import Pool, Pooling
+from tests.forward import one_sequence
 from tests.tiny_models import write_tiny
 
 PROMPTS = [[5, 17, 250, 3, 99, 42, 42, 8, 120, 77, 1], [9], list(range(30, 75))]
@@ -20,7 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def by_hand(model: Path, prompt: list[int], pooling: Pooling) -> torch.Tensor:
     with LLM(model, "cpu", 64, backend="reference") as llm:
-        rows = llm.loaded.decoder.hidden(torch.tensor(prompt), llm.loaded.cache.layers, 0)
+        batch = one_sequence(prompt, phase="prefill", blocks=2)
+        rows = llm.loaded.decoder.hidden(batch, llm.loaded.cache.layers)
     pooled = rows[-1] if pooling == "last" else rows.mean(0)
     return pooled / pooled.norm()
 

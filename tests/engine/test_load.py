@@ -108,7 +108,7 @@ def test_a_cache_for_many_takes_what_memory_holds_and_says_so(
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_cache_for_many_holds_one_of_them_whole_and_a_spare_block_or_is_refused(
+def test_a_cache_for_many_holds_one_of_them_whole_and_a_padding_block_or_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: int
 ) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0")

@@ -8,7 +8,7 @@ import pytest
 from quengine.errors import EngineError
 from quengine.kv_cache import KVCache
 from quengine.paged_scheduler import LOOKAHEAD, PagedScheduler
-from quengine.scheduler import Batch, DecodeStep, PromptStep
+from quengine.scheduler import Batch
 
 BLOCK = 32
 
@@ -47,24 +47,14 @@ def make(
     return PagedScheduler(cache, parallel, 64, 16, deterministic=deterministic, packed=packed)
 
 
-Step = Batch | PromptStep | DecodeStep
-
-
-def chunks(batch: Step) -> list[Batch]:
-    """Of prompts."""
-    if isinstance(batch, DecodeStep):
-        return []
-    return batch.chunks if isinstance(batch, PromptStep) else [batch]
-
-
-def step(scheduler: PagedScheduler) -> Step | None:
+def step(scheduler: PagedScheduler) -> Batch | None:
     """One step as the engine does it; checks that every token has its block, and only its own."""
     batch = scheduler.next_batch()
     if batch is None:
         return None
     writes: dict[int, object] = {}
-    counts = {chunk.sequence: len(chunk.ids) for chunk in chunks(batch)}
-    assert all(chunk.ids and chunk.start == chunk.sequence.num_cached_tokens for chunk in chunks(batch))
+    counts = {chunk.sequence: len(chunk.ids) for chunk in batch.chunks}
+    assert all(chunk.ids and chunk.start == chunk.sequence.num_cached_tokens for chunk in batch.chunks)
     for sequence in batch.sequences:
         count = counts.get(sequence, 1)
         for position in range(sequence.num_cached_tokens, sequence.num_cached_tokens + count):
@@ -82,7 +72,7 @@ def step(scheduler: PagedScheduler) -> Step | None:
     return batch
 
 
-def run(scheduler: PagedScheduler, most: int = 10**5) -> list[Step]:
+def run(scheduler: PagedScheduler, most: int = 10**5) -> list[Batch]:
     steps = []
     while (batch := step(scheduler)) is not None:
         steps.append(batch)
@@ -97,9 +87,9 @@ def test_prompts_are_long_chunks_alone_and_short_ones_in_turn_with_decode_steps(
         scheduler.add(sequence)
     kinds = []
     for batch in run(scheduler):
-        if isinstance(batch, Batch):
-            kinds.append(("first" if batch.sequence is first else "second", len(batch.ids)))
-        else:
+        for chunk in batch.chunks:
+            kinds.append(("first" if chunk.sequence is first else "second", len(chunk.ids)))
+        if batch.phase == "decode":
             kinds.append(("decode", len(batch.sequences)))
     assert kinds[:8] == [
         ("first", 64),
@@ -127,14 +117,15 @@ def test_a_chunk_beside_running_texts_is_as_short_as_the_last_one_was_slow(
     for token_seconds in (0.001, 0.01, 0.02, 0.1, 0.003):
         step(scheduler)
         batch = scheduler.next_batch()
-        assert isinstance(batch, Batch)
-        sizes.append(len(batch.ids))
-        now += token_seconds * len(batch.ids)
+        assert batch is not None
+        (chunk,) = batch.chunks
+        sizes.append(len(chunk.ids))
+        now += token_seconds * len(chunk.ids)
         scheduler.computed()
     assert sizes == [128, 128, 48, 16, 16]
     step(scheduler)
     batch = scheduler.next_batch()
-    assert isinstance(batch, Batch) and len(batch.ids) == 128
+    assert batch is not None and len(batch.chunks[0].ids) == 128
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -151,8 +142,8 @@ def test_a_running_text_waits_for_one_short_chunk_at_most(blocks: int, packed: b
         batch = step(scheduler)
         if batch is None:
             break
-        if not isinstance(batch, DecodeStep):
-            tokens = sum(len(chunk.ids) for chunk in chunks(batch))
+        if batch.phase == "prefill":
+            tokens = sum(len(chunk.ids) for chunk in batch.chunks)
             between = between + tokens if waiting_for_a_token else 0
             assert between <= 16
         else:
@@ -216,7 +207,7 @@ def test_the_newest_gives_up_its_blocks_and_comes_back_first_with_what_it_had() 
     generated = len(new.token_ids) - 30
     assert generated > 0 and later.started == 0.0 and scheduler.decoding == [old]
     steps = run(scheduler)
-    again = next(batch for batch in steps if isinstance(batch, Batch))
+    again = next(chunk for batch in steps for chunk in batch.chunks)
     # Its first block was free, but still held what it had computed.
     assert again.sequence is new and again.start == 32
     assert again.ids == new.token_ids[32 : 30 + generated]
@@ -229,8 +220,8 @@ def test_a_deterministic_run_computes_generated_tokens_again_one_by_one() -> Non
     for sequence in added:
         scheduler.add(sequence)
     steps = run(scheduler)
-    prompts = [batch for batch in steps if isinstance(batch, Batch)]
-    assert len(prompts) > 3 and all(b.start + len(b.ids) <= 30 for b in prompts)
+    prompts = [chunk for batch in steps for chunk in batch.chunks]
+    assert len(prompts) > 3 and all(c.start + len(c.ids) <= 30 for c in prompts)
     assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
 
 
@@ -240,8 +231,28 @@ def test_a_prompt_of_one_token_begins_in_the_decode_step_of_the_others(determini
     first, second = FakeSequence(prompt(10), 5), FakeSequence([1], 5)
     for sequence in (first, second):
         scheduler.add(sequence)
-    kinds = [(type(batch).__name__, len(batch.sequences)) for batch in run(scheduler)]
-    assert kinds == [("Batch", 1), *[("DecodeStep", 2)] * 4, ("DecodeStep", 1)]
+    kinds = [(batch.phase, len(batch.sequences)) for batch in run(scheduler)]
+    assert kinds == [("prefill", 1), *[("decode", 2)] * 4, ("decode", 1)]
+
+
+def test_a_chunk_of_a_single_token_of_a_longer_prompt_is_prefill() -> None:
+    scheduler = make()
+    scheduler.add(FakeSequence(prompt(65), 3))
+    steps = run(scheduler)
+    assert [(b.phase, [len(c.ids) for c in b.chunks]) for b in steps[:3]] == [
+        ("prefill", [64]),
+        ("prefill", [1]),
+        ("decode", []),
+    ]
+
+
+def test_without_sharing_every_request_starts_from_an_empty_cache() -> None:
+    scheduler = PagedScheduler(KVCache([], 1000, num_blocks=40), 1, 64, 16, shares=False)
+    added = [FakeSequence(prompt(70), 5) for _ in range(2)]
+    for sequence in added:
+        scheduler.add(sequence)
+    prompts = [(c.start, len(c.ids)) for batch in run(scheduler) for c in batch.chunks]
+    assert prompts == [(0, 64), (64, 6)] * 2 and not any(s.reused_tokens for s in added)
 
 
 def test_a_deterministic_run_shares_no_answer() -> None:
@@ -262,7 +273,7 @@ def test_a_prompt_that_waits_shares_what_the_one_before_it_computes(packed: bool
     added = [FakeSequence(prompt(70), 20) for _ in range(3)]
     for sequence in added:
         scheduler.add(sequence)
-    computed = sum(len(chunk.ids) for batch in run(scheduler) for chunk in chunks(batch))
+    computed = sum(len(chunk.ids) for batch in run(scheduler) for chunk in batch.chunks)
     assert [s.reused_tokens for s in added] == [0, 64, 64] and computed == 70 + 6 + 6
 
 
@@ -271,7 +282,7 @@ def test_a_step_is_filled_with_the_prompts_that_wait() -> None:
     added = [FakeSequence(prompt(length, i), 5) for i, length in enumerate((30, 20, 1, 40, 5, 60, 3))]
     for sequence in added:
         scheduler.add(sequence)
-    seen = [[(added.index(c.sequence), len(c.ids)) for c in chunks(b)] for b in run(scheduler)]
+    seen = [[(added.index(c.sequence), len(c.ids)) for c in b.chunks] for b in run(scheduler)]
     # 14 tokens are left behind the first two; fewer than 16 are not worth a part of the next prompt. The prompt of one
     # token decodes with the others. Then chunks are short, as there are texts that wait for their next token.
     assert seen[0] == [(0, 30), (1, 20)]
@@ -284,7 +295,7 @@ def test_short_prompts_join_the_end_of_a_long_one() -> None:
     added = [FakeSequence(prompt(length, i), 1) for i, length in enumerate((100, 9, 8, 30))]
     for sequence in added:
         scheduler.add(sequence)
-    seen = [[(added.index(c.sequence), c.start, len(c.ids)) for c in chunks(b)] for b in run(scheduler)]
+    seen = [[(added.index(c.sequence), c.start, len(c.ids)) for c in b.chunks] for b in run(scheduler)]
     assert seen == [[(0, 0, 64)], [(0, 64, 36), (1, 0, 9), (2, 0, 8)], [(3, 0, 30)]]
 
 
@@ -294,7 +305,7 @@ def test_no_more_prompts_join_than_may_run_or_have_blocks() -> None:
         for seed in range(5):
             scheduler.add(FakeSequence(prompt(10, seed), 20))
         batch = step(scheduler)
-        assert isinstance(batch, PromptStep) and len(batch.chunks) == most
+        assert batch is not None and len(batch.chunks) == most
         run(scheduler)
         assert scheduler.blocks.num_used == 0
 
@@ -304,11 +315,12 @@ def test_prompts_whose_step_failed_are_tried_one_by_one() -> None:
     added = [FakeSequence(prompt(10, i), 20) for i in range(3)]
     for sequence in added:
         scheduler.add(sequence)
-    assert isinstance(scheduler.next_batch(), PromptStep)
+    batch = scheduler.next_batch()
+    assert batch is not None and len(batch.chunks) == 3
     scheduler.retry_alone()
     scheduler.cancel(added[1])
     alone = [step(scheduler) for _ in range(2)]
-    assert [b.sequences for b in alone if isinstance(b, Batch)] == [[added[0]], [added[2]]]
+    assert [b.sequences for b in alone if b is not None] == [[added[0]], [added[2]]]
     run(scheduler)
     assert added[0].finished and added[2].finished and scheduler.blocks.num_used == 0
 
@@ -368,7 +380,8 @@ def test_a_step_that_failed_is_tried_for_each_of_its_sequences() -> None:
         scheduler.add(sequence)
     while len(scheduler.decoding) < 3:
         step(scheduler)
-    assert isinstance(scheduler.next_batch(), DecodeStep)
+    batch = scheduler.next_batch()
+    assert batch is not None and batch.phase == "decode"
     scheduler.retry_alone()
     scheduler.cancel(added[1])
     alone = [step(scheduler) for _ in range(3)]
@@ -377,13 +390,13 @@ def test_a_step_that_failed_is_tried_for_each_of_its_sequences() -> None:
     assert scheduler.blocks.num_used == 0
 
 
-def drafted_step(scheduler: PagedScheduler, numbers: random.Random) -> Step | None:
+def drafted_step(scheduler: PagedScheduler, numbers: random.Random) -> Batch | None:
     """One step in which sequences have drafts of any length, right up to any place."""
     batch = scheduler.next_batch()
     if batch is None:
         return None
     drafts = {}
-    if isinstance(batch, DecodeStep):
+    if batch.phase == "decode":
         for sequence in batch.sequences:
             left = sequence.max_positions - len(sequence.token_ids) - 1
             before = len(sequence.block_table)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quengine import LLM, CannotRunError, EngineError
 from quengine.kernels.cache_types import CacheType
+from quengine.kernels.forward_batch import Phase
 from quengine.models.gguf import open_gguf
 from quengine.models.synthetic import SyntheticModel, write_synthetic
 from quengine.parity import (
@@ -25,7 +26,7 @@ from quengine.parity import (
     budgets_for,
     compare_sides,
 )
-from quengine.parity_sides import LLMSide, Phase, SidePair, SideSpec, parse_sides
+from quengine.parity_sides import LLMSide, SidePair, SideSpec, parse_sides
 from quengine.parity_workload import Workload, plan_workload
 
 MODEL = SyntheticModel(
@@ -180,12 +181,12 @@ def frequencies_one_pair_off(llm: LLM) -> None:
 
 def decode_one_position_ahead(llm: LLM) -> None:
     """Right in the prompt and right within the answer, but the answer stands one position too far."""
-    forward = llm.runner.forward
+    logits = llm.runner.logits
 
-    def ahead(ids: list[int], start: int, last_only: bool = True) -> Tensor:
-        return forward(ids, start + (len(ids) == 1), last_only)
+    def ahead(ids: list[int], start: int, phase: Phase) -> Tensor:
+        return logits(ids, start + (phase == "decode"), phase)
 
-    llm.runner.forward = ahead  # type: ignore[method-assign,assignment]
+    llm.runner.logits = ahead  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("spoil", [positions_off_by_one_from_the_eighth, frequencies_one_pair_off])

@@ -155,9 +155,9 @@ def test_an_operation_that_gives_nan_is_found(
 
 def test_a_recorded_step_that_is_not_its_operations_is_found(reference: LLMSide, model: Path) -> None:
     def spoil(llm: LLM) -> None:
-        forward = llm.runner.forward
-        llm.runner.forward = lambda ids, start, last_only=True: (  # type: ignore[method-assign]
-            forward(ids, start, last_only) * (1.001 if len(ids) == 1 else 1.0)
+        logits = llm.runner.logits
+        llm.runner.logits = lambda ids, start, phase: (  # type: ignore[method-assign]
+            logits(ids, start, phase) * (1.001 if phase == "decode" else 1.0)
         )
 
     found = located(reference, model, spoil)

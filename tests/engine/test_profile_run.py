@@ -27,11 +27,13 @@ class Counter:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[tuple[int, int]] = []
         self.traced: list[tuple[int, int]] = []
-        step = llm.runner.step
+        run = llm.runner.run
 
         def counted(batch: Batch) -> Any:
-            self.batches.append((len(batch.ids), batch.start))
-            return step(batch)
+            if batch.phase == "decode":
+                self.batches.append((1, batch.sequences[0].num_cached_tokens))
+            self.batches += [(len(chunk.ids), chunk.start) for chunk in batch.chunks]
+            return run(batch)
 
         def trace(work: Callable[[], object]) -> dict[str, Any]:
             before = len(self.batches)
@@ -40,7 +42,7 @@ class Counter:
             event = {"ph": "X", "cat": "kernel", "name": "step", "dur": 10.0, "args": {"grid": [1, 1, 1]}}
             return {"traceEvents": [{**event, "ts": 10.0 * i} for i in range(len(self.traced))]}
 
-        monkeypatch.setattr(llm.runner, "step", counted)
+        monkeypatch.setattr(llm.runner, "run", counted)
         monkeypatch.setattr(module, "_traced", trace)
 
 
@@ -64,11 +66,11 @@ def test_decode_steps_are_profiled_after_those_that_prepare_a_request(
 def test_a_prompt_is_profiled_whole_and_only_beyond_what_is_cached(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = list(range(1, 21))
-    list(llm.stream(ids[:5], module.SamplingParams(max_tokens=1)))
+    ids = list(range(1, 49))
     counter = Counter(llm, monkeypatch)
-    profile, _ = profile_prompt(llm, ids, 4)
-    assert counter.batches == counter.traced == [(8, 4), (8, 12)]
+    profile, _ = profile_prompt(llm, ids, 32)
+    assert counter.traced == [(8, 32), (8, 40)]
+    assert counter.batches == [(8, 0), (8, 8), (8, 16), (8, 24), (1, 32), *counter.traced]
     assert (profile.what, profile.steps, profile.launches) == ("prompt", 1, 2)
 
 
@@ -77,7 +79,7 @@ def test_no_request_stays_behind_and_the_tokens_counted_for_it_are_enough(
 ) -> None:
     counter = Counter(llm, monkeypatch)
     profile_decode(llm, [1], 0)
-    assert llm.scheduler.running is None
+    assert not llm.scheduler.waiting and llm.scheduler.cache_used == 0
     assert not llm.scheduler.waiting
     assert counter.batches[-1][1] + 1 < PROFILED_TOKENS
 

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from quengine.kernels.backend import ALL_ROWS
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
@@ -83,10 +82,10 @@ def test_a_wrong_layout_fails_in_every_quantized_format_and_use(twist):
 
 def test_activations_rounded_to_eight_bits_fail():
     class Rounded(ReferenceBackend):
-        def logits(self, x, norm, eps, weight, rows=ALL_ROWS):
+        def logits(self, batch, x, norm, eps, weight):
             groups = x.view(len(x), -1, 32)
             step = groups.abs().amax(-1, keepdim=True) / 127
-            return super().logits((groups / step).round().mul(step).view_as(x), norm, eps, weight, rows)
+            return super().logits(batch, (groups / step).round().mul(step).view_as(x), norm, eps, weight)
 
     done = [check for check in checks(Rounded(keep=True), ["Q4_K", "F16"]) if check.test.endswith("token")]
     assert len(done) == 4 and not any(check.passed for check in done)

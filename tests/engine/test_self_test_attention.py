@@ -1,6 +1,7 @@
 """The checks of norms and attention pass a right backend and fail wrong ones, each in the lines it concerns."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 from quengine import self_test_attention
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import Chunk, DecodeBatch
 from quengine.kernels.cpu_backend import CpuBackend
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.self_test_attention import OPERATIONS, PAGED, check_operation
 
@@ -32,10 +33,9 @@ class Spoiled(ReferenceBackend):
         super().__init__(keep=True)
         self.before, self.after = before, after
 
-    def attention(self, qkv: Any, spec: Any, layer: Any, start: Any) -> Any:
-        changed = self.before(qkv, spec, layer, start)
-        result = super().attention(*(changed or (qkv, spec, layer, start)))
-        self.after(layer, start, start + len(qkv))
+    def attention(self, batch: Any, qkv: Any, spec: Any, layer: Any) -> Any:
+        result = super().attention(self.before(batch) or batch, qkv, spec, layer)
+        self.after(layer, int(batch.positions[-1]) + 1)
         return result
 
 
@@ -53,15 +53,15 @@ def test_there_is_a_check_of_every_cache_type_and_of_norms() -> None:
 
 
 def test_a_position_off_by_one_fails_in_attention_and_its_cache() -> None:
-    def shifted(qkv: Any, spec: Any, layer: Any, start: int) -> tuple[Any, ...]:
-        return qkv, spec, layer, start + (len(qkv) == 1)
+    def shifted(batch: ForwardBatch) -> ForwardBatch:
+        return replace(batch, positions=batch.positions + (batch.phase == "decode"))
 
     found = failed(Spoiled(shifted))
     assert found == {(name, test) for name in ATTENTIONS for test in ("1 token", "1 token: cache")}
 
 
 def test_a_cache_that_is_written_wrong_under_a_right_result_fails() -> None:
-    def spoil(layer: Any, _start: int, end: int) -> None:
+    def spoil(layer: Any, end: int) -> None:
         layer.v[end - 1, 0, 0] += 1
 
     found = failed(Spoiled(after=spoil))
@@ -71,8 +71,8 @@ def test_a_cache_that_is_written_wrong_under_a_right_result_fails() -> None:
 
 def test_a_norm_without_its_weights_fails() -> None:
     class Unweighted(ReferenceBackend):
-        def norm_linear(self, x: Any, norm: Any, *rest: Any) -> Any:
-            return super().norm_linear(x, norm * 0 + 1, *rest)
+        def norm_linear(self, batch: Any, x: Any, norm: Any, *rest: Any) -> Any:
+            return super().norm_linear(batch, x, norm * 0 + 1, *rest)
 
     norms = {name for name in OPERATIONS if name.startswith("RMSNorm")}
     assert failed(Unweighted(keep=True)) == {(name, test) for name in norms for test in ("1 token", "prompt")}
@@ -86,35 +86,20 @@ def test_a_paged_cache_is_checked_with_every_cache_type_and_the_definition_passe
 
 
 def test_a_block_table_read_out_of_order_fails_everywhere() -> None:
-    def sorts(qkv: Any, spec: Any, layer: Any, start: Any) -> tuple[Any, ...]:
-        if isinstance(start, Chunk):
-            return qkv, spec, layer, Chunk(start.start, start.block_table.sort().values)
-        return qkv, spec, layer, DecodeBatch(start.positions, start.block_tables.sort().values)
+    def sorts(batch: ForwardBatch) -> ForwardBatch:
+        return replace(batch, block_tables=batch.block_tables.sort().values)
 
     tests = ("prompt: cache", "1 token", "1 token: cache", "batch", "batch: cache")
-    assert failed(Paged(sorts), PAGED) >= {(name, test) for name in PAGED for test in tests}
+    assert failed(Spoiled(sorts), PAGED) >= {(name, test) for name in PAGED for test in tests}
 
 
 def test_a_batch_whose_rows_have_each_others_tables_fails_in_the_batch_alone() -> None:
-    def turns(qkv: Any, spec: Any, layer: Any, start: Any) -> tuple[Any, ...]:
-        if isinstance(start, Chunk):
-            return qkv, spec, layer, start
-        return qkv, spec, layer, DecodeBatch(start.positions, start.block_tables.roll(1, 0))
+    def turns(batch: ForwardBatch) -> ForwardBatch:
+        return replace(batch, block_tables=batch.block_tables.roll(1, 0)) if len(batch) == 3 else batch
 
-    assert failed(Paged(turns), PAGED) == {
+    assert failed(Spoiled(turns), PAGED) == {
         (name, test) for name in PAGED for test in ("batch", "batch: cache")
     }
-
-
-class Paged(ReferenceBackend):
-    """Does something to what attention over a paged cache is given."""
-
-    def __init__(self, before: Callable[..., Any]):
-        super().__init__(keep=True)
-        self.before = before
-
-    def attention(self, *given: Any) -> Any:
-        return super().attention(*self.before(*given))
 
 
 def test_the_cuda_backend_passes_over_a_paged_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.constraint_spec import ConstraintSpec
-from quengine.kernels.backend import BLOCK_SIZE
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.output import Completion
 from quengine.paged_scheduler import PagedScheduler
 from quengine.sequence import Sequence
@@ -132,7 +132,8 @@ def test_texts_with_look_up_are_those_without(
 def test_a_model_that_drafts_for_itself_is_always_right(
     model: Path, alone: LLM, params: SamplingParams, parallel: int
 ) -> None:
-    with load(model, parallel=parallel, draft_model=model, draft_tokens=5, chunk_size=24) as llm:
+    options = {"parallel": parallel, "draft_model": model, "draft_tokens": 5, "reuse_prefix": True}
+    with load(model, **options, chunk_size=24) as llm:
         got = llm.generate(PROMPTS, params)
         same(got, alone.generate(PROMPTS, params))
         drafted, accepted = counts(got)

@@ -12,7 +12,7 @@ import pytest
 from quengine import LLM, SamplingParams
 from quengine.chat_session import ChatSession
 from quengine.runner import Result
-from quengine.scheduler import Batch, DecodeStep, PromptStep
+from quengine.scheduler import Batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -115,7 +115,7 @@ def test_a_stream_that_is_left_is_computed_no_further(
     leave(llm)
     run, steps = llm.runner.run, list[int]()
 
-    def counted(batch: Batch | PromptStep | DecodeStep) -> list[Result]:
+    def counted(batch: Batch) -> list[Result]:
         steps.append(len(batch.sequences))
         return run(batch)
 
@@ -134,7 +134,7 @@ def test_a_stream_that_is_dropped_while_a_step_runs_is_taken_out_before_the_next
     next(streams[0])
     run, steps = llm.runner.run, list[int]()
 
-    def dropping(batch: Batch | PromptStep | DecodeStep) -> list[Result]:
+    def dropping(batch: Batch) -> list[Result]:
         results = run(batch)
         streams.clear()
         steps.append(len(batch.sequences))

@@ -47,12 +47,12 @@ def test_ordinary_requests_find_their_steps_recorded(options: dict[str, Any], tm
         runner = llm.runner
         assert isinstance(runner, CudaRunner)
 
-        def recorded() -> tuple[int, int, int]:
+        def recorded() -> tuple[int, int]:
             batches = 0 if runner.batches is None else len(runner.batches.recorded)
-            return len(runner.prompts.recorded), len(runner.graphs), batches
+            return len(runner.prompts.recorded), batches
 
         before, texts = recorded(), list[list[int]]()
-        assert before[0] >= 5 and sum(before[1:]) >= 2
+        assert before[0] >= 5 and before[1] >= 2
         for _ in range(2):
             texts = [llm.generate(prompt, GREEDY)[0].tokens for prompt in PROMPTS]
             for prompt in PROMPTS:

@@ -21,7 +21,6 @@ from torch.nn.functional import silu
 
 from quengine.kernels import sampling
 from quengine.kernels.activations import round_activations
-from quengine.kernels.backend import DecodeBatch
 from quengine.kernels.block_formats import dequantize, unpack
 from quengine.kernels.cpu import (
     batch_attention,
@@ -39,6 +38,7 @@ from quengine.kernels.cpu import (
     tiles,
 )
 from quengine.kernels.cpu import sampling as cpu_sampling
+from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv_rows import allocate_layer, read_rows, write_rows
 from quengine.kernels.q_dot import q_dot
 from tests.kernels import tile_emulator
@@ -68,7 +68,7 @@ def errors() -> Iterator[tuple[str, float]]:
         expected = definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125)
         yield f"{cache_type} prompt attention", nmse(prefill_attention(q, layer, 0, 0.125), expected)
         yield f"{cache_type} attention", nmse(decode_attention(q[49], layer, 50, 0.125), expected[49])
-        newest = DecodeBatch(torch.tensor([20, 31]), torch.zeros(2, 1, dtype=torch.int32))
+        newest = decode_batch([0, 0], [20, 31], [[0], [0]], torch.device("cpu"))
         yield (
             f"{cache_type} attention of rows",
             nmse(batch_attention(q[[20, 31]], layer, newest, 0.125, None), expected[[20, 31]]),

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from quengine.kernels import cpu
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, Chunk, DecodeBatch, KVLayer
-from quengine.kernels.cache_types import CACHE_TYPES, CacheType
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
+from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.kv_rows import allocate_layer, slot_mapping, write_rows
 from quengine.kernels.rope import RopeSpec, rope_table
 
@@ -38,6 +39,14 @@ class Held:
     tables: Tensor  # int32 [sequences, most blocks]
 
 
+def newest(positions: Tensor, tables: Tensor) -> ForwardBatch:
+    return decode_batch([0] * len(positions), positions.tolist(), tables.tolist(), torch.device("cpu"))
+
+
+def chunk(start: int, tokens: int, table: Tensor) -> ForwardBatch:
+    return prefill_batch([[0] * tokens], [start], [table.tolist()], torch.device("cpu"))
+
+
 def held(kv_heads: int, width: int, cache_type: CacheType) -> Held:
     free = random.Random(7).sample(range(BLOCKS), BLOCKS)
     most = -(-max(LENGTHS) // BLOCK_SIZE)
@@ -63,12 +72,12 @@ def test_newest_tokens_over_blocks_see_what_each_sees_alone(
 ) -> None:
     caches, q = held(kv_heads, width, cache_type), randn(len(LENGTHS), heads, width)
     positions = torch.tensor(LENGTHS, dtype=torch.int32) - 1
-    out = cpu.batch_attention(q, caches.pool, DecodeBatch(positions, caches.tables), 0.125, window)
+    out = cpu.batch_attention(q, caches.pool, newest(positions, caches.tables), 0.125, window)
     for row, layer, length, mixed in zip(q, caches.alone, LENGTHS, out, strict=True):
         first = max(0, length - window) if window else 0
         assert torch.equal(mixed, cpu.decode_attention(row, layer, length, 0.125, first))
     some = [6, 2, 0]
-    part = DecodeBatch(positions[some], caches.tables[some])
+    part = newest(positions[some], caches.tables[some])
     assert torch.equal(cpu.batch_attention(q[some], caches.pool, part, 0.125, window), out[some])
 
 
@@ -98,18 +107,14 @@ def test_rows_are_written_where_the_tables_say(cache_type: CacheType) -> None:
     table = torch.tensor([5, 2, 0, 3], dtype=torch.int32)
     tables = torch.stack([table, table.flip(0), table.roll(1)])
     positions = torch.tensor([64, 33, 31], dtype=torch.int32)
-    for start, places in [
-        (Chunk(31, table), [31, 32, 33]),
-        (DecodeBatch(positions, tables), positions.tolist()),
-    ]:
+    for batch, each in [(chunk(31, 3, table), table.expand(3, 4)), (newest(positions, tables), tables)]:
+        places = batch.positions.tolist()
         pool, alone = (unwritten(rows, 2, 64, cache_type) for rows in (6 * BLOCK_SIZE, 128))
-        q = cpu.rope_store(qkv.clone(), spec, pool, start)
-        each = tables if isinstance(start, DecodeBatch) else table.expand(3, 4)
+        q = cpu.rope_store(qkv.clone(), spec, pool, batch)
         slots = slot_mapping(torch.tensor(places), each)
         for row, position in enumerate(places):
-            assert torch.equal(
-                cpu.rope_store(qkv[row : row + 1].clone(), spec, alone, position), q[row : row + 1]
-            )
+            one = chunk(position, 1, torch.arange(4))
+            assert torch.equal(cpu.rope_store(qkv[row : row + 1].clone(), spec, alone, one), q[row : row + 1])
         for written, expected in zip(pool.tensors, alone.tensors, strict=True):
             assert torch.equal(written[slots], expected[places])
             untouched = torch.ones(len(written), dtype=torch.bool)
@@ -122,8 +127,8 @@ def test_what_lies_outside_is_refused() -> None:
     spec, layer, qkv = spec_of(96), unwritten(4 * BLOCK_SIZE, 2, 64, "f16"), randn(2, 8 * 64)
     table = torch.tensor([0, 4, 1], dtype=torch.int32)
     with pytest.raises(ValueError, match="positions 95 to 96 are not in a cache of 96"):
-        cpu.rope_store(qkv, spec, layer, Chunk(95, table))
+        cpu.rope_store(qkv, spec, layer, chunk(95, 2, table))
     with pytest.raises(ValueError, match="rows 31 to 128 are not in a cache of 128"):
-        cpu.rope_store(qkv, spec, layer, Chunk(31, table))
+        cpu.rope_store(qkv, spec, layer, chunk(31, 2, table))
     with pytest.raises(ValueError, match="positions 90 to 96 are not in a cache of 96"):
         cpu.prefill_attention(randn(7, 4, 64), layer, 90, 0.125, None, table)

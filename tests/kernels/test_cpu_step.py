@@ -16,11 +16,13 @@ from quengine.kernels.cpu.records import record_bytes
 from quengine.kernels.cpu.stage import Stage
 from quengine.kernels.cpu.swiglu import swiglu_launch
 from quengine.kernels.cpu.threads import Program
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv_rows import allocate_layer
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table
 from quengine.kernels.rope_store import rope_store
 from quengine.kernels.swiglu import swiglu
+from tests.forward import one_sequence
 from tests.kernels.weights import nmse, random_weight
 
 
@@ -83,6 +85,11 @@ def spec_of(layout: RopeLayout, rope_dim: int, head_dim: int) -> AttentionSpec:
     )
 
 
+def chunk(start: int, rows: int) -> ForwardBatch:
+    """Rows from a position on, in a cache of one block."""
+    return one_sequence([0] * rows, start, phase="prefill", blocks=1)
+
+
 @pytest.mark.parametrize("layout", ["pairs", "halves"])
 @pytest.mark.parametrize(("rope_dim", "head_dim"), [(16, 16), (64, 64), (20, 40), (6, 10)])
 @pytest.mark.parametrize(("rows", "start"), [(1, 0), (1, 31), (5, 9)])
@@ -90,10 +97,10 @@ def test_rotation_and_cache_write_have_the_bits_of_the_definition(
     layout: RopeLayout, rope_dim: int, head_dim: int, rows: int, start: int
 ) -> None:
     spec = dataclasses.replace(spec_of(layout, rope_dim, head_dim), query_scale=1.0 + torch.rand(32))
-    qkv = randn(rows, 8 * head_dim)
+    qkv, batch = randn(rows, 8 * head_dim), chunk(start, rows)
     layers = [KVLayer(*torch.zeros(2, 32, 2, head_dim, dtype=torch.float16)) for _ in range(2)]
-    expected = rope_store(qkv, spec, layers[0], start)
-    assert torch.equal(cpu.rope_store(qkv.clone(), spec, layers[1], start), expected)
+    expected = rope_store(qkv, spec, layers[0], batch)
+    assert torch.equal(cpu.rope_store(qkv.clone(), spec, layers[1], batch), expected)
     assert torch.equal(layers[1].k, layers[0].k) and torch.equal(layers[1].v, layers[0].v)
 
 
@@ -101,14 +108,14 @@ def test_rotation_and_cache_write_have_the_bits_of_the_definition(
 @pytest.mark.parametrize(("rows", "start"), [(1, 31), (5, 9)])
 def test_q8_0_rows_have_the_bits_of_the_definition(layout: RopeLayout, rows: int, start: int) -> None:
     spec = spec_of(layout, 64, 64)
-    qkv = randn(rows, 8 * 64)
+    qkv, batch = randn(rows, 8 * 64), chunk(start, rows)
     qkv[0, -32:] = 0.0  # a group of zeros has no scale
     qkv[-1, -64:-32] = torch.arange(32) - 15.5  # codes that lie half way between two integers
     layers = [allocate_layer(32, 2, 64, "cpu", "q8_0") for _ in range(2)]
     for tensor in (*layers[0].tensors, *layers[1].tensors):
         tensor.fill_(7)
-    expected = rope_store(qkv, spec, layers[0], start)
-    assert torch.equal(cpu.rope_store(qkv.clone(), spec, layers[1], start), expected)
+    expected = rope_store(qkv, spec, layers[0], batch)
+    assert torch.equal(cpu.rope_store(qkv.clone(), spec, layers[1], batch), expected)
     for compiled, defined in zip(layers[1].tensors, layers[0].tensors, strict=True):
         assert torch.equal(compiled, defined)
 
@@ -118,9 +125,9 @@ def test_head_norms_come_before_the_rotation() -> None:
     spec = dataclasses.replace(spec_of("halves", 16, 16), **norms)  # type: ignore[arg-type]
     qkv = randn(3, 8 * 16)
     layers = [KVLayer(*torch.zeros(2, 32, 2, 16, dtype=torch.float16)) for _ in range(2)]
-    expected = rope_store(qkv, spec, layers[0], 4)
+    expected = rope_store(qkv, spec, layers[0], chunk(4, 3))
     torch.testing.assert_close(
-        cpu.rope_store(qkv.clone(), spec, layers[1], 4), expected, rtol=1e-5, atol=1e-6
+        cpu.rope_store(qkv.clone(), spec, layers[1], chunk(4, 3)), expected, rtol=1e-5, atol=1e-6
     )
     torch.testing.assert_close(layers[1].k, layers[0].k, rtol=1e-3, atol=1e-6)
     assert torch.equal(layers[1].v, layers[0].v)
@@ -152,16 +159,16 @@ def test_values_are_stored_as_torch_rounds_to_fp16() -> None:
     qkv = torch.zeros(2, 65 * 16)
     qkv[:, 33 * 16 :] = values.view(2, -1)
     layer = KVLayer(*torch.zeros(2, 32, 32, 16, dtype=torch.float16))
-    cpu.rope_store(qkv, spec, layer, 0)
+    cpu.rope_store(qkv, spec, layer, chunk(0, 2))
     torch.testing.assert_close(layer.v[:2].flatten(), values.half(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_cache_is_not_written_beyond_its_end() -> None:
-    spec, layer = spec_of("pairs", 16, 16), KVLayer(*torch.zeros(2, 16, 2, 16, dtype=torch.float16))
-    with pytest.raises(ValueError, match="positions 15 to 16 are not in a cache of 16"):
-        cpu.rope_store(randn(2, 8 * 16), spec, layer, 15)
+    spec, layer = spec_of("pairs", 16, 16), KVLayer(*torch.zeros(2, 32, 2, 16, dtype=torch.float16))
+    with pytest.raises(ValueError, match="positions 31 to 32 are not in a cache of 32"):
+        cpu.rope_store(randn(2, 8 * 16), spec, layer, chunk(31, 2))
     with pytest.raises(ValueError, match="positions -1 to 0"):
-        cpu.rope_store(randn(2, 8 * 16), spec, layer, -1)
+        cpu.rope_store(randn(2, 8 * 16), spec, layer, chunk(-1, 2))
 
 
 def test_a_stage_adds_in_the_tasks_and_ends_with_its_finals_every_time() -> None:

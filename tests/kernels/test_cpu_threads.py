@@ -27,6 +27,7 @@ from quengine.kernels.cpu import (
     swiglu,
 )
 from quengine.kernels.cpu.threads import _Team as Team
+from tests.forward import one_sequence
 from tests.kernels.weights import random_weight
 
 
@@ -114,8 +115,9 @@ def results() -> str:
     x[0, 100:108] = torch.tensor([1e-7, 2e-6, 6e-5, 65519.9, 65520.0, 1.00048828125, 1.00146484375, -1e-9])
     cos, sin = torch.randn(2, 8, 16, generator=generator)
     spec = AttentionSpec(2, 1, 32, 1.0, None, "halves", cos, sin, torch.ones(0))
-    layer = KVLayer(*torch.zeros(2, 8, 1, 32, dtype=torch.float16))
-    tensors += [rope_store(x.clone(), spec, layer, 3).contiguous(), layer.k.float(), layer.v.float()]
+    layer = KVLayer(*torch.zeros(2, 32, 1, 32, dtype=torch.float16))
+    batch = one_sequence([0, 0], 3, blocks=1)
+    tensors += [rope_store(x.clone(), spec, layer, batch).contiguous(), layer.k.float(), layer.v.float()]
     return str([t.view(torch.int32).tolist() for t in tensors])
 
 

@@ -2,19 +2,20 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 from quengine.config import EngineConfig
-from quengine.kernels.backend import BLOCK_SIZE, Backend, Chunk, DecodeBatch, PromptBatch
-from quengine.kernels.cache_types import CACHE_TYPES, CacheType
+from quengine.kernels.backend import Backend
+from quengine.kernels.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
 from quengine.kernels.cpu_backend import CpuBackend
-from quengine.kernels.kv_rows import slot_mapping, token_positions
+from quengine.kernels.forward_batch import decode_batch, prefill_batch
+from quengine.kernels.kv_rows import slot_mapping
 from quengine.kv_cache import KVCache
 from quengine.load import LoadedModel, load_model
 from quengine.models.decoder import Decoder
+from tests.forward import forward
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -37,8 +38,6 @@ def test_a_position_lies_where_its_table_says() -> None:
     assert slot_mapping(torch.tensor([0, 31, 32]), table).tolist() == [160, 191, 64]
     both = torch.tensor([[5, 2], [7, 1]], dtype=torch.int32)
     assert slot_mapping(torch.tensor([33, 33]), both).tolist() == [65, 33]
-    assert slot_mapping(torch.tensor([33, 33]), None).tolist() == [33, 33]
-    assert token_positions(Chunk(7, table), 3).tolist() == token_positions(7, 3).tolist() == [7, 8, 9]
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
@@ -53,8 +52,8 @@ def test_chunks_and_batches_over_scattered_blocks_are_the_contiguous_run(
     for ids in texts:
         alone = KVCache.allocate(config, CTX, torch.device("cpu"), cache_type).layers
         for at in range(0, len(ids) - 1, 40):
-            decoder.forward(torch.tensor(ids[at : min(at + 40, len(ids) - 1)]), alone, at)
-        expected.append(decoder.forward(torch.tensor(ids[-1:]), alone, len(ids) - 1)[0])
+            forward(decoder, ids[at : min(at + 40, len(ids) - 1)], alone, at)
+        expected.append(forward(decoder, ids[-1:], alone, len(ids) - 1)[0])
 
     pool = KVCache.allocate(config, CTX, torch.device("cpu"), cache_type, num_blocks=12)
     for layer in pool.layers:
@@ -66,15 +65,11 @@ def test_chunks_and_batches_over_scattered_blocks_are_the_contiguous_run(
     tables = [[free.pop() for _ in range(len(ids) // BLOCK_SIZE + 1)] for ids in texts]
     for ids, table in zip(texts, tables, strict=True):
         for at in range(0, len(ids) - 1, 40):
-            chunk = Chunk(at, torch.tensor(table, dtype=torch.int32))
-            decoder.forward(torch.tensor(ids[at : min(at + 40, len(ids) - 1)]), pool.layers, chunk)
-    spare = pool.spare_block
-    padded = [table + [spare] * (3 - len(table)) for table in [*tables, [], []]]
-    batch = DecodeBatch(
-        torch.tensor([*LENGTHS, 0, 0], dtype=torch.int32), torch.tensor(padded, dtype=torch.int32)
-    )
-    newest = torch.tensor([*(ids[-1] for ids in texts), 0, 0])
-    logits = decoder.forward(newest, pool.layers, batch, last_only=False)
+            forward(decoder, ids[at : min(at + 40, len(ids) - 1)], pool.layers, at, table=table)
+    padding = [pool.padding_block]
+    newest = [*(ids[-1] for ids in texts), 0, 0]
+    batch = decode_batch(newest, [*LENGTHS, 0, 0], [*tables, padding, padding], torch.device("cpu"))
+    logits = decoder.forward(batch, pool.layers)
     torch.testing.assert_close(logits[: len(texts)], torch.stack(expected), rtol=1e-9, atol=1e-9)
 
 
@@ -93,17 +88,14 @@ def test_chunks_of_several_prompts_in_one_step_are_those_of_each(model: LoadedMo
     together = KVCache.allocate(config, CTX, torch.device("cpu"), num_blocks=6).layers
     expected = []
     for ids, start, table in zip(texts, starts, tables, strict=True):
-        blocks = torch.tensor(table, dtype=torch.int32)
         for layers in (
             alone := KVCache.allocate(config, CTX, torch.device("cpu"), num_blocks=6).layers,
             together,
         ):
             if start:
-                decoder.forward(torch.tensor(ids[:start]), layers, Chunk(0, blocks))
-        with backend.prompt() if isinstance(backend, CpuBackend) else nullcontext():
-            expected.append(decoder.forward(torch.tensor(ids[start:]), alone, Chunk(start, blocks))[0])
-    batch = PromptBatch.of(starts, lengths, tables, torch.device("cpu"))
-    ids = torch.tensor([token for text, start in zip(texts, starts, strict=True) for token in text[start:]])
-    logits = decoder.forward(ids, together, batch)
+                forward(decoder, ids[:start], layers, table=table)
+        expected.append(forward(decoder, ids[start:], alone, start, table=table, phase="prefill")[0])
+    chunks = [text[start:] for text, start in zip(texts, starts, strict=True)]
+    logits = decoder.forward(prefill_batch(chunks, starts, tables, torch.device("cpu")), together)
     near = 1e-9 if name == "reference" else 1e-3  # one row of logits is a row dot, of rounded activations
     torch.testing.assert_close(logits, torch.stack(expected), rtol=near, atol=near)

@@ -11,6 +11,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf_checkpoint import GGUFCheckpoint
+from tests.forward import forward, one_sequence
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
 
@@ -27,7 +28,7 @@ def load(path: Path, chunk: int = 64, keep: bool = True) -> tuple[Decoder, KVCac
 def logits(path: Path, chunk: int = 64, keep: bool = True) -> torch.Tensor:
     decoder, cache = load(path, max(chunk, 1), keep)
     parts = [
-        decoder.forward(torch.tensor(IDS[s : s + chunk]), cache.layers, s, last_only=False)
+        forward(decoder, IDS[s : s + chunk], cache.layers, s, all_logits=True)
         for s in range(0, len(IDS), chunk)
     ]
     return torch.cat(parts)
@@ -126,7 +127,7 @@ def test_the_temperature_of_late_positions_scales_the_queries(tmp_path: Path) ->
     )
     decoder = Decoder(config, checkpoint.tensors, ReferenceBackend(keep=True), 64, 64)
     cache = KVCache.allocate(config, 64, torch.device("cpu"))
-    scaled = decoder.forward(torch.tensor(IDS), cache.layers, 0, last_only=False)
+    scaled = forward(decoder, IDS, cache.layers, all_logits=True)
     plain = logits(path)
     torch.testing.assert_close(scaled[:4], plain[:4], rtol=1e-12, atol=1e-12)
     assert (scaled[4:] - plain[4:]).abs().max() > 1e-3
@@ -143,7 +144,7 @@ def test_bytes_per_token_counts_every_matrix_once_and_one_embedding_row(tmp_path
 def test_logits_are_the_hidden_rows_times_the_output_matrix(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m.gguf")
     decoder, cache = load(path)
-    hidden = decoder.hidden(torch.tensor(IDS), cache.layers, 0)
+    hidden = decoder.hidden(one_sequence(IDS, blocks=2), cache.layers)
     assert hidden.shape == (len(IDS), decoder.config.embedding_length)
     output = decoder.output.dense
     torch.testing.assert_close(hidden @ output.T, logits(path))

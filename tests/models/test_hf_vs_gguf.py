@@ -16,6 +16,7 @@ from quengine.models.checkpoint import Checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.hf_checkpoint import HFCheckpoint
+from tests.forward import forward
 from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.hf_writer import hf_config, in_gguf_order, random_weights, write_hf
 from tests.tiny_models import chat_vocabulary
@@ -32,7 +33,7 @@ def logits_of(checkpoint: Checkpoint) -> torch.Tensor:
     cache = KVCache.allocate(checkpoint.config, 64, torch.device("cpu"))
     cuts = [0, 8, *range(9, len(IDS) + 1)]
     rows = [
-        decoder.forward(torch.tensor(IDS[start:end]), cache.layers, start, last_only=False)
+        forward(decoder, IDS[start:end], cache.layers, start, all_logits=True)
         for start, end in pairwise(cuts)
     ]
     return torch.cat(rows)

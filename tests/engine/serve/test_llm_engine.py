@@ -11,6 +11,7 @@ from torch import Tensor
 from quengine import LLM, EngineError, SamplingParams
 from quengine.runner import Result
 from quengine.sampler import Sample
+from quengine.scheduler import Batch
 from quengine.sequence import Sequence as LLMSequence
 from quengine.serve.engine_port import Event, Finished, GenerationRequest, Piece
 from quengine.serve.llm_engine import LLMEngine
@@ -110,7 +111,7 @@ def test_a_prompt_that_begins_like_the_last_one_is_taken_from_the_cache(served: 
         body = {"prompt": list(range(40)), "max_tokens": 1}
         client.post("/v1/completions", json=body)
         usage = client.post("/v1/completions", json=body).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 39
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 32
 
 
 def test_requests_queue_behind_the_one_slot_and_can_leave_from_everywhere(served: Served) -> None:
@@ -131,14 +132,14 @@ def test_requests_queue_behind_the_one_slot_and_can_leave_from_everywhere(served
 
 def test_a_step_that_fails_fails_its_request_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(path, device="cpu")
-    step = llm.runner.step
+    run = llm.runner.run
 
-    def failing(batch: object) -> object:
-        if batch.sequence.token_ids[0] == 7:  # type: ignore[attr-defined]
+    def failing(batch: Batch) -> object:
+        if batch.sequences[0].token_ids[0] == 7:
             raise EngineError("token 3: 5 of 300 logits are not finite")
-        return step(batch)  # type: ignore[arg-type]
+        return run(batch)
 
-    monkeypatch.setattr(llm.runner, "step", failing)
+    monkeypatch.setattr(llm.runner, "run", failing)
     with (
         serving(lambda: LLMEngine(llm), settings={"model_names": ("tiny",)}) as served,
         served.http() as client,
@@ -190,13 +191,13 @@ def test_four_texts_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LLM) -
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
     sizes = []
-    decode_batch = four._llm.runner.decode_batch
+    decode = four._llm.runner.decode
 
     def watched(sequences: Sequence[LLMSequence]) -> list[Result]:
         sizes.append(len(sequences))
-        return decode_batch(sequences)
+        return decode(sequences)
 
-    four._llm.runner.decode_batch = watched  # type: ignore[method-assign]
+    four._llm.runner.decode = watched  # type: ignore[method-assign]
     tokens, ends = collect(four, steps(four))
     for request_id, prompt in PROMPTS.items():
         assert tokens[request_id] == llm.generate(prompt, request(0, prompt).params)[0].tokens
@@ -234,14 +235,14 @@ def test_a_text_whose_logits_are_not_finite_fails_alone(four: LLMEngine) -> None
 def test_of_a_step_that_fails_as_a_whole_the_text_to_blame_is_found(four: LLMEngine) -> None:
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
-    decode_batch = four._llm.runner.decode_batch
+    decode = four._llm.runner.decode
 
     def failing(sequences: Sequence[LLMSequence]) -> list[Result]:
         if any(s.num_prompt_tokens == 70 and len(s.generated) == 3 for s in sequences):
             raise RuntimeError("out of something")
-        return decode_batch(sequences)
+        return decode(sequences)
 
-    four._llm.runner.decode_batch = failing  # type: ignore[method-assign]
+    four._llm.runner.decode = failing  # type: ignore[method-assign]
     tokens, ends = collect(four, steps(four))
     assert ends[2] == "RuntimeError: out of something" and len(tokens[2]) == 3
     assert [ends[i] for i in (1, 3, 4)] == ["length"] * 3

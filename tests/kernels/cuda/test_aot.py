@@ -185,7 +185,7 @@ TWINS = """
 import triton
 from triton.backends.compiler import GPUTarget
 from quengine.kernels.cuda import aot, aot_compile
-for only, name in (("Q8_0, matmul, 16", "fused_kernel"), ("smollm2 9/3x64 q8_0, paged, 32", "rope_store_kernel")):
+for only, name in (("Q8_0, matmul, 16", "fused_kernel"), ("smollm2 9/3x64 q8_0, prompt of 32", "rope_store_kernel")):
     (launch,) = [x for v in aot.variants([89], only) for x in [aot.launches(v.case, 89)[v.launch]] if x.name == name]
     made = triton.compile(aot_compile.source(launch), target=GPUTarget("cuda", 89, 32), options=launch.options)
     ours = aot_compile.compile_launch(launch, 89)
@@ -234,8 +234,7 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
     assert met("fused_kernel", "EXACT") == {(x,) for x in truths}
     both = {(first, second) for first in truths for second in truths}
-    every = {(*pair, last) for pair in both for last in truths}
-    assert met("rope_store_kernel", "PAGED", "Q8", "UNSCALE") == every
+    assert met("rope_store_kernel", "PAGED", "Q8", "UNSCALE") == {("True", *pair) for pair in both}
     assert met("rope_store_kernel", "QUERY_SCALE", "UNSCALE") == both
     assert met("attention_prefill_kernel", "FIXED") == {(x,) for x in truths}
     assert met("wgmma_blocks_kernel", "TB", "EPILOGUE") == set(product(("128", "256"), forms))
@@ -243,11 +242,11 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     assert met("rope_store_kernel", "SEQUENCES", "UNSCALE") == both
     outs = {("torch.float16",), ("torch.float32",)}
     assert met("attention_prefill_kernel", "PAGED", "Q8", "OUT") == {
-        (*pair, *out) for pair in both for out in outs
+        ("True", q8, *out) for q8 in truths for out in outs
     }
-    assert met("attention_tiles_kernel", "PAGED", "Q8", "PDL") == every
+    assert met("attention_tiles_kernel", "PAGED", "Q8", "PDL") == {("True", *pair) for pair in both}
     assert ("True", "416") in met("attention_tiles_kernel", "PAGED", "LEAST")
-    assert met("attention_warps_kernel", "PAGED", "PDL") == both
+    assert met("attention_warps_kernel", "PAGED", "PDL") == {("True", pdl) for pdl in truths}
     assert met("attention_warps_kernel", "ROUND", "FORM") >= {("True", "-1"), ("False", "2")}
     assert ("1", "True") in met("attention_warps_kernel", "WINDOW", "PAGED")
     assert met("attention_warps_kernel", "REGISTERS") == {("128",), ("255",)}

@@ -7,11 +7,18 @@ import pytest
 import torch
 
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec, PromptBatch
-from quengine.kernels.cuda.attention_prefill import attention_prefill, is_hopper, prompt_rows, stores_ordered
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cache_types import BLOCK_SIZE
+from quengine.kernels.cuda.attention_prefill import (
+    attention_prefill,
+    is_hopper,
+    prefill_tiles,
+    stores_ordered,
+)
 from quengine.kernels.cuda.half import Form, HalfRows, half_shape
 from quengine.kernels.cuda.kv_store import KVStore
 from quengine.kernels.cuda.rope import rope_store
+from quengine.kernels.forward_batch import prefill_batch
 from tests.kernels.cuda.attention_cases import make_spec
 from tests.kernels.cuda.test_cuda_attention_prefill import expected_rows, run_chunks
 
@@ -108,17 +115,17 @@ def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> Non
     own = [unwritten_cache(device, CONTEXT, 2) for _ in starts]
     pool = unwritten_cache(device, 3 * CONTEXT, 2)
     tables = torch.randperm(3 * CONTEXT // BLOCK_SIZE, generator=torch.Generator().manual_seed(2)).view(3, -1)
-    batch = PromptBatch.of(starts, lengths, tables.tolist(), device)
+    batch = prefill_batch([[0] * length for length in lengths], starts, tables.tolist(), device)
     for sequence, start in enumerate(starts):  # what earlier chunks have left
         if start:
             before = random_qkv(device, start, 4, 2)
             at = torch.arange(start, dtype=torch.int32, device=device)
             rope_store(before, spec, own[sequence], 0, at)
             rope_store(before, spec, pool, 0, at, block_table=batch.block_tables[sequence].contiguous())
-    prompts = prompt_rows(batch, 128)
+    prompts = prefill_tiles(batch, 128)
     qkv = random_qkv(device, sum(lengths), 4, 2)
     q = rope_store(
-        qkv, spec, pool, 0, prompts.positions, block_table=batch.block_tables, sequences=prompts.sequences
+        qkv, spec, pool, 0, batch.positions, block_table=batch.block_tables, sequences=prompts.sequences
     )
     assert stores_ordered(pool, prompts, len(qkv))
     room = torch.zeros(half_shape(len(qkv), 512, Form.ORDERED), dtype=torch.float16, device=device)
@@ -126,10 +133,10 @@ def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> Non
         q, spec, pool, 0, 0, block_table=batch.block_tables, prompts=prompts, ordered=room, pdl=True
     )
     together = HalfRows(room, torch.ones(len(qkv), device=device), Form.ORDERED).row_major(512)
-    for sequence, (rows, chunk) in enumerate(batch.chunks()):
-        at = torch.arange(chunk.start, chunk.start + lengths[sequence], dtype=torch.int32, device=device)
+    for sequence, (rows, start, _) in enumerate(batch.chunks()):
+        at = torch.arange(start, start + lengths[sequence], dtype=torch.int32, device=device)
         alone = rope_store(qkv[rows], spec, own[sequence], 0, at)
-        expected = attention_prefill(alone, spec, own[sequence], 0, chunk.start)
+        expected = attention_prefill(alone, spec, own[sequence], 0, start)
         if lengths[sequence] > 128:
             assert torch.equal(together[rows], expected)
         else:  # alone it is computed by another kernel

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import Backend, Chunk, DecodeBatch, PromptBatch
+from quengine.kernels.backend import Backend
 from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.cuda_backend import CudaBackend
+from quengine.kernels.forward_batch import decode_batch, prefill_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf_checkpoint import GGUFCheckpoint
+from tests.forward import forward, one_sequence
 from tests.kernels.cuda.weights import nmse
 from tests.tiny_models import write_tiny
 
@@ -26,8 +28,8 @@ def logits(path: Path, backend: Backend, chunks: list[int]) -> torch.Tensor:
     cache = KVCache.allocate(checkpoint.config, 64, backend.device)
     parts, start = [], 0
     for length in chunks:
-        ids = torch.tensor(IDS[start : start + length], device=backend.device)
-        parts.append(decoder.forward(ids, cache.layers, start, last_only=False))
+        ids = IDS[start : start + length]
+        parts.append(forward(decoder, ids, cache.layers, start, all_logits=True))
         start += length
     return torch.cat(parts).cpu()
 
@@ -42,18 +44,15 @@ def paged_logits(
     checkpoint = GGUFCheckpoint(path)
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
     cache = KVCache.allocate(checkpoint.config, 64, backend.device, num_blocks=2 * len(prompts))
-    tables = torch.arange(cache.num_blocks - 1, -1, -1, dtype=torch.int32).view(-1, 2).to(backend.device)
+    tables = torch.arange(cache.num_blocks - 1, -1, -1).view(-1, 2).tolist()
     for prompt, table in zip(prompts, tables, strict=True):
-        ids = torch.tensor(prompt, device=backend.device)
-        decoder.forward(ids, cache.layers, Chunk(0, table))
-    spare = torch.full((1, 2), cache.spare_block, dtype=torch.int32, device=backend.device)
+        forward(decoder, prompt, cache.layers, table=table)
     results = []
     for number, ids in enumerate(steps):
         positions = [len(prompt) + number for prompt in prompts] + [0]
-        at = torch.tensor(positions, dtype=torch.int32, device=backend.device)
-        start = DecodeBatch(at, torch.cat((tables, spare)))
-        tokens = torch.tensor([*ids, 0], device=backend.device)
-        results.append(decoder.forward(tokens, cache.layers, start, last_only=False)[:-1].cpu())
+        padding = [cache.padding_block] * 2
+        batch = decode_batch([*ids, 0], positions, [*tables, padding], backend.device)
+        results.append(decoder.forward(batch, cache.layers)[:-1].cpu())
     return results
 
 
@@ -96,13 +95,9 @@ def test_several_prompts_in_one_step_are_the_reference_of_each(backend: CudaBack
     for each in (backend, ReferenceBackend(keep=True)):
         decoder = Decoder(checkpoint.config, checkpoint.tensors, each, 64, 64)
         cache = KVCache.allocate(checkpoint.config, 64, each.device, num_blocks=6)
-        first = torch.tensor(prompts[2][:20], device=each.device)
-        table = torch.tensor(tables[2], dtype=torch.int32, device=each.device)
-        decoder.forward(first, cache.layers, Chunk(0, table))
-        starts, lengths = (0, 0, 20), [2, 1, 13]
-        ids = torch.tensor([*prompts[0], *prompts[1], *prompts[2][20:]], device=each.device)
-        start = PromptBatch.of(starts, lengths, tables, each.device)
-        results.append(decoder.forward(ids, cache.layers, start).cpu())
+        forward(decoder, prompts[2][:20], cache.layers, table=tables[2])
+        batch = prefill_batch([*prompts[:2], prompts[2][20:]], (0, 0, 20), tables, each.device)
+        results.append(decoder.forward(batch, cache.layers).cpu())
         assert results[-1].shape[0] == 3
     assert nmse(results[0], results[1]) < 5e-5
 
@@ -114,18 +109,17 @@ def test_behind_the_last_layers_attention_only_the_last_row_goes_on(
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", architecture="llama"))
     widths, linear_add = list[int](), CudaBackend.linear_add
 
-    def noted(self: CudaBackend, x: Any, weight: Any, residual: Any, *norm: Any) -> Any:
+    def noted(self: CudaBackend, batch: Any, x: Any, weight: Any, residual: Any, *norm: Any) -> Any:
         stream = residual.hidden if isinstance(residual, NormedRows) else residual
         widths.append(stream.shape[0])
-        return linear_add(self, x, weight, residual, *norm)
+        return linear_add(self, batch, x, weight, residual, *norm)
 
     monkeypatch.setattr(CudaBackend, "linear_add", noted)
     results = []
     for each in (backend, ReferenceBackend(keep=True)):
         decoder = Decoder(checkpoint.config, checkpoint.tensors, each, 64, 64)
         cache = KVCache.allocate(checkpoint.config, 64, each.device)
-        ids = torch.tensor(IDS, device=each.device)
-        results += [decoder.forward(ids, cache.layers, 0, last_only=last).cpu() for last in (True, False)]
+        results += [forward(decoder, IDS, cache.layers, all_logits=every).cpu() for every in (False, True)]
     layers = checkpoint.config.block_count
     assert widths == [len(IDS)] * 2 * (layers - 1) + [1, 1] + [len(IDS)] * 2 * layers
     alone, among, exact = results[0], results[1][-1:], results[2]
@@ -133,23 +127,13 @@ def test_behind_the_last_layers_attention_only_the_last_row_goes_on(
     assert nmse(alone, among) > 0.0
 
 
-def test_one_sequence_in_blocks_has_the_bits_of_one_in_rows(backend: CudaBackend, tmp_path: Path) -> None:
+def test_one_sequence_has_the_same_bits_in_blocks_of_any_order(backend: CudaBackend, tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", architecture="llama"))
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
-    contiguous = KVCache.allocate(checkpoint.config, 64, backend.device)
-    paged = KVCache.allocate(checkpoint.config, 64, backend.device, num_blocks=3)
-    table = torch.tensor([2, 0], dtype=torch.int32, device=backend.device)
-    ids = torch.tensor(IDS, device=backend.device)
-    for part, start in ((ids[:3], 0), (ids[3:4], 3), (ids[4:], 4)):
-        expected = decoder.forward(part, contiguous.layers, start)
-        assert torch.equal(decoder.forward(part, paged.layers, Chunk(start, table)), expected)
-    step = torch.tensor([250], device=backend.device)
-    position = torch.tensor([5], dtype=torch.int32, device=backend.device)
-    batch = DecodeBatch(position, table[None])
-    assert torch.equal(
-        decoder.forward(step, paged.layers, batch, last_only=False),
-        decoder.forward(step, contiguous.layers, position),
-    )
+    one, other = (KVCache.allocate(checkpoint.config, 64, backend.device, num_blocks=3) for _ in range(2))
+    for part, start in ((IDS[:3], 0), (IDS[3:4], 3), (IDS[4:], 4), ([250], 5)):
+        expected = forward(decoder, part, one.layers, start, table=[0, 1])
+        assert torch.equal(forward(decoder, part, other.layers, start, table=[2, 0]), expected)
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -160,5 +144,7 @@ def test_hidden_rows_are_the_reference(count: int, backend: CudaBackend, tmp_pat
     for each in (backend, ReferenceBackend(keep=True)):
         decoder = Decoder(checkpoint.config, checkpoint.tensors, each, 64, 64)
         cache = KVCache.allocate(checkpoint.config, 64, each.device)
-        rows.append(decoder.hidden(torch.tensor(IDS[:count], device=each.device), cache.layers, 0).cpu())
+        rows.append(
+            decoder.hidden(one_sequence(IDS[:count], device=each.device, blocks=2), cache.layers).cpu()
+        )
     assert nmse(rows[0], rows[1]) < 5e-5

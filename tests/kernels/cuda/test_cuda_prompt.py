@@ -17,6 +17,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf_checkpoint import GGUFCheckpoint
+from tests.forward import forward
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.test_cuda_backend import logits
 from tests.kernels.cuda.weights import nmse
@@ -51,8 +52,8 @@ def test_a_prompt_on_packed_weights_is_the_reference(
         decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 320, 320)
         cache, start = KVCache.allocate(checkpoint.config, 320, backend.device), 0
         for length in rows:
-            ids = torch.tensor([(7 * i) % 250 for i in range(start, start + length)], device=backend.device)
-            found.append(decoder.forward(ids, cache.layers, start, last_only=False).cpu())
+            ids = [(7 * i) % 250 for i in range(start, start + length)]
+            found.append(forward(decoder, ids, cache.layers, start, all_logits=True).cpu())
             start += length
     ours, exact = torch.cat(found[: len(rows)]), torch.cat(found[len(rows) :])
     assert nmse(ours, exact) < 2e-5  # so narrow a model makes 6e-6 of rounding to fp16, by whatever kernels
@@ -61,7 +62,7 @@ def test_a_prompt_on_packed_weights_is_the_reference(
 ROOM = """
 import torch
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot_cases import MISTRAL, backend_for
+from quengine.kernels.cuda.aot_cases import MISTRAL, _prefill, backend_for
 from quengine.kernels.cuda.aot_compile import record
 from quengine.kernels.quant_tensor import QuantTensor
 
@@ -72,20 +73,21 @@ def matrix(rows, cols):
 
 def layer(backend):
     stream, norm = torch.empty(2048, 4096, device="meta"), torch.empty(4096, device="meta")
+    batch = _prefill(2048)
     qkv, output = backend.weight([matrix(MISTRAL.width, 4096)]), backend.weight([matrix(4096, 4096)])
     gate_up = backend.gate_up_weight(matrix(14336, 4096), matrix(14336, 4096))
     down = backend.weight([matrix(4096, 14336)])
     backend.weight([matrix(32000, 4096)])
-    qkv = backend.norm_linear(stream, norm, 1e-5, qkv)
-    x = backend.attention(qkv, MISTRAL.spec(), MISTRAL.layer("f16"), 0)
-    x = backend.linear_add(x, output, stream, norm, 1e-5)
+    qkv = backend.norm_linear(batch, stream, norm, 1e-5, qkv)
+    x = backend.attention(batch, qkv, MISTRAL.spec(), MISTRAL.layer("f16"))
+    x = backend.linear_add(batch, x, output, stream, norm, 1e-5)
     assert x.hidden is stream, "the residual stream is held twice"
-    x = backend.linear_add(backend.norm_swiglu(x, norm, 1e-5, gate_up), down, x, norm, 1e-5)
+    x = backend.linear_add(batch, backend.norm_swiglu(batch, x, norm, 1e-5, gate_up), down, x, norm, 1e-5)
     assert x.hidden is stream, "the residual stream is held twice"
 
 with backend_for(90) as backend:
     record(lambda: layer(backend))
-    room = backend._workspace()
+    room = backend._room()
 print(room.nbytes)
 """
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quengine.kernels import cuda_backend
-from quengine.kernels.backend import BLOCK_SIZE, Chunk, DecodeBatch, Position, PromptBatch
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda import matmul as matmul_module
 from quengine.kernels.cuda import rms_norm as rms_norm_module
 from quengine.kernels.cuda.attention_prefill import attention_prefill, is_hopper
@@ -19,11 +19,13 @@ from quengine.kernels.cuda.packed import pack
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half
 from quengine.kernels.cuda.rope import rope_store
 from quengine.kernels.cuda_backend import CudaBackend
+from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.swiglu import swiglu
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf_checkpoint import GGUFCheckpoint
+from tests.forward import forward
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.attention_cases import make_spec
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
@@ -176,27 +178,22 @@ class Rig:
         self.decoder = Decoder(self.checkpoint.config, self.checkpoint.tensors, self.backend, 96, 96)
         self.device = device
 
-    def cache(self, blocks: int = 0) -> KVCache:
+    def cache(self, blocks: int = 3) -> KVCache:
         return KVCache.allocate(self.checkpoint.config, 96, self.device, num_blocks=blocks)
 
-    def rows(self, ids: torch.Tensor, cache: KVCache, start: Position) -> torch.Tensor:
+    def rows(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Logits of all tokens; in the interpreter, which takes long for them, the rows that they are made of."""
-        if ON_GPU:
-            return self.decoder.forward(ids, cache.layers, start, last_only=False)
-        return self.decoder.hidden(ids, cache.layers, start)
+        run = self.decoder.forward if ON_GPU else self.decoder.hidden
+        return run(batch, cache.layers)
 
-    def prompt(
-        self, ids: list[int], chunks: list[int], cache: KVCache, table: list[int] | None
-    ) -> torch.Tensor:
+    def prompt(self, ids: list[int], chunks: list[int], cache: KVCache, table: list[int]) -> torch.Tensor:
         """The rows of all tokens of a prompt."""
         parts, start = [], 0
-        at = None if table is None else torch.tensor(table, dtype=torch.int32, device=self.device)
-        with self.backend.prompt():
-            for size in [*chunks, len(ids) - sum(chunks)]:
-                part = torch.tensor(ids[start : start + size], device=self.device)
-                where = start if at is None else Chunk(start, at)
-                parts.append(self.rows(part, cache, where))
-                start += size
+        for size in [*chunks, len(ids) - sum(chunks)]:
+            part = ids[start : start + size]
+            batch = prefill_batch([part], [start], [table], self.device, all_logits=True)
+            parts.append(self.rows(batch, cache))
+            start += size
         return torch.cat(parts)
 
 
@@ -214,55 +211,52 @@ def rig(
 
 def test_a_prompt_has_the_same_bits_however_it_is_cut(rig: Rig) -> None:
     ids = [(37 * i) % 250 for i in range(70 if ON_GPU else 4)]
-    whole, held = rig.prompt(ids, [], cache := rig.cache(), None), cache.layers[0]
-    for chunks, blocks in product(([1], [69], [2, 1], [64]), (0, 4)) if ON_GPU else [([2, 1], 4)]:
-        again = rig.cache(blocks)
-        table = [3, 1, 0] if blocks else None
+    whole, held = rig.prompt(ids, [], cache := rig.cache(), [0, 1, 2]), cache.layers[0]
+    orders = ([0, 1, 2], [3, 1, 0])
+    for chunks, table in product(([1], [69], [2, 1], [64]), orders) if ON_GPU else [([2, 1], orders[1])]:
+        again = rig.cache(4)
         assert torch.equal(rig.prompt(ids, chunks, again, table), whole)
-        rows = [(table or [0, 1, 2])[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(len(ids))]
+        rows = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(len(ids))]
         for mine, first in zip(again.layers[0].tensors, held.tensors, strict=True):
             assert torch.equal(mine[rows], first[: len(ids)])
-    alone = rig.rows(torch.tensor(ids[-1:], device=rig.device), cache, len(ids) - 1)
-    # Outside of `prompt` one token is a step of decode, whose attention keeps more bits: else this tests nothing.
+    alone = rig.rows(decode_batch(ids[-1:], [len(ids) - 1], [[0, 1, 2]], rig.device), cache)
+    # One token in decode, whose attention keeps more bits: else this tests nothing.
     assert not torch.equal(alone, whole[-1:])
 
 
 def test_rows_that_go_on_alone_behind_the_last_attention_have_their_bits(rig: Rig) -> None:
     lengths = (40, 30) if ON_GPU else (2,)
-    ids = torch.tensor([(37 * i) % 250 for i in range(sum(lengths))], device=rig.device)
+    ids = [(37 * i) % 250 for i in range(sum(lengths))]
+    chunks = [ids[: lengths[0]], *([ids[lengths[0] :]] * (len(lengths) > 1))]
     cache, parts = rig.cache(4), list[torch.Tensor]()
-    forward = rig.decoder.forward
-    for part in ids.split(lengths):
-        every = forward(part, rig.cache().layers, 0, last_only=False)
+    for chunk in chunks:
+        every = forward(rig.decoder, chunk, rig.cache().layers, all_logits=True)
         if ON_GPU:
-            assert torch.equal(forward(part, rig.cache().layers, 0), every[-1:])
+            assert torch.equal(forward(rig.decoder, chunk, rig.cache().layers), every[-1:])
         parts.append(every[-1])
-    both = PromptBatch.of([0] * len(lengths), lengths, [[3, 1], [0, 2]][: len(lengths)], rig.device)
-    assert torch.equal(forward(ids, cache.layers, both), torch.stack(parts))
+    both = prefill_batch(chunks, [0] * len(chunks), [[3, 1], [0, 2]][: len(chunks)], rig.device)
+    assert torch.equal(rig.decoder.forward(both, cache.layers), torch.stack(parts))
 
 
 def test_a_step_has_the_same_bits_alone_and_in_every_batch(rig: Rig) -> None:
     """Over caches with something in them; two sequences, the rest of the batch is nobody's."""
     cache, plain, expected = rig.cache(7), rig.cache(), []
-    tables = torch.tensor([[4, 0, 2], [3, 1, 5]], dtype=torch.int32, device=rig.device)
+    tables = [[4, 0, 2], [3, 1, 5]]
     for pooled, rows in zip(cache.layers[0].tensors, plain.layers[0].tensors, strict=True):
         pooled.copy_(torch.randn(pooled.shape, generator=torch.Generator().manual_seed(2)))
-        for block, at in enumerate(tables[0].tolist()):
+        for block, at in enumerate(tables[0]):
             rows[block * BLOCK_SIZE :][:BLOCK_SIZE] = pooled[at * BLOCK_SIZE :][:BLOCK_SIZE]
-    positions = torch.tensor([70, 40], dtype=torch.int32, device=rig.device)
-    tokens = torch.tensor([11, 12], device=rig.device)
+    positions, tokens = [70, 40], [11, 12]
 
-    def step(ids: torch.Tensor, at: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        return rig.rows(ids, cache, DecodeBatch(at, blocks))
+    def step(ids: list[int], at: list[int], blocks: list[list[int]], held: KVCache) -> torch.Tensor:
+        return rig.rows(decode_batch(ids, at, blocks, rig.device), held)
 
     for i in range(2):
-        expected.append(step(tokens[i : i + 1], positions[i : i + 1], tables[i : i + 1])[0])
-    single = rig.rows(tokens[:1], plain, positions[:1])
-    assert torch.equal(single[0], expected[0]), "a contiguous cache and blocks"
+        expected.append(step(tokens[i : i + 1], positions[i : i + 1], tables[i : i + 1], cache)[0])
+    single = step(tokens[:1], positions[:1], [[0, 1, 2]], plain)
+    assert torch.equal(single[0], expected[0]), "blocks of another order"
     for count in [2, 3, 4, 7, 8, 9, 24, 33, 100, 128, 130] if ON_GPU else [3]:
-        blocks = torch.full((count, 3), cache.spare_block, dtype=torch.int32, device=rig.device)
-        ids = torch.zeros(count, dtype=torch.int64, device=rig.device)
-        at = torch.zeros(count, dtype=torch.int32, device=rig.device)
-        ids[-2:], at[-2:], blocks[-2:] = tokens, positions, tables
-        got = step(ids, at, blocks)
+        padding = count - 2
+        blocks = [[cache.padding_block] * 3] * padding + tables
+        got = step([0] * padding + tokens, [0] * padding + positions, blocks, cache)
         assert torch.equal(got[-2], expected[0]) and torch.equal(got[-1], expected[1]), count

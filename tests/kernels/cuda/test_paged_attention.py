@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from quengine.kernels.backend import BLOCK_SIZE, AttentionSpec
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.cuda import attention_arguments, attention_tiles, attention_warps
 from quengine.kernels.cuda.activations import RoundedActivations
 from quengine.kernels.cuda.attention_arguments import DecodeWorkspace
@@ -173,7 +174,7 @@ def test_a_batch_may_leave_half_rows(
     assert torch.equal(rows.dequantize(128), plain.half().float())
 
 
-def test_rows_that_fill_a_batch_up_touch_the_spare_block_only(device: torch.device) -> None:
+def test_rows_that_fill_a_batch_up_touch_the_padding_block_only(device: torch.device) -> None:
     spec = make_spec(device, CONTEXT, 2, 1, 64)
     cache = sequences_of(spec, 2, False)
     pool, tables = as_pool(cache, 1)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quengine.kernels.backend import PromptBatch
-from quengine.kernels.cuda.attention_prefill import attention_prefill, prompt_rows
+from quengine.kernels.cuda.attention_prefill import attention_prefill, prefill_tiles
 from quengine.kernels.cuda.rope import rope_store
+from quengine.kernels.forward_batch import prefill_batch
 from tests.kernels.cuda.attention_cases import make_spec
 from tests.kernels.cuda.test_paged_attention import (
     CONTEXT,
@@ -36,20 +36,20 @@ def test_chunks_of_several_prompts_are_each_its_own(
     cache = sequences_of(spec, len(starts), q8_0)
     pool, tables = as_pool(cache, 1)
     qkv = random_qkv(device, spec, sum(lengths))
-    batch = PromptBatch.of(starts, lengths, tables.tolist(), device)
-    prompts = prompt_rows(batch, head_dim, fixed)
+    batch = prefill_batch([[0] * length for length in lengths], starts, tables.tolist(), device)
+    prompts = prefill_tiles(batch, head_dim, fixed)
     q = rope_store(
-        qkv, spec, pool, 0, prompts.positions, block_table=batch.block_tables, sequences=prompts.sequences
+        qkv, spec, pool, 0, batch.positions, block_table=batch.block_tables, sequences=prompts.sequences
     )
     together = attention_prefill(
         q, spec, pool, 0, 0, torch.float32, block_table=batch.block_tables, fixed=fixed, prompts=prompts
     )
-    for sequence, (rows, chunk) in enumerate(batch.chunks()):
+    for sequence, (rows, start, _) in enumerate(batch.chunks()):
         length = rows.stop - rows.start
-        at = torch.arange(chunk.start, chunk.start + length, dtype=torch.int32, device=device)
+        at = torch.arange(start, start + length, dtype=torch.int32, device=device)
         alone = rope_store(qkv[rows], spec, cache, sequence, at)
         assert torch.equal(q[rows], alone)
-        expected = attention_prefill(alone, spec, cache, sequence, chunk.start, torch.float32, fixed=fixed)
+        expected = attention_prefill(alone, spec, cache, sequence, start, torch.float32, fixed=fixed)
         if fixed or length == max(lengths):
             assert torch.equal(together[rows], expected)
         else:  # the tiles of a shorter chunk may be of another size
@@ -59,17 +59,19 @@ def test_chunks_of_several_prompts_are_each_its_own(
 
 
 def test_tiles_that_see_the_most_keys_come_first() -> None:
-    batch = PromptBatch.of((0, 64), (70, 40), [[1, 2, 3], [4, 5, 6, 7]], torch.device("cpu"))
-    rows = prompt_rows(batch, 64)
+    tables = [[1, 2, 3], [4, 5, 6, 7]]
+    batch = prefill_batch([[0] * 70, [0] * 40], (0, 64), tables, torch.device("cpu"))
+    rows = prefill_tiles(batch, 64)
     assert rows.block_rows == 64 and rows.tiles.tolist() == [
         [0, 64, 70, 0, 0],
         [70, 0, 40, 64, 1],
         [0, 0, 70, 0, 0],
     ]
-    assert rows.positions.tolist() == [*range(70), *range(64, 104)]
+    assert batch.positions.tolist() == [*range(70), *range(64, 104)]
     assert rows.sequences.tolist() == [0] * 70 + [1] * 40
     assert (rows.longest, rows.latest, rows.deepest) == (70, 64, 104)
-    assert batch.last_rows.tolist() == [69, 109] and batch.block_tables.tolist() == [
+    assert batch.logits_rows is not None
+    assert batch.logits_rows.tolist() == [69, 109] and batch.block_tables.tolist() == [
         [1, 2, 3, 0],
         [4, 5, 6, 7],
     ]

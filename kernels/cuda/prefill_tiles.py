@@ -1,0 +1,38 @@
+"""Cuts the rows of several sequences' chunks into tiles for prefill attention, once a step for all layers."""
+
+from collections.abc import Sequence
+
+import torch
+
+from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
+
+TILE_FIELDS = 5
+"""int32 entries of a tile, see `PrefillTiles`."""
+
+
+def cut_tiles(batch: ForwardBatch, block_rows: int) -> PrefillTiles:
+    """Tiles of at most `block_rows` rows of the chunks of a prefill step, on its device."""
+    sequences, tiles = tile_entries(batch.starts, batch.query_lens, block_rows)
+    held = torch.tensor([*sequences, *tiles], dtype=torch.int32, device=batch.device)
+    return PrefillTiles(
+        sequences=held[: len(sequences)],
+        tiles=held[len(sequences) :].view(-1, TILE_FIELDS),
+        block_rows=block_rows,
+        longest=max(batch.query_lens),
+        latest=max(batch.starts),
+        deepest=max(map(sum, zip(batch.starts, batch.query_lens, strict=True))),
+    )
+
+
+def tile_entries(
+    starts: Sequence[int], lengths: Sequence[int], block_rows: int
+) -> tuple[list[int], list[int]]:
+    """`PrefillTiles.sequences` and the fields of `PrefillTiles.tiles`, one behind the other, of such chunks."""
+    sequences, tiles = list[int](), list[tuple[int, ...]]()
+    first = 0
+    for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        sequences += [sequence] * length
+        tiles += [(first, row, length, start, sequence) for row in range(0, length, block_rows)]
+        first += length
+    tiles.sort(key=lambda tile: -(tile[3] + tile[1]))
+    return sequences, [entry for tile in tiles for entry in tile]

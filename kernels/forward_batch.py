@@ -1,0 +1,136 @@
+"""`ForwardBatch`, the one description of a step, read by the decoder and by every backend."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillTiles:
+    """How the rows of several sequences' chunks are cut for prefill attention, on the device.
+
+    Attributes:
+        sequences: int32 [T], the sequence of each row.
+        tiles: int32 [tiles, 5], each of at most `block_rows` rows of one chunk: first row of the chunk, first row of
+            the tile within it, rows of the chunk, position of the chunk's first row, sequence. Tiles that see most keys
+            come first, so that no long one runs alone at the end; one of a chunk without rows is padding.
+        block_rows: most rows of a tile.
+        longest: most rows of a chunk.
+        latest: the highest position at which a chunk begins.
+        deepest: most positions of a sequence, its chunk included.
+    """
+
+    sequences: Tensor
+    tiles: Tensor
+    block_rows: int
+    longest: int
+    latest: int
+    deepest: int
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """The tokens of one step and where their keys and values lie in the paged cache.
+
+    A single sequence is a batch of one. In decode every row has a block table of its own, so S is T; rows of a draft
+    are rows of the same sequence. Rows without a sequence (padding) have a block table of padding blocks.
+
+    Attributes:
+        phase: "prefill" or "decode": which kernels compute the step, and so its last bits. A prompt's chunk is prefill
+            also where it is a single token.
+        token_ids: int64 [T], on the device.
+        positions: int32 [T], each token's position in its sequence, on the device.
+        block_tables: int32 [S, most blocks], on the device: position p of a sequence is row
+            `table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE` of the cache.
+        starts: in prefill, the position of each sequence's first row. Empty in a captured step, where only the device
+            knows it.
+        query_lens: in prefill, each sequence's number of rows, which lie one sequence behind the other; empty likewise.
+        logits_rows: int64 [n] on the device: the rows whose logits are wanted; None: all.
+        shares_sequences: in decode, whether a sequence may have several rows, at positions that follow each other. All
+            keys and values of the batch must then be written before any are read.
+        tiles: in a captured prefill step, how its rows are cut; elsewhere the backend works it out.
+    """
+
+    phase: Phase
+    token_ids: Tensor
+    positions: Tensor
+    block_tables: Tensor
+    starts: tuple[int, ...] = ()
+    query_lens: tuple[int, ...] = ()
+    logits_rows: Tensor | None = None
+    shares_sequences: bool = False
+    tiles: PrefillTiles | None = None
+
+    def __len__(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_ids.device
+
+    def chunks(self) -> Iterator[tuple[slice, int, Tensor]]:
+        """Of each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""
+        ends = accumulate(self.query_lens)
+        for start, length, end, table in zip(
+            self.starts, self.query_lens, ends, self.block_tables, strict=True
+        ):
+            yield slice(end - length, end), start, table
+
+
+def prefill_batch(
+    ids: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    device: torch.device,
+    all_logits: bool = False,
+) -> ForwardBatch:
+    """The chunks `ids` of sequences, each at its position in `starts` and with its block table.
+
+    Logits are wanted of each chunk's last row, or of all rows.
+    """
+    lengths = [len(chunk) for chunk in ids]
+    if len(ids) == 1:
+        positions = torch.arange(starts[0], starts[0] + lengths[0], dtype=torch.int32, device=device)
+    else:
+        spans = [torch.arange(s, s + n, dtype=torch.int32) for s, n in zip(starts, lengths, strict=True)]
+        positions = torch.cat(spans).to(device)
+    last = [end - 1 for end in accumulate(lengths)]
+    every = all_logits or len(last) == sum(lengths)
+    return ForwardBatch(
+        phase="prefill",
+        token_ids=torch.tensor([token for chunk in ids for token in chunk], device=device),
+        positions=positions,
+        block_tables=torch.tensor(pad_block_tables(tables), dtype=torch.int32, device=device),
+        starts=tuple(starts),
+        query_lens=tuple(lengths),
+        logits_rows=None if every else torch.tensor(last, device=device),
+    )
+
+
+def decode_batch(
+    ids: Sequence[int],
+    positions: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    device: torch.device,
+    shares_sequences: bool = False,
+) -> ForwardBatch:
+    """A token of each row, at its position, with its sequence's block table; logits are wanted of all."""
+    return ForwardBatch(
+        phase="decode",
+        token_ids=torch.tensor(ids, device=device),
+        positions=torch.tensor(positions, dtype=torch.int32, device=device),
+        block_tables=torch.tensor(pad_block_tables(tables), dtype=torch.int32, device=device),
+        shares_sequences=shares_sequences,
+    )
+
+
+def pad_block_tables(tables: Sequence[Sequence[int]], padding_block: int = 0) -> list[list[int]]:
+    """Block tables made as long as the longest, with a block that is not read."""
+    most = max(map(len, tables))
+    return [[*table, *([padding_block] * (most - len(table)))] for table in tables]
