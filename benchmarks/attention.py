@@ -13,18 +13,18 @@ from pathlib import Path
 import torch
 from timing import COPY_BYTES_PER_SECOND, graph_us
 
-import quengine.kernels.cuda.attention_arguments as arguments
-import quengine.kernels.cuda.attention_decode as decode
-import quengine.kernels.cuda.attention_prefill as prefill
-import quengine.kernels.cuda.attention_tiles as tiles
+import quengine.kernels.cuda.attention.attention_arguments as arguments
+import quengine.kernels.cuda.attention.attention_decode as decode
+import quengine.kernels.cuda.attention.attention_prefill as prefill
+import quengine.kernels.cuda.attention.attention_tiles as tiles
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cache_types import BLOCK_SIZE
-from quengine.kernels.cuda.activations import RoundedActivations
-from quengine.kernels.cuda.half import Form, HalfRows
-from quengine.kernels.cuda.kv_store import KVStore
-from quengine.kernels.cuda.rope import rope_store
-from quengine.kernels.kv_q8_0 import quantize_rows
+from quengine.kernels.cuda.attention.kv_store import KVStore
+from quengine.kernels.cuda.attention.rope import rope_store
+from quengine.kernels.cuda.gemm.half import Form, HalfRows
+from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.kv_q8_0 import quantize_rows
 from quengine.kernels.rope import RopeSpec, rope_table
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

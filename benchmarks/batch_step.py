@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from quengine import LLM, SamplingParams
-from quengine.cuda_batch import bucket_of
-from quengine.cuda_runner import CudaRunner
-from quengine.graph_sampling import GREEDY
-from quengine.kernels.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.request.sequence import Sequence
+from quengine.request.text_stream import TextStream
+from quengine.runners.cuda_batch import bucket_of
+from quengine.runners.cuda_runner import CudaRunner
+from quengine.runners.graph_sampling import GREEDY
 from quengine.sampler import Sample, Sampler
-from quengine.sequence import Sequence
-from quengine.text_stream import TextStream
 
 STEPS = 20
 

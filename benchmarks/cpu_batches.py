@@ -18,8 +18,8 @@ from statistics import median
 
 from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
-from quengine.machine import cpu_model, physical_cores
-from quengine.models.hub import resolve_model
+from quengine.models.hub.hub import resolve_model
+from quengine.platform.machine import cpu_model, physical_cores
 
 
 def our_tok_s(llm: LLM, batch: int, prompt: int, steps: int) -> float:

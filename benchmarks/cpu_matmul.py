@@ -15,12 +15,12 @@ import torch
 
 from quengine.kernels import cpu
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cpu import tile_matmul
-from quengine.kernels.cpu.matmul import linear_launches
-from quengine.kernels.cpu.matrix_tiles import matrix_unit
-from quengine.kernels.cpu.threads import Launch, Program
+from quengine.kernels.cpu.gemm import tile_matmul
+from quengine.kernels.cpu.gemm.matrix_tiles import matrix_unit
+from quengine.kernels.cpu.gemv.matmul import linear_launches
+from quengine.kernels.cpu.runtime.threads import Launch, Program
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.machine import cpu_model, physical_cores
+from quengine.platform.machine import cpu_model, physical_cores
 
 PROMPT = [("Q4_K", 4096, 4096), ("Q6_K", 2048, 4096), ("Q4_1", 1536, 576), ("Q4_1", 576, 1536)]
 DECODE = [

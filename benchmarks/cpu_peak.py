@@ -16,7 +16,7 @@ import time
 
 import llvmlite.binding as llvm
 
-from quengine.machine import cpu_model, physical_cores
+from quengine.platform.machine import cpu_model, physical_cores
 
 CHAINS = 12
 """Independent sums, more than the instruction's latency and two ports ask for."""

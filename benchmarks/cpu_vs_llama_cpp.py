@@ -28,8 +28,8 @@ from statistics import median
 from typing import Any, Protocol
 
 from quengine.errors import EngineError
-from quengine.machine import cpu_model, peak_memory, physical_cores, simd_features
-from quengine.models.hub import resolve_model
+from quengine.models.hub.hub import resolve_model
+from quengine.platform.machine import cpu_model, peak_memory, physical_cores, simd_features
 
 INSTALL_PEER = "pip install xllamacpp, or build llama.cpp and give --llama-bench PATH"
 
@@ -73,8 +73,8 @@ class Quengine:
         return self._seconds(0, count)
 
     def _seconds(self, prompt: int, count: int) -> float:
-        from quengine.bench_batch import time_batch
-        from quengine.bench_row import BenchTest
+        from quengine.diagnostics.bench.bench_batch import time_batch
+        from quengine.diagnostics.bench.bench_row import BenchTest
 
         (seconds,) = time_batch(self.llm, BenchTest(prompt, count), 1, 1, False, lambda _: None)
         return seconds

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.layout import packed_layout
-from quengine.kernels.cuda.packed import PackedPart, PackedWeight
+from quengine.kernels.cuda.weights.layout import packed_layout
+from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 L2_BYTES = 64 << 20
 

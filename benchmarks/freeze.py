@@ -55,8 +55,8 @@ SYNTHETIC = {
 def runs(device: str, only: str = "") -> Record:
     """Ids and log-probabilities of every model whose name holds `only`, under every setting."""
     from quengine.errors import EngineError
-    from quengine.models.hub import resolve_model
-    from quengine.models.synthetic import PRESETS, write_synthetic
+    from quengine.models.hub.hub import resolve_model
+    from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 
     record: Record = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -116,8 +116,8 @@ def _completion(made: Any) -> Record:
 
 def ptx(_device: str, _only: str) -> Record:
     """Digests of all kernels that are compiled ahead of time."""
-    from quengine.kernels.cuda.aot import variants
-    from quengine.kernels.cuda.aot_cases import ARCHS
+    from quengine.kernels.cuda.aot.aot import variants
+    from quengine.kernels.cuda.aot.aot_cases import ARCHS
 
     work = [variant for variant in variants(ARCHS) if variant.archs]
     record: Record = {}
@@ -129,9 +129,9 @@ def ptx(_device: str, _only: str) -> Record:
 
 
 def _ptx_of(variant: Any) -> dict[str, str]:
-    from quengine.kernels.cuda.aot import launches
-    from quengine.kernels.cuda.aot_cases import cases
-    from quengine.kernels.cuda.aot_compile import compile_launch
+    from quengine.kernels.cuda.aot.aot import launches
+    from quengine.kernels.cuda.aot.aot_cases import cases
+    from quengine.kernels.cuda.aot.aot_compile import compile_launch
 
     launch = launches(variant.case, variant.archs[0])[variant.launch]
     text = compile_launch(launch, variant.archs[0]).ptx
@@ -150,7 +150,7 @@ def stripped_ptx(text: str) -> str:
 
 def cpu_code(_device: str, _only: str) -> Record:
     """Digests of the object code of every CPU kernel."""
-    kernel_table = import_module("quengine.kernels.cpu.kernel_table")
+    kernel_table = import_module("quengine.kernels.cpu.runtime.kernel_table")
     record: Record = {}
 
     def note(module: str, function: str, *variant: str | bool) -> int:
@@ -192,7 +192,7 @@ def _kernel_calls(kernel_table: Any, note: Callable[..., int]) -> Iterator[Calla
 
 def openapi(_device: str, _only: str) -> Record:
     """The document by path and component."""
-    from quengine.serve.openapi import document
+    from quengine.serve.schemas.openapi import document
     from quengine.serve.settings import ServerSettings
 
     made = document(ServerSettings(model_names=("frozen",), parallel=4))

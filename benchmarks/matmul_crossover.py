@@ -17,12 +17,12 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
-from quengine.kernels.cuda import launch_table
-from quengine.kernels.cuda.attention_prefill import is_hopper
-from quengine.kernels.cuda.expand import dequantize_part
-from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
-from quengine.kernels.cuda.packed import PackedPart, PackedWeight
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
+from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
 from quengine.kernels.cuda.rms_norm import rms_norm_half
+from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.cuda.weights.expand import dequantize_part
+from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 SHAPES = {
     "qkv": ("Q4_K", 6144, 4096),
@@ -47,7 +47,7 @@ def weight(name: str, copies: int | None = None) -> list[PackedWeight]:
 
 
 def limited(limit: int):  # type: ignore[no-untyped-def]
-    return patch("quengine.kernels.cuda.matmul.fused_limit", lambda _: limit)
+    return patch("quengine.kernels.cuda.gemm.matmul.fused_limit", lambda _: limit)
 
 
 def shape_times(

@@ -14,12 +14,12 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.cuda_timing import graph_time, random_part
-from quengine.kernels.cuda.activations import round_activations
-from quengine.kernels.cuda.matvec import matvec
-from quengine.kernels.cuda.matvec_norm import matvec_norm
-from quengine.kernels.cuda.matvec_program import RoundingScratch
-from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
-from quengine.kernels.cuda.packed import PackedWeight
+from quengine.kernels.cuda.gemv.activations import round_activations
+from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
+from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
+from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.weights.packed import PackedWeight
 
 FLOOR_RATE = 4.3e6  # bytes per microsecond
 LAYERS = 32

@@ -6,10 +6,10 @@ ncu --clock-control none --set basic -k "regex:_(matvec|swiglu)_kernel" python -
 import torch
 
 from benchmarks.cuda_timing import random_part
-from quengine.kernels.cuda.activations import round_activations
-from quengine.kernels.cuda.matvec import matvec
-from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
-from quengine.kernels.cuda.packed import PackedWeight
+from quengine.kernels.cuda.gemv.activations import round_activations
+from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.weights.packed import PackedWeight
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from timing import graph_us
 
-from quengine.kernels.cuda.sampling import DecodeState, SamplingBuffers, Settings, sample_step
-from quengine.kernels.cuda_backend import has_dependent_launch
+from quengine.kernels.cuda.backend import has_dependent_launch
+from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
 
 CASES = {
     "greedy": Settings(temperature=0.0, top_k=1),

@@ -26,10 +26,10 @@ from typing import Any
 
 def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
     """The server's process: tells the engine's own speed and its port, and ends when it is told to."""
-    from quengine.serve.engine_port import Engine
-    from quengine.serve.fake_engine import FakeEngine
     from quengine.serve.server import Server, bind
     from quengine.serve.settings import Limits, ServerSettings
+    from quengine.serve.worker.engine_port import Engine
+    from tests.engine.serve.fake_engine import FakeEngine
 
     engine: Engine
     context = given.prompt + given.tokens + 32
@@ -38,8 +38,8 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
         pipe.send(given.streams / given.step_ms * 1e3)
     else:
         from quengine.llm import LLM
-        from quengine.serve.llm_engine import LLMEngine
-        from quengine.serve.process_engine import ProcessEngine
+        from quengine.serve.worker.llm_engine import LLMEngine
+        from quengine.serve.worker.process_engine import ProcessEngine
 
         options = {"device": given.device, "ctx_size": context, "parallel": given.streams}
         pipe.send(alone(given, options))
@@ -62,7 +62,7 @@ def alone(given: argparse.Namespace, options: dict[str, Any]) -> float:
     By a model of its own, which is let go of at the end: the server's needs the memory.
     """
     from quengine.llm import LLM
-    from quengine.sampling_params import SamplingParams
+    from quengine.request.sampling_params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=given.tokens, ignore_eos=True)
     speeds = []

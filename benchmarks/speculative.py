@@ -18,7 +18,7 @@ from statistics import median
 
 from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
-from quengine.output import Completion
+from quengine.request.output import Completion
 
 _CODE = """def area(shape):
     if shape.kind == "circle":

@@ -20,8 +20,8 @@ from typing import Any
 import xllamacpp
 
 from quengine import LLM, SamplingParams, __version__
-from quengine.models.hub import resolve_model
-from quengine.parity_texts import PROMPTS
+from quengine.diagnostics.parity.parity_texts import PROMPTS
+from quengine.models.hub.hub import resolve_model
 from quengine.sampler import TokenLogprobs
 
 

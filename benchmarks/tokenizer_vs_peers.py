@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
-from quengine.models.hub import resolve_model
+from quengine.models.hub.hub import resolve_model
 from quengine.models.tokenizer import Tokenizer
 from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer, pre_tokenizer_names
 from tests.crossing_vocabulary import write_crossing_vocabulary

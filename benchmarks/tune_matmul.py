@@ -19,12 +19,12 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
-from quengine.kernels.cuda import launch_table
-from quengine.kernels.cuda.half import Form, HalfRows, half_rows
-from quengine.kernels.cuda.launch_table import WgmmaGeometry
-from quengine.kernels.cuda.matmul_fused import FusedScratch
-from quengine.kernels.cuda.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu
-from quengine.kernels.cuda.packed import PackedPart, PackedWeight
+from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_rows
+from quengine.kernels.cuda.gemm.matmul_fused import FusedScratch
+from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu
+from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.cuda.weights.launch_table import WgmmaGeometry
+from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 # Mistral-7B: merged QKV (attn_v is Q6_K in half of the layers), attn_output, ffn_gate + ffn_up, ffn_down, output. The
 # kind is the table's; "added" stands for "rows" with a residual.
@@ -99,7 +99,7 @@ def measure(
     for number, (block, geometry) in enumerate(variants):
         if compile_only and number % compile_only[1] != compile_only[0]:
             continue
-        with patch("quengine.kernels.cuda.matmul_wgmma.wgmma_geometry", lambda *_, g=geometry: g):
+        with patch("quengine.kernels.cuda.gemm.matmul_wgmma.wgmma_geometry", lambda *_, g=geometry: g):
             launches = [launcher(shape, weight, block, scratch) for weight in weights]
             if compile_only:
                 launches[0]()

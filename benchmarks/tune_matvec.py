@@ -19,14 +19,14 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
-from quengine.kernels.cuda import launch_table
-from quengine.kernels.cuda.activations import RoundedActivations, round_activations
-from quengine.kernels.cuda.launch_table import Geometry
-from quengine.kernels.cuda.matvec import matvec
-from quengine.kernels.cuda.matvec_norm import matvec_norm
-from quengine.kernels.cuda.matvec_program import RoundingScratch
-from quengine.kernels.cuda.matvec_swiglu import matvec_swiglu
-from quengine.kernels.cuda.packed import PackedWeight
+from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
+from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
+from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.cuda.weights.launch_table import Geometry
+from quengine.kernels.cuda.weights.packed import PackedWeight
 
 Shape = tuple[str, tuple[tuple[str, int], ...], int]
 
@@ -97,7 +97,7 @@ def key_of(shape: Shape) -> str:
 
 def nbytes_of(shape: Shape) -> int:
     from quengine.kernels.block_formats import FORMATS
-    from quengine.kernels.cuda.layout import packed_layout
+    from quengine.kernels.cuda.weights.layout import packed_layout
 
     _, formats, cols = shape
     layouts = [(packed_layout(FORMATS[name], cols), rows) for name, rows in formats]

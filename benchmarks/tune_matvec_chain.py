@@ -20,12 +20,12 @@ import torch
 from benchmarks.cuda_timing import graph_time
 from benchmarks.matvec_chain import LAYERS, layer, layer_calls
 from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda import launch_table
-from quengine.kernels.cuda.activations import RoundedActivations
-from quengine.kernels.cuda.attention_arguments import DecodeWorkspace
-from quengine.kernels.cuda.attention_decode import attention_decode_round
-from quengine.kernels.cuda.kv_store import KVStore
-from quengine.kernels.kv_rows import allocate_layer
+from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
+from quengine.kernels.cuda.attention.attention_decode import attention_decode_round
+from quengine.kernels.cuda.attention.kv_store import KVStore
+from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.kv.kv_rows import allocate_layer
 
 Geometry = tuple[int, int, int, int, bool]
 

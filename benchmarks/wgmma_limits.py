@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from benchmarks.cuda_timing import random_weights
-from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul_swiglu
+from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul_swiglu
 from quengine.kernels.cuda.rms_norm import rms_norm_half
 
 INSTRUCTIONS = {

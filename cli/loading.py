@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from quengine import collector
 from quengine.cli.options import Drafts
 from quengine.cli.progress import ProgressLine
-from quengine.kernels.cache_types import CacheType
+from quengine.kernels.kv.cache_types import CacheType
+from quengine.platform import collector
 
 if TYPE_CHECKING:
     from quengine.llm import LLM

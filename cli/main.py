@@ -19,20 +19,20 @@ from typing import Annotated, TextIO
 
 import typer
 
-from quengine import collector, log_lines
 from quengine.cli import process, streams
-from quengine.cli.bench import bench
-from quengine.cli.chat import chat
-from quengine.cli.doctor import doctor
-from quengine.cli.generate import generate
-from quengine.cli.list import list_models
-from quengine.cli.parity import parity
-from quengine.cli.pull import PullCommand, pull
-from quengine.cli.rm import remove
-from quengine.cli.serve import serve
-from quengine.cli.show import show
-from quengine.cli.tokenize import tokenize
+from quengine.cli.commands.bench import bench
+from quengine.cli.commands.chat import chat
+from quengine.cli.commands.doctor import doctor
+from quengine.cli.commands.generate import generate
+from quengine.cli.commands.list import list_models
+from quengine.cli.commands.parity import parity
+from quengine.cli.commands.pull import PullCommand, pull
+from quengine.cli.commands.rm import remove
+from quengine.cli.commands.serve import serve
+from quengine.cli.commands.show import show
+from quengine.cli.commands.tokenize import tokenize
 from quengine.errors import EngineError, visible
+from quengine.platform import collector, log_lines
 
 CANNOT_RUN = 2
 INTERNAL_ERROR = 3

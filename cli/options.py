@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quengine.errors import EngineError
-from quengine.input_files import read_text
+from quengine.platform.input_files import read_text
 
 if TYPE_CHECKING:
-    from quengine.constraint_spec import ConstraintSpec
-    from quengine.kernels.cache_types import CacheType
-    from quengine.sampling_params import SamplingParams
+    from quengine.kernels.kv.cache_types import CacheType
+    from quengine.request.sampling_params import SamplingParams
+    from quengine.structured.constraint_spec import ConstraintSpec
 
 _SAMPLING = "Sampling"
 _RUN = "How it runs"
@@ -199,7 +199,7 @@ def sampling_params(
     logprobs: int | None = None,
 ) -> "SamplingParams":
     """What the sampling flags mean; -1 stands for "no limit" in max_tokens and "draw one" in seed."""
-    from quengine.sampling_params import SamplingParams
+    from quengine.request.sampling_params import SamplingParams
 
     return SamplingParams(
         max_tokens=None if max_tokens == -1 else max_tokens,
@@ -223,7 +223,7 @@ def sampling_params(
 
 def cache_type(name: str) -> "CacheType":
     """What --cache-type names. Raises EngineError for a type that there is none of."""
-    from quengine.kernels.cache_types import CACHE_TYPES
+    from quengine.kernels.kv.cache_types import CACHE_TYPES
 
     for known in CACHE_TYPES:
         if known == name:
@@ -233,7 +233,7 @@ def cache_type(name: str) -> "CacheType":
 
 def _constraint(json_schema: str | None, grammar: str | None) -> "ConstraintSpec | None":
     """What --json-schema and --grammar ask for; each takes a file's name or the text itself."""
-    from quengine.constraint_spec import ConstraintSpec, is_grammar
+    from quengine.structured.constraint_spec import ConstraintSpec, is_grammar
 
     if json_schema is not None and grammar is not None:
         raise EngineError("--json-schema and --grammar cannot both hold: give one of them")

@@ -25,7 +25,7 @@ def prepare(arguments: Sequence[str]) -> None:
         return
     _require_stack()
     if command != "serve":  # a server installs it while its engine's process starts
-        from quengine.bus_error import install
+        from quengine.platform.bus_error import install
 
         install()
 

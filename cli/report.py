@@ -7,7 +7,7 @@ from quengine.errors import visible
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
-    from quengine.output import Completion, Timings
+    from quengine.request.output import Completion, Timings
 
 
 def print_report(completion: "Completion", llm: "LLM") -> None:

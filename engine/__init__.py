@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quengine.errors import CannotRunError, EngineError
     from quengine.llm import LLM
-    from quengine.output import Completion
-    from quengine.sampling_params import SamplingParams
+    from quengine.request.output import Completion
+    from quengine.request.sampling_params import SamplingParams
 
 __all__ = ["LLM", "CannotRunError", "Completion", "EngineError", "SamplingParams", "__version__"]
 
 _HOME = {
     "LLM": "quengine.llm",
-    "SamplingParams": "quengine.sampling_params",
-    "Completion": "quengine.output",
+    "SamplingParams": "quengine.request.sampling_params",
+    "Completion": "quengine.request.output",
     "EngineError": "quengine.errors",
     "CannotRunError": "quengine.errors",
 }

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quengine.errors import EngineError
-from quengine.kernels.cache_types import CACHE_TYPES, CacheType
+from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 """Prompt tokens computed at once by kind of device. A GPU expands its weights anew for every chunk."""

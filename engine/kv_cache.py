@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cache_types import BLOCK_SIZE, CacheType
-from quengine.kernels.kv_rows import allocate_layer
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
+from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.models.config import ModelConfig
 
 

@@ -18,24 +18,24 @@ from typing import Any, Self
 from torch import Tensor
 
 from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig
-from quengine.constraint import ConstraintCompiler
-from quengine.draft_pace import draft_rows, draft_tokens
 from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
-from quengine.kernels.cache_types import CacheType
+from quengine.kernels.kv.cache_types import CacheType
 from quengine.load import load_model
-from quengine.machine import peak_memory
-from quengine.models.chat_template import encode_chat
-from quengine.output import Completion
+from quengine.models.template.chat_template import encode_chat
 from quengine.paged_scheduler import PagedScheduler
-from quengine.pooling import Pool, Pooling
-from quengine.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
+from quengine.platform.machine import peak_memory
+from quengine.request.output import Completion
+from quengine.request.pooling import Pool, Pooling
+from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
+from quengine.request.sampling_params import SamplingParams
+from quengine.request.sequence import Sequence
+from quengine.request.text_stream import TextStream
 from quengine.runner import Result, Verified
 from quengine.sampler import Sample, Sampler
-from quengine.sampling_params import SamplingParams
-from quengine.sequence import Sequence
-from quengine.speculation import Speculation
-from quengine.text_stream import TextStream
+from quengine.speculative.draft_pace import draft_rows, draft_tokens
+from quengine.speculative.speculation import Speculation
+from quengine.structured.constraint import ConstraintCompiler
 
 logger = logging.getLogger(__name__)
 

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 from quengine.config import DEFAULT_CHUNK, EngineConfig
-from quengine.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
-from quengine.draft_pace import draft_rows, draft_tokens
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import Backend
-from quengine.kernels.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
-from quengine.load_draft import open_draft
-from quengine.machine import available_memory, cpu_model, simd_features, thread_count
 from quengine.memory import choose_blocks, choose_context, gib, workspace_bytes
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
-from quengine.models.hub import resolve_model
+from quengine.models.hub.hub import resolve_model
+from quengine.platform.machine import available_memory, cpu_model, simd_features, thread_count
+from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 from quengine.runner import Runner
-from quengine.weight_loader import CudaTransfer, WeightLoader
+from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
+from quengine.speculative.draft_pace import draft_rows, draft_tokens
+from quengine.speculative.load_draft import open_draft
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +145,9 @@ class _Machine:
         """What runs a draft model's decode steps."""
         if self.device.type != "cuda":
             return HostDraftSteps(runner)
-        from quengine.cuda_batch import BUCKETS
-        from quengine.cuda_batch_graphs import BatchGraphs
-        from quengine.cuda_drafts import DeviceDraftSteps
+        from quengine.runners.cuda_batch import BUCKETS
+        from quengine.runners.cuda_batch_graphs import BatchGraphs
+        from quengine.speculative.cuda_drafts import DeviceDraftSteps
 
         # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
         jobs = min(self.config.parallel, draft_rows(self.config, self.device.type))
@@ -256,7 +256,7 @@ def _weights(
 
 
 def _copied(checkpoint: Checkpoint, progress: Callable[[str], None] | None) -> Mapping[str, QuantTensor]:
-    from quengine.weight_copy import copy_weights
+    from quengine.platform.weight_copy import copy_weights
 
     try:
         return copy_weights(checkpoint.tensors, checkpoint.let_go_of_pages, progress)
@@ -273,12 +273,12 @@ def _make_backend(
 
         return ReferenceBackend(keep=REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2)
     if device.type == "cuda":
-        from quengine.compile_notice import announce_compilation
-        from quengine.kernels.cuda_backend import CudaBackend
+        from quengine.kernels.cuda.backend import CudaBackend
+        from quengine.platform.compile_notice import announce_compilation
 
         announce_compilation(torch.cuda.get_device_name(device))
         return CudaBackend(device, fixed_kernels=config.deterministic)
-    from quengine.kernels.cpu_backend import CpuBackend
+    from quengine.kernels.cpu.backend import CpuBackend
 
     return CpuBackend(threads)
 
@@ -287,12 +287,12 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, device:
     if config.backend == "reference":
         return Runner(decoder, cache)
     if device.type == "cuda":
-        from quengine.cuda_runner import CudaRunner
+        from quengine.runners.cuda_runner import CudaRunner
 
         prompt_rows = config.chunk_size or DEFAULT_CHUNK[device.type]
         runner = CudaRunner(decoder, cache, draft_rows(config, device.type), prompt_rows)
         runner.compile_kernels()
         return runner
-    from quengine.cpu_runner import CpuRunner
+    from quengine.runners.cpu_runner import CpuRunner
 
     return CpuRunner(decoder, cache, max(config.parallel, draft_rows(config, device.type)))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.cache_types import BLOCK_SIZE, CacheType, can_store
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.models.config import ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 384 * 2**20}

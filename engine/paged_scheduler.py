@@ -12,10 +12,10 @@ from collections import deque
 
 from quengine.block_manager import BlockManager
 from quengine.errors import EngineError
-from quengine.kernels.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
+from quengine.request.sequence import Sequence
 from quengine.scheduler import Batch, Chunk
-from quengine.sequence import Sequence
 
 LEAST_CHUNK = 16
 """Tokens of a prompt that a step takes however slow the machine is."""

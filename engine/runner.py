@@ -14,10 +14,10 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.ranges import Range
+from quengine.platform.ranges import Range
+from quengine.request.sequence import Sequence
 from quengine.sampler import Sample
 from quengine.scheduler import Batch, Chunk
-from quengine.sequence import Sequence
 
 Result: TypeAlias = "Sample | Verified | Exception | None"
 """What a step came to for one sequence: its next token, several where it had a draft, why it cannot go on, or None

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quengine.constraint import Constraint, Mask
 from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.sampling import Choose, Logits
-from quengine.sampling_params import SamplingParams
+from quengine.request.sampling_params import SamplingParams
+from quengine.structured.constraint import Constraint, Mask
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from quengine.kernels.forward_batch import Phase
-from quengine.sequence import Sequence
+from quengine.request.sequence import Sequence
 
 
 @dataclass(frozen=True)

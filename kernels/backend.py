@@ -27,7 +27,7 @@ class KVLayer:
     """One layer's cache, written in place.
 
     `k`, `v`: [rows, kv_heads, head_dim], BLOCK_SIZE rows a block, fp16, or int8
-    codes with `k_scale`, `v_scale` [rows, kv_heads, head_dim / 32] fp16 (q8_0, see kernels/kv_q8_0.py). Strides are
+    codes with `k_scale`, `v_scale` [rows, kv_heads, head_dim / 32] fp16 (q8_0, see kernels/kv/kv_q8_0.py). Strides are
     any; in memory each head's positions lie together.
     """
 

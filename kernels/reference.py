@@ -15,7 +15,7 @@ from quengine.kernels.attention import attention, mask_slice
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.kv_rows import read_rows, slot_mapping
+from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope_store import first_visible, rope_store

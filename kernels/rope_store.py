@@ -1,6 +1,6 @@
 """What happens between the QKV matmul and attention, in torch: head norms, rotation, the write to the cache.
 
-The definition of kernels/cuda/rope.py's `rope_store`, and what the reference and CPU backends run.
+The definition of kernels/cuda/attention/rope.py's `rope_store`, and what the reference and CPU backends run.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.kv_rows import slot_mapping, write_rows
+from quengine.kernels.kv.kv_rows import slot_mapping, write_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
 

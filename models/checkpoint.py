@@ -9,7 +9,7 @@ from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quengine.kernels.quant_tensor import QuantTensor
-    from quengine.models.chat_template import ChatTemplate
+    from quengine.models.template.chat_template import ChatTemplate
 
 
 class Checkpoint(Protocol):
@@ -61,9 +61,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         EngineError: the file or folder is not a model this engine runs; the message says why.
     """
     if path.is_dir():
-        from quengine.models.hf_checkpoint import HFCheckpoint
+        from quengine.models.hf.hf_checkpoint import HFCheckpoint
 
         return HFCheckpoint(path)
-    from quengine.models.gguf_checkpoint import GGUFCheckpoint
+    from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 
     return GGUFCheckpoint(path)

@@ -10,7 +10,7 @@ from math import isfinite, log
 from typing import TYPE_CHECKING, Any, Literal
 
 from quengine.errors import EngineError
-from quengine.kernels.cache_types import CacheType, row_bytes
+from quengine.kernels.kv.cache_types import CacheType, row_bytes
 
 if TYPE_CHECKING:
     from quengine.kernels.rope import RopeSpec
@@ -121,14 +121,14 @@ class ModelConfig:
             GGUFError: a value is missing, of the wrong type, out of range or at odds with another.
             EngineError: an architecture, or a trait of one, that the decoder does not implement.
         """
-        from quengine.models.config_gguf import read_gguf_config
+        from quengine.models.gguf.config_gguf import read_gguf_config
 
         return read_gguf_config(file)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
         """The configuration in a parsed Hugging Face config.json. Raises EngineError as `from_gguf` does."""
-        from quengine.models.config_hf import read_hf_config
+        from quengine.models.hf.config_hf import read_hf_config
 
         return read_hf_config(config)
 

@@ -173,7 +173,7 @@ def _templates(file: GGUFFile) -> dict[str, str]:
 
 
 def _summarize_folder(path: Path) -> ModelSummary:
-    from quengine.models.hf_headers import read_config, read_template, safetensors_rows
+    from quengine.models.hf.hf_headers import read_config, read_template, safetensors_rows
 
     raw = read_config(path)
     config, problem = None, None

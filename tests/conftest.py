@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _kernels_compile_quietly() -> None:
     """A fresh checkout compiles kernels in whichever test comes first; its output must not depend on that."""
-    from quengine.kernels.cpu import kernel_table
+    from quengine.kernels.cpu.runtime import kernel_table
 
     kernel_table._say_once()
 

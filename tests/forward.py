@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cache_types import BLOCK_SIZE
 from quengine.kernels.forward_batch import ForwardBatch, Phase, decode_batch, prefill_batch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.models.decoder import Decoder
 
 

@@ -18,9 +18,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Engine
 
 from quengine.errors import EngineError
-from quengine.models.chat_template import ChatTemplate, encode_chat
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.model_summary import summarize
+from quengine.models.template.chat_template import ChatTemplate, encode_chat
 from quengine.models.tokenizer import Tokenizer
 from tests.gguf_builder import ModelSizes, byte_level_alphabet
 from tests.hf_writer import hf_config, random_weights, write_hf

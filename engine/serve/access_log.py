@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
-from quengine.log_lines import one_line
-from quengine.serve.engine_port import Finished, GenerationRequest, Piece
+from quengine.platform.log_lines import one_line
+from quengine.serve.worker.engine_port import Finished, GenerationRequest, Piece
 
 logger = logging.getLogger("quengine.serve.access")
 

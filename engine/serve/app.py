@@ -14,17 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quengine.serve import access_log, status_routes, token_routes
-from quengine.serve.chat import chat_completions
-from quengine.serve.completions import completions
+from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
-from quengine.serve.embeddings import embeddings
-from quengine.serve.errors import ApiError
 from quengine.serve.guard import Guard
 from quengine.serve.http import Catch, error_response, json_response
-from quengine.serve.native import completion
-from quengine.serve.openapi import document
-from quengine.serve.responses import responses
+from quengine.serve.routes import status_routes, token_routes
+from quengine.serve.routes.chat import chat_completions
+from quengine.serve.routes.completions import completions
+from quengine.serve.routes.embeddings import embeddings
+from quengine.serve.routes.native import completion
+from quengine.serve.routes.responses import responses
+from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.openapi import document
 from quengine.serve.service import Service
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]

@@ -14,8 +14,8 @@ import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from quengine.log_lines import Seldom
-from quengine.serve.errors import ApiError
+from quengine.platform.log_lines import Seldom
+from quengine.serve.schemas.errors import ApiError
 from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quengine.serve.errors import ApiError
 from quengine.serve.http import error_response
+from quengine.serve.schemas.errors import ApiError
 from quengine.serve.settings import ServerSettings, as_ip, is_loopback
 
 OPEN_PATHS = frozenset({"/health", "/v1/health"})

@@ -10,12 +10,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quengine import collector
 from quengine.errors import EngineError
+from quengine.platform import collector
 from quengine.serve import access_log
 from quengine.serve.connections import SlowReaderError
-from quengine.serve.errors import ApiError, bad_request
-from quengine.serve.fields import Fields, parse_object
+from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.fields import Fields, parse_object
 from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")

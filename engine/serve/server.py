@@ -11,16 +11,16 @@ from typing import Any
 
 import uvicorn
 
-from quengine.log_lines import Seldom
+from quengine.platform.log_lines import Seldom
 from quengine.serve import access_log
 from quengine.serve.app import make_app
 from quengine.serve.connections import Connections
-from quengine.serve.engine_port import Engine
 from quengine.serve.listener import OUT_OF_RESOURCES, Listener, bind, connection_limit, url_of
 from quengine.serve.metrics import Metrics
 from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
-from quengine.serve.worker import Worker
+from quengine.serve.worker.engine_port import Engine
+from quengine.serve.worker.worker import Worker
 
 logger = logging.getLogger("quengine.serve")
 

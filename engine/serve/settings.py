@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass, field
 
 from quengine.errors import EngineError
-from quengine.pooling import POOLINGS, Pooling
-from quengine.sampling_params import SamplingParams
+from quengine.request.pooling import POOLINGS, Pooling
+from quengine.request.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,13 @@ launches what `X_kernels.py` compiles from the vector code in `X_ir.py`.
 Does not know: models, files, the order of a layer's operations.
 """
 
-from quengine.kernels.cpu.attention import batch_attention, decode_attention, decode_attention_launches
-from quengine.kernels.cpu.matmul import (
+from quengine.kernels.cpu.attention.attention import (
+    batch_attention,
+    decode_attention,
+    decode_attention_launches,
+)
+from quengine.kernels.cpu.attention.prefill_attention import prefill_attention
+from quengine.kernels.cpu.gemv.matmul import (
     DECODE_ROWS,
     decode_linear,
     embed,
@@ -30,11 +35,10 @@ from quengine.kernels.cpu.matmul import (
     linear_launches,
     prompt_linear,
 )
-from quengine.kernels.cpu.prefill_attention import prefill_attention
-from quengine.kernels.cpu.rms_norm import rms_norm
-from quengine.kernels.cpu.rope_store import rope_store
-from quengine.kernels.cpu.swiglu import swiglu
-from quengine.kernels.cpu.threads import Launch, get_threads, max_threads, run, set_threads
+from quengine.kernels.cpu.ops.rms_norm import rms_norm
+from quengine.kernels.cpu.ops.rope_store import rope_store
+from quengine.kernels.cpu.ops.swiglu import swiglu
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads, max_threads, run, set_threads
 
 __all__ = [
     "DECODE_ROWS",

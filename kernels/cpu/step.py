@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cache_types import BLOCK_SIZE
-from quengine.kernels.cpu.add import add_launch
-from quengine.kernels.cpu.attention import Visible, attention_launches, check_caches, part_bytes
-from quengine.kernels.cpu.matmul import embed_launch, matvec_launch, round_launch, task_rows
-from quengine.kernels.cpu.records import record_bytes
-from quengine.kernels.cpu.rms_norm import rms_norm_launch
-from quengine.kernels.cpu.rope_store import rope_store_launch
-from quengine.kernels.cpu.stage import Stage
-from quengine.kernels.cpu.swiglu import swiglu_launch
-from quengine.kernels.cpu.threads import Launch, Program, get_threads
+from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
+from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, round_launch, task_rows
+from quengine.kernels.cpu.gemv.records import record_bytes
+from quengine.kernels.cpu.ops.add import add_launch
+from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
+from quengine.kernels.cpu.ops.rope_store import rope_store_launch
+from quengine.kernels.cpu.ops.swiglu import swiglu_launch
+from quengine.kernels.cpu.runtime.stage import Stage
+from quengine.kernels.cpu.runtime.threads import Launch, Program, get_threads
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 
 # A stage has so many tasks for each thread, where a matrix has the rows, so that threads end close together.

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.fragments import (
+from quengine.kernels.cuda.gemm.fragments import (
     LANE_COLUMNS,
     load_chunk,
     set_scales,
@@ -17,8 +17,8 @@ from quengine.kernels.cuda.fragments import (
     step_column,
     super_scales,
 )
-from quengine.kernels.cuda.mma import uses_assembly
-from quengine.kernels.cuda.packed import FloatPart, PackedPart, PackedWeight
+from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 
 _MAX_CHUNKS = 32
 """Chunks a program: 128 lanes of work."""

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quengine.kernels.cuda.activations import RoundedActivations
-from quengine.kernels.cuda.half import HalfRows
+from quengine.kernels.cuda.gemm.half import HalfRows
+from quengine.kernels.cuda.gemv.activations import RoundedActivations
 
 
 @dataclass(frozen=True)

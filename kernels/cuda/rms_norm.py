@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.activations import RoundedActivations, round_group, store_rounded
-from quengine.kernels.cuda.half import HalfRows, Products, half_scale, store_half
-from quengine.kernels.cuda.relaunch import Relaunched
+from quengine.kernels.cuda.gemm.half import HalfRows, Products, half_scale, store_half
+from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_group, store_rounded
+from quengine.kernels.cuda.launch.relaunch import Relaunched
 from quengine.kernels.cuda.rms_norm_ordered import launch_norm_ordered
 
 _PLAIN = tl.constexpr(0)

@@ -12,8 +12,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.half import HalfRows, half_scale
-from quengine.kernels.cuda.relaunch import Relaunched
+from quengine.kernels.cuda.gemm.half import HalfRows, half_scale
+from quengine.kernels.cuda.launch.relaunch import Relaunched
 
 
 @gluon.jit

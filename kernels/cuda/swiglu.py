@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.half import HalfRows, Products
-from quengine.kernels.cuda.packed import PackedPart
-from quengine.kernels.cuda.relaunch import Relaunched
+from quengine.kernels.cuda.gemm.half import HalfRows, Products
+from quengine.kernels.cuda.launch.relaunch import Relaunched
+from quengine.kernels.cuda.weights.packed import PackedPart
 
 
 @triton.jit

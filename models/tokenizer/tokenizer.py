@@ -64,7 +64,7 @@ class Tokenizer:
 
         Raises EngineError for a file that is missing or cannot be read, TokenizerError for one that does not work.
         """
-        from quengine.models.tokenizer.from_hf import tokenizer_from_hf
+        from quengine.models.tokenizer.hf.from_hf import tokenizer_from_hf
 
         return tokenizer_from_hf(Path(folder))
 

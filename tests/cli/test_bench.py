@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quengine.bench_row import BenchRow, BenchTest, ModelFacts
-from quengine.cli.bench import _write_csv, _write_json, _write_md
+from quengine.cli.commands.bench import _write_csv, _write_json, _write_md
 from quengine.cli.main import run
-from quengine.kernels.cpu.threads import max_threads
-from quengine.profile import read_profile
+from quengine.diagnostics.bench.bench_row import BenchRow, BenchTest, ModelFacts
+from quengine.diagnostics.bench.profile import read_profile
+from quengine.kernels.cpu.runtime.threads import max_threads
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -154,7 +154,7 @@ def test_a_gpus_table_has_its_own_columns_yardsticks_and_profiles(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = {"machine": {"gpu": {"name": "GPU X"}}}
-    monkeypatch.setattr("quengine.bench_machine.describe_machine", lambda _: machine)
+    monkeypatch.setattr("quengine.diagnostics.bench.bench_machine.describe_machine", lambda _: machine)
     prompt = cuda_row(
         test=BenchTest(512, 0),
         operations=512 * 10**9,
@@ -179,7 +179,7 @@ def test_a_gpus_table_has_its_own_columns_yardsticks_and_profiles(
 def test_profiles_are_in_json_and_in_a_cell_of_csv(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quengine.bench_machine.describe_machine", lambda _: {})
+    monkeypatch.setattr("quengine.diagnostics.bench.bench_machine.describe_machine", lambda _: {})
     _write_json(iter([cuda_row()]))
     (found,) = json.loads(capsys.readouterr().out)
     assert found["profile"][0]["kernels"][0]["calls"] == 1

@@ -5,21 +5,21 @@ import json
 import pytest
 
 from quengine.cli.main import run
+from quengine.diagnostics.selftest.self_test import USES, KernelCheck
+from quengine.diagnostics.selftest.self_test_attention import OPERATIONS
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.reference import ReferenceBackend
-from quengine.machine import CudaDevice
-from quengine.self_test import USES, KernelCheck
-from quengine.self_test_attention import OPERATIONS
+from quengine.platform.machine import CudaDevice
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """Puts another backend in the place of the CPU one, and makes the bandwidth quick to measure."""
-    monkeypatch.setattr("quengine.doctor.memory_bandwidth", lambda _: 12.5e9)
-    monkeypatch.setattr("quengine.doctor.cuda_devices", list)
+    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.memory_bandwidth", lambda _: 12.5e9)
+    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.cuda_devices", list)
 
     def install(backend):
-        monkeypatch.setattr("quengine.kernels.cpu_backend.CpuBackend", lambda _: backend)
+        monkeypatch.setattr("quengine.kernels.cpu.backend.CpuBackend", lambda _: backend)
 
     install(ReferenceBackend(keep=True))
     return install
@@ -28,7 +28,10 @@ def kernels(monkeypatch):
 @pytest.fixture
 def two_formats(monkeypatch):
     """Enough where a test is about one: all of them take seconds."""
-    monkeypatch.setattr("quengine.self_test_run.FORMATS", {name: FORMATS[name] for name in ("Q4_K", "Q8_0")})
+    monkeypatch.setattr(
+        "quengine.diagnostics.selftest.self_test_run.FORMATS",
+        {name: FORMATS[name] for name in ("Q4_K", "Q8_0")},
+    )
 
 
 class WrongQ4K(ReferenceBackend):
@@ -97,7 +100,7 @@ def test_a_kernel_that_gives_nan_fails_and_json_stays_valid(kernels, capsys):
 @pytest.mark.usefixtures("kernels", "two_formats")
 def test_every_usable_gpu_is_tested_and_one_that_fails_is_named(monkeypatch, capsys):
     devices = [CudaDevice(index, "gpu", cc, 8 << 30, 7 << 30, 10) for index, cc in ((0, "8.9"), (1, "7.5"))]
-    monkeypatch.setattr("quengine.doctor.cuda_devices", lambda: devices)
+    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.cuda_devices", lambda: devices)
     asked = []
 
     def check_cuda(index, free_memory):
@@ -105,7 +108,7 @@ def test_every_usable_gpu_is_tested_and_one_that_fails_is_named(monkeypatch, cap
         yield KernelCheck("Q8_0", "1 token", 1e-10, 1e-8)
         yield KernelCheck("sampling", "greedy", 0.5, 0.0)
 
-    monkeypatch.setattr("quengine.self_test_run.check_cuda", check_cuda)
+    monkeypatch.setattr("quengine.diagnostics.selftest.self_test_run.check_cuda", check_cuda)
     assert run(["doctor"]) == 2
     out = capsys.readouterr().out
     assert asked == [(0, 7 << 30)]

@@ -11,7 +11,7 @@ import torch
 from quengine.cli.main import run
 from quengine.errors import EngineError
 from tests.gguf_builder import ModelSizes
-from tests.models.test_hf_vs_gguf import write_tokenizer, written_both_ways
+from tests.models.hf.test_hf_vs_gguf import write_tokenizer, written_both_ways
 from tests.tiny_models import chat_vocabulary, write_tiny
 
 QUICK = ["--prompts", "2", "--tokens", "4", "-t", "1"]
@@ -45,10 +45,10 @@ def test_a_healthy_model_is_within_the_budget_and_exits_0(
 def test_outside_the_budget_exits_1_and_says_what(
     model: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quengine.parity_metrics import Budget
+    from quengine.diagnostics.parity.parity_metrics import Budget
 
     strict = {phase: Budget(0.0, 0.0, 0.0) for phase in ("prefill", "decode", "greedy")}
-    monkeypatch.setattr("quengine.parity.REFERENCE_BUDGETS", strict)
+    monkeypatch.setattr("quengine.diagnostics.parity.parity.REFERENCE_BUDGETS", strict)
     assert run(["parity", "-m", model, "-f", text, *QUICK]) == 1
     captured = capsys.readouterr()
     assert "OUTSIDE the budget" in captured.out
@@ -83,7 +83,7 @@ def test_json_carries_everything_the_report_says(
 def test_a_divergence_is_reported_with_tokens_margin_and_difference(
     model: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quengine.parity_sides import LLMSide
+    from quengine.diagnostics.parity.parity_sides import LLMSide
 
     greedy = LLMSide.greedy
 
@@ -160,7 +160,7 @@ def test_locate_prints_every_operation_of_a_healthy_model(
 def test_a_failure_names_the_first_operation_without_being_asked(
     model: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quengine.kernels.cpu_backend import CpuBackend
+    from quengine.kernels.cpu.backend import CpuBackend
 
     linear_add, calls = CpuBackend.linear_add, 0
 
@@ -190,7 +190,7 @@ def test_json_has_what_was_located(model: str, text: str, capsys: pytest.Capture
 def test_one_garbage_position_of_289_in_decode_fails(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quengine.parity_sides import LLMSide
+    from quengine.diagnostics.parity.parity_sides import LLMSide
 
     forward, seen = LLMSide.forward, 0
 
@@ -215,7 +215,7 @@ def test_one_garbage_position_of_289_in_decode_fails(
 def test_a_layer_past_its_own_budget_fails_where_the_logits_do_not(
     model: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quengine.kernels.cpu_backend import CpuBackend
+    from quengine.kernels.cpu.backend import CpuBackend
 
     linear_add, calls = CpuBackend.linear_add, 0
 
@@ -257,7 +257,7 @@ def test_how_much_is_run(
         planned.append((len(given), prompts, tokens))
         raise EngineError("planned")
 
-    monkeypatch.setattr("quengine.parity_workload.plan_workload", plan)
+    monkeypatch.setattr("quengine.diagnostics.parity.parity_workload.plan_workload", plan)
     assert run(["parity", "-m", model, *flags]) == 1
     assert planned == [(texts, prompts, tokens)]
 
@@ -265,7 +265,7 @@ def test_how_much_is_run(
 def test_a_long_run_says_how_long_it_takes(
     model: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quengine.parity_workload.estimate_seconds", lambda *_: 300.0)
+    monkeypatch.setattr("quengine.diagnostics.parity.parity_workload.estimate_seconds", lambda *_: 300.0)
     assert run(["parity", "-m", model, "-f", text, *QUICK]) == 0
     assert "this takes about 5 min" in capsys.readouterr().err
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from quengine import bus_error
 from quengine.cli import main, process
 from quengine.errors import CannotRunError
+from quengine.platform import bus_error
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

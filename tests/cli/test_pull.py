@@ -19,8 +19,8 @@ import pytest
 from huggingface_hub import constants
 
 from quengine.cli.main import run
-from quengine.models import catalogue
-from quengine.models.hub import resolve_model
+from quengine.models.hub import catalogue
+from quengine.models.hub.hub import resolve_model
 from tests.hub_server import COMMIT, Hub, serve_hub
 
 _sleep = time.sleep  # commands that run in this process are given another, which does not wait

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from quengine.cli.commands.serve import _keys_of, _name
 from quengine.cli.main import run
-from quengine.cli.serve import _keys_of, _name
 from quengine.errors import EngineError
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny

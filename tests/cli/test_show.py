@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quengine.cli.show import show
+from quengine.cli.commands.show import show
 from quengine.errors import EngineError
-from quengine.models.synthetic import PRESETS, write_synthetic
+from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder, spm_vocabulary
 
 

@@ -8,13 +8,13 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.constraint_spec import ConstraintSpec
-from quengine.kernels.cache_types import BLOCK_SIZE
-from quengine.output import Completion
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.paged_scheduler import PagedScheduler
+from quengine.request.output import Completion
 from quengine.runner import Result
 from quengine.sampler import Sample
 from quengine.scheduler import Batch, Chunk
+from quengine.structured.constraint_spec import ConstraintSpec
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

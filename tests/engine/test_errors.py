@@ -7,7 +7,7 @@ import pytest
 
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
-from quengine.models.hf_headers import read_config
+from quengine.models.hf.hf_headers import read_config
 
 
 def test_an_error_is_one_printable_line() -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from quengine.errors import EngineError
-from quengine.kernels.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, row_bytes
-from quengine.kernels.kv_rows import read_rows, write_rows
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, row_bytes
+from quengine.kernels.kv.kv_rows import read_rows, write_rows
 from quengine.kv_cache import KVCache
 from quengine.llm import LLM
-from quengine.sampling_params import SamplingParams
+from quengine.request.sampling_params import SamplingParams
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import small_config, write_tiny
 

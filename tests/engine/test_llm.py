@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.kernels.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

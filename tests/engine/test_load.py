@@ -8,7 +8,7 @@ import torch
 
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.cuda_backend import CudaBackend
+from quengine.kernels.cuda.backend import CudaBackend
 from quengine.load import _make_backend, choose_device, load_model
 from quengine.memory import WORKSPACE
 from quengine.models.checkpoint import open_checkpoint
@@ -39,8 +39,8 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.usefixtures("gpu")
 def test_a_deterministic_run_has_fixed_kernels(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quengine.compile_notice.announce_compilation", lambda _: None)
-    monkeypatch.setattr("quengine.kernels.cuda_backend.has_dependent_launch", lambda _: True)
+    monkeypatch.setattr("quengine.platform.compile_notice.announce_compilation", lambda _: None)
+    monkeypatch.setattr("quengine.kernels.cuda.backend.has_dependent_launch", lambda _: True)
     config = EngineConfig(device="cuda", deterministic=deterministic)
     device, _ = choose_device(config)
     checkpoint: Any = None  # a GPU's backend looks at no weights yet

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.cache_types import CACHE_TYPES, CacheType
+from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 from quengine.memory import WORKSPACE, choose_blocks, choose_context, workspace_bytes
 from quengine.models.config import ModelConfig
 from tests.tiny_models import small_config

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quengine.errors import EngineError
+from quengine.request.sampling_params import SamplingParams
 from quengine.sampler import RecentTokens, Sampler, token_logprobs
-from quengine.sampling_params import SamplingParams
 
 VOCAB = 512
 

@@ -8,10 +8,10 @@ import torch
 
 from quengine.config import EngineConfig
 from quengine.kernels.backend import Backend
-from quengine.kernels.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
-from quengine.kernels.cpu_backend import CpuBackend
+from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
-from quengine.kernels.kv_rows import slot_mapping
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
+from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kv_cache import KVCache
 from quengine.load import LoadedModel, load_model
 from quengine.models.decoder import Decoder

@@ -10,7 +10,7 @@ import torch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.models.gguf_checkpoint import GGUFCheckpoint
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.forward import forward, one_sequence
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny

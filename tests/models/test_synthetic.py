@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.models import synthetic
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, check_vocabulary
-from quengine.models.random_blocks import random_rows
-from quengine.models.synthetic import PRESETS, SyntheticModel, tensor_type, write_synthetic
-from quengine.models.synthetic_vocabulary import bpe_metadata, mistral_v3_pieces, spm_metadata
+from quengine.models.synthetic import synthetic
+from quengine.models.synthetic.random_blocks import random_rows
+from quengine.models.synthetic.synthetic import PRESETS, SyntheticModel, tensor_type, write_synthetic
+from quengine.models.synthetic.synthetic_vocabulary import bpe_metadata, mistral_v3_pieces, spm_metadata
 from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, check_tensors, required_tensors
 
 SMALL = replace(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quengine.serve.openapi import document
+from quengine.serve.schemas.openapi import document
 from quengine.serve.settings import ServerSettings
 
 BODIES: dict[str, dict[str, Any]] = {

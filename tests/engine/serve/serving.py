@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import httpx
 from openai import OpenAI
 
-from quengine.sampling_params import SamplingParams
-from quengine.serve.engine_port import Engine
-from quengine.serve.fake_engine import FakeEngine
+from quengine.request.sampling_params import SamplingParams
 from quengine.serve.server import Server, bind
 from quengine.serve.settings import Limits, ServerSettings
+from quengine.serve.worker.engine_port import Engine
+from tests.engine.serve.fake_engine import FakeEngine
 
 KEY = "test-key"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quengine.serve.fake_engine import FAILING_PROMPT, FakeEngine
 from quengine.serve.settings import Limits
+from tests.engine.serve.fake_engine import FAILING_PROMPT, FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 

@@ -14,9 +14,9 @@ import httpx
 import openai
 import pytest
 
-from quengine.serve.fake_engine import FakeEngine
 from quengine.serve.listener import OTHER_DESCRIPTORS, connection_limit
 from quengine.serve.settings import Limits
+from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 
@@ -131,7 +131,7 @@ SERVER = """
 import resource, sys
 from quengine import log_lines
 from quengine.serve import listener
-from quengine.serve.fake_engine import FakeEngine
+from tests.engine.serve.fake_engine import FakeEngine
 from quengine.serve.server import Server
 from quengine.serve.settings import Limits, ServerSettings
 

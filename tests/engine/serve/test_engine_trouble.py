@@ -17,15 +17,15 @@ import msgspec
 import psutil
 import pytest
 
-from quengine.sampling_params import SamplingParams
-from quengine.serve import worker as worker_module
-from quengine.serve.engine_port import Event, Failed, Finished, GenerationRequest, Piece
-from quengine.serve.engine_process import EngineLoop
-from quengine.serve.engine_wire import Add, Step, receive_from_engine
-from quengine.serve.fake_engine import FakeEngine
-from quengine.serve.process_engine import ProcessEngine
+from quengine.request.sampling_params import SamplingParams
 from quengine.serve.settings import Limits
-from quengine.serve.worker import Ask
+from quengine.serve.worker import worker as worker_module
+from quengine.serve.worker.engine_port import Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.worker.engine_process import EngineLoop
+from quengine.serve.worker.engine_wire import Add, Step, receive_from_engine
+from quengine.serve.worker.process_engine import ProcessEngine
+from quengine.serve.worker.worker import Ask
+from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny

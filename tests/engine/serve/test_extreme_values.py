@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from quengine.serve.fake_engine import FakeEngine
-from quengine.serve.process_engine import ProcessEngine
+from quengine.serve.worker.process_engine import ProcessEngine
+from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.hostile_bodies import BODIES, Case, case, cases
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_openapi import OpenModel

@@ -9,12 +9,12 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.request.sequence import Sequence as LLMSequence
 from quengine.runner import Result
 from quengine.sampler import Sample
 from quengine.scheduler import Batch
-from quengine.sequence import Sequence as LLMSequence
-from quengine.serve.engine_port import Event, Finished, GenerationRequest, Piece
-from quengine.serve.llm_engine import LLMEngine
+from quengine.serve.worker.engine_port import Event, Finished, GenerationRequest, Piece
+from quengine.serve.worker.llm_engine import LLMEngine
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes

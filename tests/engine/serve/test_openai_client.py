@@ -6,7 +6,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from quengine.serve.fake_engine import FakeModel, expected_embedding, expected_tokens
+from tests.engine.serve.fake_engine import FakeModel, expected_embedding, expected_tokens
 from tests.engine.serve.serving import Served, serving
 
 MODEL = FakeModel(4096)

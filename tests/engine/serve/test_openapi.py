@@ -19,14 +19,14 @@ from hypothesis import HealthCheck, settings
 from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from quengine.sampling_params import SamplingParams
+from quengine.request.sampling_params import SamplingParams
 from quengine.serve.app import ROUTES
-from quengine.serve.fake_engine import FakeEngine, FakeModel
-from quengine.serve.fields import Fields
-from quengine.serve.openapi import EVENTS, OPERATIONS, document
-from quengine.serve.sampling_fields import OFF, SCALARS, WITHOUT_EFFECT
+from quengine.serve.schemas.fields import Fields
+from quengine.serve.schemas.openapi import EVENTS, OPERATIONS, document
+from quengine.serve.schemas.sampling_fields import OFF, SCALARS, WITHOUT_EFFECT
 from quengine.serve.settings import ServerSettings
-from quengine.tool_calls_format import ToolFormat
+from quengine.structured.tool_calls_format import ToolFormat
+from tests.engine.serve.fake_engine import FakeEngine, FakeModel
 from tests.engine.serve.serving import Served, serving
 
 SETTINGS = ServerSettings(("fake",))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from quengine.sampling_params import SamplingParams
-from quengine.serve.fake_engine import FakeEngine, FakeModel, expected_tokens
+from quengine.request.sampling_params import SamplingParams
+from tests.engine.serve.fake_engine import FakeEngine, FakeModel, expected_tokens
 from tests.engine.serve.serving import Served, serving
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -e '.[browser]'")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quengine import LLM
-from quengine.serve.llm_engine import LLMEngine
+from quengine.serve.worker.llm_engine import LLMEngine
 from tests.engine.serve.serving import serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes

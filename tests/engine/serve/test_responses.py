@@ -7,9 +7,9 @@ import jsonschema
 import openai
 import pytest
 
-from quengine.serve.errors import ApiError
-from quengine.serve.response_items import OutputItems, messages_of
-from quengine.tool_calls_parser import ToolCallParser
+from quengine.serve.routes.response_items import OutputItems, messages_of
+from quengine.serve.schemas.errors import ApiError
+from quengine.structured.tool_calls_parser import ToolCallParser
 from tests.engine.serve.serving import Served
 from tests.engine.serve.tool_model import SCHEMA, serving_tools
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.fake_engine import FakeEngine
 from quengine.serve.server import bind
 from quengine.serve.settings import Limits
+from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 

@@ -12,10 +12,10 @@ import httpx
 import openai
 import pytest
 
-from quengine.models.hub import resolve_model
-from quengine.serve.fake_engine import FakeEngine
-from quengine.serve.llm_model import LLMModel, TextSide
-from quengine.serve.text_pool import LONG_BYTES, SHORT_BYTES, _TextProcess
+from quengine.models.hub.hub import resolve_model
+from quengine.serve.worker.llm_model import LLMModel, TextSide
+from quengine.serve.worker.text_pool import LONG_BYTES, SHORT_BYTES, _TextProcess
+from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.llama_cpp_vocab import LlamaCppVocab
 

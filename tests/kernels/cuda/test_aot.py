@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot import overlap_faults
-from quengine.kernels.cuda.aot_cases import ARCHS, COMMON_TYPES, cases
-from quengine.kernels.cuda.aot_ptx import Early, before_wait
+from quengine.kernels.cuda.aot.aot import overlap_faults
+from quengine.kernels.cuda.aot.aot_cases import ARCHS, COMMON_TYPES, cases
+from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
 
 HEAD = """
 .visible .entry kernel(
@@ -167,7 +167,7 @@ def test_the_decode_matvec_for_sm_90_reads_its_weights_and_nothing_else_above_th
 def test_the_list_of_variants_has_no_launch_twice() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = """
-from quengine.kernels.cuda.aot import launches, variants
+from quengine.kernels.cuda.aot.aot import launches, variants
 work = variants([80, 89, 90], "mistral-7b, v and down Q4_K, decode")
 keys = [f"{arch} {launches(v.case, arch)[v.launch].key}" for v in work for arch in v.archs]
 names = {launches(v.case, v.archs[0])[v.launch].name for v in work}

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from quengine.kernels.cuda.compile_ahead import compiling_only, marker
+from quengine.kernels.cuda.launch.compile_ahead import compiling_only, marker
 
 
 def test_launches_ask_for_compilation_with_all_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from quengine.kernels import cuda_backend
 from quengine.kernels.backend import Backend
+from quengine.kernels.cuda import backend as cuda_backend
+from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.normed import NormedRows
-from quengine.kernels.cuda_backend import CudaBackend
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.models.gguf_checkpoint import GGUFCheckpoint
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.forward import forward, one_sequence
 from tests.kernels.cuda.weights import nmse
 from tests.tiny_models import write_tiny

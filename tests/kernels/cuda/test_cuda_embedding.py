@@ -5,7 +5,7 @@ import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cuda.embedding import embedding
-from quengine.kernels.cuda.packed import pack
+from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.quant_tensor import QuantTensor
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quengine.kernels import cuda_backend
-from quengine.kernels.cuda import matmul
-from quengine.kernels.cuda.attention_prefill import is_hopper
-from quengine.kernels.cuda_backend import CudaBackend
+from quengine.kernels.cuda import backend as cuda_backend
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.gemm import matmul
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.models.gguf_checkpoint import GGUFCheckpoint
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.test_cuda_backend import logits
@@ -62,8 +62,8 @@ def test_a_prompt_on_packed_weights_is_the_reference(
 ROOM = """
 import torch
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot_cases import MISTRAL, _prefill, backend_for
-from quengine.kernels.cuda.aot_compile import record
+from quengine.kernels.cuda.aot.aot_cases import MISTRAL, _prefill, backend_for
+from quengine.kernels.cuda.aot.aot_compile import record
 from quengine.kernels.quant_tensor import QuantTensor
 
 def matrix(rows, cols):

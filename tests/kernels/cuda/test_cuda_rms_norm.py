@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quengine.kernels.cuda.activations import round_activations
-from quengine.kernels.cuda.half import Form, HalfRows, half_rows
+from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_rows
+from quengine.kernels.cuda.gemv.activations import round_activations
 from quengine.kernels.cuda.rms_norm import geometry, rms_norm, rms_norm_half, rms_norm_round
 from quengine.kernels.rms_norm import rms_norm as definition
 

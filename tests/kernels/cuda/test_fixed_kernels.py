@@ -6,28 +6,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from quengine.kernels import cuda_backend
 from quengine.kernels.block_formats import dequantize
-from quengine.kernels.cache_types import BLOCK_SIZE
-from quengine.kernels.cuda import matmul as matmul_module
+from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda import rms_norm as rms_norm_module
-from quengine.kernels.cuda.attention_prefill import attention_prefill, is_hopper
-from quengine.kernels.cuda.half import HalfRows
-from quengine.kernels.cuda.kv_store import KVStore
-from quengine.kernels.cuda.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
-from quengine.kernels.cuda.packed import pack
+from quengine.kernels.cuda.attention.attention_prefill import attention_prefill, is_hopper
+from quengine.kernels.cuda.attention.kv_store import KVStore
+from quengine.kernels.cuda.attention.rope import rope_store
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.gemm import matmul as matmul_module
+from quengine.kernels.cuda.gemm.half import HalfRows
+from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half
-from quengine.kernels.cuda.rope import rope_store
-from quengine.kernels.cuda_backend import CudaBackend
+from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.swiglu import swiglu
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.models.gguf_checkpoint import GGUFCheckpoint
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
-from tests.kernels.cuda.attention_cases import make_spec
+from tests.kernels.cuda.attention.attention_cases import make_spec
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 from tests.tiny_models import write_tiny
 

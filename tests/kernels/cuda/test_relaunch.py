@@ -12,7 +12,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from quengine.kernels.cuda.relaunch import Copied, Relaunched
+from quengine.kernels.cuda.launch.relaunch import Copied, Relaunched
 
 
 class Made(CompiledKernel):

@@ -10,8 +10,8 @@ import pytest
 import triton
 from triton.runtime.cache import FileCacheManager
 
-from quengine.kernels.cuda import triton_cache
-from quengine.kernels.cuda.triton_cache import use_private_cache
+from quengine.kernels.cuda.launch import triton_cache
+from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,137 @@
+"""`engine doctor`: what this machine offers, and whether the kernels compute the right numbers on it."""
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quengine.cli.commands.list import installed_rows
+from quengine.platform import collector
+
+if TYPE_CHECKING:
+    from quengine.diagnostics.selftest.doctor import Diagnosis
+    from quengine.diagnostics.selftest.self_test import KernelCheck
+
+FAILED = 2
+"""The exit code when a kernel is wrong: nothing should be run on this machine."""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    threads: Annotated[
+        int | None, typer.Option("-t", "--threads", min=1, help="CPU threads; default: the physical cores.")
+    ] = None,
+) -> None:
+    """Show versions, devices, memory and its measured speed; test every kernel of the CPU and of each GPU.
+
+    Exits with 2 when a kernel fails its test.
+    """
+    from quengine.diagnostics.selftest.doctor import diagnose
+    from quengine.platform.machine import thread_count
+
+    threads = thread_count(threads)
+    found = diagnose(threads)
+    if as_json:
+        tested = {device: list(checks) for device, checks in self_tests(found)}
+        typer.echo(json.dumps(as_object(found, tested), indent=2))
+    else:
+        for line in machine_lines(found):
+            typer.echo(line)
+        tested = {}
+        for device, checks in self_tests(found):
+            typer.echo(f"\n{device} kernels: error (NMSE) against float64; the first run compiles them")
+            tested[device] = print_table(device, checks)
+    if not all(check.passed for checks in tested.values() for check in checks):
+        raise typer.Exit(FAILED)
+
+
+def self_tests(found: "Diagnosis") -> "Iterator[tuple[str, Iterator[KernelCheck]]]":
+    """The CPU's tests, and those of every GPU that the engine can use."""
+    from quengine.diagnostics.selftest.self_test_run import check_cpu, check_cuda
+    from quengine.load import MIN_CAPABILITY
+
+    collector.working()
+    yield "cpu", check_cpu(found.threads)
+    for device in found.cuda:
+        if tuple(map(int, device.capability.split("."))) >= MIN_CAPABILITY:
+            yield f"cuda:{device.index}", check_cuda(device.index, device.free_memory)
+
+
+def as_object(found: "Diagnosis", tested: "dict[str, list[KernelCheck]]") -> dict[str, Any]:
+    """What `--json` prints. An error that is no number is null: JSON has no NaN."""
+    kernels = [
+        {
+            "device": device,
+            "subject": check.subject,
+            "test": check.test,
+            "error": check.error if math.isfinite(check.error) else None,
+            "limit": check.limit,
+            "passed": check.passed,
+            "note": check.note,
+        }
+        for device, checks in tested.items()
+        for check in checks
+    ]
+    models = [{"name": row.name, "size": row.size, "path": str(row.path)} for row in installed_rows()]
+    healthy = all(kernel["passed"] for kernel in kernels)
+    return {**asdict(found), "models": models, "kernels": kernels, "healthy": healthy}
+
+
+def machine_lines(found: "Diagnosis") -> list[str]:
+    """The lines for people, without the self-test."""
+    rows = [
+        ("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in found.versions.items())),
+        ("platform", found.platform),
+        ("cpu", found.cpu),
+        (
+            "cores",
+            f"{found.physical_cores} usable, {found.usable_cpus} logical; {found.threads} threads here",
+        ),
+        ("simd", " ".join(found.simd) or "unknown"),
+        ("memory", f"{_gib(found.available_memory)} available of {_gib(found.total_memory)}"),
+        ("bandwidth", f"{found.memory_bandwidth / 1e9:.1f} GB/s measured, reading, {found.threads} threads"),
+    ]
+    for device in found.cuda:
+        memory = f"{_gib(device.free_memory)} free of {_gib(device.total_memory)}"
+        rows.append((f"cuda:{device.index}", f"{device.name}, sm {device.capability}, {memory}"))
+    if not found.cuda:
+        rows.append(("cuda", "no device"))
+    rows.append(("cache", f"{found.cache_dir}, {found.cache_free / 1e9:.1f} GB free"))
+    models = installed_rows()
+    rows.append(("models", ", ".join(row.name for row in models) or "none; see engine list --all"))
+    return [f"{label:10} {text}" for label, text in rows]
+
+
+def print_table(device: str, checks: "Iterable[KernelCheck]") -> "list[KernelCheck]":
+    """Prints a row a subject as the checks come, with the names of their tests above where these change, then the
+    failures and the verdict; returns the checks."""
+    began = time.perf_counter()
+    done: list[KernelCheck] = []
+    tests: list[str] = []
+    for subject, group in groupby(checks, key=lambda check: check.subject):
+        row = list(group)
+        if [check.test for check in row] != tests:
+            tests = [check.test for check in row]
+            typer.echo(" " * 20 + "".join(f"{test:>18}" for test in tests))
+        typer.echo(f"{subject:20}" + "".join(f"{_shown(check):>18}" for check in row))
+        done += row
+    failed = [check for check in done if not check.passed]
+    for check in failed:
+        why = check.note or f"error {check.error:.1e} is over {check.limit:.0e}"
+        typer.echo(f"FAIL {device} {check.subject}, {check.test}: {why}")
+    verdict = f"{len(failed)} of {len(done)} checks FAILED" if failed else f"all {len(done)} checks passed"
+    typer.echo(f"{verdict} ({time.perf_counter() - began:.1f} s)")
+    return done
+
+
+def _shown(check: "KernelCheck") -> str:
+    return f"{check.error:.1e} {'ok' if check.passed else 'FAIL'}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"

@@ -1,0 +1,52 @@
+"""`engine pull`: fetches models from the Hugging Face Hub."""
+
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand
+
+
+class PullCommand(TyperCommand):
+    """`engine pull`, whose help ends with the aliases: read when the help is asked for, not at every start."""
+
+    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        from quengine.models.hub.catalogue import catalogue
+
+        wide = max(map(len, catalogue()))
+        rows = [f"{entry.alias:{wide}}  {entry.about}" for entry in catalogue().values()]
+        return "\n".join([super().get_help(ctx), "Aliases", *(f"  {row}" for row in rows), ""])
+
+
+def pull(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="Aliases, hf:user/repo:QUANT or hf:user/repo/file.gguf."),
+    ],
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Use only what is here (as HF_HUB_OFFLINE=1 does).")
+    ] = False,
+) -> None:
+    """Fetch models from the Hugging Face Hub, or go on with a fetch that was interrupted.
+
+    The files go to the Hugging Face cache, which other programs share; their digests are checked. Prints the path
+    of each model.
+    """
+    import logging
+    from pathlib import Path
+
+    from huggingface_hub.utils import logging as hub_logging
+
+    from quengine.models.hub.catalogue import catalogue
+    from quengine.models.hub.hub import packaged_file
+    from quengine.models.hub.hub_pull import pull_model
+
+    # What huggingface_hub logs, a retry for instance, looks like the engine's own lines.
+    hub_logging.get_logger().handlers = logging.getLogger("quengine").handlers
+    for name in names:
+        entry = catalogue().get(name.lower())
+        path = packaged_file(entry) if entry is not None else None
+        if path is None and Path(name).expanduser().exists():
+            path = Path(name).expanduser()
+        if path is None:
+            path = pull_model(name, offline, say=lambda line: typer.echo(line, err=True))
+        typer.echo(path)

@@ -1,0 +1,49 @@
+"""`engine rm`: deletes models that `engine pull` fetched."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quengine.errors import EngineError
+
+if TYPE_CHECKING:
+    from quengine.models.hub.hub_cache import InstalledModel
+
+
+def remove(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names as `engine list` shows them.")],
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete models from the Hugging Face cache, after asking."""
+    from quengine.models.hub.hub_cache import remove_model
+
+    chosen = [_find(name) for name in names]
+    for name, model in zip(names, chosen, strict=True):
+        typer.echo(
+            f"{name}: {', '.join(model.files)} ({model.nbytes / 1e9:.2f} GB) in {model.path.parent}", err=True
+        )
+    if not yes:
+        if not sys.stdin.isatty():
+            raise EngineError(
+                "deleting needs a yes: standard input is no terminal, so say so with: engine rm -y ..."
+            )
+        if not typer.confirm("Delete?", err=True):
+            typer.echo("nothing deleted", err=True)
+            return
+    for name, model in zip(names, chosen, strict=True):
+        typer.echo(f"{name}: {remove_model(model) / 1e9:.2f} GB freed", err=True)
+
+
+def _find(name: str) -> "InstalledModel":
+    from quengine.models.hub.catalogue import catalogue
+    from quengine.models.hub.hub import hub_name, packaged_file
+    from quengine.models.hub.hub_cache import find_installed
+
+    entry = catalogue().get(name.lower())
+    found = find_installed(hub_name(name))
+    if found is not None:
+        return found
+    if entry is not None and entry.package is not None and packaged_file(entry) is not None:
+        raise EngineError(f"{name}: part of a Python package; remove it with: pip uninstall {entry.package}")
+    raise EngineError(f"{name}: not on this machine; `engine list` shows what is")

@@ -1,0 +1,1 @@
+"""Checks and measurements: parity, benchmarks, self-tests."""

@@ -1,0 +1,1 @@
+"""Times models, and profiles their kernels."""

@@ -1,0 +1,114 @@
+"""What a benchmark is measured against: the speed and the peak use of the memory that a device computes from.
+
+Knows devices, no models and no tests. The machine itself is described by `machine`.
+"""
+
+import datetime
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quengine.platform.machine import (
+    cpu_model,
+    cuda_devices,
+    memory_bandwidth,
+    peak_memory,
+    physical_cores,
+    simd_features,
+    total_memory,
+)
+
+_PACKAGES = ("quengine", "torch", "triton", "numba")
+_COPY_BYTES = 2**30
+_COPIES = 20
+MATRIX_SIZE = 8192
+_PRODUCTS, _WARM_PRODUCTS = 10, 3
+
+
+def bandwidth(device: torch.device, threads: int) -> float:
+    """Bytes per second that the device moves from and to its memory: the yardstick of generation.
+
+    On the CPU the best of many reads with `threads` threads, on CUDA the best of many copies (read and write counted).
+    """
+    return _copy_bandwidth(device) if device.type == "cuda" else memory_bandwidth(threads)
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = min(_device_seconds(lambda: target.copy_(source)) for _ in range(_COPIES))
+    return 2 * _COPY_BYTES / best
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Floating-point operations per second of one large fp16 product with fp32 sums, the yardstick of prompts.
+
+    The best of several of cuBLAS's (8192 x 8192 x 8192; normal random numbers: zeros would go faster). CUDA only.
+    """
+    numbers = torch.Generator(device).manual_seed(1)
+    a, b = (
+        torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=numbers, device=device, dtype=torch.float16)
+        for _ in range(2)
+    )
+    out = torch.empty_like(a)
+    seconds = [_device_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(_WARM_PRODUCTS + _PRODUCTS)]
+    return float(2 * MATRIX_SIZE**3 / min(seconds[_WARM_PRODUCTS:]))
+
+
+def _device_seconds(work: Callable[[], object]) -> float:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before.record()
+    work()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
+
+
+def forget_peak(device: torch.device) -> None:
+    """Start the peak anew, so that one model's is not reported for the next."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        # Writing 5 resets VmHWM (Linux, proc(5)); elsewhere the peak is that of the whole process so far.
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes held since `forget_peak`: of the device's memory, or of this process's.
+
+    On CUDA what the allocator held, in use or not; the driver's own share (context, loaded kernels) is not in it.
+    """
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory()
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """What a result must carry to mean something later: processor, memory, GPU, versions, time."""
+    index = int(device.partition(":")[2] or 0)
+    return {
+        "machine": {
+            "cpu": cpu_model(),
+            "simd": list(simd_features()),
+            "cores": physical_cores(),
+            "memory_bytes": total_memory(),
+            "system": platform.platform(),
+            "gpu": asdict(cuda_devices()[index]) if device.startswith("cuda") else None,
+        },
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

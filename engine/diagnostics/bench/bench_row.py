@@ -1,0 +1,187 @@
+"""One row of a benchmark: what is timed, on which model, and every number that was measured.
+
+Prints nothing and measures nothing.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from quengine.diagnostics.bench.profile import Profile
+from quengine.errors import EngineError
+from quengine.request.output import DraftCounts
+
+
+@dataclass(frozen=True)
+class BenchTest:
+    """What is timed: `prompt` tokens computed in chunks, then `generate` tokens one by one, after `depth`
+    tokens.
+
+    One of the first two may be 0.
+    """
+
+    prompt: int
+    generate: int
+    depth: int = 0
+
+    @property
+    def name(self) -> str:
+        """As llama-bench writes it: pp512, tg128, pp512+tg128, with "@ d4096" at a depth."""
+        parts = [f"pp{self.prompt}"] if self.prompt else []
+        parts += [f"tg{self.generate}"] if self.generate else []
+        return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
+
+    @property
+    def positions(self) -> int:
+        """Positions of the cache that the test needs; one token more than it counts."""
+        return self.depth + self.prompt + self.generate + 1
+
+
+def expand_tests(
+    prompts: Seq[int], generates: Seq[int], pairs: Seq[tuple[int, int]], depths: Seq[int]
+) -> list[BenchTest]:
+    """At every depth: the prompt tests, the generation tests, the pairs of both. Zeros are left out.
+
+    Raises:
+        EngineError: nothing is left, or a number is negative.
+    """
+    shapes = [*((p, 0) for p in prompts), *((0, n) for n in generates), *pairs]
+    if any(number < 0 for number in (*depths, *(n for shape in shapes for n in shape))):
+        raise EngineError("-p, -n, -pg and -d take numbers of tokens, 0 or more")
+    tests = [BenchTest(p, n, depth) for depth in depths for p, n in shapes if p or n]
+    if not tests:
+        raise EngineError("nothing to time: -p, -n and -pg are all 0")
+    return list(dict.fromkeys(tests))
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model in numbers: `nbytes` of tensors, `params` weights, and the types they are stored in."""
+
+    name: str
+    path: str
+    nbytes: int
+    params: int
+    types: str
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One test on one model with one thread count, of one sequence or of `batch` at once.
+
+    seconds: what each repetition took. bytes_per_token: weights, and the cache read on average, for one
+    generated token; 0 where a prompt is part of the test, since a chunk's tokens share one pass over the
+    weights.
+    bandwidth: bytes per second that the device's memory gives (see bench_machine). operations: floating-point ones of a
+    single prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
+    on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of
+    which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
+    drafts: what was drafted and accepted; None where nothing drafts.
+    """
+
+    model: ModelFacts
+    test: BenchTest
+    device: str
+    backend: str
+    threads: int
+    seconds: tuple[float, ...]
+    bytes_per_token: int
+    bandwidth: float
+    load_s: float
+    peak_bytes: int
+    held_bytes: int
+    operations: int = 0
+    matrix_rate: float | None = None
+    kernels_per_step: int | None = None
+    profile: tuple[Profile, ...] = ()
+    batch: int = 1
+    cache_type: str = "f16"
+    deterministic: bool = False
+    drafts: DraftCounts | None = None
+
+    @property
+    def name(self) -> str:
+        """The test, with the number of sequences where there are several."""
+        return self.test.name + (f" x {self.batch}" if self.batch > 1 else "")
+
+    @property
+    def samples(self) -> tuple[float, ...]:
+        """Tokens per second of each repetition, of all sequences together."""
+        return tuple(self.batch * (self.test.prompt + self.test.generate) / s for s in self.seconds)
+
+    @property
+    def tok_s(self) -> float:
+        return mean(self.samples)
+
+    @property
+    def deviation(self) -> float:
+        """The samples' standard deviation; 0 for one sample."""
+        return stdev(self.samples) if len(self.seconds) > 1 else 0.0
+
+    @property
+    def gb_s(self) -> float | None:
+        """1e9 bytes read per second; None where that is not what limits the test."""
+        return self.bytes_per_token * self.tok_s / 1e9 if self.bytes_per_token else None
+
+    @property
+    def bandwidth_percent(self) -> float | None:
+        return None if self.gb_s is None else 100 * self.gb_s / (self.bandwidth / 1e9)
+
+    @property
+    def matrix_percent(self) -> float | None:
+        """Of the matrix rate; None where it does not limit the test, or was not measured."""
+        if not self.operations or self.matrix_rate is None:
+            return None
+        return 100 * self.operations / self.test.prompt * self.tok_s / self.matrix_rate
+
+    @property
+    def peak_over_bytes(self) -> int:
+        """Memory at the peak beside weights and cache."""
+        return self.peak_bytes - self.held_bytes
+
+    def as_dict(self, machine: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Flat and complete, for machines."""
+        fields: dict[str, Any] = {
+            "model": self.model.name,
+            "model_path": self.model.path,
+            "model_bytes": self.model.nbytes,
+            "model_params": self.model.params,
+            "model_types": self.model.types,
+            "device": self.device,
+            "backend": self.backend,
+            "threads": self.threads,
+            "cache_type": self.cache_type,
+            "deterministic": self.deterministic,
+            "batch": self.batch,
+            "test": self.test.name,
+            "n_prompt": self.test.prompt,
+            "n_gen": self.test.generate,
+            "n_depth": self.test.depth,
+            "tok_s": self.tok_s,
+            "tok_s_stddev": self.deviation,
+            "samples_tok_s": list(self.samples),
+            "samples_s": list(self.seconds),
+            "bytes_per_token": self.bytes_per_token,
+            "gb_s": self.gb_s,
+            "bandwidth_gb_s": self.bandwidth / 1e9,
+            "bandwidth_percent": self.bandwidth_percent,
+            "load_s": self.load_s,
+            "peak_bytes": self.peak_bytes,
+            "peak_over_weights_and_cache_bytes": self.peak_over_bytes,
+            "operations": self.operations,
+            "matrix_tflops": None if self.matrix_rate is None else self.matrix_rate / 1e12,
+            "matrix_percent": self.matrix_percent,
+            "kernels_per_step": self.kernels_per_step,
+        }
+        if self.drafts is not None:
+            fields |= {
+                "draft_steps": self.drafts.steps,
+                "drafted_tokens": self.drafts.drafted,
+                "accepted_tokens": self.drafts.accepted,
+                "accept_rate": self.drafts.accept_rate,
+                "accept_length": self.drafts.accept_length,
+            }
+        if self.profile:
+            fields["profile"] = [profile.as_dict() for profile in self.profile]
+        return fields if machine is None else {**fields, **machine}

@@ -1,0 +1,215 @@
+"""Whether two ways of running one model give the same logits and the same greedy text.
+
+Takes two sides (`parity_sides`) through a workload (`parity_workload`). Each comparison streams: at no time
+are the logits of more than one chunk held. Knows no kernels and prints nothing; what is measured about a pair
+of logits is in `parity_metrics`, and which operation is at fault in `parity_locate`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quengine.diagnostics.parity.parity_metrics import (
+    Budget,
+    Comparison,
+    Divergence,
+    GreedyComparison,
+    PhaseMetrics,
+    compare_greedy,
+)
+from quengine.diagnostics.parity.parity_sides import REFERENCE, Side
+from quengine.diagnostics.parity.parity_workload import Workload
+from quengine.kernels.forward_batch import Phase
+from quengine.kernels.kv.cache_types import CacheType
+
+Progress = Callable[[str], None]
+
+DECODE_SPAN = 64
+"""Positions of the decode phase whose logits are held at once; prefill holds a chunk."""
+
+MAX_FACTOR = 100.0
+"""How far the worst of all positions may be over the limit of the 99th percentile (docs/parity.md)."""
+
+
+def _budget(median: float, p99: float) -> Budget:
+    return Budget(median, p99, MAX_FACTOR * p99)
+
+
+REFERENCE_BUDGETS: Mapping[str, Budget] = {
+    "prefill": _budget(2e-6, 5e-5),
+    "decode": _budget(5e-8, 1e-6),
+    "greedy": _budget(2e-6, 5e-5),
+}
+"""Against the float64 definition. In "greedy" the prompt comes through prefill, so its budget holds."""
+
+DEVICE_BUDGETS: Mapping[str, Budget] = {**REFERENCE_BUDGETS, "decode": _budget(1e-8, 1e-6)}
+"""Between two devices: in decode they share the integer sums, and only the float order may differ."""
+
+
+Q8_0_FACTOR = 100.0
+"""How much wider the budgets are over a q8_0 cache: a last bit that turns a code moves a value by 1/127 of its group's
+largest, and that difference goes on through the layers (docs/parity.md). Operation by operation nothing is widened.
+"""
+
+Q8_0_MAX_FACTOR = 10.0
+"""The same for the maximum, which would let pass anything if it were 100 times wider."""
+
+
+def budgets_for(a: str, b: str, cache_type: CacheType = "f16") -> Mapping[str, Budget]:
+    """The limits that hold between two sides, by the devices they run on."""
+    budgets = REFERENCE_BUDGETS if REFERENCE in (a, b) else DEVICE_BUDGETS
+    if cache_type == "f16":
+        return budgets
+    return {
+        name: Budget(
+            budget.nmse_median * Q8_0_FACTOR,
+            budget.nmse_p99 * Q8_0_FACTOR,
+            budget.nmse_max * Q8_0_MAX_FACTOR,
+        )
+        for name, budget in budgets.items()
+    }
+
+
+class Place(NamedTuple):
+    """A position in a text: `ids` up to and with it are `ids[: position + 1]`."""
+
+    ids: list[int]
+    position: int
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What was measured between sides `a` and `b`, and whether it is within the budgets.
+
+    phases: "prefill", "decode" and "greedy" (the logits along the greedy texts), as far as they were run.
+    worst: the place that is furthest off in each of them.
+    failures: one phrase for each thing outside its budget; empty means parity holds.
+    """
+
+    a: str
+    b: str
+    phases: dict[str, PhaseMetrics]
+    budgets: Mapping[str, Budget]
+    worst: dict[str, Place]
+    divergences: list[Divergence]
+    identical_prompts: int
+    prompts: int
+    generated: int
+
+    @property
+    def failures(self) -> list[str]:
+        found = [
+            f"{name}: {excess}"
+            for name, metrics in self.phases.items()
+            for excess in metrics.excesses(self.budgets[name])
+        ]
+        wide = sum(not divergence.near_tie for divergence in self.divergences)
+        if wide:
+            found.append(
+                f"greedy: {wide} of {len(self.divergences)} divergences are wider than twice the largest "
+                f"logit difference there"
+            )
+        return found
+
+    @property
+    def within(self) -> bool:
+        return not self.failures
+
+
+def compare_sides(
+    a: Side, b: Side, workload: Workload, progress: Progress, cache_type: CacheType = "f16"
+) -> ParityReport:
+    """Run the whole comparison; `progress` is told in a few words what is being computed."""
+    phases: dict[str, PhaseMetrics] = {}
+    worst: dict[str, Place] = {}
+    names: tuple[Phase, ...] = ("prefill", "decode")
+    for phase in names if workload.windows else ():
+        forced = _teacher_forced(a, b, workload.windows, phase, progress)
+        phases[phase] = forced.metrics()
+        worst[phase] = _place(forced.worst(), workload.windows)
+    greedy = list(_free_running(a, b, workload, progress))
+    rows = Comparison([row for result in greedy for row in result.comparison.rows])
+    if greedy:
+        phases["greedy"] = rows.metrics()
+        worst["greedy"] = _greedy_place(rows.worst(), workload.prompts, greedy)
+    found = [divergence for result in greedy for divergence in result.divergences]
+    return ParityReport(
+        a=a.name,
+        b=b.name,
+        phases=phases,
+        budgets={name: budgets_for(a.device, b.device, cache_type)[name] for name in phases},
+        worst=worst,
+        divergences=found,
+        identical_prompts=sum(not result.divergences for result in greedy),
+        prompts=len(greedy),
+        generated=sum(len(row) for row in rows.rows),
+    )
+
+
+def _teacher_forced(
+    a: Side, b: Side, windows: list[list[int]], phase: Phase, progress: Progress
+) -> Comparison:
+    comparison = Comparison()
+    for index, ids in enumerate(windows):
+        progress(f"{phase}: text {index + 1} of {len(windows)}, {len(ids)} tokens")
+        span = DECODE_SPAN if phase == "decode" else max(a.step(phase), b.step(phase))
+        for start in range(0, len(ids), span):
+            block = ids[start : start + span]
+            logits_a = torch.cat([a.forward(part, at) for part, at in _parts(block, start, a.step(phase))])
+            logits_b = []
+            for part, at in _parts(block, start, b.step(phase)):
+                logits_b.append(b.forward(part, at))
+                _force_cache(a, b, at, at + len(part), comparison)
+            comparison.add(logits_a, torch.cat(logits_b))
+    return comparison
+
+
+def _place(row: int, texts: list[list[int]]) -> Place:
+    """Where row number `row` of all positions of `texts` lies."""
+    for ids in texts:
+        if row < len(ids):
+            return Place(ids, row)
+        row -= len(ids)
+    raise ValueError(f"row {row} lies beyond the texts")
+
+
+def _greedy_place(row: int, prompts: list[list[int]], texts: list[GreedyComparison]) -> Place:
+    """The same for generated texts: the first of their rows are the logits after the prompt's last token."""
+    for prompt, text in zip(prompts, texts, strict=True):
+        if row < len(text.tokens):
+            return Place(prompt + text.tokens, len(prompt) - 1 + row)
+        row -= len(text.tokens)
+    raise ValueError(f"row {row} lies beyond the texts")
+
+
+def _parts(ids: list[int], start: int, step: int) -> Iterator[tuple[list[int], int]]:
+    """Pieces of at most `step` tokens, each with its position."""
+    for first in range(0, len(ids), step):
+        yield ids[first : first + step], start + first
+
+
+@torch.no_grad()
+def _force_cache(a: Side, b: Side, start: int, end: int, comparison: Comparison) -> None:
+    """Compare the rows just cached, then give b those of a: the next step starts from the same state on
+    both sides.
+
+    A cache in fp16 turns the last bit of a correct side into a whole step of fp16 now and then. Left alone,
+    those steps add up to more than what is to be measured (docs/parity.md has the numbers).
+    """
+    for rows_a, rows_b in zip(a.cached(start, end), b.cached(start, end), strict=True):
+        comparison.add_cached(rows_a, rows_b)
+        rows_b.copy_(rows_a)
+
+
+def _free_running(a: Side, b: Side, workload: Workload, progress: Progress) -> Iterator[GreedyComparison]:
+    """Side b generates freely; both are then asked for the logits along its text.
+
+    Up to the first difference this is what a would have generated too, so nothing is lost by not running a
+    freely, and the slow side computes whole chunks instead of single tokens.
+    """
+    for index, prompt in enumerate(workload.prompts):
+        progress(f"greedy: prompt {index + 1} of {len(workload.prompts)}")
+        tokens = b.greedy(prompt, workload.tokens)
+        yield compare_greedy(index, tokens, a.continuation(prompt, tokens), b.continuation(prompt, tokens))

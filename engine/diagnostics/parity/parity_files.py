@@ -1,0 +1,160 @@
+"""Two files as the sides of a comparison: whether they can be compared at all, and which of their tensors differ.
+
+The logits cannot show all: a bit that is wrong in one weight of a large model is less than what rounding does to them.
+The bytes can.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quengine.errors import EngineError
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.config import ModelConfig
+from quengine.models.hub.hub import resolve_model
+from quengine.models.tokenizer import Tokenizer
+
+SHAPE = (
+    "architecture",
+    "vocab_size",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "head_count",
+    "head_count_kv",
+    "head_dim",
+)
+"""What two models must share for each operation of one to have its counterpart in the other."""
+
+ARITHMETIC = (
+    "rope_dim",
+    "rope_freq_base",
+    "rope_layout",
+    "rope_scaling",
+    "rms_eps",
+    "sliding_window",
+    "attention_temperature_scale",
+    "attention_temperature_length",
+)
+"""What else of a configuration changes the logits."""
+
+_BYTES_AT_ONCE = 1 << 26
+_SHOWN_VALUE = 80
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A tensor of the same type in both files whose bytes differ: in how many of its blocks, and first in which row."""
+
+    name: str
+    type_name: str
+    differing: int
+    blocks: int
+    first_row: int
+
+    def __str__(self) -> str:
+        share = f"{self.differing} of {self.blocks} blocks"
+        return f"{self.name} ({self.type_name}): {share}, the first in row {self.first_row}"
+
+
+@dataclass(frozen=True)
+class FileComparison:
+    """The tensors of two models, as stored.
+
+    differing: those of one type whose bytes are not the same.
+    retyped: how many are stored as another type, or in one of the files only; nothing is said of their values.
+    settings: what differs of the configuration, a phrase each: "rms_eps is 1e-05 in a and 1e-06 in b".
+    """
+
+    tensors: int
+    differing: list[TensorDifference]
+    retyped: int
+    settings: list[str]
+
+    @property
+    def failures(self) -> list[str]:
+        """A phrase for each reason why the files are not the same model; empty where they are."""
+        found = [f"files: {setting}" for setting in self.settings]
+        if self.differing:
+            found.append(f"files: {len(self.differing)} of {self.tensors} tensors have other bytes")
+        return found
+
+
+def compare_files(a: str | Path, b: str | Path) -> FileComparison:
+    """What differs between two models as they are stored, GGUF files or folders of safetensors.
+
+    Raises:
+        EngineError: a file is no model, or their shapes or vocabularies differ, which nothing can be compared across.
+    """
+    first, second = (open_checkpoint(resolve_model(str(model))) for model in (a, b))
+    try:
+        _check_shapes(first.config, second.config)
+        _check_vocabularies(first.tokenizer(), second.tokenizer())
+        return _compared(first, second)
+    finally:
+        first.close()
+        second.close()
+
+
+def _check_shapes(a: ModelConfig, b: ModelConfig) -> None:
+    for name in SHAPE:
+        of_a, of_b = getattr(a, name), getattr(b, name)
+        if of_a != of_b:
+            raise EngineError(
+                f"the two files cannot be compared: {name} is {of_a} in a and {of_b} in b; both must be the same model"
+            )
+
+
+def _check_vocabularies(a: Tokenizer, b: Tokenizer) -> None:
+    if a.vocab_size != b.vocab_size:
+        raise EngineError(f"the vocabularies differ: {a.vocab_size} tokens in a and {b.vocab_size} in b")
+    for token in range(a.vocab_size):
+        of_a, of_b = a.token_text(token), b.token_text(token)
+        if of_a != of_b:
+            raise EngineError(f"the vocabularies differ: token {token} is {of_a!r} in a and {of_b!r} in b")
+
+
+def _compared(a: Checkpoint, b: Checkpoint) -> FileComparison:
+    tensors_a, tensors_b = a.tensors, b.tensors
+    differing, shared = [], 0
+    for name in (name for name in tensors_a if name in tensors_b):  # in the file's order
+        one, other = tensors_a[name], tensors_b[name]
+        if _alike(one, other):
+            shared += 1
+            if difference := _difference(one, other):
+                differing.append(difference)
+    count = len(tensors_a.keys() | tensors_b.keys())
+    return FileComparison(count, differing, count - shared, _settings(a.config, b.config))
+
+
+def _alike(a: QuantTensor, b: QuantTensor) -> bool:
+    return a.format.name == b.format.name and a.shape == b.shape
+
+
+def _difference(a: QuantTensor, b: QuantTensor) -> TensorDifference | None:
+    """Block by block, some rows at a time: the files are mapped and need not fit into memory."""
+    blocks = differing = 0
+    first_row = -1
+    at_once = max(1, _BYTES_AT_ONCE // a.data.shape[1])
+    size = a.format.nbytes
+    for start in range(0, a.rows, at_once):
+        rows_a, rows_b = a.data[start : start + at_once], b.data[start : start + at_once]
+        blocks += rows_a.numel() // size
+        if torch.equal(rows_a, rows_b):
+            continue
+        wrong = (rows_a != rows_b).view(len(rows_a), -1, size).any(dim=2)
+        differing += int(wrong.sum())
+        if first_row < 0:
+            first_row = start + int(wrong.any(dim=1).nonzero()[0])
+    return TensorDifference(a.name, a.format.name, differing, blocks, first_row) if differing else None
+
+
+def _settings(a: ModelConfig, b: ModelConfig) -> list[str]:
+    values = ((name, str(getattr(a, name)), str(getattr(b, name))) for name in ARITHMETIC)
+    return [
+        f"{name} is {of_a[:_SHOWN_VALUE]} in a and {of_b[:_SHOWN_VALUE]} in b"
+        for name, of_a, of_b in values
+        if of_a != of_b
+    ]

@@ -1,0 +1,234 @@
+"""Which operation of which layer is past its budget: two sides, operation by operation, on the same inputs.
+
+Side a runs, and what goes into and comes out of each of its operations is kept. Side b then runs with a's inputs in
+place of its own, so that an error shows where it is made and is not carried on. (Where a backend begins a norm in the
+operation in front, that much is carried into the next one; the first of the two is named.) Knows sides and numbers;
+the operations come from `parity_operations`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.diagnostics.parity.parity import ParityReport, Place
+from quengine.diagnostics.parity.parity_metrics import nmse_rows
+from quengine.diagnostics.parity.parity_operations import Operation, in_the_form_of, rows_of, watched
+from quengine.diagnostics.parity.parity_sides import LLMSide
+from quengine.kernels.backend import Hidden
+from quengine.kernels.forward_batch import Phase
+
+MAX_POSITIONS = 96
+"""Of a prefill chunk, at most: what goes in and out of every operation is held, about 1 GB for a 7B model."""
+
+RECORDED = "recorded step"
+"""The last line of decode: a whole step of side b as it serves, against the same step one operation at a time."""
+
+BUDGETS: Mapping[Phase, float] = {"prefill": 2e-5, "decode": 5e-8}
+"""The largest NMSE of an operation at any position, on the same input: activations rounded once to 16-bit floats or to
+16-bit integers a group (docs/parity.md has what healthy models show)."""
+
+EMBED_BUDGET = 1e-12
+"""A stored row has one value."""
+
+SUM_ROUNDING = 2.0**-18
+"""Of an fp32 sum, relative: an addition rounds by up to 2^-24, and a thousand products that are added to the residual
+one by one err by some 2^-19."""
+
+CACHED_BUDGET = 1e-6
+"""Of a position's keys, or values: both sides round to fp16, and elements near the middle of two may part."""
+
+
+@dataclass(frozen=True)
+class OperationError:
+    """One operation: the largest NMSE over positions of its result, of the part that it adds where it adds to a
+    residual.
+
+    layer: None outside the layers. cached: the largest NMSE of the keys or values that an attention wrote, else None.
+    """
+
+    operation: str
+    layer: int | None
+    nmse: float
+    budget: float
+    cached: float | None = None
+
+    @property
+    def within(self) -> bool:
+        # Not ">": what is not finite must not pass.
+        return self.nmse <= self.budget and (self.cached is None or self.cached <= CACHED_BUDGET)
+
+    @property
+    def place(self) -> str:
+        """For the user: "layer 3, attention"."""
+        return self.operation if self.layer is None else f"layer {self.layer}, {self.operation}"
+
+
+@dataclass(frozen=True)
+class Location:
+    """Every operation of one phase, in the order in which they ran, at positions start .. end - 1 of a text."""
+
+    phase: Phase
+    start: int
+    end: int
+    operations: list[OperationError]
+
+    @property
+    def first(self) -> OperationError | None:
+        """The first operation past its budget."""
+        return next((found for found in self.operations if not found.within), None)
+
+    @property
+    def failures(self) -> list[str]:
+        """A phrase for the user that names it; empty when every operation is within its budget."""
+        return [f"{self.phase}: goes wrong first in {self.first.place}"] if self.first else []
+
+
+def locate(a: LLMSide, b: LLMSide, report: ParityReport, progress: Callable[[str], None]) -> list[Location]:
+    """A prefill chunk and a decode step, each where the report's phase was worst.
+
+    That place comes from the greedy texts where only they fail, or where no other were run. A chunk of one token is
+    decode, and left out of prefill.
+    """
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    found = []
+    for phase in phases:
+        progress(f"operation by operation: {phase}")
+        place = _worst_place(report, phase)
+        start = _chunk_start(place, b.step("prefill")) if phase == "prefill" else place.position
+        if phase == "decode" or place.position > start:
+            found.append(_locate_phase(a, b, phase, place, start))
+    return found
+
+
+def _worst_place(report: ParityReport, phase: Phase) -> Place:
+    failed = {failure.partition(":")[0] for failure in report.failures}
+    if phase not in report.worst or ("greedy" in failed and phase not in failed):
+        return report.worst["greedy"]
+    return report.worst[phase]
+
+
+def _chunk_start(place: Place, chunk: int) -> int:
+    """Where the chunk with that position began; later where it would be too long to keep."""
+    return max(place.position // chunk * chunk, place.position + 1 - MAX_POSITIONS)
+
+
+def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: Place, start: int) -> Location:
+    end = place.position + 1
+    ids = place.ids[start:end]
+    chunk = a.step("prefill")
+    for first in range(0, start, chunk):
+        a.forward(place.ids[first : min(first + chunk, start)], first)
+    recorded = _Record()
+    with watched(a.decoder, recorded):
+        a.eager(ids, start)
+    _give_rows(a, b, 0, start)
+    replay = _Replay(recorded.calls, a, b, phase, start, end)
+    with watched(b.decoder, replay):
+        b.eager(ids, start)
+    operations = replay.found
+    if phase == "decode":
+        eager, whole = b.eager(ids, start).clone(), b.forward(ids, start)
+        operations.append(OperationError(RECORDED, None, _largest(eager, whole), BUDGETS[phase]))
+    return Location(phase, start, end, operations)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What went into an operation and what came out, on the host."""
+
+    operation: Operation
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+
+class _Record:
+    """Keeps every operation of a run."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+    def __call__(
+        self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
+    ) -> Hidden:
+        # Before it runs: an operation may write over what it is given.
+        held = tuple(_on_host(value) for value in inputs)
+        output = run(*inputs)
+        self.calls.append(_Call(operation, held, _on_host(output)))
+        return output
+
+
+class _Replay:
+    """Runs every operation on the recorded inputs and compares what it gives with what was recorded."""
+
+    def __init__(
+        self, calls: Iterable[_Call], a: LLMSide, b: LLMSide, phase: Phase, start: int, end: int
+    ) -> None:
+        self.found: list[OperationError] = []
+        self._calls = iter(calls)
+        self._a, self._b, self._phase = a, b, phase
+        self._rows = start, end
+        self._layer = -1
+
+    def __call__(
+        self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
+    ) -> Hidden:
+        call = next(self._calls)
+        if call.operation != operation:
+            raise ValueError(f"side a ran {call.operation} where side b runs {operation}")
+        backend = self._b.decoder.backend
+        # A residual is added as it is; what is multiplied comes in the form in which side b has it.
+        given = [in_the_form_of(call.inputs[0], inputs[0], backend)] if inputs else []
+        given += [value.to(backend.device, backend.dtype) for value in call.inputs[1:]]
+        output = run(*given)
+        self._layer += operation == "norm+qkv"
+        self.found.append(self._compared(call, _on_host(output)))
+        return output
+
+    def _compared(self, call: _Call, output: Tensor) -> OperationError:
+        nmse = _of_what_is_added(call, output) if len(call.inputs) == 2 else _largest(call.output, output)
+        if call.operation in ("embed", "logits"):
+            budget = EMBED_BUDGET if call.operation == "embed" else BUDGETS[self._phase]
+            return OperationError(call.operation, None, nmse, budget)
+        cached = self._cached() if call.operation == "attention" else None
+        return OperationError(call.operation, self._layer, nmse, BUDGETS[self._phase], cached)
+
+    def _cached(self) -> float:
+        """How far the rows are apart that this layer's attention has just written."""
+        rows_a, rows_b = (_layer_rows(side, self._layer, *self._rows) for side in (self._a, self._b))
+        return max(_largest(mine, other) for mine, other in zip(rows_a, rows_b, strict=True))
+
+
+def _layer_rows(side: LLMSide, layer: int, start: int, end: int) -> list[Tensor]:
+    rows = side.cached(start, end)
+    each = len(rows) // len(side.decoder.blk)
+    return rows[layer * each : (layer + 1) * each]
+
+
+@torch.no_grad()
+def _give_rows(a: LLMSide, b: LLMSide, start: int, end: int) -> None:
+    for rows_a, rows_b in zip(a.cached(start, end), b.cached(start, end), strict=True):
+        rows_b.copy_(rows_a)
+
+
+def _of_what_is_added(call: _Call, output: Tensor) -> float:
+    """Compares what is added to the residual, not the sum: the residual may be a thousand times larger.
+
+    Then the sum's own rounding is no small part of what is added: some models have one value of 20,000 among ones, and
+    it is let off as much as two fp32 sums of its size may differ.
+    """
+    wanted, residual = call.output.double(), call.inputs[1].double()
+    difference = output.double() - wanted
+    excess = (difference.abs() - SUM_ROUNDING * wanted.abs()).clamp(min=0) + difference * 0  # NaN stays NaN
+    return _largest(wanted, wanted + excess, wanted - residual)
+
+
+def _largest(a: Tensor, b: Tensor, size: Tensor | None = None) -> float:
+    """The largest NMSE of a row, relative to `size` where that is not `a` itself."""
+    return float(nmse_rows(a, b, a if size is None else size).max())
+
+
+def _on_host(value: Hidden) -> Tensor:
+    """A copy, which a later operation cannot write over."""
+    return rows_of(value).to("cpu", copy=True)

@@ -1,0 +1,207 @@
+"""The two runs that parity compares: what it asks of each, and a loaded model as one.
+
+Knows how a model is loaded and fed; not what is measured.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from quengine.config import EngineConfig
+from quengine.errors import EngineError
+from quengine.kernels.forward_batch import Phase, decode_batch, prefill_batch
+from quengine.kernels.kv.cache_types import CacheType
+from quengine.llm import LLM
+from quengine.load import choose_device
+from quengine.request.sampling_params import SamplingParams
+
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class SideSpec:
+    """A side as it is asked for: which model, and `reference`, `cpu`, `cuda` or `cuda:N`. `name` is for the report."""
+
+    name: str
+    model: str | Path
+    device: str
+
+
+class Side(Protocol):
+    """One of the two runs that are compared: `name` for the report, `device` as in `SideSpec`."""
+
+    name: str
+    device: str
+
+    def step(self, phase: Phase) -> int:
+        """How many tokens the side computes at once in a phase."""
+        ...
+
+    def forward(self, ids: list[int], start: int) -> Tensor:
+        """Logits [T, vocab] of `ids` at positions start .. start + T - 1, over what is cached before them."""
+        ...
+
+    def cached(self, start: int, end: int) -> list[Tensor]:
+        """What is stored of positions start .. end - 1 in every layer, as writable views: keys and values, or in
+        q8_0 their codes and scales.
+        """
+        ...
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """At most `count` tokens that a user gets at temperature 0, and the end token if one came sooner."""
+        ...
+
+    def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
+        """The logits, in blocks [t, vocab], that each of `tokens` follows from after `prompt`."""
+        ...
+
+
+class LLMSide:
+    """A loaded model as a side.
+
+    The reference is one definition, not an implementation of phases: it always runs in chunks, which is
+        quick.
+    """
+
+    def __init__(self, name: str, llm: LLM, device: str | None = None) -> None:
+        self.name = name
+        self.device = device or name
+        self.llm = llm
+        self.decoder = llm.runner.decoder
+
+    def step(self, phase: Phase) -> int:
+        return 1 if phase == "decode" and self.device != REFERENCE else self.decoder.chunk_size
+
+    def forward(self, ids: list[int], start: int) -> Tensor:
+        return self.llm.runner.logits(ids, start, self._phase(ids))
+
+    @torch.no_grad()
+    def eager(self, ids: list[int], start: int) -> Tensor:
+        """As `forward`, one operation of the backend after the other: no captured step."""
+        cache, device = self.llm.runner.cache, self.decoder.backend.device
+        table = cache.whole_table
+        if self._phase(ids) == "prefill":
+            batch = prefill_batch([ids], [start], [table], device, all_logits=True)
+        else:
+            batch = decode_batch(ids, [start], [table], device)
+        return self.decoder.forward(batch, cache.layers)
+
+    def _phase(self, ids: list[int]) -> Phase:
+        """A single token is a decode step."""
+        return "decode" if len(ids) == 1 else "prefill"
+
+    def cached(self, start: int, end: int) -> list[Tensor]:
+        return [rows[start:end] for layer in self.llm.runner.cache.layers for rows in layer.tensors]
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        completion = self.llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=count)).finish()
+        if completion.finish_reason != "stop":
+            return completion.tokens
+        # The end token is a choice like any other, which a completion does not show.
+        *_, last = self.continuation(prompt, [*completion.tokens, 0])
+        ended_by = max(sorted(self.llm.tokenizer.eos_ids), key=lambda token: float(last[-1, token]))
+        return [*completion.tokens, ended_by]
+
+    def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
+        for start in range(0, len(prompt), self.decoder.chunk_size):
+            last = self.forward(prompt[start : start + self.decoder.chunk_size], start)
+        yield last[-1:]
+        step = self.step("decode")
+        for first in range(0, len(tokens) - 1, step):
+            yield self.forward(tokens[:-1][first : first + step], len(prompt) + first)
+
+
+class SidePair(AbstractContextManager["SidePair"]):
+    """Two loaded sides, of one model or of two; closing it lets both go.
+
+    Raises:
+        EngineError: a model is wrong.
+        CannotRunError: a side cannot run on this machine.
+    """
+
+    def __init__(
+        self,
+        a: SideSpec,
+        b: SideSpec,
+        ctx_size: int,
+        threads: int | None = None,
+        cache_type: CacheType = "f16",
+    ) -> None:
+        self.a = _load(a, ctx_size, threads, cache_type)
+        try:
+            self.b = _load(b, ctx_size, threads, cache_type)
+        except BaseException:
+            self.a.llm.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.a.llm.close()
+        self.b.llm.close()
+
+
+def default_device() -> str:
+    """Where a model runs when nothing is said: the GPU where there is a usable one, else the CPU."""
+    device, _ = choose_device(EngineConfig())
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
+def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSpec, SideSpec]:
+    """The two sides of a command line; each is DEVICE (of `model`), FILE, FILE@DEVICE, or None for the default.
+
+    A side that is one of the devices' names is that device; what stands behind the last @ is a device only if it has
+    such a name. A file without a device runs where a model runs by default. A side that is left out is `model`: b on
+    that device; a on the CPU where that is a GPU, else by the definition; but if b names another file, both run alike.
+
+    Raises:
+        EngineError: a side has no file, or both have one and `model` is given as well.
+    """
+    device = default_device()
+    other = "cpu" if device == "cuda" else REFERENCE
+    spec_b = _parse("--b", b, model, device)
+    if a is None and b is not None and not is_device(b):
+        other = spec_b.device
+    spec_a = _parse("--a", a, model, other)
+    if model is not None and not any(side is None or is_device(side) for side in (a, b)):
+        raise EngineError(f"--model {model}: both sides name a file, and it is none of them; leave it out")
+    return spec_a, spec_b
+
+
+def is_device(text: str) -> bool:
+    """Whether it names what a model can run on; whether it can run here shows when it is loaded."""
+    kind, _, index = text.partition(":")
+    return text in (REFERENCE, "cpu", "cuda") or (kind == "cuda" and index.isdecimal())
+
+
+def _parse(flag: str, text: str | None, model: str | None, default: str) -> SideSpec:
+    if text is None or is_device(text):
+        device = text or default
+        if model is None:
+            raise EngineError(f"{flag} {device}: which model? Give --model, or the side as FILE@{device}")
+        return SideSpec(device, model, device)
+    file, at, device = text.rpartition("@")
+    if not at or not is_device(device):
+        file, device = text, default_device()
+    if not file:
+        raise EngineError(
+            f"{flag} {text}: no file stands before the @; write FILE@{device}, or {device} alone"
+        )
+    return SideSpec(f"{file}@{device}", file, device)
+
+
+def _load(side: SideSpec, ctx_size: int, threads: int | None, cache_type: CacheType) -> LLMSide:
+    if side.device == REFERENCE:
+        llm = LLM(side.model, "cpu", ctx_size, threads, backend=REFERENCE, cache_type=cache_type)
+    else:
+        llm = LLM(side.model, side.device, ctx_size, threads, cache_type=cache_type)
+    return LLMSide(side.name, llm, side.device)

@@ -1,0 +1,1 @@
+"""Tests every kernel on this machine against the float64 definition."""

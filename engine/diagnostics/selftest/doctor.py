@@ -1,0 +1,83 @@
+"""What `engine doctor` reports: versions, processor, memory, devices, cache.
+
+Collects; does not print. The self-test of the kernels is run by `self_test_run`.
+"""
+
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from quengine.models.hub.hub_cache import cache_dir
+from quengine.platform.machine import (
+    CudaDevice,
+    available_memory,
+    cpu_model,
+    cuda_devices,
+    memory_bandwidth,
+    physical_cores,
+    simd_features,
+    total_memory,
+    usable_cpus,
+)
+
+PACKAGES = (
+    *("quengine", "torch", "triton", "numpy", "numba", "llvmlite", "safetensors", "tokenizers"),
+    *("huggingface_hub", "gguf", "jinja2", "typer", "rich"),
+)
+"""The distributions whose versions matter when something goes wrong."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything `engine doctor` found. Memory in bytes, bandwidth in bytes per second."""
+
+    versions: dict[str, str | None]
+    platform: str
+    cpu: str
+    simd: tuple[str, ...]
+    physical_cores: int
+    usable_cpus: int
+    threads: int
+    total_memory: int
+    available_memory: int
+    memory_bandwidth: float
+    cuda: list[CudaDevice]
+    cache_dir: str
+    cache_free: int
+
+
+def diagnose(threads: int) -> Diagnosis:
+    """Looks at the machine; the bandwidth is measured with `threads` CPU threads."""
+    cache = cache_dir()
+    return Diagnosis(
+        versions=versions(),
+        platform=platform.platform(),
+        cpu=cpu_model(),
+        simd=simd_features(),
+        physical_cores=physical_cores(),
+        usable_cpus=len(usable_cpus()),
+        threads=threads,
+        total_memory=total_memory(),
+        available_memory=available_memory(),
+        memory_bandwidth=memory_bandwidth(threads),
+        cuda=cuda_devices(),
+        cache_dir=str(cache),
+        cache_free=shutil.disk_usage(_existing(cache)).free,
+    )
+
+
+def versions() -> dict[str, str | None]:
+    """Python's version and those of the packages that matter; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())

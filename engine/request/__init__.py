@@ -1,0 +1,1 @@
+"""One request: its prompt, its sampling parameters, its sequence of tokens, its text."""

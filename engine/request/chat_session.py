@@ -1,0 +1,145 @@
+"""A conversation with one model: the messages so far, and the token ids that stand for them in the cache.
+
+Knows roles and turns; not terminals, and not the model's template beyond asking for its tokens. The model goes on
+from the very tokens that it generated: a new turn computes only what was added after them.
+"""
+
+import json
+import os
+from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quengine.errors import EngineError
+from quengine.platform.input_files import read_text
+from quengine.request.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quengine.llm import LLM
+    from quengine.request.output import Completion
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class ChatSession:
+    """A conversation; `llm` should have been made with `reuse_prefix=True`.
+
+    `messages` are what was said, `last` is what the latest answer cost. The seed is drawn once, here.
+    """
+
+    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None = None) -> None:
+        self.llm = llm
+        self.params = params.with_seed()
+        self.messages: list[dict[str, str]] = []
+        self.last: Completion | None = None
+        self._rendered: list[int] = []  # ids of the latest prompt as the template gives them
+        self._prompt: list[int] = []  # ids of the same prompt as the model saw it
+        self._answer: list[int] = []  # ids that the model answered with
+        self.set_system(system)
+
+    @property
+    def system(self) -> str | None:
+        """The system message, if there is one."""
+        first = self.messages[:1]
+        return first[0]["content"] if first and first[0]["role"] == "system" else None
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the context that the latest prompt and its answer take."""
+        return 0 if self.last is None else self.last.prompt_tokens + len(self.last.tokens)
+
+    def set_system(self, text: str | None) -> None:
+        """Replace the system message, from the next turn on; None or "" removes it. What was said stays."""
+        rest = self.messages[1:] if self.system is not None else self.messages
+        self.messages = ([{"role": "system", "content": text}] if text else []) + rest
+
+    def reset(self) -> None:
+        """Forget what was said, but for the system message."""
+        self.messages = [] if self.system is None else self.messages[:1]
+        self.last = None
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Say `text`; yields the answer as it comes, and remembers both.
+
+        Closing the generator early (Ctrl-C) keeps the answer as far as it came. A turn without any answer is
+        forgotten.
+
+        Raises:
+            EngineError: the conversation does not fit the context, the template refuses it, or the model failed.
+        """
+        self.messages.append({"role": "user", "content": text})
+        answered = False
+        try:
+            rendered = self.llm.encode_chat(self.messages)
+            prompt = self._continued(rendered)
+            stream = self.llm.stream(prompt, self.params)
+            try:
+                yield from stream
+            finally:
+                stream.close()
+                self.last = stream.completion
+                if self.last.tokens:
+                    self.messages.append({"role": "assistant", "content": self.last.text})
+                    self._rendered, self._prompt, self._answer = rendered, prompt, self.last.tokens
+                    answered = True
+        finally:
+            if not answered:
+                self.messages.pop()
+
+    def _continued(self, rendered: list[int]) -> list[int]:
+        """`rendered` with the latest answer as the tokens that were generated, where that is the same text.
+
+        A template gives text, and text that is tokenized again need not give the tokens it came from; all the
+        cache holds after the first difference would then be computed again. The answer ends at the first control
+        token after the prompt; if the text up to there is not the answer (a template may trim or cut it), the
+        template has the last word.
+        """
+        start = len(self._rendered)
+        if not start or rendered[:start] != self._rendered:
+            return rendered
+        tokenizer = self.llm.tokenizer
+        end = next((i for i in range(start, len(rendered)) if tokenizer.is_control(rendered[i])), start)
+        again = tokenizer.decode(rendered[start:end], continuation=True)
+        answer = tokenizer.decode(self._answer, continuation=True)
+        if again.strip() != answer.strip():
+            return rendered
+        return self._prompt + self._answer + rendered[end:]
+
+    def save(self, path: Path) -> None:
+        """Write the messages as JSON, beside and renamed. Raises EngineError when that fails."""
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        content = {"model": self.llm.loaded.path.name, "messages": self.messages}
+        try:
+            beside.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+            beside.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise EngineError(f"cannot save to {path}: {error.strerror or error}") from None
+
+    def load(self, path: Path) -> None:
+        """Go on with the messages of a saved conversation.
+
+        Raises:
+            EngineError: the file cannot be read or does not hold messages; the conversation stays as it was.
+        """
+        try:
+            content = json.loads(read_text(path, "cannot load"))
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{path} is not a saved conversation: {error}") from None
+        self.messages = _checked(content, path)
+        self.last = None
+
+
+def _checked(content: object, path: Path) -> list[dict[str, str]]:
+    messages = content.get("messages") if isinstance(content, dict) else None
+    if not isinstance(messages, list):
+        raise EngineError(f'{path} is not a saved conversation: it has no list "messages"')
+    for i, message in enumerate(messages):
+        good = isinstance(message, dict) and message.get("role") in ROLES
+        if not good or not isinstance(message.get("content"), str):
+            raise EngineError(
+                f"{path}: message {i} needs a role ({', '.join(ROLES)}) and a content that is text"
+            )
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -1,0 +1,211 @@
+"""What the user asks of the text: how tokens are chosen and when to stop.
+
+Knows ranges and defaults (those of llama.cpp), not logits, tokenizers or models: that a token id exists in
+the vocabulary is checked by the sampler, which knows its size. docs/sampling.md gives the samplers' order.
+"""
+
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quengine.errors import EngineError, shown
+from quengine.structured.constraint_spec import ConstraintSpec
+
+MAX_SEED = 2**64 - 1  # the seed is the 64-bit key of the random number generator
+MAX_COUNT = 2**31 - 1
+"""Of tokens: what 32 bits hold, more than any context and any vocabulary."""
+MAX_BIAS = 1e9
+"""Of what is added to a token's logit: beyond it the token is certain or impossible anyhow."""
+MAX_PENALTY = 1e6
+"""Of the temperature and the penalties."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a number may have, `low` and `high` among them; `above` is a limit that is not."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+
+    def holds(self, value: float) -> bool:
+        too_low = (self.low is not None and value < self.low) or (
+            self.above is not None and value <= self.above
+        )
+        return not too_low and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.above is not None:
+            rule = f"above {_plain(self.above)}"
+            return rule if self.high is None else f"{rule} and at most {_plain(self.high)}"
+        if self.high is None:
+            return "any" if self.low is None else f"at least {_plain(self.low)}"
+        return (
+            f"at most {_plain(self.high)}"
+            if self.low is None
+            else f"from {_plain(self.low)} to {_plain(self.high)}"
+        )
+
+
+def _plain(number: float) -> str:
+    return (
+        str(number) if isinstance(number, int) else f"{number:.0f}" if number.is_integer() else f"{number:g}"
+    )
+
+
+RANGES: Mapping[str, Range] = {
+    "max_tokens": Range(1, MAX_COUNT),
+    "temperature": Range(0, MAX_PENALTY),
+    "top_k": Range(-1, MAX_COUNT),
+    "top_p": Range(0, 1),
+    "min_p": Range(0, 1),
+    "typical_p": Range(0, 1),
+    "repeat_penalty": Range(above=0, high=MAX_PENALTY),
+    "repeat_last_n": Range(-1, MAX_COUNT),
+    "presence_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
+    "seed": Range(0, MAX_SEED),
+    "logprobs": Range(0, MAX_COUNT),
+    "n": Range(1, MAX_COUNT),
+}
+"""Of the parameters that are one number each. The server's fields and its OpenAPI document have them from here."""
+_TOKEN = Range(0, MAX_COUNT)
+_BIAS = Range(-MAX_BIAS, MAX_BIAS)
+_INTEGERS = ("max_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one sequence is sampled; immutable, checked once when made.
+
+    Attributes:
+        max_tokens: most tokens to generate; None: until the context is full.
+        temperature: logits are divided by it; 0 takes the most likely token (greedy).
+        top_k: keep the k most likely tokens; 0 or -1: all of them.
+        top_p: keep the most likely tokens that together reach this probability; 1: all of them.
+        min_p: drop tokens less likely than this share of the most likely one; 0: none.
+        typical_p: keep the tokens of most typical surprise that together reach this probability; 1: all.
+        repeat_penalty: divides (multiplies when negative) the logits of recent tokens; 1: no penalty.
+        repeat_last_n: how many of the last tokens, prompt included, the penalties look at; 0: none, -1: all.
+        presence_penalty: subtracted from the logit of every recent token; 0: no penalty.
+        frequency_penalty: subtracted once for every time a token is among the recent ones; 0: no penalty.
+        logit_bias: token id -> number added to its logit before all else; -inf bans the token.
+        seed: makes the text repeatable; None: `with_seed` draws one.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end the text, beside the model's own end tokens.
+        ignore_eos: go on after the model's end tokens (benchmarks).
+        logprobs: report the log-probability of each token and of this many likely ones; None: of none.
+        constraint: what the text has to be (a JSON schema, a regex, a grammar); None: anything.
+        n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
+
+    Raises:
+        EngineError: a value is outside its range; one line with the field, the value and the range.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    constraint: ConstraintSpec | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in ("max_tokens", "seed", "logprobs"):
+                _check_number(name, value, allowed, name in _INTEGERS)
+        if not isinstance(self.ignore_eos, bool):
+            raise _invalid("ignore_eos", self.ignore_eos, "must be True or False")
+        if self.constraint is not None and not isinstance(self.constraint, ConstraintSpec):
+            raise _invalid("constraint", self.constraint, "must be a ConstraintSpec")
+        # A caller may hand in a list, one string or a dict that it goes on to change: keep our own copies.
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken, so that no random number is drawn."""
+        return self.temperature == 0
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether any of the three penalties changes a logit."""
+        active = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return active and self.repeat_last_n != 0
+
+    def with_seed(self) -> "SamplingParams":
+        """The same parameters with a seed: the given one, or one drawn from the system's entropy.
+
+        A drawn seed has 32 bits, so that a person can type it again.
+        """
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+
+
+def _invalid(name: str, value: object, rule: str) -> EngineError:
+    return EngineError(f"sampling parameter {name} = {shown(value)}: {rule}")
+
+
+def _check_number(name: str, value: object, allowed: Range, whole: bool = False) -> None:
+    """Raises EngineError for what is no number, not finite, or out of its range."""
+    rule = f"must be a {'whole' if whole else 'finite'} number"
+    if allowed != Range():
+        rule += f" {allowed}"
+    of_kind = isinstance(value, int) or (isinstance(value, float) and not whole and math.isfinite(value))
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not of_kind
+        or not allowed.holds(value)
+    ):
+        raise _invalid(name, value, rule)
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Iterable):
+        raise _invalid("stop", value, "must be strings")
+    strings = tuple(value)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise _invalid("stop", string, "every stop string must be text of at least one character")
+        if any("\ud800" <= char <= "\udfff" for char in string):
+            raise _invalid("stop", string, "half of a surrogate pair is not text: no token writes it")
+    return strings
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, Iterable):
+        raise _invalid(name, value, "must be token ids")
+    ids = tuple(value)
+    for token in ids:
+        _check_number(name, token, _TOKEN, whole=True)
+    return ids
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _invalid("logit_bias", value, "must map token ids to numbers")
+    for token, bias in value.items():
+        _check_number("logit_bias token id", token, _TOKEN, whole=True)
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not (bias == -math.inf or _BIAS.holds(bias)):
+            raise _invalid(
+                f"logit_bias[{token}]", bias, f"must be a number {_BIAS}, or -inf to ban the token"
+            )
+    return {token: float(bias) for token, bias in value.items()}

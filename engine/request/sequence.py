@@ -1,0 +1,148 @@
+"""One request on its way from prompt to text: its tokens, what is cached of them, and when it ends."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from quengine.request.output import Completion, Timings
+from quengine.request.pooling import Pool
+from quengine.request.sampling_params import SamplingParams
+from quengine.request.text_stream import TextStream
+from quengine.sampler import Sample, Sampler, TokenLogprobs
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and what has been generated after it. The sequence decides itself when it is finished.
+
+    `token_ids` are prompt and generated ids; the first `num_cached_tokens` of them are in the cache.
+    `block_table` names the blocks of a paged cache that hold it, in order: while the sequence runs the list only grows,
+    and a sequence that lost its blocks gets a new list. `end_ids` end the text and are no part of it; so does a
+    constraint that nothing can follow. The constraint's state is the sampler's, and is advanced here.
+    `draft` are tokens that may come to follow the newest one, to be computed with it in the next step; the counts are
+    of steps with a draft, of tokens drafted in all, of those that the sequence then took, and of bytes read for drafts.
+    `thread` is the one that made the sequence. `error` is why the sequence could not go on. With a `pool` no text
+    follows the prompt: its hidden rows are pooled, all of them computed, and the sequence ends with the prompt.
+    """
+
+    token_ids: list[int]
+    params: SamplingParams
+    sampler: Sampler
+    stream: TextStream
+    end_ids: frozenset[int]
+    ctx_size: int
+    num_cached_tokens: int = 0
+    reused_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: Exception | None = None
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    cached_at_token: int = 0
+    pool: Pool | None = None
+    draft: list[int] = field(default_factory=list)
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of the cache that it may come to need, with its newest token."""
+        most = 0 if self.pool is not None else self.params.max_tokens
+        return self.ctx_size if most is None else min(self.ctx_size, self.num_prompt_tokens + most)
+
+    @property
+    def next_is_newest(self) -> bool:
+        """Whether the first token that is not in the cache is the newest one, so that its logits give another."""
+        return self.num_cached_tokens + 1 == len(self.token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def pooled(self) -> bool:
+        """Whether all rows of a prompt that is to be pooled have been."""
+        return self.pool is not None and self.num_cached_tokens == self.num_prompt_tokens
+
+    def end_pooled(self) -> None:
+        """End with the prompt."""
+        self.first_token = self.last_token = time.perf_counter()
+        self.finish_reason = "stop"
+
+    def advance(self, sample: Sample) -> str:
+        """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""
+        now = time.perf_counter()
+        if not self.first_token:
+            self.first_token = self.last_token = now
+        token = sample.token
+        if token in self.end_ids:
+            return self._finish("stop")
+        self.last_token = now
+        self.token_ids.append(token)
+        self.generated.append(token)
+        self.cached_at_token += len(self.token_ids)
+        if sample.logprobs is not None:
+            self.logprobs.append(sample.logprobs)
+        text = self.stream.push(token)
+        constraint = self.sampler.constraint
+        if constraint is not None:
+            constraint.advance(token)
+        if self.stream.stopped is not None:
+            self.finish_reason = "stop"
+        elif constraint is not None and constraint.finished:
+            text += self._finish("stop")
+        elif len(self.generated) == self.params.max_tokens or len(self.token_ids) >= self.ctx_size:
+            text += self._finish("length")
+        return text
+
+    def fail(self, error: Exception) -> None:
+        """End here, without a further token."""
+        self.error = error
+        self.finish_reason = "error"
+
+    def _finish(self, reason: str) -> str:
+        self.finish_reason = reason
+        return self.stream.finish()
+
+    def completion(
+        self, load_s: float, weight_bytes: int, cache_bytes_per_position: int, peak: int
+    ) -> Completion:
+        """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on."""
+        count = len(self.generated)
+        mean_context = self.cached_at_token // count if count else 0
+        # A step that took drafted tokens read the weights once for all of them.
+        read = weight_bytes * max(1, count - self.accepted_tokens) + self.draft_bytes
+        timings = Timings(
+            load_s=load_s,
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.reused_tokens,
+            prompt_s=max(0.0, self.first_token - self.started),
+            ttft_s=max(0.0, self.first_token - self.arrived),
+            generated_tokens=count,
+            decode_s=max(0.0, self.last_token - self.first_token),
+            bytes_per_token=(read // count if count else weight_bytes)
+            + mean_context * cache_bytes_per_position,
+            peak_bytes=peak,
+            drafts=self.drafts,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+        )
+        return Completion(
+            text=self.stream.text,
+            tokens=list(self.generated),
+            finish_reason=self.finish_reason or "abort",
+            timings=timings,
+            seed=self.sampler.seed,
+            prompt_tokens=self.num_prompt_tokens,
+            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+        )

@@ -1,0 +1,1 @@
+"""What each route reads, asks of the engine, and writes."""

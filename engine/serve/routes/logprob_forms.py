@@ -1,0 +1,89 @@
+"""Log-probabilities in the three forms that the routes answer with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quengine.sampler import TokenLogprobs
+from quengine.serve.worker.engine_port import ServedModel
+
+
+def chat_logprobs(entries: Sequence[TokenLogprobs], model: ServedModel) -> dict[str, Any]:
+    """As in chat completions: each token with its text and bytes, and the likeliest ones."""
+    return {"content": [_chat_entry(entry, model) for entry in entries], "refusal": None}
+
+
+def _chat_entry(entry: TokenLogprobs, model: ServedModel) -> dict[str, Any]:
+    top = [_chat_token(token, logprob, model) for token, logprob in entry.top]
+    return _chat_token(entry.token, entry.logprob, model) | {"top_logprobs": top}
+
+
+def _chat_token(token: int, logprob: float, model: ServedModel) -> dict[str, Any]:
+    raw = model.token_bytes(token)
+    return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+def completion_logprobs(
+    entries: Sequence[TokenLogprobs], model: ServedModel, offset: int
+) -> tuple[dict[str, Any], int]:
+    """As in completions: parallel arrays. `offset` is where the first token begins in the text, in characters;
+    the second value is where the next one would."""
+    tokens, offsets = [], []
+    for entry in entries:
+        tokens.append(_name(entry.token, model))
+        offsets.append(offset)
+        offset += len(model.token_bytes(entry.token).decode(errors="replace"))
+    value = {
+        "tokens": tokens,
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [
+            {_name(token, model): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))}
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+    return value, offset
+
+
+def echoed_logprobs(
+    prompt: Sequence[int], entries: Sequence[TokenLogprobs], model: ServedModel
+) -> tuple[dict[str, Any], int]:
+    """`completion_logprobs` of a prompt that is given back: nothing comes before its first token, which has none.
+
+    `entries` are those of prompt[1:].
+    """
+    first = model.token_bytes(prompt[0]).decode(errors="replace")
+    rest, offset = completion_logprobs(entries, model, len(first))
+    begin = {
+        "tokens": [_name(prompt[0], model)],
+        "token_logprobs": [None],
+        "top_logprobs": [None],
+        "text_offset": [0],
+    }
+    return joined_logprobs(begin, rest), offset
+
+
+def joined_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two values of `completion_logprobs` as one."""
+    return {key: first[key] + second[key] for key in first}
+
+
+def _name(token: int, model: ServedModel) -> str:
+    """The token's text; its bytes spelled out where they are only part of a character."""
+    raw = model.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def native_probabilities(entries: Sequence[TokenLogprobs], model: ServedModel) -> list[dict[str, Any]]:
+    """As llama-server's `completion_probabilities`."""
+    return [
+        _native_token(entry.token, entry.logprob, model)
+        | {"top_logprobs": [_native_token(token, logprob, model) for token, logprob in entry.top]}
+        for entry in entries
+    ]
+
+
+def _native_token(token: int, logprob: float, model: ServedModel) -> dict[str, Any]:
+    return {"id": token} | _chat_token(token, logprob, model)

@@ -1,0 +1,77 @@
+"""Raw prompts: text, token ids, or several of either. Control tokens that text spells are read as such, as
+llama-server and vLLM do, unless `parse_special` is false."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.fields import Fields, token_ids, whole_number
+from quengine.serve.service import Service
+from quengine.serve.worker.text_work import TextJob, least_tokens, unpacked, utf8_size
+
+
+async def read_prompts(fields: Fields, service: Service, key: str = "prompt") -> list[list[int]]:
+    """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError."""
+    special = fields.flag("parse_special")
+    values = _separate(fields.any(key), key)
+    service.check_count(len(values))
+    prompts = [_parts(value, service, key) for value in values]
+    job = TextJob("encode", prompts, special=special is not False, most_tokens=service.most_prompt_tokens)
+    return await _ids(service, job, key)
+
+
+async def chat_ids(
+    service: Service,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    variables: Mapping[str, Any],
+    param: str,
+) -> list[int]:
+    """The ids of a conversation, checked against the limits. Raises ApiError."""
+    job = TextJob(
+        "encode_chat",
+        messages=messages,
+        tools=tools,
+        variables=variables,
+        most_tokens=service.most_prompt_tokens,
+    )
+    (prompt,) = await _ids(service, job, param)
+    return prompt
+
+
+async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
+    result = await service.text_pool.perform(service.model, job)
+    if result.tokens is not None:
+        raise service.prompt_error(result.tokens, param, result.size)
+    prompts = [unpacked(ids) for ids in result.ids]
+    for prompt in prompts:
+        service.check_prompt(prompt, param)
+    return prompts
+
+
+def _separate(value: Any, key: str) -> list[Any]:
+    """One entry a prompt: an array of ids, or of ids and texts mixed, is one; one of texts or arrays several."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise bad_request(f"{key} must be a string, token ids, or an array of these", key)
+    one = any(whole_number(part) is not None for part in value)
+    return [value] if one else value
+
+
+def _parts(value: Any, service: Service, key: str) -> list[str | int]:
+    """A prompt's texts and ids. Raises ApiError for one that is too long by its bytes alone."""
+    given = value if isinstance(value, list) else [value]
+    model = service.model
+    texts = [part for part in given if isinstance(part, str)]
+    least = len(given) - len(texts) + sum(least_tokens(model, text) for text in texts)
+    if least > service.most_prompt_tokens:
+        raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
+    return [part if isinstance(part, str) else _token_id(part, model.vocab_size, key) for part in given]
+
+
+def _token_id(part: Any, vocab_size: int, key: str) -> int:
+    if whole_number(part) is None:
+        raise bad_request(f"{key}: {json.dumps(part)[:40]} is neither text nor a token id", key)
+    return token_ids([part], key, vocab_size)[0]

@@ -1,0 +1,100 @@
+"""What the server says of itself: models, health, metrics, properties, slots."""
+
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine import __version__
+from quengine.serve.http import json_response
+from quengine.serve.routes.native import generation_settings
+from quengine.serve.schemas.errors import ApiError
+from quengine.serve.service import Service
+
+
+async def health(service: Service, request: Request) -> Response:
+    """200 while requests are taken and computed; 503 while the model is loaded, made anew or does not answer, or the
+    server is ending."""
+    del request
+    state = service.worker.state
+    if state != "ready":
+        raise service.unavailable(state)
+    if (trouble := service.worker.trouble) is not None:
+        raise ApiError(503, trouble, code="unresponsive", retry_after=5)
+    return json_response({"status": "ok"})
+
+
+async def models(service: Service, request: Request) -> Response:
+    del request
+    return json_response(
+        {"object": "list", "data": [_model(service, n) for n in service.settings.model_names]}
+    )
+
+
+async def model(service: Service, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in service.settings.model_names:
+        raise ApiError(404, f"no model {name[:80]!r} here", param="model", code="model_not_found")
+    return json_response(_model(service, name))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    shown = {key: value for key, value in service.model.facts.items() if key != "path"}
+    meta = shown | {"n_ctx": service.model.ctx_size}
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "quengine", "meta": meta}
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    del request
+    return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def props(service: Service, request: Request) -> Response:
+    """As llama-server's; the defaults are those of a request that says nothing."""
+    del request
+    served, settings = service.model, service.settings
+    defaults = generation_settings(settings.defaults, served.ctx_size)
+    bos = served.bos_id
+    return json_response(
+        {
+            "default_generation_settings": {"n_ctx": served.ctx_size, "params": defaults},
+            "total_slots": service.worker.slots,
+            "model_alias": service.model_name,
+            "model_path": served.facts.get("path", ""),
+            "chat_template": served.template or "",
+            "bos_token": "" if bos is None else served.token_bytes(bos).decode(errors="replace"),
+            "eos_tokens": [served.token_bytes(t).decode(errors="replace") for t in sorted(served.eos_ids)],
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"quengine {__version__}",
+            "limits": {
+                "body": settings.limits.body,
+                "prompt_tokens": settings.limits.prompt or served.ctx_size - 1,
+                "n": settings.limits.n,
+                "stop": settings.limits.stops,
+                "logit_bias": settings.limits.biases,
+                "queue": settings.limits.queue,
+            },
+        }
+    )
+
+
+async def slots(service: Service, request: Request) -> Response:
+    """One entry a slot, as llama-server's; at most a tenth of a second old."""
+    del request
+    context, busy = service.model.ctx_size, service.worker.stats.slots
+    entries: list[dict[str, Any]] = [
+        {
+            "id": index,
+            "id_task": slot.request_id,
+            "n_ctx": context,
+            "is_processing": True,
+            "n_prompt_tokens": slot.prompt_tokens,
+            "n_computed": slot.computed,
+            "n_decoded": slot.generated,
+        }
+        for index, slot in enumerate(busy)
+    ]
+    idle = range(len(busy), service.worker.slots)
+    entries += [{"id": i, "id_task": -1, "n_ctx": context, "is_processing": False} for i in idle]
+    return json_response(entries)

@@ -1,0 +1,96 @@
+"""From a request's events to server-sent events; the form of a chunk is each route's own."""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.serve.http import EventStream, to_json, unless_gone
+from quengine.serve.schemas.errors import ApiError
+from quengine.serve.service import Service, Text
+from quengine.serve.worker.engine_port import Finished, Piece
+from quengine.serve.worker.worker import Ask
+
+
+class ChunkForm(Protocol):
+    """How one route writes a stream; every method gives whole events, or nothing."""
+
+    def begin(self) -> bytes: ...
+
+    def piece(self, choice: int, piece: Piece) -> bytes: ...
+
+    def finished(self, choice: int, end: Finished) -> bytes: ...
+
+    def end(self, ends: Sequence[Finished]) -> bytes:
+        """After all texts; `ends` in the order of the asks."""
+        ...
+
+
+def data(value: Any) -> bytes:
+    """One event of JSON."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def whole_texts(service: Service, request: Request, asks: Sequence[Ask]) -> list[Text]:
+    """Compute the asks to their ends. Raises ApiError, and ClientGoneError when nobody waits any more."""
+    handle = service.submit(asks)
+    try:
+        return await unless_gone(request.receive, service.texts(handle))
+    except BaseException:
+        service.worker.cancel(handle)
+        raise
+
+
+async def stream_texts(service: Service, request: Request, asks: Sequence[Ask], form: ChunkForm) -> Response:
+    """Stream the asks. The answer begins with the first token, so that what fails before has a status of its own.
+
+    Raises ApiError, and ClientGoneError when nobody waits any more.
+    """
+    handle = service.submit(asks)
+    chunks = _chunks(service.events(handle), form, len(asks))
+    try:
+        first = await unless_gone(request.receive, _first(chunks))
+    except BaseException:
+        service.worker.cancel(handle)
+        await chunks.aclose()
+        raise
+    return EventStream(first, chunks)
+
+
+async def _first(chunks: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(chunks)
+
+
+async def _chunks(
+    events: AsyncGenerator[tuple[int, Piece | Finished], None],
+    form: ChunkForm,
+    count: int,
+) -> AsyncGenerator[bytes, None]:
+    ends: dict[int, Finished] = {}
+    pending = form.begin()
+    begun = False
+    async with aclosing(events):
+        try:
+            async for choice, event in events:
+                if isinstance(event, Piece):
+                    pending += form.piece(choice, event)
+                else:
+                    ends[choice] = event
+                    pending += form.finished(choice, event)
+                if pending:
+                    begun = True
+                    yield pending
+                    pending = b""
+        except ApiError as error:
+            if not begun:
+                raise
+            yield data(error.body)
+            return
+    last = pending + form.end([ends[choice] for choice in range(count)])
+    if last:
+        yield last

@@ -1,0 +1,169 @@
+"""The server's OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1): what each route takes and answers.
+
+The limits in it are those of the running server. The schema of a stream (text/event-stream) is that of one event, as is
+the use before OpenAPI 3.2 has a word of its own for it. A test holds the paths to the application's routes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from quengine import __version__
+from quengine.serve.guard import OPEN_PATHS
+from quengine.serve.schemas.openapi_answers import answer_schemas
+from quengine.serve.schemas.openapi_requests import OBJECT, STRING, Schema, ref, request_schemas
+from quengine.serve.settings import ServerSettings
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+
+_MEANINGS = {
+    400: "A field is wrong, over a limit or not supported; or the prompt does not fit.",
+    401: "No valid key.",
+    403: "A Host header or an Origin that is not allowed here.",
+    404: "Not here: another model than the one served.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    429: "The queue is full.",
+    500: "This text failed; others go on.",
+    503: "The model is being loaded or made anew or does not answer, or the server is ending.",
+}
+_RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
+_READS = (400, 404, 408, 413, 503)
+_COMPUTES = (*_READS, 429, 500)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A route. `answer` is a schema, or a media type for what is no JSON; `event` that of a stream's events."""
+
+    summary: str
+    answer: Schema | str
+    request: str | None = None
+    event: str | None = None
+    errors: tuple[int, ...] = ()
+
+
+_HEALTH = Operation("Whether requests are taken.", ref("Health"), errors=(503,))
+_MODELS = Operation("The names of the model.", ref("ModelList"), errors=(503,))
+_CHAT = Operation("Answer a conversation.", ref("ChatCompletion"), "ChatRequest", "ChatChunk", _COMPUTES)
+_SEVERAL = {"type": "array", "items": ref("NativeCompletion")}
+_NATIVE = Operation(
+    "Complete a prompt, with llama-server's names.",
+    {"anyOf": [ref("NativeCompletion"), _SEVERAL]},
+    "NativeRequest",
+    "NativeChunk",
+    _COMPUTES,
+)
+
+OPERATIONS: dict[tuple[str, str], Operation] = {
+    ("GET", "/"): Operation("The chat page.", "text/html; charset=utf-8"),
+    ("GET", "/openapi.json"): Operation("This document.", OBJECT),
+    ("GET", "/health"): _HEALTH,
+    ("GET", "/v1/health"): _HEALTH,
+    ("GET", "/metrics"): Operation("Counters, for Prometheus.", CONTENT_TYPE_LATEST),
+    ("GET", "/props"): Operation("The model, the defaults and the limits.", ref("Props"), errors=(503,)),
+    ("GET", "/slots"): Operation("What is being computed.", ref("Slots"), errors=(503,)),
+    ("GET", "/models"): _MODELS,
+    ("GET", "/v1/models"): _MODELS,
+    ("GET", "/v1/models/{name}"): Operation("The model of a name.", ref("Model"), errors=(404, 503)),
+    ("POST", "/v1/chat/completions"): _CHAT,
+    ("POST", "/chat/completions"): _CHAT,
+    ("POST", "/v1/completions"): Operation(
+        "Complete prompts.", ref("Completion"), "CompletionRequest", "CompletionChunk", _COMPUTES
+    ),
+    ("POST", "/v1/responses"): Operation(
+        "Answer items with items.", ref("Response"), "ResponseRequest", "ResponseEvent", _COMPUTES
+    ),
+    ("POST", "/v1/embeddings"): Operation(
+        "A vector for each text.", ref("EmbeddingList"), "EmbeddingRequest", errors=_COMPUTES
+    ),
+    ("POST", "/completion"): _NATIVE,
+    ("POST", "/completions"): _NATIVE,
+    ("POST", "/tokenize"): Operation("Text to tokens.", ref("Tokens"), "TokenizeRequest", errors=_READS),
+    ("POST", "/detokenize"): Operation(
+        "Tokens to text.", ref("DetokenizedText"), "DetokenizeRequest", errors=_READS
+    ),
+    ("POST", "/apply-template"): Operation(
+        "A conversation's prompt.", ref("RenderedPrompt"), "TemplateRequest", errors=_READS
+    ),
+}
+
+
+def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[str, Any]:
+    """The document of a server with these settings; `vocab_size` of its model, None while there is none."""
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), operation in OPERATIONS.items():
+        keyed = bool(settings.api_keys) and path not in OPEN_PATHS
+        paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, keyed)
+    info = {
+        "title": "quengine",
+        "version": __version__,
+        "description": "OpenAI's API and llama-server's over one model. Errors have OpenAI's shape.",
+        "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+    }
+    schemas = {**request_schemas(settings.limits, settings.model_names, vocab_size), **answer_schemas()}
+    components: dict[str, Any] = {"schemas": schemas}
+    if settings.api_keys:
+        components["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            "basic": {"type": "http", "scheme": "basic", "description": "Any name; the key as password."},
+        }
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+
+
+def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dict[str, Any]:
+    errors = sorted({403, *operation.errors, *((401,) if keyed else ())})
+    made: dict[str, Any] = {
+        "operationId": _operation_id(method, path),
+        "summary": operation.summary,
+        "responses": {
+            "200": _success(operation),
+            **{str(status): _failure(status) for status in errors},
+        },
+    }
+    if "{name}" in path:
+        made["parameters"] = [
+            {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
+    if operation.request is not None:
+        made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(operation.request)}}}
+    if keyed:
+        made["security"] = [{"bearer": []}, {"header": []}, {"basic": []}]
+    return made
+
+
+def _operation_id(method: str, path: str) -> str:
+    words = path.replace("{", "").replace("}", "").replace(".", "/").replace("-", "/").split("/")
+    return "_".join([method.lower(), *filter(None, words)])
+
+
+def _success(operation: Operation) -> dict[str, Any]:
+    if isinstance(operation.answer, str):
+        content: dict[str, Any] = {operation.answer: {"schema": STRING}}
+    else:
+        content = {JSON: {"schema": operation.answer}}
+    if operation.event is not None:
+        content[EVENTS] = {"schema": _event(operation.event)}
+    return {"description": operation.summary, "content": content}
+
+
+def _event(name: str) -> Schema:
+    """An event whose data is JSON, or the end of the stream."""
+    inner = {"anyOf": [ref(name), ref("Error")]}
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": inner}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"event": STRING, "data": {"anyOf": [{"const": "[DONE]"}, data]}},
+    }
+
+
+def _failure(status: int) -> dict[str, Any]:
+    failure: dict[str, Any] = {
+        "description": _MEANINGS[status],
+        "content": {JSON: {"schema": ref("Error")}},
+    }
+    return {**failure, "headers": _RETRY} if status in (429, 503) else failure

@@ -1,0 +1,308 @@
+"""The answers of the OpenAPI document, as JSON schemas (draft 2020-12): all fields that an answer has, and no other."""
+
+from typing import Any
+
+from quengine.serve.schemas.openapi_requests import ANY, BOOLEAN, OBJECT, STRING, TOKEN, Schema, ref
+
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_NUMBER: Schema = {"type": "number"}
+_WHOLE: Schema = {"type": "integer"}
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+_NULL: Schema = {"type": "null"}
+_TOKENS = {"type": "array", "items": TOKEN}
+
+
+def _object(optional: dict[str, Schema] | None = None, /, **properties: Schema) -> Schema:
+    """An object of just these fields, of which `optional` ones may be absent."""
+    return {
+        "type": "object",
+        "required": list(properties),
+        "properties": {**properties, **(optional or {})},
+        "additionalProperties": False,
+    }
+
+
+def _array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, _NULL]}
+
+
+def _enum(*values: str) -> Schema:
+    return {"enum": list(values)}
+
+
+def _const(value: Any) -> Schema:
+    return {"const": value}
+
+
+def _head(kind: str) -> dict[str, Schema]:
+    return {"id": STRING, "object": _const(kind), "created": _COUNT, "model": STRING}
+
+
+_TAIL = {"usage": ref("Usage"), "seed": _COUNT, "timings": ref("Timings")}
+_REASON = _enum("stop", "length")
+_CHAT_REASON = _enum("stop", "length", "tool_calls")
+
+
+def answer_schemas() -> dict[str, Schema]:
+    """Every schema of an answer and of its parts, by component name."""
+    return {
+        "Error": _error(),
+        "Usage": _object(
+            prompt_tokens=_COUNT,
+            completion_tokens=_COUNT,
+            total_tokens=_COUNT,
+            prompt_tokens_details=_object(cached_tokens=_COUNT),
+        ),
+        "Timings": _timings(),
+        **_chat(),
+        **_completions(),
+        **_native(),
+        **_responses(),
+        **_status(),
+        "EmbeddingList": _object(
+            object=_const("list"),
+            data=_array(
+                _object(
+                    object=_const("embedding"),
+                    index=_COUNT,
+                    embedding={"anyOf": [_array({"type": "number"}), STRING]},
+                )
+            ),
+            model=STRING,
+            usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+        ),
+        "Tokens": _object(tokens=_array({"anyOf": [TOKEN, _object(id=TOKEN, piece=_piece())]})),
+        "DetokenizedText": _object(content=STRING),
+        "RenderedPrompt": _object(prompt=STRING),
+    }
+
+
+def _error() -> Schema:
+    inner = _object(
+        {"n_prompt_tokens": _COUNT, "n_ctx": _COUNT},
+        message=STRING,
+        type=STRING,
+        param=_TEXT_OR_NULL,
+        code=_TEXT_OR_NULL,
+    )
+    return _object(error=inner)
+
+
+def _piece() -> Schema:
+    return {"anyOf": [STRING, _array({"type": "integer", "minimum": 0, "maximum": 255})]}
+
+
+def _timings() -> Schema:
+    phases = [f"{p}_{what}" for p in ("prompt", "predicted") for what in ("ms", "per_token_ms", "per_second")]
+    numbers = {key: {"type": "number", "minimum": 0} for key in phases}
+    drafts = dict.fromkeys(("draft_n", "draft_n_accepted", "draft_steps"), _COUNT)
+    rates = {key: {"type": "number", "minimum": 0} for key in ("draft_accept_rate", "draft_accept_length")}
+    return _object({**drafts, **rates}, cache_n=_COUNT, prompt_n=_COUNT, predicted_n=_COUNT, **numbers)
+
+
+def _chat() -> dict[str, Schema]:
+    token = {"token": STRING, "logprob": _NUMBER, "bytes": _array(_COUNT)}
+    entry = _object(**token, top_logprobs=_array(_object(**token)))
+    function = {"name": STRING, "arguments": STRING}
+    call = _object(id=STRING, type=_const("function"), function=_object(**function))
+    part = _object(
+        {"id": STRING, "type": _const("function")},
+        index=_COUNT,
+        function=_object({"name": STRING}, arguments=STRING),
+    )
+    message = _object(
+        {"tool_calls": _array(call)}, role=_const("assistant"), content=_TEXT_OR_NULL, refusal=_NULL
+    )
+    delta = _object({"role": _const("assistant"), "content": STRING, "tool_calls": _array(part)})
+    logprobs = _or_null(_object(content=_array(entry), refusal=_NULL))
+    choice = _object(index=_COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
+    piece = _object(index=_COUNT, delta=delta, logprobs=logprobs, finish_reason=_or_null(_CHAT_REASON))
+    return {
+        "ChatCompletion": _object(**_head("chat.completion"), choices=_array(choice), **_TAIL),
+        "ChatChunk": _object(
+            {**_TAIL, "usage": _or_null(ref("Usage"))},
+            **_head("chat.completion.chunk"),
+            choices=_array(piece),
+        ),
+    }
+
+
+def _completions() -> dict[str, Schema]:
+    logprobs = _object(
+        tokens=_array(STRING),
+        token_logprobs=_array({"type": ["number", "null"]}),
+        top_logprobs=_array(_or_null({"type": "object", "additionalProperties": _NUMBER})),
+        text_offset=_array(_COUNT),
+    )
+    choice = {"index": _COUNT, "text": STRING, "logprobs": _or_null(logprobs)}
+    return {
+        "Completion": _object(
+            **_head("text_completion"), choices=_array(_object(**choice, finish_reason=_REASON)), **_TAIL
+        ),
+        "CompletionChunk": _object(
+            _TAIL,
+            **_head("text_completion"),
+            choices=_array(_object(**choice, finish_reason=_or_null(_REASON))),
+        ),
+    }
+
+
+def _native() -> dict[str, Schema]:
+    token = {"id": TOKEN, "token": STRING, "logprob": _NUMBER, "bytes": _array(_COUNT)}
+    entry = _object(**token, top_logprobs=_array(_object(**token)))
+    probabilities = {"completion_probabilities": _array(entry)}
+    shared = {
+        "index": _COUNT,
+        "content": STRING,
+        "tokens": _TOKENS,
+        "id_slot": _const(-1),
+        "tokens_predicted": _COUNT,
+        "tokens_evaluated": _COUNT,
+    }
+    last = _object(
+        probabilities,
+        **shared,
+        stop=_const(True),
+        model=STRING,
+        tokens_cached=_COUNT,
+        generation_settings=ref("GenerationSettings"),
+        prompt=STRING,
+        has_new_line=BOOLEAN,
+        truncated=BOOLEAN,
+        stop_type=_enum("eos", "word", "limit"),
+        stopping_word=STRING,
+        timings=ref("Timings"),
+    )
+    return {
+        "GenerationSettings": _generation_settings(),
+        "NativeCompletion": last,
+        "NativeChunk": {
+            "anyOf": [_object(probabilities, **shared, stop=_const(False)), ref("NativeCompletion")]
+        },
+    }
+
+
+def _generation_settings() -> Schema:
+    numbers = [
+        "temperature",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "repeat_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ]
+    whole = ["top_k", "repeat_last_n", "n_predict", "max_tokens", "seed", "n_probs", "n_ctx", "mirostat"]
+    bias = {"anyOf": [_NUMBER, _const(False)]}
+    pair = {"type": "array", "prefixItems": [TOKEN, bias], "minItems": 2, "maxItems": 2}
+    return _object(
+        **dict.fromkeys(numbers, _NUMBER),
+        **dict.fromkeys(whole, _WHOLE),
+        ignore_eos=BOOLEAN,
+        stop=_array(STRING),
+        logit_bias=_array(pair),
+    )
+
+
+def _responses() -> dict[str, Schema]:
+    status = _enum("in_progress", "completed", "incomplete")
+    part = _object(type=_const("output_text"), text=STRING, annotations=_array(ANY), logprobs=_array(ANY))
+    message = _object(
+        id=STRING, type=_const("message"), role=_const("assistant"), status=status, content=_array(part)
+    )
+    call = _object(
+        id=STRING, type=_const("function_call"), status=status, call_id=STRING, name=STRING, arguments=STRING
+    )
+    usage = _object(
+        input_tokens=_COUNT,
+        input_tokens_details=_object(cached_tokens=_COUNT),
+        output_tokens=_COUNT,
+        output_tokens_details=_object(reasoning_tokens=_COUNT),
+        total_tokens=_COUNT,
+    )
+    response = _object(
+        id=STRING,
+        object=_const("response"),
+        created_at=_COUNT,
+        status=status,
+        error=_NULL,
+        incomplete_details=_or_null(_object(reason=_const("max_output_tokens"))),
+        instructions=_TEXT_OR_NULL,
+        max_output_tokens={"type": ["integer", "null"]},
+        model=STRING,
+        output=_array(ref("OutputItem")),
+        parallel_tool_calls=BOOLEAN,
+        previous_response_id=_NULL,
+        store=_const(False),
+        temperature=_NUMBER,
+        text=_object(format=OBJECT),
+        tool_choice=ANY,
+        tools=_array(OBJECT),
+        top_p=_NUMBER,
+        truncation=_const("disabled"),
+        usage=_or_null(usage),
+        metadata=OBJECT,
+    )
+    return {
+        "OutputItem": {"anyOf": [message, call]},
+        "Response": response,
+        "ResponseEvent": _response_event(part),
+    }
+
+
+def _response_event(part: Schema) -> Schema:
+    def event(*names: str, **fields: Schema) -> Schema:
+        kinds = _enum(*(f"response.{name}" for name in names))
+        return _object(type=kinds, sequence_number=_COUNT, **fields)
+
+    at = {"item_id": STRING, "output_index": _COUNT}
+    in_part = {**at, "content_index": _COUNT}
+    return {
+        "anyOf": [
+            event("created", "in_progress", "completed", "incomplete", response=ref("Response")),
+            event("output_item.added", "output_item.done", output_index=_COUNT, item=ref("OutputItem")),
+            event("content_part.added", "content_part.done", **in_part, part=part),
+            event("output_text.delta", **in_part, delta=STRING, logprobs=_array(ANY)),
+            event("output_text.done", **in_part, text=STRING, logprobs=_array(ANY)),
+            event("function_call_arguments.delta", **at, delta=STRING),
+            event("function_call_arguments.done", **at, name=STRING, arguments=STRING),
+        ]
+    }
+
+
+def _status() -> dict[str, Schema]:
+    limits = ("body", "prompt_tokens", "n", "stop", "logit_bias", "queue")
+    slot = {"id": _COUNT, "n_ctx": _COUNT}
+    busy = dict.fromkeys(("id_task", "n_prompt_tokens", "n_computed", "n_decoded"), _COUNT)
+    model = _object(
+        id=STRING, object=_const("model"), created=_COUNT, owned_by=_const("quengine"), meta=OBJECT
+    )
+    return {
+        "Health": _object(status=_const("ok")),
+        "Model": model,
+        "ModelList": _object(object=_const("list"), data=_array(ref("Model"))),
+        "Slots": _array(
+            {
+                "anyOf": [
+                    _object(**slot, **busy, is_processing=_const(True)),
+                    _object(**slot, id_task=_const(-1), is_processing=_const(False)),
+                ]
+            }
+        ),
+        "Props": _object(
+            default_generation_settings=_object(n_ctx=_COUNT, params=ref("GenerationSettings")),
+            total_slots=_COUNT,
+            model_alias=STRING,
+            model_path=STRING,
+            chat_template=STRING,
+            bos_token=STRING,
+            eos_tokens=_array(STRING),
+            modalities=_object(vision=BOOLEAN, audio=BOOLEAN),
+            build_info=STRING,
+            limits=_object(**dict.fromkeys(limits, _COUNT)),
+        ),
+    }

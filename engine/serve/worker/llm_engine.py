@@ -1,0 +1,176 @@
+"""An LLM behind the server's boundary: it computes as many sequences at once as it was loaded for.
+
+The one module of the server that knows LLM, its scheduler and its sequences.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from quengine.errors import EngineError
+from quengine.llm import LLM
+from quengine.request.pooling import Pooling
+from quengine.request.sequence import Sequence as LLMSequence
+from quengine.sampler import TokenLogprobs
+from quengine.serve.routes.prompt_scores import scoring_sequence
+from quengine.serve.worker.engine_port import (
+    EngineStats,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Piece,
+    SlotStats,
+)
+from quengine.serve.worker.llm_model import LLMModel, TextSide
+
+logger = logging.getLogger("quengine.serve")
+
+
+class LLMEngine:
+    """An LLM as an `Engine`."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        loaded = llm.loaded
+        self.model = LLMModel(
+            TextSide(loaded.checkpoint, llm.tokenizer, llm.chat_template, llm.constraints),
+            llm.ctx_size,
+            loaded.notes,
+            str(loaded.device),
+            llm.config.cache_type,
+        )
+        self.capacity = llm.config.parallel
+        self._requests: dict[int, LLMSequence] = {}
+        self._unscored: dict[
+            int, GenerationRequest
+        ] = {}  # their sequence is now the one that scores the prompt
+        self._scores: dict[
+            int, tuple[TokenLogprobs, ...]
+        ] = {}  # of prompts, until the first piece of the text
+
+    silent_seconds = 0.0
+
+    def add(self, request: GenerationRequest) -> None:
+        if request.pooling is not None:
+            self._add_embedding(request, request.pooling)
+        elif request.score_prompt and len(request.prompt) > 1:
+            model = self.model
+            scoring = scoring_sequence(request.prompt, request.params, model.vocab_size, model.ctx_size)
+            self._llm.scheduler.add(scoring)
+            self._requests[request.id] = scoring
+            self._unscored[request.id] = request
+        else:
+            self._add_text(request)
+
+    def _add_embedding(self, request: GenerationRequest, pooling: Pooling) -> None:
+        sequence = self._llm.embedding_sequence(list(request.prompt), pooling)
+        sequence.arrived = request.arrived
+        self._llm.scheduler.add(sequence)
+        self._requests[request.id] = sequence
+
+    def _add_text(self, request: GenerationRequest) -> None:
+        stream = self._llm.stream(
+            request.prompt, request.params, index=request.index, show_special=request.show_special
+        )
+        stream.sequence.arrived = request.arrived
+        self._llm.scheduler.add(stream.sequence)
+        self._requests[request.id] = stream.sequence
+
+    def cancel(self, request_id: int) -> None:
+        self._llm.scheduler.cancel(self._requests.pop(request_id))
+        self._unscored.pop(request_id, None)
+        self._scores.pop(request_id, None)
+
+    def step(self) -> list[Event]:
+        ids = {sequence: request_id for request_id, sequence in self._requests.items()}
+        before = {request_id: len(sequence.generated) for request_id, sequence in self._requests.items()}
+        try:
+            texts = self._llm.step()
+        except Exception as error:
+            return self._step_failed(error, ids)
+        events: list[Event] = []
+        for sequence, text in texts:
+            events += self._events(ids[sequence], sequence, before[ids[sequence]], text)
+        return events
+
+    def _events(self, request_id: int, sequence: LLMSequence, start: int, text: str) -> list[Event]:
+        """What a step did to one sequence, whose generated tokens from `start` on are new."""
+        if sequence.error is not None:
+            self._check_device()
+            del self._requests[request_id]
+            self._unscored.pop(request_id, None)
+            self._scores.pop(request_id, None)
+            return [_failed(request_id, sequence.error)]
+        if request_id in self._unscored:
+            return self._scored(request_id, sequence)
+        scores = self._scores.pop(request_id, ())
+        events: list[Event] = []
+        tokens = tuple(sequence.generated[start:])
+        if tokens or text or scores:
+            events.append(Piece(request_id, tokens, text, tuple(sequence.logprobs[start:]), scores))
+        if sequence.finish_reason is not None:
+            del self._requests[request_id]
+            timings = self._llm.completion(sequence).timings
+            stop_text, seed = sequence.stream.stopped, sequence.sampler.seed
+            embedding = None if sequence.pool is None else tuple(sequence.pool.embedding())
+            events.append(Finished(request_id, sequence.finish_reason, stop_text, timings, seed, embedding))
+        return events
+
+    def _scored(self, request_id: int, sequence: LLMSequence) -> list[Event]:
+        """Go on with the text, when all of its prompt has been scored."""
+        if sequence.finish_reason is None:
+            return []
+        self._scores[request_id] = tuple(sequence.logprobs)
+        try:
+            self._add_text(self._unscored.pop(request_id))
+        except EngineError as error:
+            del self._requests[request_id], self._scores[request_id]
+            return [_failed(request_id, error)]
+        return []
+
+    def stats(self) -> EngineStats:
+        slots = tuple(
+            SlotStats(i, s.num_prompt_tokens, s.num_cached_tokens, len(s.generated))
+            for i, s in self._requests.items()
+        )
+        scheduler = self._llm.scheduler
+        return EngineStats(slots, scheduler.cache_used, scheduler.cache_size)
+
+    def kill(self) -> None:
+        """Nothing: it runs in this process."""
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def _step_failed(self, error: Exception, ids: Mapping[LLMSequence, int]) -> list[Event]:
+        """Let go of the sequence whose step failed; of several, find out which it is, each by itself.
+
+        Raises `error` again where no step can work any more.
+        """
+        scheduler = self._llm.scheduler
+        batch = scheduler.current
+        if batch is None:
+            raise error
+        self._check_device()
+        if len(batch.sequences) > 1:
+            logger.warning("a step of %d texts failed; each is tried alone", len(batch.sequences))
+            scheduler.retry_alone()
+            return []
+        (sequence,) = batch.sequences
+        sequence.fail(error)
+        scheduler.release()
+        return self._events(ids[sequence], sequence, 0, "")
+
+    def _check_device(self) -> None:
+        """Raises where the device is lost."""
+        if self._llm.loaded.device.type == "cuda":
+            torch.cuda.synchronize(self._llm.loaded.device)
+
+
+def _failed(request_id: int, error: Exception) -> Failed:
+    if isinstance(error, EngineError):
+        return Failed(request_id, str(error))
+    logger.error("a step failed", exc_info=error)
+    return Failed(request_id, f"{type(error).__name__}: {error}")

@@ -1,0 +1,184 @@
+"""An engine in a process of its own, as the server's worker sees it.
+
+The engine computes while the server writes to its clients: neither waits for the other's turn in one interpreter. When
+the device or the process is lost, `step` raises, and a new one is a new process, which may use the device again. Knows
+how to start, ask and end it; what runs there is `engine_process`.
+"""
+
+import atexit
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quengine.errors import CannotRunError, EngineError
+from quengine.models.hub.hub import resolve_model
+from quengine.platform.bus_error import install
+from quengine.serve.worker import heartbeat
+from quengine.serve.worker.engine_port import EngineStats, Event, GenerationRequest
+from quengine.serve.worker.engine_wire import (
+    Add,
+    Broken,
+    Cancel,
+    FromEngine,
+    Kind,
+    Load,
+    Progress,
+    Ready,
+    Step,
+    receive_from_engine,
+    send,
+)
+from quengine.serve.worker.llm_model import LLMModel, TextSide
+
+logger = logging.getLogger("quengine.serve")
+
+END_SECONDS = 5.0
+"""How long the process may take to end by itself."""
+
+
+class EngineLostError(RuntimeError):
+    """The engine's process has ended, or is of no use any more."""
+
+
+class ProcessEngine:
+    """See the module docstring; an `Engine`.
+
+    Args:
+        model: as `LLM` takes it.
+        options: what else `LLM` is given, by name; numbers, strings, booleans and None.
+        progress: told how far the weights are.
+
+    Raises:
+        EngineError: no such model, or its file is wrong.
+        CannotRunError: no such device, or too little memory.
+    """
+
+    def __init__(
+        self, model: str, options: Mapping[str, Any], progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._stats = EngineStats()
+        self._pieces, self._ends = list[Event](), list[Event]()
+        self._connection, theirs = multiprocessing.Pipe()
+        with tempfile.TemporaryFile(buffering=0) as shared:
+            shared.truncate(heartbeat.SIZE)
+            passed = [theirs.fileno(), shared.fileno()]
+            verbose = ["-v"] if logger.isEnabledFor(logging.DEBUG) else []
+            # A session of its own: the terminal's Ctrl-C is for the server, which lets texts end first.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "quengine.serve.worker.engine_process", *map(str, passed), *verbose],
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                start_new_session=True,
+            )
+            self._heartbeat = heartbeat.Heartbeat(os.dup(shared.fileno()))
+        theirs.close()
+        atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
+        try:
+            self._say(Load(model, options))
+            install()  # this process reads the mapped vocabulary as long as it serves
+            text = TextSide.of_file(resolve_model(model))  # while the process begins
+            ready = self._loaded(progress)
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
+        cache_type = str(options.get("cache_type", "f16"))
+        self.model = LLMModel(text, ready.ctx_size, ready.notes, ready.device, cache_type)
+        self.capacity = ready.capacity
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._process.pid
+
+    @property
+    def silent_seconds(self) -> float:
+        return self._heartbeat.age
+
+    def add(self, request: GenerationRequest) -> None:
+        self._say(Add.of(request))
+
+    def cancel(self, request_id: int) -> None:
+        self._say(Cancel(request_id))
+
+    def step(self) -> list[Event]:
+        """All that has come since the last call; waits for the end of a step where there is nothing."""
+        if not self._pieces and not self._ends:
+            self._take_in(self._hear())
+        self._take_in_what_is_there()
+        events = self._pieces + self._ends
+        self._pieces, self._ends = [], []
+        return events
+
+    def stats(self) -> EngineStats:
+        """As of the last message. Raises EngineLostError where the process has ended."""
+        self._take_in_what_is_there()
+        return self._stats
+
+    def _take_in_what_is_there(self) -> None:
+        while self._connection.poll():
+            self._take_in(self._hear())
+
+    def _take_in(self, message: FromEngine) -> None:
+        if isinstance(message, Step):
+            self._pieces += message.pieces
+            self._ends += [*message.finished, *message.failed]
+            self._stats = message.stats or self._stats
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._connection.close()  # it ends by that
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        atexit.unregister(self._process.kill)
+
+    def _loaded(self, progress: Callable[[str], None]) -> Ready:
+        while True:
+            message = self._hear()
+            if isinstance(message, Progress):
+                progress(message.text)
+            elif isinstance(message, Ready):
+                return message
+
+    def _say(self, message: Load | Add | Cancel) -> None:
+        try:
+            send(self._connection, message)
+        except OSError:
+            raise EngineLostError(self._how_it_ended()) from None
+
+    def _hear(self) -> FromEngine:
+        try:
+            message = receive_from_engine(self._connection)
+        except (EOFError, OSError):
+            raise EngineLostError(self._how_it_ended()) from None
+        if isinstance(message, Broken):
+            raise _ERRORS[message.kind](message.message)
+        return message
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the engine's process does not answer"
+        return (
+            f"the engine's process was ended by signal {-code}"
+            if code < 0
+            else f"the engine's process ended ({code})"
+        )
+
+
+_ERRORS: dict[Kind, type[Exception]] = {
+    "EngineError": EngineError,
+    "CannotRunError": CannotRunError,
+    "lost": EngineLostError,
+}

@@ -1,0 +1,69 @@
+"""Tokenizes long prompts, a process of `text_pool`: `python -m quengine.serve.worker.text_process FD MODEL`.
+
+The tokenizers library holds the interpreter's lock for seconds while it cuts megabytes, and takes gigabytes for them.
+Here that stops no stream. The kernel bounds the memory, `text_pool` the time.
+"""
+
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quengine.platform import collector
+from quengine.serve.worker.llm_model import LLMModel, TextSide
+from quengine.serve.worker.text_work import TextJob, TextResult, perform
+
+MEMORY_BYTES = 2 << 30
+KEPT_BYTES = 512 << 20
+"""A process that holds more after a job ends, for the memory is not given back otherwise."""
+OUT_OF_MEMORY = 3
+"""Exit code."""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """A job's result. `last`: the process ends with it."""
+
+    result: TextResult
+    last: bool
+
+
+def _held_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve(connection: "Connection[Any, Any]", path: Path) -> None:
+    """Does jobs until the server is gone, or this process has grown too large. Raises MemoryError."""
+    model = LLMModel(TextSide.of_file(path), 0, (), "", "")
+    collector.working()
+    last = False
+    while not last:
+        job = msgspec.json.decode(connection.recv_bytes(), type=TextJob)
+        result = perform(model, job)
+        last = _held_bytes() > KEPT_BYTES
+        connection.send_bytes(msgspec.msgpack.encode(Reply(result, last)))
+        del job, result
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    with suppress(ValueError, OSError):  # a system may have no such limit
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    collector.starting()
+    try:
+        serve(Connection(int(sys.argv[1])), Path(sys.argv[2]))
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except (EOFError, OSError):
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())

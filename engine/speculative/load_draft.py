@@ -1,0 +1,49 @@
+"""The draft model from its name to something that drafts, beside the model that it drafts for.
+
+Knows both checkpoints; not which device there is, nor how much memory (load.py, memory.py).
+"""
+
+from quengine.config import EngineConfig
+from quengine.errors import EngineError
+from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.hub.hub import resolve_model
+
+
+def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
+    """The draft model's checkpoint; None where none is asked for.
+
+    Raises:
+        EngineError: no such model, its file is wrong, or its vocabulary is not the target's.
+    """
+    if config.draft_model is None:
+        return None
+    try:
+        draft = open_checkpoint(resolve_model(str(config.draft_model)))
+    except EngineError as error:
+        raise type(error)(f"draft model: {error}") from None
+    check_vocabulary(target, draft)
+    return draft
+
+
+def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
+    """Raises EngineError where a token of the draft model is not the same token of the target.
+
+    Logits may be padded to different lengths; the tokens themselves must agree in number, bytes and kind.
+    """
+    ours, theirs = target.tokenizer(), draft.tokenizer()
+    pair = f"the draft model {draft.path.name} has another vocabulary than {target.path.name}"
+    if ours.vocab_size != theirs.vocab_size:
+        raise EngineError(
+            f"{pair}: {theirs.vocab_size} tokens against {ours.vocab_size}; use one of the same family"
+        )
+    for token in range(ours.vocab_size):
+        mine, other = ours.token_bytes(token), theirs.token_bytes(token)
+        if mine != other or ours.is_control(token) != theirs.is_control(token):
+            raise EngineError(
+                f"{pair}: token {token} is {_shown(other, theirs.is_control(token))} there and "
+                f"{_shown(mine, ours.is_control(token))} here; use one of the same family"
+            )
+
+
+def _shown(token: bytes, control: bool) -> str:
+    return repr(token.decode(errors="backslashreplace")) + (" (a control token)" if control else "")

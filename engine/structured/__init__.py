@@ -1,0 +1,1 @@
+"""Text that a schema or a grammar constrains, and tool calls."""

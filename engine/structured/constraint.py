@@ -1,0 +1,204 @@
+"""Constrained decoding: which tokens may come next so that a text is what its ConstraintSpec asks for.
+
+    constraint = ConstraintCompiler(tokenizer, vocab_size).compile(spec)     once for a request
+    constraint.allowed()       bool [vocab_size]: the mask of the next token, which the sampler applies before all else
+    constraint.advance(token)  the token that was chosen
+    constraint.finished        nothing can follow: the text is over, without an end token
+
+The parsing is llguidance's (Earley over lexemes that are derived regexes). A token is allowed exactly if its bytes can
+go on; how the tokenizer itself would have cut the text is not asked. End tokens are allowed where the text may end.
+Knows vocabularies and masks; not logits, sequences or requests.
+"""
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from quengine.errors import EngineError
+from quengine.structured.constraint_spec import ConstraintSpec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from quengine.models.tokenizer import Tokenizer
+
+Mask = npt.NDArray[np.bool_]
+
+COMPILE_SECONDS = 10.0
+_COMPILING_AT_ONCE = 4  # also those that nobody waits for any more
+_KEPT_CONSTRAINTS = 32
+_EXCERPT = re.compile(
+    r"\s*(\d+ \|.*|\^*)$"
+)  # a numbered line of the grammar, the mark under one, an empty line
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'  # any cutting into tokens is as good as the canonical one
+
+
+class Constraint:
+    """Where one text is within its grammar. Made by ConstraintCompiler; for one thread at a time.
+
+    There is no way back: a sequence that is computed anew keeps its constraint, for its tokens stay.
+    """
+
+    def __init__(
+        self, matcher: "LLMatcher", vocab_size: int, kind: str, stop_token_ids: tuple[int, ...]
+    ) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._kind = kind
+        self._stop_token_ids = list(stop_token_ids)
+        self._mask: Mask | None = None
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the text so far may be all of it."""
+        return self._matcher.is_accepting()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing can follow what has been generated."""
+        return self._matcher.is_stopped()
+
+    def allowed(self) -> Mask:
+        """The mask [vocab_size] of the next token, computed once a token; the caller leaves it as it is.
+
+        Raises:
+            EngineError: the grammar needs more work for this token than is allowed for one.
+        """
+        if self._mask is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            self._check()
+            self._mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+            if self._stop_token_ids and self.accepting:
+                self._mask[self._stop_token_ids] = True
+        return self._mask
+
+    def advance(self, token: int) -> None:
+        """Go on by an allowed token.
+
+        Raises:
+            EngineError: the token is not allowed, or the grammar needs more work than is allowed.
+        """
+        self._mask = None
+        self._matcher.consume_token(token)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise EngineError(f"{self._kind}: {_one_line(self._matcher.get_error())}")
+
+
+class ConstraintCompiler:
+    """Compiles specifications for one vocabulary, and keeps the latest ones. Safe to use from several threads.
+
+    Args:
+        tokenizer: whose tokens they are.
+        vocab_size: entries of the logits; a model may have more than the tokenizer has tokens.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._vocabulary: LLTokenizer | None = None
+        self._kept: OrderedDict[ConstraintSpec, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(_COMPILING_AT_ONCE)
+
+    def compile(
+        self, spec: ConstraintSpec, stop_token_ids: tuple[int, ...] = (), seconds: float = COMPILE_SECONDS
+    ) -> Constraint:
+        """A constraint at its beginning. A server calls this off its loop; the same one again takes no time.
+
+        `stop_token_ids` are allowed where the text may end, as the model's end tokens are.
+        The first call for a model prepares its vocabulary (about 10 µs a token), which is not counted in `seconds`.
+
+        Raises:
+            EngineError: the schema, regex or grammar is wrong, cannot be enforced, or is not ready in `seconds`.
+        """
+        vocabulary = self._prepared()
+        with self._lock:
+            matcher = self._kept.get(spec)
+            if matcher is not None:
+                self._kept.move_to_end(spec)
+        if matcher is None:
+            matcher = self._compiled(vocabulary, spec, seconds)
+            with self._lock:
+                self._kept[spec] = matcher
+                while len(self._kept) > _KEPT_CONSTRAINTS:
+                    self._kept.popitem(last=False)
+        return Constraint(matcher.deep_copy(), self._vocab_size, spec.kind, stop_token_ids)
+
+    def _prepared(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._vocabulary is None:
+                tokens = _Tokens(self._tokenizer, self._vocab_size)
+                self._vocabulary = LLTokenizer(tokens, eos_token=tokens.end_ids)  # type: ignore[arg-type]
+            return self._vocabulary
+
+    def _compiled(self, vocabulary: "LLTokenizer", spec: ConstraintSpec, seconds: float) -> "LLMatcher":
+        """Compile on a thread of its own, which a deadline leaves behind: llguidance's own limits end it."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        made: list[LLMatcher] = []
+
+        def work() -> None:
+            with self._slot_given_back():
+                grammar = LLMatcher.grammar_from_lark(spec.lark + _OPTIONS)
+                limits = LLParserLimits(verbose_errors=False)
+                matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+                if not matcher.is_error():
+                    matcher.compute_bitmask()  # the first mask derives the lexer's first states
+                made.append(matcher)
+
+        if not self._slots.acquire(timeout=seconds):
+            raise EngineError(f"{spec.kind}: {_COMPILING_AT_ONCE} others are being compiled; try again later")
+        thread = threading.Thread(target=work, name="compile constraint", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if not made:
+            raise EngineError(f"{spec.kind}: not compiled within {seconds:g} s; make it simpler")
+        if made[0].is_error():
+            raise EngineError(f"{spec.kind}: {_one_line(made[0].get_error())}")
+        return made[0]
+
+    @contextmanager
+    def _slot_given_back(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._slots.release()
+
+
+class _Tokens:
+    """A tokenizer as llguidance asks for one (its TokenizerWrapper): bytes by id, and which ids are no text."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int) -> None:
+        known = range(min(tokenizer.vocab_size, vocab_size))
+        # One entry more than there are logits: a model without an end token gets one that it can never choose.
+        self.tokens = [tokenizer.token_bytes(i) for i in known] + [b""] * (vocab_size + 1 - len(known))
+        self.special_token_ids = [i for i in known if tokenizer.is_control(i)] + [vocab_size]
+        self.end_ids = sorted(i for i in tokenizer.eos_ids if i < vocab_size) or [vocab_size]
+        self.eos_token_id = self.end_ids[0]
+
+    def __call__(self, text: str) -> Iterable[int]:
+        """Only asked for forced tokens, which _OPTIONS turns off."""
+        raise NotImplementedError(f"{text!r}: tokens are never forced")
+
+
+def _one_line(error: str) -> str:
+    """llguidance's message without the excerpt of a grammar that follows it, which the user may never have written."""
+    message = error.partition("failed to compile JSON schema: ")[2] or error
+    if message.startswith("NoExtension"):
+        return "no text can be what it asks for"
+    kept = [line.strip() for line in message.splitlines() if not _EXCERPT.match(line)]
+    return " ".join(kept)[:300]

@@ -1,0 +1,199 @@
+"""What a generated text has to be: a JSON schema, a regular expression or a grammar, as the user wrote it.
+
+    ConstraintSpec.json_schema({"type": "object", ...})   OpenAI's response_format json_schema, --json-schema
+    ConstraintSpec.json_object()                          OpenAI's response_format json_object
+    ConstraintSpec.regex(r"[0-9]{4}-[0-9]{2}")
+    ConstraintSpec.grammar(text)                          GBNF or Lark; --grammar, llama-server's `grammar`
+
+A specification is a value: it can be compared, hashed and kept in SamplingParams. Knows sizes and syntax of JSON; not
+tokens, and not whether a grammar makes sense: that is `constraint.ConstraintCompiler`'s, which knows the vocabulary.
+docs/constrained.md says what is accepted.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quengine.errors import EngineError, shown
+from quengine.platform import strict_json
+from quengine.structured.constraint_gbnf import is_gbnf, lark_of_gbnf
+
+MAX_CHARACTERS = 128 * 1024
+"""Compiling takes time that grows with the square of a schema's properties: about 5 s at this size."""
+
+# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. JSON allows any amount, and
+# a model that likes spaces then never ends.
+_WHITESPACE = r"( |\r?\n[ \t]{0,64})"
+_LARK_START = re.compile(r"^\s*(start\s*(\[[^\]\n]*\])?\s*:|%llguidance\b)", re.MULTILINE)
+_INLINE_SCHEMA = re.compile(r"%json\s*")
+_IGNORED_OPTIONS = re.compile(r"^[^/#\n\"]*\[[^\]\n]*\b(temperature|stop)\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class ConstraintSpec:
+    """`lark` is the whole specification as a Lark grammar of llguidance's kind; `kind` names its origin in errors.
+
+    Made by the class methods below.
+
+    Raises:
+        EngineError: it is empty or longer than MAX_CHARACTERS, or a schema has a number of at most -2^63.
+    """
+
+    kind: Literal["JSON schema", "regex", "grammar"]
+    lark: str
+
+    def __post_init__(self) -> None:
+        if not self.lark.strip():
+            raise EngineError(f"{self.kind}: it is empty")
+        if len(self.lark) > MAX_CHARACTERS:
+            raise EngineError(
+                f"{self.kind}: {len(self.lark)} characters are more than the {MAX_CHARACTERS} that are accepted"
+            )
+        for schema in _INLINE_SCHEMA.finditer(self.lark):
+            _check_numbers(self.kind, self.lark[schema.end() :])
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "ConstraintSpec":
+        """JSON that is valid under a schema (draft 2020-12), given as a value or as JSON text.
+
+        Keywords that cannot be enforced are refused when the constraint is compiled, none is ignored.
+
+        Raises:
+            EngineError: the text is no JSON, or no schema.
+        """
+        value = _parsed(schema) if isinstance(schema, str) else schema
+        return cls("JSON schema", f"start: {inline_json(value)}")
+
+    @classmethod
+    def json_object(cls) -> "ConstraintSpec":
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def from_response_format(cls, value: Any) -> "ConstraintSpec | None":
+        """OpenAI's `response_format`: {"type": "text"}, "json_object", or "json_schema" with {"schema": ...}.
+
+        None, and "text", ask for nothing. The schema holds whether it is `strict` or not. "json_object" may have a
+        `schema` beside it, as llama-server takes it: the text is then valid under that.
+
+        Raises:
+            EngineError: it is none of these.
+        """
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if value is None or kind == "text":
+            return None
+        if kind == "json_object":
+            schema = value.get("schema")  # llama-server's; an empty one is any object there too
+            return cls.json_object() if schema is None or schema == {} else cls.json_schema(schema)
+        if kind != "json_schema":
+            raise EngineError(
+                f"response_format {shown(value)}: its type must be text, json_object or json_schema"
+            )
+        inner = value.get("json_schema", value)  # the Responses API has the schema beside the type
+        if not isinstance(inner, Mapping) or "schema" not in inner:
+            raise EngineError(
+                'response_format json_schema: must have {"json_schema": {"name": ..., "schema": ...}}'
+            )
+        return cls.json_schema(inner["schema"])
+
+    @classmethod
+    def regex(cls, pattern: str) -> "ConstraintSpec":
+        """Text that a regular expression matches as a whole (Rust's syntax: no look-around, no back-references).
+
+        Raises:
+            EngineError: it is no text, or empty.
+        """
+        if not isinstance(pattern, str) or not pattern:
+            raise EngineError(f"regex {shown(pattern)}: must be text of at least one character")
+        return cls("regex", f"start: /{_slashes_escaped(pattern)}/")
+
+    @classmethod
+    def grammar(cls, text: str) -> "ConstraintSpec":
+        """A grammar in llama.cpp's GBNF (rules with `::=`, beginning at `root`) or in llguidance's Lark (at `start`).
+
+        Raises:
+            EngineError: it is no text, GBNF with a mistake (with its line), or Lark with an option that could only
+                be ignored.
+        """
+        if not isinstance(text, str):
+            raise EngineError(f"grammar {shown(text)}: must be text")
+        if len(text) > MAX_CHARACTERS:
+            return cls("grammar", text)  # refused for its size, before anything reads it
+        if is_gbnf(text):
+            return cls("grammar", lark_of_gbnf(text))
+        if option := _IGNORED_OPTIONS.search(text):
+            line = text.count("\n", 0, option.start(1)) + 1
+            raise EngineError(f"grammar, line {line}: the option {option[1]} is not supported; leave it out")
+        return cls("grammar", text)
+
+
+def is_grammar(text: str) -> bool:
+    """Whether a text is a grammar itself (it has a rule that one begins with), and not the name of a file."""
+    return is_gbnf(text) or _LARK_START.search(text) is not None
+
+
+def inline_json(schema: Mapping[str, Any] | bool) -> str:
+    """`schema` as an expression of a Lark grammar.
+
+    Raises:
+        EngineError: it is no JSON value, or no schema.
+    """
+    if schema is True:
+        schema = {}
+    if schema is False or not isinstance(schema, Mapping):
+        given = "false" if schema is False else shown(schema)
+        raise EngineError(f"JSON schema: must be an object that something can be valid under, not {given}")
+    if "x-guidance" in schema:
+        raise EngineError('JSON schema: "x-guidance" is no keyword of JSON schema; leave it out')
+    try:
+        text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EngineError(f"JSON schema: it is no JSON value: {error}") from None
+    return f"%json {text}"
+
+
+def _check_numbers(kind: str, text: str) -> None:
+    """Raises EngineError for a schema, with which `text` begins, that has a number of at most -2^63.
+
+    llguidance negates its bounds as 64-bit integers: of the least one it is the same again, and a range of that alone
+    is taken apart without end, until the stack is full and the process is lost.
+    """
+
+    def check(digits: str) -> float:
+        if float(digits) <= -(2.0**63):
+            raise EngineError(
+                f"{kind}: {digits[:40]} is too small a number for a schema; the least is above -2^63"
+            )
+        return 0.0
+
+    decoder = json.JSONDecoder(parse_int=check, parse_float=check)
+    try:
+        decoder.raw_decode(text)
+    except ValueError:
+        return  # the compiler says what is wrong
+    except RecursionError:
+        raise EngineError(f"{kind}: a schema has too many levels") from None
+
+
+def _parsed(text: str) -> Any:
+    if len(text) > MAX_CHARACTERS:
+        raise EngineError(
+            f"JSON schema: {len(text)} characters are more than the {MAX_CHARACTERS} that are accepted"
+        )
+    try:
+        return strict_json.loads(text)
+    except strict_json.StrictJSONError as error:
+        raise EngineError(f"JSON schema: it is no JSON: {error}") from None
+
+
+def _slashes_escaped(pattern: str) -> str:
+    """A regex between Lark's slashes: `/` and line ends escaped, what is escaped already left alone."""
+    escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+    return re.sub(
+        r"\\(.)|[/\n\r]",
+        lambda found: escaped.get(found[1] or found[0], found[0]),
+        pattern,
+        flags=re.DOTALL,
+    )

@@ -1,0 +1,1 @@
+"""Matrices times single rows of rounded activations."""

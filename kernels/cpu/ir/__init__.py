@@ -1,0 +1,1 @@
+"""LLVM instructions that the kernels share."""

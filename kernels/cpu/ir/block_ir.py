@@ -1,0 +1,308 @@
+"""Each block format as vector code: from the bytes of blocks to slices of 32 codes and their scales.
+
+One description per format serves the dot product and the dequantization. It follows the byte layouts of
+`kernels/block_formats.py`.
+
+Does not know: activations, rows, threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from quengine.kernels.block_formats import BlockFormat
+from quengine.kernels.cpu.ir.vector_ir import F32, I1, I8, I16, I32, Emitter, vec
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The contents of a run of blocks while code is being written for it.
+
+    codes(i, n)  n slices (1; or 2, i even) from weight 32i of the run on: uint8 lanes in order, a weight's integer plus
+                 `offset`
+    scales       fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, of slices
+                 0..3 and 4..7, two lanes a slice
+    mins         the minimums to subtract, in the same form, or None
+    """
+
+    codes: Callable[[int, int], ir.Value]
+    scales: tuple[ir.Value, ...]
+    mins: tuple[ir.Value, ...] | None = None
+    offset: int = 0
+
+    def ints(self, e: Emitter, i: int, n: int) -> ir.Value:
+        """The integers themselves: int8 lanes."""
+        codes = self.codes(i, n)
+        return e.b.sub(codes, e.const(codes.type, self.offset)) if self.offset else codes
+
+
+def emit_blocks(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> Slices:
+    """Emit the loads of the scales of `count` adjacent blocks; the integers are emitted as they are asked for.
+
+    count is 1 for formats with blocks of 256, whose 8 slices fill the lanes already.
+    """
+    if fmt.block == 256:
+        return _EMIT_256[fmt.name](e, fmt, address)
+    emit_codes, scales_and_mins = _EMIT_32[fmt.name]
+    scales, mins = scales_and_mins(e, fmt, address, count)
+
+    def codes(i: int, n: int) -> ir.Value:
+        return emit_codes(e, fmt, [e.at(address, (i + k) * fmt.nbytes) for k in range(n)])
+
+    return Slices(codes, (scales,), mins, _code_offset(fmt))
+
+
+TABLE_OFFSET = 128  # of integers that are stored, or looked up, as signed bytes
+
+
+def _code_offset(fmt: BlockFormat) -> int:
+    return TABLE_OFFSET if fmt.table is not None or fmt.name == "Q8_0" else fmt.offset
+
+
+def _nibbles(e: Emitter, raw: ir.Value, run: int) -> ir.Value:
+    """Codes from bytes given twice: of each run of as many lanes the low nibbles, of the next the high ones."""
+    wide = vec(I16, raw.type.count // 2)
+    shifts = [4 * (i // (run // 2) % 2) for i in range(wide.count)]
+    return e.and_(e.b.bitcast(e.b.lshr(e.b.bitcast(raw, wide), e.const(wide, shifts)), raw.type), 15)
+
+
+def _nibbles_16(e: Emitter, starts: list[ir.Value], offset: int) -> ir.Value:
+    """Of each address 16 bytes: low nibbles are weights 0..15 of a slice, high nibbles 16..31."""
+    twice = [e.join(raw, raw) for raw in (e.load(vec(I8, 16), start, offset) for start in starts)]
+    return _nibbles(e, _row(e, twice), 16)
+
+
+def _row(e: Emitter, vectors: list[ir.Value]) -> ir.Value:
+    """One or two vectors side by side."""
+    return vectors[0] if len(vectors) == 1 else e.join(*vectors)
+
+
+def _twice(e: Emitter, v: ir.Value, n: int) -> ir.Value:
+    """A vector n (1 or 2) times."""
+    return _row(e, [v] * n)
+
+
+def _shifted(e: Emitter, v: ir.Value, by: list[int]) -> ir.Value:
+    """Runs of 32 bytes shifted by so many bits each, left, or right where negative; bits cross the bytes' borders.
+
+    All amounts have one sign.
+    """
+    if not any(by):
+        return v
+    wide = vec(I16, v.type.count // 2)
+    amounts = e.const(wide, [abs(bits) for bits in by for _ in range(16)])
+    shift = e.b.shl if max(by) > 0 else e.b.lshr
+    return e.b.bitcast(shift(e.b.bitcast(v, wide), amounts), v.type)
+
+
+def lookup(e: Emitter, table: tuple[int, ...], codes: ir.Value) -> ir.Value:
+    """table[code] + TABLE_OFFSET of int8 lanes. LLVM turns 16 such single-lane picks into one byte shuffle."""
+    if codes.type.count > 16:
+        return e.join(*(lookup(e, table, half) for half in e.halves(codes)))
+    entries = e.const(vec(I8, 16), [(entry + TABLE_OFFSET) % 256 for entry in table])
+    picked: ir.Value = ir.Constant(vec(I8, 16), ir.Undefined)
+    for i in range(16):
+        index = e.b.extract_element(codes, ir.Constant(I32, i))
+        picked = e.b.insert_element(picked, e.b.extract_element(entries, index), ir.Constant(I32, i))
+    return picked
+
+
+def _offset(e: Emitter, codes: ir.Value, offset: int) -> ir.Value:
+    return e.b.sub(codes, e.const(codes.type, offset))
+
+
+def _gather(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int, lane: ir.IntType) -> ir.Value:
+    """The first bytes of `count` adjacent blocks, one lane a block."""
+    lanes: ir.Value = ir.Constant(vec(lane, count), ir.Undefined)
+    for i in range(count):
+        lanes = e.b.insert_element(lanes, e.load(lane, address, i * fmt.nbytes), ir.Constant(I32, i))
+    return lanes
+
+
+def _d(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> tuple[ir.Value, None]:
+    return e.half_to_float(_gather(e, fmt, address, count, I16)), None
+
+
+def _d_min(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> tuple[ir.Value, tuple[ir.Value]]:
+    both = _gather(e, fmt, address, count, I32)
+    d, added = (e.half_to_float(e.b.trunc(part, vec(I16, count))) for part in (both, e.shift_left(both, -16)))
+    return d, (e.b.fneg(added),)
+
+
+def _e8m0(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> tuple[ir.Value, None]:
+    # 2^(x-128); x = 0 and 1 are the fp32 denormals 2^-128 and 2^-127.
+    x, b = e.widen(_gather(e, fmt, address, count, I8), I32, False), e.b
+    normal = e.shift_left(b.sub(x, e.const(x.type, 1)), 23)
+    tiny = b.shl(e.const(x.type, 0x00200000), e.and_(x, 1))
+    return b.bitcast(
+        b.select(b.icmp_unsigned("<", x, e.const(x.type, 2)), tiny, normal), vec(F32, count)
+    ), None
+
+
+def _q4(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
+    codes = _nibbles_16(e, blocks, fmt.layout["codes"][0])
+    return codes if fmt.table is None else lookup(e, fmt.table, codes)
+
+
+def _q5(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
+    low = _nibbles_16(e, blocks, fmt.layout["codes"][0])
+    # Bit j of the 32 is the fifth bit of weight j.
+    masks = [e.b.bitcast(e.load(I32, block, fmt.layout["high"][0]), vec(I1, 32)) for block in blocks]
+    return e.b.or_(low, e.b.select(_row(e, masks), e.const(low.type, 16), e.const(low.type, 0)))
+
+
+def _q8(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
+    ints = _row(e, [e.load(vec(I8, 32), block, fmt.layout["codes"][0]) for block in blocks])
+    return e.b.xor(ints, e.const(ints.type, TABLE_OFFSET))
+
+
+def _splat_half(e: Emitter, fmt: BlockFormat, block: ir.Value, field: str) -> ir.Value:
+    return e.splat_lane(e.load_halves(1, block, fmt.layout[field][0]), 0, 8)
+
+
+def _to_scales(e: Emitter, sub: ir.Value, signed: bool, super_scale: ir.Value) -> ir.Value:
+    """int8 lanes times the super-scale: fp32, exact."""
+    return e.b.fmul(e.to_float(e.widen(sub, I32, signed)), super_scale)
+
+
+def _scales_16(e: Emitter, sub: ir.Value, signed: bool, super_scale: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """16 int8 lanes times the super-scale: two vectors of fp32."""
+    low, high = e.halves(sub)
+    return _to_scales(e, low, signed, super_scale), _to_scales(e, high, signed, super_scale)
+
+
+def _six_bit_pairs(e: Emitter, block: ir.Value, at: int) -> tuple[ir.Value, ir.Value]:
+    """Q4_K, Q5_K: the 12 bytes of 6-bit sub-scales and minimums as two vectors of 8 bytes; see block_formats.py.
+
+    The first four of each are the lower six bits of bytes 0..3 and 4..7, whose upper two are the upper ones of the last
+    four; the lower four of those are the nibbles of bytes 8..11.
+    """
+    four = vec(I32, 4)
+    words = e.load(four, block, at - 4)  # the first is d and dmin
+    six = e.b.lshr(e.pick(words, [1, 1, 2, 2]), e.const(four, [0, 2, 0, 2]))
+    nibbles = e.b.lshr(e.pick(words, [3, 3, 3, 3]), e.const(four, [0, 0, 0, 4]))
+    six = e.b.and_(six, e.const(four, [0x3F3F3F3F, 0x30303030] * 2))
+    nibbles = e.b.and_(nibbles, e.const(four, [0, 0x0F0F0F0F] * 2))
+    return e.halves(e.b.bitcast(e.b.or_(six, nibbles), vec(I8, 16)))
+
+
+def _emit_q4_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    sc, mn = _six_bit_pairs(e, block, fmt.layout["scales"][0])
+    codes_at = fmt.layout["codes"][0]
+    scales = _to_scales(e, sc, False, _splat_half(e, fmt, block, "d"))
+    mins = _to_scales(e, mn, False, _splat_half(e, fmt, block, "dmin"))
+
+    def codes(i: int, n: int) -> ir.Value:
+        return _four_bits(e, block, codes_at + 32 * (i // 2), i, n)
+
+    return Slices(codes, (scales,), (mins,))
+
+
+def _four_bits(e: Emitter, block: ir.Value, at: int, i: int, n: int) -> ir.Value:
+    """32 bytes hold slices 2j (low nibbles) and 2j+1 (high nibbles): slice i, or both."""
+    raw = e.load(vec(I8, 32), block, at)
+    if n == 1:
+        return e.shift_left(raw, -4) if i % 2 else e.and_(raw, 15)
+    return _nibbles(e, e.join(raw, raw), 32)
+
+
+def _emit_q5_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    sc, mn = _six_bit_pairs(e, block, fmt.layout["scales"][0])
+    scales = _to_scales(e, sc, False, _splat_half(e, fmt, block, "d"))
+    mins = _to_scales(e, mn, False, _splat_half(e, fmt, block, "dmin"))
+    high = e.load(vec(I8, 32), block, fmt.layout["high"][0])
+
+    def codes(i: int, n: int) -> ir.Value:
+        low = _four_bits(e, block, fmt.layout["codes"][0] + 32 * (i // 2), i, n)
+        # Bit i of byte j is the fifth bit of weight j of slice i.
+        fifth = _shifted(e, _twice(e, high, n), [4 - i - k for k in range(n)])
+        return e.b.or_(low, e.and_(fifth, 16))
+
+    return Slices(codes, (scales,), (mins,))
+
+
+def _emit_q6_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    sub = e.load(vec(I8, 16), block, fmt.layout["scales"][0])
+
+    def codes(i: int, n: int) -> ir.Value:
+        # Half h of the block: nibbles of slices 0 and 2 in its first 32 bytes, of 1 and 3 in the next 32; the upper
+        # two bits of slice j in bits 2j of its 32 bytes of planes.
+        h, j = divmod(i, 4)
+        raw = e.load(vec(I8, 32 * n), block, 64 * h + 32 * (j % 2))
+        planes = e.load(vec(I8, 32), block, fmt.layout["high"][0] + 32 * h)
+        low = e.shift_left(raw, -4) if j >= 2 else e.and_(raw, 15)
+        top = _shifted(e, _twice(e, planes, n), [4 - 2 * (j + k) for k in range(n)])
+        return e.b.or_(low, e.and_(top, 0x30))
+
+    scales = _scales_16(e, sub, True, _splat_half(e, fmt, block, "d"))
+    return Slices(codes, scales, offset=fmt.offset)
+
+
+def _two_bits(e: Emitter, fmt: BlockFormat, block: ir.Value, i: int, n: int) -> ir.Value:
+    """Q2_K, Q3_K: 32 bytes hold four slices, two bits each."""
+    raw = e.load(vec(I8, 32), block, fmt.layout["codes"][0] + 32 * (i // 4))
+    return e.and_(_shifted(e, _twice(e, raw, n), [-2 * ((i + k) % 4) for k in range(n)]), 3)
+
+
+def _emit_q2_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    packed = e.load(vec(I8, 16), block, fmt.layout["scales"][0])
+    scales = _scales_16(e, e.and_(packed, 15), False, _splat_half(e, fmt, block, "d"))
+    mins = _scales_16(e, e.shift_left(packed, -4), False, _splat_half(e, fmt, block, "dmin"))
+    return Slices(lambda i, n: _two_bits(e, fmt, block, i, n), scales, mins)
+
+
+def _emit_q3_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    high = e.load(vec(I8, 32), block, fmt.layout["high"][0])
+    # Sixteen 6-bit sub-scales: nibbles of 8 bytes (low ones first), upper two bits in planes of 4 bytes.
+    at = fmt.layout["scales"][0]
+    nibbles, top = e.load(vec(I8, 8), block, at), e.load(vec(I8, 4), block, at + 8)
+    low = e.join(e.and_(nibbles, 15), e.shift_left(nibbles, -4))
+    planes = [e.and_(e.shift_left(top, 4 - 2 * k), 0x30) for k in range(4)]
+    sub = e.b.or_(low, e.join(e.join(*planes[:2]), e.join(*planes[2:])))
+    scales = _scales_16(e, _offset(e, sub, 32), True, _splat_half(e, fmt, block, "d"))
+
+    def codes(i: int, n: int) -> ir.Value:
+        third = _shifted(e, _twice(e, high, n), [2 - i - k for k in range(n)])
+        return e.b.or_(_two_bits(e, fmt, block, i, n), e.and_(third, 4))
+
+    return Slices(codes, scales, offset=fmt.offset)
+
+
+def _emit_iq4_xs(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    # Sub-scale i: nibble i of 4 bytes (low nibble first), upper two bits are bits 2i, 2i+1 of a 16-bit field.
+    raw = e.load(vec(I8, 4), block, fmt.layout["scales"][0])
+    low = e.pick(e.and_(raw, 15), [0, 4, 1, 5, 2, 6, 3, 7], e.shift_left(raw, -4))
+    field = e.splat(e.load(I16, block, fmt.layout["scales_high"][0]), 8)
+    top = e.b.lshr(field, e.const(vec(I16, 8), list(range(0, 16, 2))))
+    high = e.b.shl(e.and_(top, 3), e.const(vec(I16, 8), 4))
+    sub = _offset(e, e.b.or_(e.widen(low, I16, False), high), 32)
+    scales = _to_scales(e, sub, True, _splat_half(e, fmt, block, "d"))
+
+    def codes(i: int, n: int) -> ir.Value:
+        starts = [e.at(block, 16 * (i + k)) for k in range(n)]
+        return _q4(e, fmt, starts)
+
+    return Slices(codes, (scales,), offset=_code_offset(fmt))
+
+
+_EMIT_32: Mapping[str, tuple[Callable[..., ir.Value], Callable[..., tuple[ir.Value, Any]]]] = {
+    "Q4_0": (_q4, _d),
+    "Q4_1": (_q4, _d_min),
+    "Q5_0": (_q5, _d),
+    "Q5_1": (_q5, _d_min),
+    "Q8_0": (_q8, _d),
+    "IQ4_NL": (_q4, _d),
+    "MXFP4": (_q4, _e8m0),
+}
+_EMIT_256: Mapping[str, Callable[[Emitter, BlockFormat, ir.Value], Slices]] = {
+    "Q2_K": _emit_q2_k,
+    "Q3_K": _emit_q3_k,
+    "Q4_K": _emit_q4_k,
+    "Q5_K": _emit_q5_k,
+    "Q6_K": _emit_q6_k,
+    "IQ4_XS": _emit_iq4_xs,
+}

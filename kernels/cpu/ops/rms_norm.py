@@ -1,0 +1,26 @@
+"""RMSNorm in compiled code: the twin of kernels/rms_norm.py.
+
+Does not know: what is normalised, or what reads the result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.cpu.runtime.kernel_table import rms_norm_kernel
+from quengine.kernels.cpu.runtime.threads import Launch, fp32_bits, run
+
+
+def rms_norm_launch(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Launch:
+    """x / sqrt(mean(x^2) + eps) * weight by rows: x and out contiguous fp32 [T, K], weight fp32 [K]."""
+    parameters = (x.data_ptr(), weight.data_ptr(), x.shape[1], fp32_bits(eps), out.data_ptr())
+    return Launch(rms_norm_kernel(), parameters, x.shape[0], keep=(x, weight, out))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of each row of x fp32 [T, K] with weight fp32 [K]: fp32 [T, K]."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    run([rms_norm_launch(x, weight, eps, out)])
+    return out

@@ -1,0 +1,1 @@
+"""Threads, compiled code and its store, stages of a step."""

@@ -1,0 +1,169 @@
+"""Where compiled kernels are kept between processes: a file for each, in a folder for this processor.
+
+A file is a digest and what it holds. The digest is keyed with a secret of the user (HMAC), and is of the content, its
+name, the sources that kernels are made from, and the versions of Python, numba and llvmlite. So a file that is damaged,
+cut short, written by another user or left by another version does not match: it counts as none, and is written anew.
+Files are written beside and renamed, so any number of processes may share a folder.
+
+The folder is in `__pycache__` beside this package, or in ~/.cache/quengine (XDG_CACHE_HOME) where that cannot be
+written; NUMBA_CACHE_DIR takes the place of both. Its name follows from the user, the processor and numba's settings.
+It is the user's alone (private_folder.py), and holds the secret; one that belongs to another user is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+from quengine.kernels.private_folder import ForeignFolderError, check_owner, folder_key, user_cache
+
+_log = logging.getLogger(__name__)
+_DIGEST_BYTES = 32
+# Of kernels/, what code generators read besides the modules of this package.
+_OTHER_SOURCES = tuple(
+    f"{name}.py" for name in ("activations", "backend", "block_formats", "kv/cache_types", "rope", "sampling")
+)
+_NO_MATTER = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
+
+
+@dataclass(frozen=True)
+class CodeStore:
+    """Contents by name in folders, of which the first that can be written gets new ones.
+
+    version: what the contents follow from besides their names.
+    """
+
+    folders: Sequence[Path]
+    version: str
+    _keys: dict[Path, bytes] = field(default_factory=dict, repr=False, compare=False)
+
+    def read(self, name: str) -> bytes | None:
+        """What was kept under this name, by this version, or None."""
+        for folder in self.folders:
+            key = self._key(folder)
+            if key is None:
+                continue
+            with contextlib.suppress(OSError):
+                data = (folder / name).read_bytes()
+                content = data[_DIGEST_BYTES:]
+                if hmac.compare_digest(data[:_DIGEST_BYTES], self._digest(key, name, content)):
+                    return content
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Keep content under this name; where no folder can be written, say so once."""
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                key = self._key(folder, make=True)
+                if key is None:
+                    continue
+                _replace(folder / name, self._digest(key, name, content) + content)
+                return
+        _say_once(", ".join(str(folder.parent) for folder in self.folders))
+
+    def _key(self, folder: Path, make: bool = False) -> bytes | None:
+        """This user's secret in a folder, or None where nothing in the folder may be used, or nothing is there."""
+        key = self._keys.get(folder)
+        if key is None:
+            try:
+                key = folder_key(folder, make)
+            except ForeignFolderError as error:
+                _say_foreign(folder, error.strerror)
+            except OSError:
+                return None
+            if key is not None:
+                self._keys[folder] = key
+        return key
+
+    def _digest(self, key: bytes, name: str, content: bytes) -> bytes:
+        return hmac.digest(key, f"{self.version}\0{name}\0".encode() + content, "sha256")
+
+
+def _replace(path: Path, data: bytes) -> None:
+    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        Path(beside).replace(path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
+
+
+@cache
+def _say_once(folders: str) -> None:
+    _log.warning(
+        "compiled kernels cannot be kept, so every start compiles them: no file can be written in %s; "
+        "set NUMBA_CACHE_DIR to a folder",
+        folders,
+    )
+
+
+@cache
+def _say_foreign(folder: Path, problem: str) -> None:
+    _log.warning("compiled kernels in %s are not used: %s", folder, problem)
+
+
+@cache
+def code_store() -> CodeStore:
+    """The store of this process."""
+    return CodeStore(_folders(_machine()), _version())
+
+
+def _folders(name: str) -> list[Path]:
+    """Folders of this name: in the place that the user chose, unless it is another user's there; else in our own."""
+    own = user_cache()
+    caches = [] if own is None else [own / name]
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    if not chosen:
+        return [Path(__file__).parent / "__pycache__" / name, *caches]
+    folder = Path(chosen) / name
+    try:
+        check_owner(folder)
+    except ForeignFolderError:
+        return [folder, *caches]
+    except OSError:  # not there yet
+        pass
+    return [folder]
+
+
+def _machine() -> str:
+    """A folder's name for the user, the processor, and what numba is told about it or about optimization."""
+    from llvmlite import binding
+
+    features = ""
+    with contextlib.suppress(RuntimeError):  # LLVM cannot tell
+        features = binding.get_host_cpu_features().flatten()
+    cpu = binding.get_host_cpu_name()
+    settings = sorted(
+        item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _NO_MATTER
+    )
+    config = Path(".numba_config.yaml")  # numba reads it where it is started
+    facts = (os.geteuid(), cpu, features, settings, config.read_bytes() if config.is_file() else b"")
+    return f"kernels-{cpu}-{sha256(repr(facts).encode()).hexdigest()[:16]}"
+
+
+def _version() -> str:
+    versions = [sys.version, *(metadata.version(name) for name in ("numba", "llvmlite"))]
+    return "\0".join([*versions, source_stamp()])
+
+
+@cache
+def source_stamp() -> str:
+    """Names this version of the modules that kernels are made from."""
+    folder = Path(__file__).parents[1]
+    digest = sha256()
+    for path in (*(folder.parent / name for name in _OTHER_SOURCES), *sorted(folder.rglob("*.py"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,54 @@
+"""Stages: kernels joined so that the threads meet once where they would meet several times.
+
+A task of a stage runs several kernels one after another (a matvec, then the residual of the rows it has made). What
+needs all tasks of the stage, and is too little to share among threads (a norm, the rounding of a row), is run by the
+thread that happens to finish the last task: a later stage finds it done.
+
+Does not know: what the kernels compute.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quengine.kernels.cpu.runtime.kernel_table import chain_kernel
+from quengine.kernels.cpu.runtime.threads import Launch
+
+_LINE = 8  # int64 in a cache line
+
+
+@dataclass
+class Stage:
+    """What threads do between two meetings.
+
+    parts   independent of each other. A part is kernels with equal numbers of tasks: task i of the first, then task i
+            of the second, and so on, on one thread
+    finals  run when all tasks of all parts are done, in order, every task of each, on one thread
+    """
+
+    parts: list[list[Launch]] = field(default_factory=list)
+    finals: list[Launch] = field(default_factory=list)
+    # The counter of finished tasks, and how many there are, on cache lines of their own.
+    _shared: array[int] = field(default_factory=lambda: array("q", bytes(8 * 3 * _LINE)))
+
+    def launches(self) -> list[Launch]:
+        """The stage for `run`, one launch a part; the first waits for what comes before."""
+        self.set_tasks(sum(part[0].tasks for part in self.parts))
+        return [self._launch(part, i == 0) for i, part in enumerate(self.parts)]
+
+    def set_tasks(self, tasks: int) -> None:
+        """From the next run on, all parts together have this many tasks."""
+        self._shared[_LINE] = tasks
+
+    def _launch(self, part: Sequence[Launch], first: bool) -> Launch:
+        assert all(launch.tasks == part[0].tasks for launch in part)
+        if len(part) == 1 and not self.finals:
+            return part[0]._replace(after_previous=first)
+        parameters, keep = [self._shared.buffer_info()[0], len(part), len(self.finals)], []
+        for launch in (*part, *self.finals):
+            context = array("q", launch.parameters)
+            parameters += [launch.kernel, context.buffer_info()[0], launch.tasks]
+            keep += [context, launch.keep]
+        return Launch(chain_kernel(), tuple(parameters), part[0].tasks, first, (self._shared, *keep))

@@ -1,0 +1,120 @@
+"""What the threads of the team do (threads.py): publish a list of kernels, watch for one, work on it, wait.
+
+Does not know: what the kernels compute.
+"""
+
+from __future__ import annotations
+
+from numba import njit, types
+
+from quengine.kernels.cpu.runtime.atomics import (
+    atomic_load,
+    atomic_store,
+    call_kernel,
+    fetch_add,
+    nap,
+    yield_cpu,
+)
+from quengine.kernels.cpu.runtime.compiled import compile_function
+from quengine.kernels.cpu.runtime.threads import (
+    COUNTER_BYTES,
+    COUNTERS,
+    DISMISSED,
+    INSIDE,
+    LAUNCH_BYTES,
+    LENGTH,
+    OPEN,
+    TABLE,
+)
+
+_YIELD_AFTER = (
+    2_000  # turns of a waiting loop, microseconds, before each further turn offers the CPU to others
+)
+# Turns after which a thread that waits for a task sleeps: the owner was taken off its CPU, maybe to run the waiting
+# one. A scheduler need not take an offer to yield as a reason to run the other; on a busy machine a token took 3 times
+# as long.
+_NAP_AFTER, _NAP_MICROSECONDS = _YIELD_AFTER + 50, 50
+# Turns of the watching loop before a thread sleeps: some 2 ms, most of it offered. Between two tokens Python takes 0.4.
+_WATCH = 10_000
+
+
+def lead_function() -> bytes:
+    """lead(state, number, table, length, counters), below."""
+    return compile_function(lead, types.void, 5)
+
+
+def watch_function() -> bytes:
+    """watch(state, seen), below; it returns an int64."""
+    return compile_function(watch, types.int64, 2)
+
+
+def lead(state: int, number: int, table: int, length: int, counters: int) -> None:
+    """Publish a list, work on it, and return when it is finished and nobody looks at it any more."""
+    atomic_store(state + TABLE, table)
+    atomic_store(state + LENGTH, length)
+    atomic_store(state + COUNTERS, counters)
+    atomic_store(state + OPEN, number)
+    _work(table, length, counters)
+    for i in range(length):
+        _await(counters + i * COUNTER_BYTES + 64, atomic_load(table + i * LAUNCH_BYTES + 16))
+    atomic_store(state + OPEN, 0)
+    turns = 0
+    while atomic_load(state + INSIDE) > 0:
+        turns += 1
+        _wait(turns)
+
+
+def watch(state: int, seen: int) -> int:
+    """Join every list published after number `seen`; return the last one's number when none comes for a while."""
+    turns = 0
+    while turns < _WATCH and atomic_load(state + DISMISSED) == 0:
+        turns += 1
+        if turns > _YIELD_AFTER:
+            yield_cpu()
+        number = atomic_load(state + OPEN)
+        if number > seen:
+            # The leader closes the list and then waits for those inside: whoever enters looks again.
+            fetch_add(state + INSIDE, 1)
+            if atomic_load(state + OPEN) == number:
+                _work(atomic_load(state + TABLE), atomic_load(state + LENGTH), atomic_load(state + COUNTERS))
+                turns = 0
+            fetch_add(state + INSIDE, -1)
+            seen = number
+    return seen
+
+
+@njit
+def _work(table: int, length: int, counters: int) -> None:
+    finished = 0
+    for i in range(length):
+        launch, counter = table + i * LAUNCH_BYTES, counters + i * COUNTER_BYTES
+        kernel, context = atomic_load(launch), table + atomic_load(launch + 8)
+        tasks, after_previous = atomic_load(launch + 16), atomic_load(launch + 24)
+        if after_previous:
+            while finished < i:
+                _await(
+                    counters + finished * COUNTER_BYTES + 64,
+                    atomic_load(table + finished * LAUNCH_BYTES + 16),
+                )
+                finished += 1
+        task = fetch_add(counter, 1)
+        while task < tasks:
+            call_kernel(kernel, context, task)
+            fetch_add(counter + 64, 1)
+            task = fetch_add(counter, 1)
+
+
+@njit
+def _await(done: int, tasks: int) -> None:
+    turns = 0
+    while atomic_load(done) < tasks:
+        turns += 1
+        _wait(turns)
+
+
+@njit
+def _wait(turns: int) -> None:
+    if turns > _NAP_AFTER:
+        nap(_NAP_MICROSECONDS)
+    elif turns > _YIELD_AFTER:
+        yield_cpu()

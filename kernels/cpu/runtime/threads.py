@@ -1,0 +1,172 @@
+"""The thread team of the CPU backend: runs lists of kernels, each split into tasks that threads take in turn.
+
+The calling thread works too, and waits only for tasks that another thread has already taken. So a thread that the
+machine slows down or does not start holds nothing up. A task writes its own results only: what is computed does not
+depend on who computes it, nor on how many threads there are.
+
+Between lists the other threads watch for the next one for a fraction of a millisecond, then sleep.
+
+Does not know: what the kernels compute.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from ctypes import CFUNCTYPE, c_int64, memset
+from dataclasses import dataclass, field
+from threading import Lock, Semaphore, Thread
+from typing import Any, NamedTuple
+
+import torch
+
+from quengine.errors import EngineError
+from quengine.kernels.cpu.runtime.kernel_table import lead_function, watch_function
+
+# The team's state, int64, each on its own cache line: which list is open (0: none), its table, its length, its
+# counters; how many threads are at work on it; whether the team is dismissed.
+OPEN, TABLE, LENGTH, COUNTERS, INSIDE, DISMISSED = (64 * i for i in range(6))
+# A launch in the table: kernel, where its parameters lie in the table (bytes), tasks, after_previous. Its counters:
+# tasks taken and tasks done, a cache line each.
+LAUNCH_BYTES, COUNTER_BYTES = 32, 128
+
+
+def fp32_bits(value: float) -> int:
+    """The bits of an fp32, for a kernel's int64 parameter."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+class Launch(NamedTuple):
+    """One kernel over `tasks` tasks.
+
+    parameters      its int64 context
+    after_previous  it reads what earlier launches of the list write, so it starts when those have finished
+    keep            the tensors that the parameters point into
+    """
+
+    kernel: int
+    parameters: tuple[int, ...]
+    tasks: int
+    after_previous: bool = True
+    keep: tuple[Any, ...] = ()
+
+
+@dataclass
+class _Team:
+    """Threads beside the calling one."""
+
+    threads: int
+    state: array[int] = field(default_factory=lambda: array("q", bytes(512)))
+    lists: int = 0
+    lock: Lock = field(default_factory=Lock)
+    bell: Semaphore = field(default_factory=lambda: Semaphore(0))
+    asleep: int = 0
+    asleep_lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self.address = self.state.buffer_info()[0]
+        # Called so, a function frees the interpreter while it runs.
+        self.lead = CFUNCTYPE(None, *[c_int64] * 5)(lead_function())
+        self.watch = CFUNCTYPE(c_int64, c_int64, c_int64)(watch_function())
+        for i in range(self.threads - 1):
+            Thread(target=self._follow, name=f"quengine-{i + 1}", daemon=True).start()
+
+    def _follow(self) -> None:
+        seen = 0
+        while not self.state[DISMISSED // 8]:
+            known = self.lists
+            seen = self.watch(self.address, seen)
+            if self.goes_to_sleep(max(seen, known)):
+                self.bell.acquire()
+
+    def goes_to_sleep(self, known: int) -> bool:
+        """Whether a thread may wait for the bell: not when a list was announced while it stopped watching."""
+        with self.asleep_lock:
+            if self.lists > known:
+                return False
+            self.asleep += 1
+            return True
+
+    def announce(self) -> int:
+        """Ring for who sleeps, and keep awake who is about to: a list is going to be open, whose number is returned."""
+        with self.asleep_lock:
+            self.lists += 1
+            if self.asleep:
+                self.bell.release(self.asleep)
+                self.asleep = 0
+            return self.lists
+
+    def dismiss(self) -> None:
+        self.state[DISMISSED // 8] = 1
+        self.announce()
+
+
+_team: _Team | None = None
+_team_lock = Lock()
+
+
+def max_threads() -> int:
+    """The most threads that `set_threads` accepts: the CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux; elsewhere all CPUs
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def set_threads(threads: int) -> None:
+    """Use this many threads in the CPU kernels and in torch. Raises EngineError outside 1 .. max_threads()."""
+    global _team
+    if not 1 <= threads <= max_threads():
+        raise EngineError(f"{threads} threads asked for; this machine allows 1 to {max_threads()}")
+    torch.set_num_threads(threads)
+    with _team_lock:
+        if _team is None or _team.threads != threads:
+            previous, _team = _team, _Team(threads)
+            if previous is not None:
+                previous.dismiss()
+
+
+def get_threads() -> int:
+    """Threads in use: all that the process may use, until `set_threads` is called."""
+    return _the_team().threads
+
+
+def _the_team() -> _Team:
+    if _team is None:
+        set_threads(max_threads())
+    assert _team is not None
+    return _team
+
+
+def run(launches: Sequence[Launch]) -> None:
+    """Run kernels in order and return when all have finished. The interpreter is free meanwhile."""
+    Program(launches).run()
+
+
+class Program:
+    """A list of kernels in the form that the team reads: made once, run any number of times."""
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        table, parameters = array("q"), array("q")
+        for launch in launches:
+            offset = LAUNCH_BYTES * len(launches) + 8 * len(parameters)
+            table.extend((launch.kernel, offset, launch.tasks, launch.after_previous))
+            parameters.extend(launch.parameters)
+        table.extend(parameters)
+        self._launches = tuple(launches)  # holds the tensors
+        self._table = table
+        self._counters = array("q", bytes(COUNTER_BYTES * len(launches)))
+        self._lock = Lock()
+
+    def set_tasks(self, launch: int, tasks: int) -> None:
+        """From the next run on, launch number `launch` has this many tasks."""
+        self._table[launch * LAUNCH_BYTES // 8 + 2] = tasks
+
+    def run(self) -> None:
+        """Run the kernels in order and return when all have finished. The interpreter is free meanwhile."""
+        team = _the_team()
+        table, counters = self._table.buffer_info()[0], self._counters.buffer_info()[0]
+        with self._lock, team.lock:
+            memset(counters, 0, COUNTER_BYTES * len(self._launches))
+            team.lead(team.address, team.announce(), table, len(self._launches), counters)

@@ -1,0 +1,1 @@
+"""Compiles every CUDA kernel ahead of time, without a GPU."""

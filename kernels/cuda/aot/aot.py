@@ -1,0 +1,178 @@
+"""Ahead-of-time compilation of every kernel variant, without a GPU: registers, spills and shared memory per GPU.
+
+    python -m quengine.kernels.cuda.aot [--arch 80 89 90] [--only TEXT] [--jobs N] [--list]
+
+Exit status 1 if a variant does not compile, if one that decode runs spills registers, if one needs more shared memory
+than the GPU gives a block, or if one that is launched before its predecessor has ended touches too much, or no weights,
+before it waits. Results are kept in Triton's cache, by source: a second run is quick.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+
+from quengine.kernels.cuda.aot.aot_cases import (
+    ALL_TYPES_WIDTH,
+    ARCHS,
+    COMMON_TYPES,
+    Case,
+    backend_for,
+    cases,
+)
+from quengine.kernels.cuda.aot.aot_compile import SAME_PTX, SHARED_LIMIT, Launch, compile_launch, record
+from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
+
+UNWRITTEN = frozenset(
+    f"{plane}{part}" for plane in ("low", "high", "scales", "supers") for part in ("", "_a", "_b", "_ptr")
+) | {
+    *("norm_ptr", "weight_ptr", "w_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr", "query_scale_ptr"),
+    *("position_ptr", "table_ptr", "k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr"),
+}
+"""Pointers that no kernel shortly before writes through: weights and tables, and what an earlier step has left (its
+position, its rows of the cache). A kernel may read these before it waits."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel to compile: launch number `launch` of case number `case`, for GPUs that take the same PTX.
+
+    `decode`: some case that decode runs has the same launch.
+    """
+
+    case: int
+    launch: int
+    archs: tuple[int, ...]
+    decode: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of a variant; stack: bytes of spilled registers a thread."""
+
+    case: str
+    kernel: str
+    arch: int
+    decode: bool
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    failure: str = ""
+    seconds: float = 0.0
+
+
+@cache
+def launches(case: int, arch: int) -> list[Launch]:
+    """What a case launches on such a GPU."""
+    with backend_for(arch) as backend:
+        return record(partial(cases()[case].call, backend))
+
+
+def variants(archs: Sequence[int], only: str = "") -> list[Variant]:
+    """Every different launch of the cases whose name holds `only`, once for all GPUs that take the same PTX."""
+    chosen: dict[str, Variant] = {}
+    for number, case in enumerate(cases()):
+        for arch in archs:
+            if only not in case.name or arch not in case.archs:
+                continue
+            for index, launch in enumerate(launches(number, arch)):
+                key = f"{SAME_PTX.get(arch, arch)} {launch.key}"
+                first = chosen.get(key, Variant(number, index, (), False))
+                met = tuple(sorted({*first.archs, arch}))
+                chosen[key] = Variant(first.case, first.launch, met, first.decode or case.decode)
+    return list(chosen.values())
+
+
+def compile_variant(variant: Variant) -> list[Report]:
+    """Compile one variant for each of its GPUs; a failure is a line of the report."""
+    return [_compile_for(variant, arch) for arch in variant.archs]
+
+
+def _compile_for(variant: Variant, arch: int) -> Report:
+    began = time.perf_counter()
+    # Numbered as at the first of its GPUs, whose launch is the same.
+    launch = launches(variant.case, variant.archs[0])[variant.launch]
+    report = partial(Report, cases()[variant.case].name, launch.name, arch, variant.decode)
+    try:
+        made = compile_launch(launch, arch)
+    except Exception as error:  # the compiler's errors have no common class
+        last = (str(error).strip().splitlines() or [""])[-1]
+        return report(failure=f"{type(error).__name__}: {last}")
+    failures = ["spills"] if made.stack and variant.decode else []
+    limit = SHARED_LIMIT[arch]
+    failures += [f"needs {made.shared} bytes of shared memory, not {limit}"] if made.shared > limit else []
+    failures += overlap_faults(launch, before_wait(made.ptx)) if launch.options.get("launch_pdl") else []
+    seconds = time.perf_counter() - began
+    return report(made.registers, made.stack, made.shared, "; ".join(failures), seconds)
+
+
+def overlap_faults(launch: Launch, early: Early) -> list[str]:
+    """What is wrong with a kernel that may start before the one in front of it has ended."""
+    if not early.waits:
+        return ["does not wait for the kernel in front"]
+    pointers = launch.pointers
+    read, written = (
+        {pointers[at] for at in touched if at in pointers} for touched in (early.reads, early.writes)
+    )
+    found = [f"writes {name} before it waits" for name in sorted(written)]
+    found += [f"reads {name} before it waits" for name in sorted(read - UNWRITTEN)]
+    codes = {"low", "low_a"} & set(pointers.values())
+    return found + (["reads no weights before it waits"] if codes and not codes & read else [])
+
+
+def main() -> int:
+    args = _arguments()
+    began = time.perf_counter()
+    work = variants(args.arch, args.only)
+    count = sum(len(variant.archs) for variant in work)
+    print(_scope(cases(), args.arch, args.only, count))
+    if args.list:
+        return 0
+    print(f"{'case':52} {'kernel':24} {'sm':>3} {'regs':>5} {'spilled':>8} {'shared':>7} {'s':>5}")
+    failed = []
+    with ProcessPoolExecutor(args.jobs or len(os.sched_getaffinity(0))) as pool:
+        for report in chain.from_iterable(pool.map(compile_variant, work)):
+            print(_line(report), flush=True)
+            failed += [report] if report.failure else []
+    print(f"{count} kernels compiled in {time.perf_counter() - began:.0f} s, {len(failed)} failures")
+    for report in failed:
+        print(f"FAIL {_line(report)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m quengine.kernels.cuda.aot", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS)
+    parser.add_argument("--only", default="", help="only the cases whose name holds this text")
+    parser.add_argument("--jobs", type=int, default=None, help="processes (default: the cores)")
+    parser.add_argument("--list", action="store_true", help="say what would be compiled, and stop")
+    return parser.parse_args()
+
+
+def _scope(found: list[Case], archs: Sequence[int], only: str, count: int) -> str:
+    chosen = [case for case in found if only in case.name]
+    few = sum(case.archs != ARCHS for case in chosen)
+    return (
+        f"{count} different kernels of {len(chosen)} cases for {', '.join(f'sm_{arch}' for arch in archs)}.\n"
+        f"{few} cases are compiled for some GPUs only: sm_90 has all; sm_89 has {', '.join(COMMON_TYPES)} and leaves\n"
+        f"the other types to sm_80, which has one batched matmul of each. Others, and less common attentions\n"
+        f"and widths, are left to sm_90.\n"
+        f"Every type is compiled at {ALL_TYPES_WIDTH} columns, Q4_K and Q6_K also at a 7B model's shapes."
+    )
+
+
+def _line(report: Report) -> str:
+    numbers = f"{report.registers:5} {report.stack:8} {report.shared:7} {report.seconds:5.1f}"
+    return f"{report.case:52} {report.kernel:24} {report.arch:3} {numbers} {report.failure}".rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,410 @@
+"""What is compiled ahead of time: the launches of the CUDA backend's operations, on weights without contents.
+
+The backend itself is called, so that what is compiled is what a model launches. Knows shapes of models and which of
+them stand for the rest; compiles nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda import backend as cuda_backend
+from quengine.kernels.cuda.attention import attention_prefill, attention_warps
+from quengine.kernels.cuda.gemm import matmul_wgmma
+from quengine.kernels.cuda.gemm.half import Products
+from quengine.kernels.cuda.sampling.batch_rows import settle_rows
+from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
+from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.cuda.weights.layout import packed_layout
+from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight, can_pair
+from quengine.kernels.forward_batch import ForwardBatch, Phase
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
+from quengine.kernels.kv.kv_rows import allocate_layer
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rope import RopeLayout
+
+META = torch.device("meta")
+ARCHS = (80, 89, 90)
+CONTEXT = 4096
+PREFILL_ROWS, ODD_ROWS, LONG_CHUNK = 512, 130, 2048
+"""Rows of prompts. Triton compiles numbers of rows that are no multiple of 16 apart."""
+
+FEW_ROWS = (2, 16, 32, 64, 128)
+"""One number of rows for each width of the matrix instruction."""
+
+BATCH = 8
+"""Sequences of a batched decode step: more than the q-dot takes, whose attention gives rounded rows."""
+EPS = 1e-5
+
+TABLE_GPU = {90: "NVIDIA H200"}
+"""Whose measured launch geometry is compiled for an architecture; the others take the defaults."""
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls of the backend: name for the report, whether decode runs them, the GPUs they are compiled for."""
+
+    name: str
+    decode: bool
+    archs: tuple[int, ...]
+    call: Callable[[cuda_backend.CudaBackend], object]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One layer's attention: query heads / key heads x head size, rotation, window, per-head norms, queries scaled by
+    their position."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layout: RopeLayout = "pairs"
+    window: int | None = None
+    norm: bool = False
+    scaled: bool = False
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def spec(self) -> AttentionSpec:
+        table = _empty(CONTEXT, self.head_dim // 2)
+        weight = _empty(self.head_dim) if self.norm else None
+        return AttentionSpec(
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=0.1, window=self.window,
+            rope_layout=self.layout, cos=table, sin=table, q_norm=weight, k_norm=weight, eps=EPS,
+            query_scale=_empty(CONTEXT) if self.scaled else None,
+            mask_band=_empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool),
+        )  # fmt: skip
+
+    def layer(self, cache_type: CacheType) -> KVLayer:
+        return allocate_layer(CONTEXT, self.kv_heads, self.head_dim, META, cache_type)
+
+
+MISTRAL = Heads(32, 8, 128)
+SMALL = Heads(16, 16, 64)
+HEADS = {
+    "smollm2 9/3x64": Heads(9, 3, 64),
+    "mistral-7b 32/8x128": MISTRAL,
+    "gemma 8/4x256": Heads(8, 4, 256, "halves"),
+    "phi-2 32/32x80": Heads(32, 32, 80, "halves"),
+    "phi-3 32/32x96, window": Heads(32, 32, 96, "halves", 2048),
+    "qwen3 16/8x128, norms": Heads(16, 8, 128, "halves", None, True),
+    "64/4x128": Heads(64, 4, 128, "halves"),
+    "ministral 32/8x128, scaled": Heads(32, 8, 128, scaled=True),
+    "mistral-7b v0.1 32/8x128, window": Heads(32, 8, 128, window=4096),
+}
+_EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
+"""The attentions that are compiled for every GPU; the others for the newest only."""
+
+COMMON_TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
+"""The types compiled for every GPU. The others leave out sm_89, whose instructions and registers are sm_80's."""
+
+ALL_TYPES_WIDTH = 1024
+"""Width and depth of the matrices that stand for all types: as many chunks as there is reading ahead for."""
+
+
+class MetaBackend(cuda_backend.CudaBackend):
+    """The CUDA backend on weights that have a shape and no contents."""
+
+    def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
+        merged: list[tuple[str, int]] = []
+        for part in parts:
+            if merged and merged[-1][0] == part.format.name:
+                merged[-1] = (part.format.name, merged[-1][1] + part.rows)
+            else:
+                merged.append((part.format.name, part.rows))
+        return self._noted(PackedWeight(tuple(_part(name, rows, parts[0].cols) for name, rows in merged)))
+
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
+        if not can_pair([gate, up]):
+            return self.weight([gate, up])
+        return self._noted(PackedWeight((_part(gate.format.name, 2 * gate.rows, gate.cols),), paired=True))
+
+    def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
+        return _empty(sum(part.shape[-1] for part in parts))
+
+
+@contextmanager
+def backend_for(arch: int) -> Iterator[MetaBackend]:
+    """The backend as it is on such a GPU."""
+    replaced: list[tuple[object, str, object]] = [
+        (cuda_backend, "has_dependent_launch", lambda _: arch >= 90),
+        (attention_prefill, "is_hopper", lambda _: arch >= 90),
+        (attention_warps, "uses_assembly", lambda: True),
+        (matmul_wgmma, "is_hopper", lambda _: arch == 90),
+        (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
+    ]
+    originals = [getattr(module, name) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield MetaBackend(META)
+    finally:
+        for (module, name, _), value in zip(replaced, originals, strict=True):
+            setattr(module, name, value)
+
+
+def cases() -> list[Case]:
+    """All cases, those that take longest first."""
+    return [
+        *_model_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(), *_sampling_cases()
+    ]  # fmt: skip
+
+
+def _model_cases() -> Iterator[Case]:
+    """A Q4_K_M model of 7B: both kinds of its layers, and all numbers of rows; one with biases; one whose width the
+    matrix units of Hopper do not take."""
+    for name in ("Q4_K", "Q6_K"):
+        layer = partial(_layer, "Q4_K", name, name, 4096, 14336, MISTRAL)
+        for rows in (1, *FEW_ROWS):
+            archs = ARCHS if rows == 1 else (90,)
+            step = partial(layer, _decode(rows))
+            yield Case(f"mistral-7b, v and down {name}, {_rows(rows)}", rows == 1, archs, step)
+        for rows in (*FEW_ROWS, ODD_ROWS, PREFILL_ROWS, LONG_CHUNK):
+            call = partial(layer, _prefill(rows))
+            yield Case(f"mistral-7b, v and down {name}, prompt of {rows}", False, (90,), call)
+    for rows in (1, *FEW_ROWS, ODD_ROWS, PREFILL_ROWS):
+        archs = ARCHS if rows in (1, PREFILL_ROWS) else (90,)
+        call = partial(_ends, "Q4_K", "Q6_K", 32768, 4096, _step(rows))
+        yield Case(f"mistral-7b, embedding Q4_K and output Q6_K, {_rows(rows)}", rows == 1, archs, call)
+    for rows in (1, 16, PREFILL_ROWS):
+        call = partial(
+            _layer, "Q4_K", "Q6_K", "Q6_K", 1536, 8960, Heads(12, 2, 128, "halves"), _step(rows), bias=True
+        )
+        yield Case(f"qwen2-1.5b, v and down Q6_K, {_rows(rows)}", rows == 1, (90,), call)
+        small = partial(_layer, "Q4_1", "Q4_1", "Q4_1", 576, 1536, HEADS["smollm2 9/3x64"])
+        yield Case(f"smollm2-135m, {_rows(rows)}", rows == 1, (90,), partial(small, _step(rows)))
+        if rows == 16:
+            yield Case(f"smollm2-135m, prompt of {rows}", False, (90,), partial(small, _prefill(rows)))
+        ends = partial(_ends, "Q8_0", "Q8_0", 49152, 576, _step(rows))
+        yield Case(f"smollm2-135m, embedding and output, {_rows(rows)}", rows == 1, (90,), ends)
+
+
+def _type_cases() -> Iterator[Case]:
+    size = ALL_TYPES_WIDTH
+    for name in FORMATS:
+        layer = partial(_layer, name, name, name, size, size, SMALL)
+        ends = partial(_ends, name, name, 2 * size, size)
+        decode = ARCHS if name in COMMON_TYPES else (80, 90)
+        matmul = partial(_matmul, name, size)
+        yield Case(f"{name}, layer, decode", True, decode, partial(layer, _decode(1)))
+        yield Case(f"{name}, ends, decode", True, decode, partial(ends, _decode(1)))
+        yield Case(f"{name}, matmul, 16 rows", False, decode, partial(matmul, _decode(16)))
+        yield Case(f"{name}, prompt matmul, 16 rows", False, (80,), partial(matmul, _prefill(16)))
+        yield Case(f"{name}, layer, 16 rows", False, (90,), partial(layer, _decode(16)))
+        yield Case(f"{name}, prompt of 16", False, (90,), partial(layer, _prefill(16)))
+        prefill = ARCHS if name in COMMON_TYPES else (90,)
+        prompt = partial(layer, _prefill(PREFILL_ROWS))
+        yield Case(f"{name}, layer, {PREFILL_ROWS} rows", False, prefill, prompt)
+    for name in ("Q4_K", "Q6_K"):
+        for rows in FEW_ROWS:
+            layer = partial(_layer, name, name, name, size, size, SMALL, _decode(rows))
+            yield Case(f"{name}, batched step of {rows}", False, (80,), layer)
+
+
+def _attention_cases() -> Iterator[Case]:
+    for name, heads in HEADS.items():
+        archs = ARCHS if name in _EVERYWHERE else (90,)
+        for cache_type in CACHE_TYPES:
+            if not can_store(cache_type, heads.head_dim):
+                continue
+            case = f"attention {name} {cache_type}"
+            for rows in (1, 32, LONG_CHUNK):  # the token of a prompt of one waits for its position
+                call = partial(_attention, heads, cache_type, _prefill(rows))
+                yield Case(f"{case}, prompt of {rows}", rows == 1, archs, call)
+            for kind, batch in (
+                ("products", _prefill(LONG_CHUNK)),
+                ("products of two prompts", _two_prompts(LONG_CHUNK)),
+            ):
+                call = partial(_product_attention, heads, cache_type, batch)
+                yield Case(f"{case}, {kind}, {LONG_CHUNK} rows", False, archs, call)
+            for rows in (1, BATCH, FEW_ROWS[-1]):
+                call = partial(_attention, heads, cache_type, _decode(rows))
+                yield Case(f"{case}, decode of {rows}", True, archs, call)
+            if name in _EVERYWHERE:
+                # Rows of one sequence, as drafts have them: written by a launch of its own, read by one that waits.
+                call = partial(_attention, heads, cache_type, _decode(BATCH, shares_sequences=True))
+                yield Case(f"{case}, rows of one sequence", True, (90,), call)
+
+
+def _fixed_cases() -> Iterator[Case]:
+    """What only a deterministic run launches: few kernels, for all numbers of rows."""
+    for name, types in (("Q4_K", ("Q4_K", "Q6_K", "Q6_K")), ("F32", ("F32", "F16", "BF16"))):
+        for rows in (1, ODD_ROWS):
+            layer = partial(_layer, *types, 1024, 1024, SMALL, _step(rows))
+            yield Case(f"deterministic {name}, {_rows(rows)}", False, ARCHS, partial(_fixed, layer))
+    for name in _EVERYWHERE:
+        for cache_type in CACHE_TYPES:
+            for kind, batch in (("chunk", _prefill(ODD_ROWS)), ("two prompts", _two_prompts(ODD_ROWS))):
+                call = partial(_attention, HEADS[name], cache_type, batch)
+                case = f"deterministic attention {name} {cache_type}, {kind}"
+                yield Case(case, False, ARCHS, partial(_fixed, call))
+
+
+def _fixed(call: Callable[[MetaBackend], object], backend: MetaBackend) -> None:
+    backend.fixed_kernels = True
+    call(backend)
+
+
+def _width_cases() -> Iterator[Case]:
+    """Norms of other widths, each in front of a small plain matrix, and alone, as embeddings take them."""
+    for width in (576, 3072, 4096, 5120, 8192):
+        for rows in (1, PREFILL_ROWS):
+            yield Case(f"norm {width}, {_rows(rows)}", rows == 1, (90,), partial(_norm, width, rows))
+
+
+def _sampling_cases() -> Iterator[Case]:
+    for vocab, top_k, extras, archs in (
+        (32768, 1, False, ARCHS),
+        (32768, 64, True, ARCHS),
+        (152064, 64, False, (90,)),
+        (152064, 128, True, (90,)),
+        (32768, 64, False, (90,)),
+        (49152, 1, False, (90,)),
+        (49152, 64, False, (90,)),
+        (128256, 1, False, (90,)),
+        (128256, 64, False, (90,)),
+        (152064, 1, False, (90,)),
+        (32768, 0, False, ARCHS),
+        (152064, 0, True, ARCHS),
+    ):
+        kept = f"top-k {top_k}" if top_k else "any"
+        name = f"sample {kept} of {vocab}" + (", bias and penalties" if extras else "")
+        yield Case(name, top_k <= 64, archs, partial(_sample, top_k, vocab, extras))
+    yield Case("end of a batched step", True, ARCHS, _settle)
+
+
+def _layer(
+    name: str,
+    value: str,
+    down: str,
+    hidden: int,
+    ffn: int,
+    heads: Heads,
+    batch: ForwardBatch,
+    backend: MetaBackend,
+    bias: bool = False,
+) -> None:
+    """One layer's operations, in the decoder's order. `value`, `down`: the types of these two matrices."""
+    norm, x = _empty(hidden), _empty(len(batch), hidden)
+    sizes = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    qkv = backend.weight(
+        [_tensor(name, sizes[0], hidden), _tensor(name, sizes[1], hidden), _tensor(value, sizes[1], hidden)]
+    )
+    added = _empty(heads.width) if bias else None
+    output = backend.weight([_tensor(name, hidden, sizes[0])])
+    gate_up = backend.gate_up_weight(_tensor(name, ffn, hidden), _tensor(name, ffn, hidden))
+    down_weight = backend.weight([_tensor(down, hidden, ffn)])
+    products = backend.norm_linear(batch, x, norm, EPS, qkv, added)
+    mixed = backend.attention(batch, products, heads.spec(), heads.layer("f16"))
+    x = backend.linear_add(batch, mixed, output, x, norm, EPS)
+    x = backend.linear_add(
+        batch, backend.norm_swiglu(batch, x, norm, EPS, gate_up), down_weight, x, norm, EPS
+    )
+    backend.norm_linear(batch, x, norm, EPS, qkv, added)  # as the next layer does, whose norm has been begun
+
+
+def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """Embedding and logits, of one row and of all."""
+    x = backend.embed(batch, backend.weight([_tensor(name, vocab, hidden)]))
+    weight = backend.weight([_tensor(output, vocab, hidden)])
+    for rows in (x[:1], x):
+        backend.logits(batch, rows, _empty(hidden), EPS, weight)
+
+
+def _attention(heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend) -> None:
+    qkv = _empty(len(batch), heads.width)
+    backend.attention(batch, qkv, heads.spec(), heads.layer(cache_type))
+
+
+def _product_attention(
+    heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend
+) -> None:
+    """Of a chunk whose QKV come as the matmul left them, as they do behind packed weights without biases."""
+    products = Products(_empty(len(batch), heads.width), _empty(len(batch)), 1.0)
+    backend.weight([_tensor("Q8_0", 16, 128)])  # room for a workspace
+    backend.attention(batch, products, heads.spec(), heads.layer(cache_type))
+
+
+def _matmul(name: str, size: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    weight = backend.weight([_tensor(name, size, size)])
+    backend.linear_add(batch, _empty(len(batch), size), weight, _empty(len(batch), size))
+
+
+def _norm(width: int, rows: int, backend: MetaBackend) -> None:
+    weight = backend.weight([_tensor("F16", 64, width)])
+    backend.rms_norm(_empty(rows, width), _empty(width), EPS)
+    backend.norm_linear(_step(rows), _empty(rows, width), _empty(width), EPS, weight)
+
+
+def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
+    buffers = SamplingBuffers.allocate(1, vocab, top_k, META, extras, extras)
+    sample_step(_empty(1, vocab), DecodeState.allocate(1, CONTEXT, META), buffers, backend.pdl)
+
+
+def _settle(_: cuda_backend.CudaBackend) -> None:
+    tokens, others = _empty(BATCH, dtype=torch.int64), _empty(BATCH, dtype=torch.int32)
+    settle_rows(tokens, others, others, tokens)
+
+
+def _step(rows: int) -> ForwardBatch:
+    """A decode step of as many rows as it takes, else a prompt."""
+    return _prefill(rows) if rows > FEW_ROWS[-1] else _decode(rows)
+
+
+def _decode(rows: int, shares_sequences: bool = False) -> ForwardBatch:
+    return _batch("decode", rows, _block_tables(rows), shares_sequences=shares_sequences)
+
+
+def _prefill(rows: int) -> ForwardBatch:
+    return _batch("prefill", rows, _block_tables(1), (0,), (rows,))
+
+
+def _two_prompts(rows: int) -> ForwardBatch:
+    return _batch("prefill", rows, _block_tables(2), (0, 0), (rows - 1, 1))
+
+
+def _batch(
+    phase: Phase,
+    rows: int,
+    tables: Tensor,
+    starts: tuple[int, ...] = (),
+    query_lens: tuple[int, ...] = (),
+    shares_sequences: bool = False,
+) -> ForwardBatch:
+    ids, positions = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.int32)
+    return ForwardBatch(phase, ids, positions, tables, starts, query_lens, shares_sequences=shares_sequences)
+
+
+def _block_tables(rows: int) -> Tensor:
+    return _empty(rows, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
+
+
+def _rows(count: int) -> str:
+    return "decode" if count == 1 else f"{count} rows"
+
+
+def _tensor(name: str, rows: int, cols: int) -> QuantTensor:
+    fmt = FORMATS[name]
+    return QuantTensor(name, fmt, (rows, cols), _empty(rows, fmt.row_bytes(cols), dtype=torch.uint8))
+
+
+def _part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
+    fmt = FORMATS[name]
+    if not fmt.is_quantized:
+        return FloatPart(_empty(rows, cols, dtype=_FLOATS[name]))
+    plane = _empty(16, dtype=torch.uint8)
+    return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)

@@ -1,0 +1,190 @@
+"""The key-value cache of one layer on the device, and how a kernel writes and reads its rows.
+
+fp16, or q8_0 as `quengine.kernels.kv.kv_q8_0` defines it. A head's positions lie together, so that a block that reads a
+slice of one head reads one contiguous run, or runs of BLOCK_SIZE positions where a block table says where each lies.
+Knows positions, heads and bytes; not attention.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, check_head_dim
+from quengine.kernels.kv.kv_q8_0 import GROUP
+
+Q8_GROUP = tl.constexpr(GROUP)
+BLOCK = tl.constexpr(BLOCK_SIZE)
+BLOCK_BITS = tl.constexpr(BLOCK_SIZE.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class KVStore:
+    """Keys and values of all sequences of a batch, one layer.
+
+    k, v: [sequences, kv_heads, context, head_dim], fp16, or int8 codes with k_scale, v_scale
+    [sequences, kv_heads, context, head_dim / 32] fp16. All contiguous. With block tables it is one pool,
+    [1, kv_heads, rows, head_dim], of which a sequence has blocks of BLOCK_SIZE rows (quengine.kernels.backend.Chunk).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.k.dtype == torch.int8:
+            check_head_dim(self.k.shape[-1])
+            assert self.k_scale is not None and self.v_scale is not None
+        else:
+            assert self.k.dtype == torch.float16
+        assert self.k.shape == self.v.shape and self.k.is_contiguous() and self.v.is_contiguous()
+
+    @classmethod
+    def of_layer(cls, layer: KVLayer) -> "KVStore":
+        """A backend's layer, without a copy, as a batch of one sequence, or as one pool."""
+        k, v, *scales = (tensor.transpose(0, 1)[None] for tensor in layer.tensors)
+        return cls(k, v, *scales)
+
+    @property
+    def q8_0(self) -> bool:
+        return self.k_scale is not None
+
+    @classmethod
+    def allocate(
+        cls,
+        sequences: int,
+        context: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        q8_0: bool = False,
+    ) -> "KVStore":
+        """Reserve memory; rows are written before they are read, so nothing is cleared."""
+        shape = (sequences, kv_heads, context, head_dim)
+        if not q8_0:
+            k, v = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
+            return cls(k, v)
+        check_head_dim(head_dim)
+        k, v = (torch.empty(shape, dtype=torch.int8, device=device) for _ in range(2))
+        groups = (*shape[:-1], head_dim // GROUP)
+        k_scale, v_scale = (torch.empty(groups, dtype=torch.float16, device=device) for _ in range(2))
+        return cls(k, v, k_scale, v_scale)
+
+
+@triton.jit
+def round_half_even(x):
+    """Nearest integer of fp32 below 2^22, halves to even: adding 1.5 * 2^23 leaves no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def table_rows(table_ptr, blocks, key, ASM: tl.constexpr):
+    """Rows of a pool where positions `key` [N] of a sequence lie.
+
+    `table_ptr` points to the `blocks` entries of its table; positions behind them get some row. ASM: as in mma.py.
+    """
+    place = table_ptr + tl.minimum(key >> BLOCK_BITS, blocks - 1)
+    if ASM:
+        # Seeing a load, the compiler would give it a turn of a loop of its own, and read tiles one turn less ahead.
+        entry = tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        entry = tl.load(place)
+    return (entry << BLOCK_BITS) + (key & (BLOCK - 1))
+
+
+@triton.jit
+def store_rows(
+    values, row, live, cache_ptr, scale_ptr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr
+):
+    """Write fp32 `values` [R, PADDED] to cache rows `row` [R]: a row is one head at one position.
+
+    Rows where `live` [R] is false are not written. Returns fp32 [R, PADDED]: the values as the cache gives
+    them back.
+    """
+    d = tl.arange(0, PADDED)[None, :]
+    mask = live[:, None] & (d < HEAD_DIM)
+    address = cache_ptr + row[:, None] * HEAD_DIM + d
+    if Q8:
+        R: tl.constexpr = values.shape[0]
+        GROUPS: tl.constexpr = PADDED // Q8_GROUP
+        groups = tl.reshape(values, [R, GROUPS, Q8_GROUP])
+        scale = tl.math.div_rn(tl.max(tl.abs(groups), 2), 127.0)
+        divisor = tl.where(scale > 0, scale, 1.0)
+        codes = round_half_even(tl.math.div_rn(groups, divisor[:, :, None]))
+        tl.store(address, tl.reshape(codes, [R, PADDED]).to(tl.int8), mask=mask)
+        g = tl.arange(0, GROUPS)[None, :]
+        stored = scale.to(tl.float16)
+        inside = live[:, None] & (g < HEAD_DIM // Q8_GROUP)
+        tl.store(scale_ptr + row[:, None] * (HEAD_DIM // Q8_GROUP) + g, stored, mask=inside)
+        read_back = tl.reshape(codes * stored.to(tl.float32)[:, :, None], [R, PADDED])
+    else:
+        stored = values.to(tl.float16)
+        tl.store(address, stored, mask=mask)
+        read_back = stored.to(tl.float32)
+    return read_back
+
+
+@triton.jit
+def load_tile(
+    cache_ptr, scale_ptr, row, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr
+):
+    """Cache rows `row` [N] as stored: [N, PADDED] fp16, or int8 codes and their scales fp16 [N, PADDED / 32].
+
+    0 outside. An fp16 tile comes with itself in the place of the scales.
+    """
+    d = tl.arange(0, PADDED)[None, :]
+    mask = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (d < HEAD_DIM)
+    tile = tl.load(cache_ptr + row[:, None] * HEAD_DIM + d, mask=mask, other=0)
+    scale = tile
+    if Q8:
+        GROUPS: tl.constexpr = PADDED // Q8_GROUP
+        g = tl.arange(0, GROUPS)[None, :]
+        inside = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (g < HEAD_DIM // Q8_GROUP)
+        scale = tl.load(scale_ptr + row[:, None] * (HEAD_DIM // Q8_GROUP) + g, mask=inside, other=0.0)
+    return tile, scale
+
+
+@triton.jit
+def expand_codes(codes, scale, ASM: tl.constexpr):
+    """codes int8 [N, PADDED] times scale fp16 [N, PADDED / 32] as two fp16 terms: the rounded product, the remainder.
+
+    Their sum is exact down to fp16's smallest step, 2^-24. int8 to fp16 without a conversion: 0x6400 is 1024, whose
+    last eight bits count ones, so the byte `code + 128` in its place is 1152 + code.
+    """
+    N: tl.constexpr = codes.shape[0]
+    PADDED: tl.constexpr = codes.shape[1]
+    GROUPS: tl.constexpr = PADDED // Q8_GROUP
+    wide = tl.reshape(tl.broadcast_to(scale[:, :, None], [N, GROUPS, Q8_GROUP]), [N, PADDED])
+    if ASM:
+        value, remainder = tl.inline_asm_elementwise(
+            """{ .reg .b32 t, a, b, m, n;
+            xor.b32 t, $4, 0x80808080;
+            prmt.b32 a, t, 0x64646464, 0x4140;
+            prmt.b32 b, t, 0x64646464, 0x4342;
+            mov.b32 m, 0x64806480;
+            sub.rn.f16x2 a, a, m;
+            sub.rn.f16x2 b, b, m;
+            mul.rn.f16x2 m, a, $5;
+            mul.rn.f16x2 n, b, $6;
+            mov.b32 $0, m;
+            mov.b32 $1, n;
+            neg.f16x2 m, m;
+            neg.f16x2 n, n;
+            fma.rn.f16x2 $2, a, $5, m;
+            fma.rn.f16x2 $3, b, $6, n; }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [codes, wide],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        exact = codes.to(tl.float32) * wide.to(tl.float32)
+        value = exact.to(tl.float16)
+        remainder = (exact - value.to(tl.float32)).to(tl.float16)
+    return value, remainder

@@ -1,0 +1,310 @@
+"""The CUDA backend: packed weights through Triton, int16 activations in decode, fp16 matrix units in prefill.
+
+A decode layer is five launches: QKV, attention (rotation, cache write, slices and their combination, rounding), output
+with the residual, gate and up with SwiGLU and rounding, down with the residual. Output and down also begin the norm
+behind them, and the matmul that reads it ends it. The residual stream is fp32. Implements kernels.backend.Backend.
+
+Which kernels compute a row, and so its last bits, depend on how many rows there are, unless `fixed_kernels` are asked
+for: then one family of kernels computes every number of rows, and a row's bits follow from its own sequence alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
+from quengine.kernels.cuda.attention.attention_decode import (
+    attention_decode,
+    attention_decode_half,
+    attention_decode_round,
+)
+from quengine.kernels.cuda.attention.attention_prefill import attention_prefill, prefill_tiles, stores_ordered
+from quengine.kernels.cuda.attention.kv_store import KVStore
+from quengine.kernels.cuda.attention.rope import rope_store
+from quengine.kernels.cuda.embedding import embedding
+from quengine.kernels.cuda.gemm.half import Form, HalfRows, Products
+from quengine.kernels.cuda.gemm.matmul import (
+    MatmulWorkspace,
+    matmul,
+    matmul_norm,
+    matmul_products,
+    matmul_swiglu,
+)
+from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
+from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
+from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.launch.triton_cache import use_private_cache
+from quengine.kernels.cuda.normed import NormedRows
+from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_round
+from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
+from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
+from quengine.kernels.quant_tensor import QuantTensor
+
+HOPPER = (9, 0)
+
+DECODE_ROWS = 1
+"""Rows up to which the q-dot is used. Its kernel takes 8, but compiling the one for 4 rows of Q4_K takes over a minute,
+which nobody should wait for in front of a short prompt."""
+
+MAX_EXPANDED = 80 << 20
+"""Weights expanded to fp16 at once in prefill, at most: 160 MiB. A matrix that has more is expanded in pieces, and so
+are gate and up, which lose nothing by it; pieces have half as many where nothing else needs the room."""
+
+Rows = Tensor | RoundedActivations | HalfRows
+"""What feeds a matmul: rounded rows where the q-dot reads them; elsewhere scaled fp16 rows after a norm, else fp32."""
+
+Residual = Tensor | NormedRows
+"""The residual stream: fp32 rows, behind a layer with the norm that reads them."""
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel may start, and read its weights, before the one before it has ended (sm_90 and later)."""
+    return torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def takes_q_dot(rows: int) -> bool:
+    """Whether so many rows are rounded to int16 for the q-dot; more of them go through fp16 matrix units."""
+    return rows <= DECODE_ROWS
+
+
+class CudaBackend:
+    """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later.
+
+    `fixed_kernels`: the result of a decode step's row is the same, to the last bit, alone and in every batch, captured
+    or not; that of a prompt's row in every chunk. Batches
+    and prompts share all kernels but attention's. Prompts and single sequences are slower then, and a single sequence's
+    rows are rounded to fp16, as a batch's are.
+    """
+
+    def __init__(self, device: torch.device, fixed_kernels: bool = False) -> None:
+        if device.type == "cuda":
+            use_private_cache()
+        self.name = "cuda"
+        self.device = device
+        self.fixed_kernels = fixed_kernels
+        self.dtype = torch.float32
+        self.pdl = has_dependent_launch(device)
+        self._slices: list[DecodeWorkspace] = []
+        self._scratch: RoundingScratch | None = None
+        self._matmul_workspace: MatmulWorkspace | None = None
+        self._tiles: tuple[ForwardBatch, PrefillTiles] | None = None
+        self._widest = 0
+        self._largest = 0
+        self._packed = False
+
+    def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
+        return self._noted(pack(parts, self.device))
+
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
+        return self._noted(pack([gate, up], self.device, paired=True))
+
+    def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
+        return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
+
+    def embed(self, batch: ForwardBatch, weight: PackedWeight) -> Tensor:
+        return embedding(weight, batch.token_ids, pdl=self.pdl)
+
+    def norm_linear(
+        self,
+        batch: ForwardBatch,
+        x: Residual,
+        norm: Tensor,
+        eps: float,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+    ) -> Tensor | Products:
+        rows = self._normed(batch, x, norm, eps)
+        if bias is not None and isinstance(rows, RoundedActivations) and rows.rows == 1:
+            return self._matmul(batch, rows, weight, bias.view(1, -1))
+        if bias is None and not isinstance(rows, RoundedActivations):
+            return matmul_products(rows, weight, self._workspace(batch), pdl=self.pdl)
+        y = self._matmul(batch, rows, weight, None)
+        return y if bias is None else y.add_(bias)
+
+    def norm_swiglu(
+        self, batch: ForwardBatch, x: Residual, norm: Tensor, eps: float, gate_up: PackedWeight
+    ) -> Rows:
+        rows = self._normed(batch, x, norm, eps)
+        if isinstance(rows, RoundedActivations):
+            return matvec_swiglu(rows, gate_up, scratch=self._rounding_scratch(), pdl=self.pdl)
+        return matmul_swiglu(rows, gate_up, self._workspace(batch), self.pdl)
+
+    def linear_add(
+        self,
+        batch: ForwardBatch,
+        x: Rows,
+        weight: PackedWeight,
+        residual: Residual,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Residual:
+        stream = residual.hidden if isinstance(residual, NormedRows) else residual
+        rows = self._rounded(x)
+        if norm is None or (isinstance(rows, RoundedActivations) and not can_begin_norm(weight)):
+            return self._matmul(batch, rows, weight, stream)
+        if isinstance(rows, RoundedActivations):
+            return matvec_norm(rows, weight, stream, norm, eps, self._rounding_scratch(), self.pdl)
+        room = self._workspace(batch)
+        return NormedRows(*matmul_norm(rows, weight, room, stream, norm, eps, pdl=self.pdl))
+
+    def attention(
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
+    ) -> Rows:
+        cache = KVStore.of_layer(layer)
+        if batch.phase == "prefill" and (len(batch) > 1 or self.fixed_kernels):
+            return self._prefill(batch, qkv, spec, cache)
+        if batch.shares_sequences:
+            qkv = self._write_rows(batch, qkv, spec, cache)
+        # What was written by a launch just before must be complete: a chunk's positions, keys that other rows read.
+        overlaps = self.pdl and batch.phase == "decode" and not batch.shares_sequences
+        return self._decode(batch, qkv, spec, cache, overlaps)
+
+    def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
+        """fp32. One row goes on as a decode step's does, unless kernels are fixed."""
+        if isinstance(x, HalfRows):
+            return x.pick(rows)
+        assert not isinstance(x, RoundedActivations), "nothing is gathered of a single token"
+        return (x.hidden if isinstance(x, NormedRows) else x)[rows]
+
+    def rms_norm(self, x: Residual, norm: Tensor, eps: float) -> Tensor:
+        stream = x.hidden if isinstance(x, NormedRows) else x
+        return rms_norm(stream, norm, eps, pdl=self.pdl, fixed=self.fixed_kernels)
+
+    def logits(
+        self, batch: ForwardBatch, x: Residual, norm: Tensor, eps: float, weight: PackedWeight
+    ) -> Tensor:
+        return self._matmul(batch, self._normed(batch, x, norm, eps), weight, None)
+
+    def _prefill(
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore
+    ) -> Rows:
+        """Attention of one sequence's chunk, or of several, whose rows are cut into tiles."""
+        tokens, tiles = len(batch), self._tiles_of(batch, spec)
+        first = batch.starts[0] if tiles is None else 0
+        table = batch.block_tables[0] if tiles is None else batch.block_tables
+        sequences = None if tiles is None else tiles.sequences
+        positions = batch.positions
+        if isinstance(qkv, Products):
+            room = self._workspace(batch)
+            width, form = spec.heads * spec.head_dim, Form.ROW_MAJOR
+            q = room.wide(tokens, width)
+            q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q, sequences)
+            ordered = None
+            if stores_ordered(cache, tiles, tokens) and room.form(tokens, width) is Form.ORDERED:
+                ordered, form = room.half_rows(tokens, width).values, Form.ORDERED
+            out = attention_prefill(
+                q, spec, cache, 0, first, torch.float16, self.pdl, table,
+                in_place=True, prompts=tiles, ordered=ordered,
+            )  # fmt: skip
+            return room.as_they_are(out, tokens, form)
+        q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, sequences=sequences)
+        return attention_prefill(
+            q, spec, cache, 0, first, torch.float32, self.pdl, table, self.fixed_kernels, prompts=tiles
+        )
+
+    def _tiles_of(self, batch: ForwardBatch, spec: AttentionSpec) -> PrefillTiles | None:
+        """Made once for the layers of a step; None for the chunk of a single sequence."""
+        if batch.tiles is not None or len(batch.query_lens) == 1:
+            return batch.tiles
+        if self._tiles is None or self._tiles[0] is not batch:
+            self._tiles = (batch, prefill_tiles(batch, spec.head_dim, self.fixed_kernels))
+        return self._tiles[1]
+
+    def _write_rows(
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore
+    ) -> Tensor:
+        """All rows' keys and values into the cache, ahead of an attention that reads those of other rows.
+
+        It is the attention of each row to itself alone, whose result nobody wants. The launch behind it writes the same
+        bits once more, so it does not matter which of the two a row reads.
+        """
+        qkv = qkv.finish() if isinstance(qkv, Products) else qkv
+        rows = qkv.shape[0]
+        unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
+        alone, workspace = replace(spec, window=1), self._decode_workspace(spec, rows)
+        tables, positions = batch.block_tables, batch.positions
+        attention_decode(qkv, alone, cache, positions, workspace, unused, self.pdl, tables, coarse=True)
+        return qkv
+
+    def _decode(
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore, pdl: bool
+    ) -> Rows:
+        """Attention of single rows, each with its block table, as the matmul behind it reads it."""
+        positions, tables = batch.positions, batch.block_tables
+        qkv = qkv.finish() if isinstance(qkv, Products) else qkv
+        rows, width = qkv.shape[0], spec.heads * spec.head_dim
+        workspace = self._decode_workspace(spec, rows)
+        if self._takes_q_dot(rows):
+            rounded = RoundedActivations.empty(rows, width, self.device)
+            return attention_decode_round(qkv, spec, cache, positions, workspace, rounded, pdl, tables)
+        room = self._workspace(batch)
+        half = room.half_rows(rows, width)
+        out = room.as_they_are(half.values, rows, half.form)
+        return attention_decode_half(qkv, spec, cache, positions, workspace, out, pdl, tables)
+
+    def _normed(self, batch: ForwardBatch, x: Residual, norm: Tensor, eps: float) -> Rows:
+        if isinstance(x, NormedRows):
+            return x.normed
+        if self._takes_q_dot(x.shape[0]):
+            return rms_norm_round(x, norm, eps, pdl=self.pdl)
+        room = self._workspace(batch).half_rows(*x.shape)
+        return rms_norm_half(x, norm, eps, room, self.pdl, self.fixed_kernels)
+
+    def _rounded(self, x: Rows) -> Rows:
+        return round_activations(x) if isinstance(x, Tensor) and self._takes_q_dot(x.shape[0]) else x
+
+    def _takes_q_dot(self, rows: int) -> bool:
+        return not self.fixed_kernels and takes_q_dot(rows)
+
+    def _matmul(self, batch: ForwardBatch, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
+        x = self._rounded(x)
+        if isinstance(x, RoundedActivations):
+            return matvec(x, weight, residual, pdl=self.pdl)
+        return matmul(x, weight, self._workspace(batch), residual, self.pdl)
+
+    def _noted(self, weight: PackedWeight) -> PackedWeight:
+        """Remember how much room the prefill needs for this weight."""
+        self._widest = max(self._widest, weight.cols)
+        self._packed |= any(isinstance(part, PackedPart) for part in weight.parts)
+        size = weight.rows * weight.cols
+        whole = size <= MAX_EXPANDED and not weight.paired
+        self._largest = max(self._largest, size if whole else min(size, MAX_EXPANDED // 2))
+        return weight
+
+    def _workspace(self, batch: ForwardBatch) -> MatmulWorkspace:
+        """Room for matmuls, kept from layer to layer. Few rows of a prompt have weights rounded as many have, those of
+        a batch not."""
+        room = self._room()
+        room.exact = batch.phase == "prefill"
+        return room
+
+    def _room(self) -> MatmulWorkspace:
+        if self._matmul_workspace is None:
+            self._matmul_workspace = MatmulWorkspace(
+                self._largest, self.device, self.fixed_kernels, self._packed
+            )
+        return self._matmul_workspace
+
+    @property
+    def rooms_left(self) -> int:
+        """How often room for many rows was let go of for more. What was captured before then must not run again."""
+        return self._room().rooms_left
+
+    def _rounding_scratch(self) -> RoundingScratch:
+        """One for all launches: each uses it only after the one in front has ended."""
+        if self._scratch is None:
+            self._scratch = RoundingScratch.empty(DECODE_ROWS, 2 * self._widest, self.device)
+        return self._scratch
+
+    def _decode_workspace(self, spec: AttentionSpec, rows: int) -> DecodeWorkspace:
+        """Room for the largest batch met. A smaller one is kept: a captured graph may write to it."""
+        if not self._slices or self._slices[-1].mixed.shape[0] < rows:
+            room = DecodeWorkspace.allocate(rows, spec.heads, spec.kv_heads, spec.head_dim, self.device)
+            self._slices.append(room)
+        return self._slices[-1]

@@ -1,0 +1,291 @@
+"""Reading packed planes in the order of the matrix instructions: device functions shared by the matmul kernels.
+
+Every tensor has one element a thread. `FMT` is the PackedLayout of the matrix. The loads of a chunk come as one
+tuple of words, so that a kernel can issue them long before it uses them:
+    low words (one or two a step), high words, then scale words, then the word of super-scales.
+Does not know: activations, or what the codes are multiplied with.
+"""
+
+import struct
+
+import triton
+import triton.language as tl
+
+from quengine.kernels.block_formats import IQ4_TABLE, MXFP4_TABLE
+from quengine.kernels.cuda.gemm.mma import byte_permute
+from quengine.kernels.cuda.weights import layout
+
+# The sixteen int8 entries of a table, four to an int32.
+_IQ4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *IQ4_TABLE)))
+_MXFP4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *MXFP4_TABLE)))
+
+# layout.ScaleKind, as compile-time constants.
+_BYTE = tl.constexpr(3)
+_BYTE_MIN = tl.constexpr(4)
+_NIBBLE_MIN = tl.constexpr(5)
+_SIX = tl.constexpr(6)
+_HALF = tl.constexpr(0)
+_HALF_MIN = tl.constexpr(1)
+_E8M0 = tl.constexpr(2)
+
+
+LANE_COLUMNS = tl.constexpr(layout.LANE_COLUMNS)
+
+
+@triton.constexpr_function
+def step_column(step: int) -> int:
+    """How far behind the first column of lane q in a chunk, LANE_COLUMNS * q, its columns of a step begin."""
+    return step // 4 * layout.BLOCK_COLUMNS + step % 4 * 8
+
+
+@triton.jit
+def _pointer(base, dtype: tl.constexpr):
+    return base.to(tl.pointer_type(dtype), bitcast=True)
+
+
+@triton.jit
+def _read(pointer, offset, valid, MASKED: tl.constexpr):
+    if MASKED:
+        word = tl.load(pointer + offset, mask=valid, other=0)
+    else:
+        word = tl.load(pointer + offset)
+    return word
+
+
+@triton.jit
+def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
+    """The words of chunk `chunk + ON` for one lane, counting chunks of the whole matrix, tiles outermost.
+
+    `planes`: the pointers of the low, high, scale and super-scale planes. ON is apart from `chunk` because a constant
+    distance from a pointer costs no instruction.
+    """
+    words = ()
+    STEPS: tl.constexpr = FMT.steps
+    if FMT.low == 2:
+        p = _pointer(planes[0], tl.int32) + (chunk * (FMT.steps * 32) + lane)
+        for i in tl.static_range(STEPS):
+            words = words + (_read(p, (ON * STEPS + i) * 32, valid, MASKED),)
+    else:
+        PARTS: tl.constexpr = FMT.low // 4
+        q = _pointer(planes[0], tl.int64) + (chunk * (FMT.steps * PARTS * 32) + lane)
+        for i in tl.static_range(FMT.steps * PARTS):
+            words = words + (_read(q, (ON * STEPS * PARTS + i) * 32, valid, MASKED),)
+    if FMT.high > 0:
+        HIGH_WORDS: tl.constexpr = FMT.steps * FMT.high // 2
+        h = _pointer(planes[1], tl.int32) + (chunk * (HIGH_WORDS * 32) + lane)
+        for i in tl.static_range(HIGH_WORDS):
+            words = words + (_read(h, (ON * HIGH_WORDS + i) * 32, valid, MASKED),)
+    return words + load_scales(planes, chunk, ON, lane, valid, FMT, MASKED)
+
+
+@triton.jit
+def load_scales(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
+    """The scale words of a chunk: one a set (two for HALF_MIN), each int32, then the super-scale word."""
+    words = ()
+    SETS: tl.constexpr = FMT.sets
+    if FMT.scales == _HALF_MIN:
+        m = _pointer(planes[2], tl.int64) + (chunk * (FMT.sets * 32) + lane)
+        for s in tl.static_range(SETS):
+            wide = _read(m, (ON * SETS + s) * 32, valid, MASKED)
+            words = words + (wide.to(tl.int32), (wide >> 32).to(tl.int32))
+    elif FMT.scales == _SIX:
+        low = _read(_pointer(planes[2], tl.int32) + (chunk * 48 + lane), ON * 48, valid, MASKED)
+        shorts = _pointer(planes[2], tl.int16) + (chunk * 96 + lane)
+        top = _read(shorts, ON * 96 + 64, valid, MASKED).to(tl.int32)
+        words = (low, top)
+    else:
+        SET_BITS: tl.constexpr = 8 * FMT.scale_bytes // (32 * FMT.sets)
+        if SET_BITS * FMT.sets == 64:
+            full = _read(_pointer(planes[2], tl.int64) + (chunk * 32 + lane), ON * 32, valid, MASKED)
+            for s in tl.static_range(SETS):
+                words = words + ((full >> (SET_BITS * s)).to(tl.int32),)
+        elif SET_BITS * FMT.sets == 32:
+            half = _read(_pointer(planes[2], tl.int32) + (chunk * 32 + lane), ON * 32, valid, MASKED)
+            for s in tl.static_range(SETS):
+                words = words + (half >> (SET_BITS * s),)
+        else:
+            words = (
+                _read(_pointer(planes[2], tl.int16) + (chunk * 32 + lane), ON * 32, valid, MASKED).to(
+                    tl.int32
+                ),
+            )
+    if FMT.super_bytes == 64:
+        supers = _pointer(planes[3], tl.int64) + (chunk * 8 + (lane >> 2))
+        words = words + (_read(supers, ON * 8, valid, MASKED),)
+    elif FMT.super_bytes == 32:
+        supers = _pointer(planes[3], tl.int32) + (chunk * 8 + (lane >> 2))
+        words = words + (_read(supers, ON * 8, valid, MASKED),)
+    return words
+
+
+@triton.jit
+def half_bits(word):
+    """fp32 of the fp16 in the low half of an int32."""
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def super_scales(words, FMT: tl.constexpr):
+    """(d of rh 0, dmin of rh 0, d of rh 1, dmin of rh 1) of a chunk; ones and zeros where there are none."""
+    if FMT.super_bytes == 64:
+        wide = words[len(words) - 1]
+        near = wide.to(tl.int32)
+        far = (wide >> 32).to(tl.int32)
+        return half_bits(near), half_bits(near >> 16), half_bits(far), half_bits(far >> 16)
+    elif FMT.super_bytes == 32:
+        both = words[len(words) - 1]
+        return half_bits(both), 0.0, half_bits(both >> 16), 0.0
+    else:
+        return 1.0, 0.0, 1.0, 0.0
+
+
+@triton.jit
+def _e8m0(byte):
+    """2^(byte - 128): the exponent scale of MXFP4, halved because its table is doubled."""
+    bits = tl.where(byte < 2, 0x00200000 << tl.minimum(byte, 1), (byte - 1) << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _signed_byte(word, at: tl.constexpr):
+    return ((word << (24 - at)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def _unsigned(word, at: tl.constexpr, MASK: tl.constexpr):
+    return ((word >> at) & MASK).to(tl.float32)
+
+
+@triton.jit
+def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
+    """(scale of rh 0, minimum of rh 0, scale of rh 1, minimum of rh 1) of set s, without the super-scales."""
+    BASE: tl.constexpr = FMT.steps * max(FMT.low // 4, 1) + FMT.steps * FMT.high // 2
+    if FMT.scales == _HALF_MIN:
+        d = words[BASE + 2 * s]
+        m = words[BASE + 2 * s + 1]
+        return half_bits(d), half_bits(m), half_bits(d >> 16), half_bits(m >> 16)
+    elif FMT.scales == _SIX:
+        near = ((words[BASE] >> (8 * s)) & 15) | (((words[BASE + 1] >> (4 * s)) & 3) << 4)
+        far = ((words[BASE] >> (8 * s + 4)) & 15) | (((words[BASE + 1] >> (4 * s + 2)) & 3) << 4)
+        return (near - 32).to(tl.float32), 0.0, (far - 32).to(tl.float32), 0.0
+    elif FMT.scales == _HALF:
+        return half_bits(words[BASE + s]), 0.0, half_bits(words[BASE + s] >> 16), 0.0
+    elif FMT.scales == _E8M0:
+        return _e8m0(words[BASE + s] & 255), 0.0, _e8m0((words[BASE + s] >> 8) & 255), 0.0
+    elif FMT.scales == _BYTE:
+        return _signed_byte(words[BASE + s], 0), 0.0, _signed_byte(words[BASE + s], 8), 0.0
+    elif FMT.scales == _BYTE_MIN:
+        return (
+            _unsigned(words[BASE + s], 0, 255),
+            _unsigned(words[BASE + s], 8, 255),
+            _unsigned(words[BASE + s], 16, 255),
+            _unsigned(words[BASE + s], 24, 255),
+        )
+    else:
+        return (
+            _unsigned(words[BASE + s], 0, 15),
+            _unsigned(words[BASE + s], 4, 15),
+            _unsigned(words[BASE + s], 8, 15),
+            _unsigned(words[BASE + s], 12, 15),
+        )
+
+
+@triton.jit
+def chunk_scales(words, s: tl.constexpr, gain, FMT: tl.constexpr, UP: tl.constexpr = 1.0):
+    """Scales, times UP, and minimums of set s, super-scales and gain included, for codes as `step_codes` gives them."""
+    d0, dm0, d1, dm1 = super_scales(words, FMT)
+    s0, m0, s1, m1 = set_scales(words, s, FMT)
+    # Powers of two round nothing; with the super-scales, which all sets share, they cost little.
+    near = s0 * (d0 * (gain * (UP / (1 << FMT.near_shift))))
+    far = s1 * (d1 * (gain * (UP / (1 << FMT.far_shift))))
+    if not FMT.has_min:
+        near_min = (words[0] & 0).to(tl.float32)
+        far_min = (words[0] & 0).to(tl.float32)
+    elif FMT.super_bytes == 0:
+        near_min = m0 * gain
+        far_min = m1 * gain
+    else:
+        near_min = m0 * (dm0 * gain)
+        far_min = m1 * (dm1 * gain)
+    return near, near_min, far, far_min
+
+
+@triton.constexpr_function
+def _repeat(byte: int) -> int:
+    """A byte in all four bytes of an int32."""
+    word = (byte & 255) * 0x01010101
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+@triton.jit
+def _shift(word, by: tl.constexpr):
+    """word << by, to the right where `by` is negative."""
+    if by > 0:
+        word = word << by
+    elif by < 0:
+        word = word >> (0 - by)
+    return word
+
+
+@triton.jit
+def _with_high(code, words, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, FMT: tl.constexpr):
+    """`code` with the high bits of code word j (of four) of step i, above its low bits."""
+    if FMT.high > 0:
+        BASE: tl.constexpr = FMT.steps * max(FMT.low // 4, 1)
+        AT: tl.constexpr = up + FMT.low
+        if FMT.high == 2:
+            code |= _shift(words[BASE + i], AT - 2 * j) & _repeat(3 << AT)
+        else:
+            code |= _shift(words[BASE + i // 2], AT - (4 * (i % 2) + j)) & _repeat(1 << AT)
+    return code
+
+
+@triton.jit
+def _table_bytes(nibbles, TABLE: tl.constexpr, ASM: tl.constexpr):
+    """Four table entries for the four nibbles in the low half of a word."""
+    WORDS: tl.constexpr = _IQ4_WORDS if TABLE == 1 else _MXFP4_WORDS
+    zero = nibbles & 0
+    index = nibbles & 0x7777
+    near = byte_permute(zero + WORDS[0], zero + WORDS[1], index, ASM)
+    far = byte_permute(zero + WORDS[2], zero + WORDS[3], index, ASM)
+    # A nibble's top bit picks the byte from the upper half of the table.
+    return byte_permute(near, far, ((nibbles >> 1) & 0x4444) | 0x3210, ASM)
+
+
+@triton.jit
+def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+    """The A operand of step i: four int32 of four bytes each, (half, rh) = (0, 0), (0, 1), (1, 0), (1, 1).
+
+    Bytes are signed q for tables and Q8_0; otherwise codes shifted left by FMT.near_shift (rh 0) and FMT.far_shift
+    (rh 1), signed where the format has an offset.
+    """
+    UP: tl.constexpr = FMT.near_shift
+    FAR: tl.constexpr = FMT.far_shift
+    if FMT.low == 8:
+        near = words[2 * i]
+        far = words[2 * i + 1]
+        return (near.to(tl.int32), far.to(tl.int32), (near >> 32).to(tl.int32), (far >> 32).to(tl.int32))
+    elif FMT.low == 2:
+        codes = ()
+        for j in tl.static_range(4):
+            code = _shift(words[i], UP - 2 * j) & _repeat(3 << UP)
+            codes = codes + (_with_high(code, words, i, j, UP, FMT),)
+        return codes
+    elif FMT.table > 0:
+        first = words[i].to(tl.int32)
+        last = (words[i] >> 32).to(tl.int32)
+        return (
+            _table_bytes(first, FMT.table, ASM),
+            _table_bytes(first >> 16, FMT.table, ASM),
+            _table_bytes(last, FMT.table, ASM),
+            _table_bytes(last >> 16, FMT.table, ASM),
+        )
+    else:
+        first = words[i].to(tl.int32)
+        last = (words[i] >> 32).to(tl.int32)
+        return (
+            _with_high(_shift(first, UP) & _repeat(15 << UP), words, i, 0, UP, FMT),
+            _with_high(_shift(first, FAR - 4) & _repeat(15 << FAR), words, i, 1, FAR, FMT),
+            _with_high(_shift(last, UP) & _repeat(15 << UP), words, i, 2, UP, FMT),
+            _with_high(_shift(last, FAR - 4) & _repeat(15 << FAR), words, i, 3, FAR, FMT),
+        )

@@ -1,0 +1,90 @@
+"""Packed weights as the left operand of Hopper's warp-group matrix instruction: dequantized in registers.
+
+Every warp takes a tile of 16 rows. The stored order of the weights fixes which columns meet in an instruction (half.py,
+"ordered"), so that what a thread reads is what it must hold.
+Does not know: the rows that weights are multiplied with (matmul_wgmma.py).
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quengine.kernels.cuda.gemm.fragments import chunk_scales, step_codes
+from quengine.kernels.cuda.gemm.mma import SUBNORMALS, pack_halves, scale_bytes_once, scale_small
+
+
+@gluon.jit
+def _halves_apart(words, COUNT: gl.constexpr):
+    """COUNT int32 tensors [thread] of two fp16: fp16 [thread, COUNT, 2]."""
+    for level in gl.static_range(8):
+        if 1 << level < COUNT:
+            pairs = ()
+            for i in gl.static_range(COUNT >> (level + 1)):
+                pairs = pairs + (gl.join(words[i], words[i + (COUNT >> (level + 1))]),)
+            words = pairs
+    all_words = words[0]
+    near = all_words.to(gl.int16).to(gl.float16, bitcast=True)
+    far = (all_words >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+    return gl.join(near, far)
+
+
+@gluon.jit
+def _twice(x):
+    """fp32 rounded to fp16, twice in an int32: one instruction where `pack_halves` takes two and a slow conversion."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _fp16_scales(scale, minimum, SIGNED: gl.constexpr):
+    """What `scale_small` takes. Signed bytes become unsigned by adding 128, which the minimum takes off: exactly, since
+    it follows from the rounded scale."""
+    if SIGNED:
+        # Not `_twice`: with it, kernels of Q6_K take 20 registers more, and those of 128 rows overlap nothing.
+        rounded = scale.to(gl.float16).to(gl.float32)
+        minimum = rounded * (128.0 / SUBNORMALS)
+        return pack_halves(rounded, rounded), pack_halves(-minimum, -minimum)
+    else:
+        return _twice(scale), _twice(-minimum)
+
+
+@gluon.jit
+def weights_operand(
+    words, half: gl.constexpr, gain, FMT: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr, EXACT: gl.constexpr
+):  # fmt: skip
+    """128 columns of this program's weights, half `half` of a chunk: fp16 [16*WARPS, 128] as wgmma's left operand.
+
+    EXACT: rounded to fp16 once; else scales and minimums are too, which takes a third of the instructions, and gives
+    three times the error.
+    """
+    STEPS: gl.constexpr = FMT.steps_per_set
+    SETS: gl.constexpr = FMT.sets_per_block
+    SIGNED: gl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
+    operand = ()
+    for s in gl.static_range(SETS):
+        scales = chunk_scales(words, half * SETS + s, gain, FMT, SUBNORMALS)
+        near, near_min, far, far_min = scales
+        if not EXACT:
+            near, near_min = _fp16_scales(near, near_min, SIGNED)
+            far, far_min = _fp16_scales(far, far_min, SIGNED)
+        for j in gl.static_range(STEPS):
+            codes = step_codes(words, (half * SETS + s) * STEPS + j, FMT, True)
+            for part in gl.static_range(2):
+                near_codes = codes[2 * part]
+                far_codes = codes[2 * part + 1]
+                if EXACT:
+                    near_low, near_high = scale_bytes_once(near_codes, near, near_min, SIGNED, True)
+                    far_low, far_high = scale_bytes_once(far_codes, far, far_min, SIGNED, True)
+                else:
+                    if SIGNED:
+                        near_codes = near_codes ^ -2139062144
+                        far_codes = far_codes ^ -2139062144
+                    near_low, near_high = scale_small(near_codes, near, near_min)
+                    far_low, far_high = scale_small(far_codes, far, far_min)
+                operand = operand + (near_low, far_low, near_high, far_high)
+    apart = _halves_apart(operand, 32)  # [thread, 8 blocks of 16 columns, pair, rh, e]: see below
+    apart = gl.reshape(apart, [WARPS, 8, 4, 8, 2, 2, 2])  # warp, r, q, block, pair, rh, e
+    return gl.convert_layout(
+        gl.reshape(gl.permute(apart, [0, 5, 1, 3, 4, 2, 6]), [16 * WARPS, 128]), A, assert_trivial=True
+    )

@@ -1,0 +1,1 @@
+"""How kernels are launched again, compiled ahead and cached."""

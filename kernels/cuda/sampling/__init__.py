@@ -1,0 +1,1 @@
+"""Tokens chosen on the device."""

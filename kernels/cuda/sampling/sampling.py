@@ -1,0 +1,210 @@
+"""From logits to the next token on CUDA, in launches that a graph can hold: token and position stay there.
+
+The same samplers in the same order, masses and random numbers as `quengine.kernels.sampling`, whose tokens these are.
+Where every row is greedy or has a small top-k it takes two launches. First: bias and penalties, then the best
+`capacity` of every block of the vocabulary. Second: the best of those, the samplers on them, the draw, and the
+bookkeeping of the next step. A logit and its token id make one 64-bit key, so ties need no care. All other settings:
+`sampling_full`. Knows settings as numbers; not requests, stop rules or text.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.cuda.sampling.sampling_full import sample_from_all
+from quengine.kernels.cuda.sampling.sampling_parts import (
+    HIGHEST,
+    LOG2_E,
+    LOWEST,
+    adjusted,
+    advance,
+    ceiling,
+    id_of,
+    key_of,
+    logit_of,
+    mass,
+    moment,
+    uniform_of,
+)
+from quengine.kernels.cuda.sampling.sampling_state import (
+    MAX_CAPACITY,
+    DecodeState,
+    SamplingBuffers,
+    Settings,
+    block_size,
+)
+
+__all__ = ["MAX_CAPACITY", "NO_TOKEN", "DecodeState", "SamplingBuffers", "Settings", "sample_step"]
+
+NO_TOKEN = -1
+"""What is written where every token is banned or a logit is not a number."""
+
+
+@triton.jit
+def _candidates_kernel(
+    logit_ptr,
+    bias_ptr,
+    count_ptr,
+    float_ptr,
+    key_ptr,
+    vocab,
+    BIAS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    block = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    id = block * BLOCK + tl.arange(0, BLOCK)
+    inside = id < vocab
+    x = tl.load(logit_ptr + row * vocab + id, mask=inside, other=float("-inf"))
+    x = adjusted(x, id, inside, row, bias_ptr, count_ptr, float_ptr, vocab, BIAS, COUNTS)
+    key = key_of(x, id)
+    out = key_ptr + (row * tl.num_programs(0) + block) * CAPACITY
+    if CAPACITY == 1:
+        tl.store(out, tl.max(key, 0))
+    else:
+        tl.store(out + tl.arange(0, CAPACITY), tl.topk(key, CAPACITY))
+
+
+@triton.jit
+def _kept_by_typical(logit, kept, typical):
+    """The candidates of most typical surprise whose probability together exceeds `typical`."""
+    i = tl.arange(0, logit.shape[0])
+    gap = tl.where(kept, tl.max(logit, 0) - logit, 0.0)
+    weight = tl.where(kept, mass(gap, LOG2_E), 0)
+    total = tl.sum(weight, 0)
+    mean = tl.sum(moment(weight, gap), 0).to(tl.float64) / total.to(tl.float64)
+    distance = tl.where(kept, tl.abs(gap - mean), float("inf"))
+    # by[j, i]: j's place is not after i's.
+    nearer = distance[:, None] < distance[None, :]
+    by = nearer | ((distance[:, None] == distance[None, :]) & (i[:, None] <= i[None, :]))
+    reached = tl.sum(tl.where(by, weight[:, None], 0), 0)
+    limit = tl.minimum((typical * total.to(tl.float64)).to(tl.int64), total - 1)
+    return kept & (reached - weight <= limit)
+
+
+@triton.jit
+def _draw(logit, kept, sharp, typical, top_p, least, uniform):
+    """Index of the drawn candidate; `logit` fp64 [C] falls, `kept` marks those in play."""
+    if typical < 1.0:
+        kept = _kept_by_typical(logit, kept, typical)
+    best = tl.max(tl.where(kept, logit, float("-inf")), 0)
+    gap = tl.where(kept, best - logit, 0.0)
+    weight = tl.where(kept, mass(gap, LOG2_E), 0)
+    total = tl.sum(weight, 0)
+    need = tl.where(top_p < 1.0, tl.minimum(ceiling(top_p * total.to(tl.float64)), total), HIGHEST)
+    kept = kept & (tl.cumsum(weight, 0) - weight < tl.maximum(need, 1))
+    kept = kept & (logit >= best + least)
+    weight = tl.where(kept, mass(gap, sharp), 0)
+    reached = tl.cumsum(weight, 0)
+    target = (uniform * tl.sum(weight, 0).to(tl.float64)).to(tl.int64)
+    slot = tl.arange(0, logit.shape[0])
+    drawn = tl.min(tl.where(kept & (reached > target), slot, logit.shape[0] - 1), 0)
+    return tl.where(sharp > 0.0, drawn, 0)
+
+
+@triton.jit
+def _choose_kernel(
+    key_ptr,
+    float_ptr,
+    int_ptr,
+    count_ptr,
+    token_ptr,
+    position_ptr,
+    history_ptr,
+    keys,
+    vocab,
+    context,
+    CAPACITY: tl.constexpr,
+    KEYS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, KEYS)
+    key = tl.load(key_ptr + row * keys + n, mask=n < keys, other=LOWEST)
+    if CAPACITY == 1:
+        chosen = tl.max(key, 0)
+        top = logit_of(chosen)
+    else:
+        best = tl.topk(key, CAPACITY)
+        i = tl.arange(0, CAPACITY)
+        logit = logit_of(best)
+        top = tl.max(logit, 0)
+        top = tl.where(tl.max((logit != logit).to(tl.int32), 0) > 0, float("nan"), top)
+        kept = (i < tl.maximum(tl.load(int_ptr + row * 4), 1)) & (logit > float("-inf"))
+        settings = float_ptr + row * 7
+        slot = _draw(
+            logit.to(tl.float64),
+            kept,
+            tl.load(settings),
+            tl.load(settings + 1),
+            tl.load(settings + 2),
+            tl.load(settings + 3),
+            uniform_of(int_ptr + row * 4, position_ptr + row),
+        )
+        chosen = tl.max(tl.where(i == slot, best, LOWEST), 0)
+    token = tl.where(tl.abs(top) < float("inf"), id_of(chosen), -1)
+    advance(token, row, token_ptr, position_ptr, history_ptr, count_ptr, int_ptr, vocab, context, COUNTS)
+
+
+def sample_step(
+    logits: torch.Tensor, state: DecodeState, buffers: SamplingBuffers, pdl: bool = False
+) -> torch.Tensor:
+    """Choose the token after each of B sequences' current one and move `state` on to it.
+
+    logits: fp32 [B, V]. The random number is that of the chosen token's position. Returns `state.tokens`, where
+    NO_TOKEN stands if every token is banned or a logit is not a number. Two or three launches, no copy to or from the
+    host.
+    """
+    if buffers.full is not None:
+        return sample_from_all(logits, state, buffers, buffers.full, pdl)
+    batch, vocab = logits.shape
+    buffers.check(logits, state)
+    assert buffers.keys is not None
+    blocks = triton.cdiv(vocab, block_size(vocab))
+    _candidates_kernel[(blocks, batch)](
+        logits,
+        buffers.bias_plane,
+        buffers.count_plane,
+        buffers.floats,
+        buffers.keys,
+        vocab,
+        BIAS=buffers.bias is not None,
+        COUNTS=buffers.counts is not None,
+        CAPACITY=buffers.capacity,
+        BLOCK=block_size(vocab),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+    keys = blocks * buffers.capacity
+    _choose_kernel[(batch,)](
+        buffers.keys,
+        buffers.floats,
+        buffers.ints,
+        buffers.count_plane,
+        state.tokens,
+        state.positions,
+        state.history,
+        keys,
+        vocab,
+        state.history.shape[1],
+        CAPACITY=buffers.capacity,
+        KEYS=triton.next_power_of_2(keys),
+        COUNTS=buffers.counts is not None,
+        PDL=pdl,
+        num_warps=4 if keys <= 4096 else 16,
+        launch_pdl=pdl,
+        enable_fp_fusion=False,
+    )
+    return state.tokens

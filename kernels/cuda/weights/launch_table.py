@@ -1,0 +1,251 @@
+"""Launch geometry of the matmul kernels by (device, format, shape): measured, kept in launch_table.json.
+
+benchmarks/tune_matvec.py and benchmarks/matmul_crossover.py write the file. A shape or GPU that is not in it gets a
+default that is right everywhere and not far off; nothing is tuned at run time.
+Does not know: how the kernels use the numbers.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from quengine.kernels.cuda.weights.packed import PackedPart
+
+_TABLE = Path(__file__).with_name("launch_table.json")
+_MOST_ROUNDS = 16
+
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
+_LENGTHS = {(256, 8): 1.0, (128, 8): 0.6, (128, 4): 0.35}
+"""Of a program of many rows, by rows of x and warps, beside the longest; one of 4 warps has half a multiprocessor."""
+
+MOST_FEW = 128
+"""Rows up to which a program of the fused matmul on Hopper takes them all."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A program of the matvec kernels: `tiles` tiles of 16 weight rows, each shared by `k_warps` warps (powers of
+    two) that split its columns; `ahead` chunks are read before they are needed; `registers` is a limit per thread
+    (0: none) that leaves room on a multiprocessor for more programs, also for those of the next kernel;
+    `early`: see q_dot.py.
+
+    `k_warps` fixes the order in which a row is summed, so it may follow from the weight alone, never from the batch.
+    """
+
+    tiles: int
+    k_warps: int
+    ahead: int
+    registers: int = 0
+    early: bool = False
+
+    @property
+    def warps(self) -> int:
+        return self.tiles * self.k_warps
+
+
+@dataclass(frozen=True)
+class FusedGeometry:
+    """A program of the fused matmul: 8 * `token_tiles` rows by `n_warps` * `tiles` tiles of 16 weight rows, `tiles` a
+    warp, each shared by `k_warps` warps; `splits` programs share the columns. All are powers of two but `splits`.
+    `ahead`: a chunk of weights is read ahead of the one that is multiplied.
+
+    `k_warps` and `splits` fix the order in which a row is summed.
+    """
+
+    token_tiles: int
+    tiles: int
+    n_warps: int
+    k_warps: int
+    splits: int = 1
+    ahead: bool = True
+    registers: int = 0
+
+
+@dataclass(frozen=True)
+class WgmmaGeometry:
+    """A program of the fused matmul on Hopper: `warps` (a multiple of 4) tiles of 16 weight rows; `splits` programs
+    share the columns, which fixes the order in which a row is summed. `stages` sets of `columns` columns (128 or 256,
+    no more than a chunk) of the rows are in shared memory; `overlap`: the matrix units work on 128 columns while the
+    next ones are dequantized. `registers` is a limit per thread (0: none). `block`: rows of x a program, up to 256,
+    where these are many (0: see `wgmma_block`)."""
+
+    warps: int
+    splits: int = 1
+    stages: int = 4
+    overlap: bool = True
+    registers: int = 0
+    columns: int = 128
+    block: int = 0
+
+
+class Shape(NamedTuple):
+    """What the geometry of a matmul follows from in a matrix, beside what is done with its products."""
+
+    format: str
+    rows: int
+    cols: int
+    chunks: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // 16)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return dict(json.loads(_TABLE.read_text()))
+
+
+@cache
+def device_name() -> str:
+    """The key of this machine's GPU in the table, "" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def matvec_key(parts: Sequence[PackedPart], kind: str) -> str:
+    """Formats, rows and columns of the parts of one launch, e.g. "rows Q4_K 5120 + Q6_K 1024 x 4096"."""
+    rows = " + ".join(f"{part.layout.format} {part.rows}" for part in parts)
+    return f"{kind} {rows} x {parts[0].cols}"
+
+
+def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
+    """Geometry for a launch of `kind` "rows", "norm" (one tile or an even number) or "swiglu" on the current device."""
+    entry = _table().get(device_name(), {}).get("matvec", {}).get(matvec_key(parts, kind))
+    return Geometry(*entry) if entry else default_geometry(parts[0], kind)
+
+
+def fused_limit(wgmma: bool) -> int:
+    """Up to how many rows the fused matmul is faster than dequantizing for cuBLAS, on the current device; `wgmma`: the
+    one on Hopper's warp-group instruction, which was faster at every number of rows that was tried."""
+    return _fused_limit(device_name(), wgmma)
+
+
+@cache
+def _fused_limit(device: str, wgmma: bool) -> int:
+    name, default = ("wgmma_limit", 4096) if wgmma else ("fused_limit", 64)
+    return int(_table().get(device, {}).get(name, default))
+
+
+def fused_geometry(part: PackedPart, kind: str, rows: int, fixed: bool = False) -> FusedGeometry:
+    """Geometry of the fused matmul for `rows` rows; kind "rows" or "swiglu".
+
+    `fixed`: one whose share of the columns, and so the order of a row's sums, follows from the weight alone.
+    """
+    token_tiles = 1
+    while token_tiles < 8 and 8 * token_tiles < rows:
+        token_tiles *= 2
+    if fixed:
+        return default_fused(part, token_tiles)
+    key = f"{kind} {part.layout.format} {part.rows} x {part.cols} by {8 * token_tiles}"
+    entry = _table().get(device_name(), {}).get("fused", {}).get(key)
+    return FusedGeometry(*entry) if entry else default_fused(part, token_tiles)
+
+
+def wgmma_block(rows: int) -> int:
+    """How many rows the matrix instruction takes at a time: a power of two from 8 to 128."""
+    block = 8
+    while block < min(rows, 128):
+        block *= 2
+    return block
+
+
+def wgmma_geometry(
+    part: PackedPart, kind: str, rows: int, fixed: bool = False, behind: bool = False
+) -> WgmmaGeometry:
+    """Geometry of the fused matmul on Hopper; kind "rows" or "swiglu". `splits` is the same for every number of rows up
+    to `MOST_FEW`, and, with `fixed`, for all. `behind`: see `launch_wgmma`."""
+    shape = Shape(part.layout.format, part.rows, part.cols, part.chunks)
+    return _wgmma_geometry(device_name(), shape, kind, rows, fixed, behind)
+
+
+def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
+    """What the table has for "kind format rows x columns" on a device: `splits`, and for each number of rows the rest
+    of a WgmmaGeometry."""
+    entry: dict[str, Any] | None = _table().get(device, {}).get("wgmma", {}).get(key)
+    return entry
+
+
+@lru_cache(1024)
+def _wgmma_geometry(
+    device: str, shape: Shape, kind: str, rows: int, fixed: bool, behind: bool
+) -> WgmmaGeometry:
+    key = f"{kind} {shape.format} {shape.rows} x {shape.cols}"
+    entry = wgmma_entry(device, key)
+    splits = _default_splits(shape) if entry is None else entry["splits"]
+    if rows > MOST_FEW:
+        return _many_rows(shape, rows, splits if fixed else 1, behind)
+    if entry is None:
+        return default_wgmma(shape, rows)
+    warps, *rest = entry[str(wgmma_block(rows))]
+    return WgmmaGeometry(warps, splits, *rest)
+
+
+def default_wgmma(shape: Shape, rows: int) -> WgmmaGeometry:
+    """About three programs of 4 warps on each multiprocessor, with two chunks each or more; up to `MOST_FEW` rows."""
+    splits = _default_splits(shape)
+    if rows <= 16:
+        return WgmmaGeometry(4, splits, 2, True, 0, 256)
+    return WgmmaGeometry(4, splits, 3, rows > 64, 128 if rows <= 64 else 0)
+
+
+def _default_splits(shape: Shape) -> int:
+    return max(1, min(shape.chunks // 2, 3 * _MULTIPROCESSORS // -(-shape.tiles // 4)))
+
+
+def _many_rows(shape: Shape, rows: int, splits: int, behind: bool) -> WgmmaGeometry:
+    """Blocks of 256 rows dequantize a weight half as often as blocks of 128, and read x and weights less; those of 128
+    leave fewer multiprocessors without work where there are few; a launch behind another fills those that this one
+    leaves. Shares that are added up in order need the room of a second sum."""
+    programs = [program for program in _LENGTHS if splits == 1 or program != (256, 8)]
+    cost = _work if behind else _passes
+    block, warps = min(programs, key=lambda program: cost(shape, rows, *program))
+    return WgmmaGeometry(warps, splits, 3, True, block=block)
+
+
+def _passes(shape: Shape, rows: int, block: int, warps: int) -> float:
+    """How long a launch takes, in units of one program of 8 warps on each multiprocessor with 256 rows of x. Measured
+    for Q4_K of 4096 and 14336 columns on an H200; two programs of 4 warps share a multiprocessor."""
+    programs = _programs(shape, rows, block, warps)
+    if warps == 8:
+        return -(-programs // _MULTIPROCESSORS) * _LENGTHS[block, warps]
+    if programs <= 2 * _MULTIPROCESSORS:
+        return 0.45 if programs <= _MULTIPROCESSORS else 0.55
+    return -(-programs // (2 * _MULTIPROCESSORS)) * 0.7
+
+
+def _work(shape: Shape, rows: int, block: int, warps: int) -> float:
+    """How long a launch keeps one multiprocessor busy, in the units of `_passes`."""
+    return _programs(shape, rows, block, warps) * _LENGTHS[block, warps]
+
+
+def _programs(shape: Shape, rows: int, block: int, warps: int) -> int:
+    return -(-shape.tiles // warps) * -(-rows // block)
+
+
+def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
+    """Programs of up to 8 warps whose warps share the columns of a few tiles."""
+    tiles = 2 if part.tiles >= 512 else 1
+    k_warps = 1
+    while k_warps < 8 and part.chunks > 2 * k_warps:
+        k_warps *= 2
+    return FusedGeometry(token_tiles, tiles, 1, k_warps)
+
+
+def default_geometry(part: PackedPart, kind: str) -> Geometry:
+    """Small programs, of 4 warps or fewer; K split so that a warp has about 4 chunks, more where rows are many."""
+    rounds = 4 if part.tiles < 1024 else 8
+    k_warps = 1
+    while k_warps < 32 and part.chunks > (rounds if k_warps < 8 else _MOST_ROUNDS) * k_warps:
+        k_warps *= 2
+    if kind == "norm":
+        while k_warps < 4 and k_warps < part.chunks:
+            k_warps *= 2
+        return Geometry(2, min(k_warps, 16), 1)
+    return Geometry(4 // k_warps if kind == "rows" and k_warps < 4 else 1, k_warps, 2)

@@ -1,0 +1,404 @@
+"""Weights on a CUDA device: the blocks of a GGUF tensor repacked once, at load, into the planes of layout.py.
+
+Nothing is lost and nothing is expanded: `unpack_part` gives back the stored integers and scales, bit for bit, and no
+plane takes more than 3% over the file (plus the padding: rows to 16, columns to 128). Plain floats stay as they are.
+Does not know: how the planes are multiplied.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import FORMATS, Groups, unpack
+from quengine.kernels.cuda.weights.layout import TILE_ROWS, PackedLayout, ScaleKind, packed_layout
+from quengine.kernels.quant_tensor import QuantTensor
+
+_WEIGHTS_AT_A_TIME = 1 << 24
+"""Repacked in one go: more takes fewer launches, and several bytes a weight while it lasts."""
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """N rows of K weights of one format. Planes are uint8, tiles outermost, as layout.py describes; the ones that a
+    format does not have are empty."""
+
+    layout: PackedLayout
+    rows: int
+    cols: int
+    low: Tensor
+    high: Tensor
+    scales: Tensor
+    supers: Tensor
+    gain: float  # a power of two: gain * weights use fp16's range well (for prefill; see half.py)
+    norm: float  # a bound on the length (2-norm) of every row
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.cols // self.layout.chunk)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tiles * self.chunks * self.layout.chunk_bytes
+
+
+@dataclass(frozen=True)
+class FloatPart:
+    """N rows of K plain floats."""
+
+    weight: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.numel() * self.weight.element_size()
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A matrix [rows, cols] applied to one input: parts side by side along the rows, in order.
+
+    `paired`: rows r and r + 8 of a tile are row i of the first half and row i of the second half of the matrix
+    (gate and up), so that one thread meets both. Outputs are in the original order all the same.
+    """
+
+    parts: tuple[PackedPart | FloatPart, ...]
+    paired: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def cols(self) -> int:
+        return self.parts[0].cols
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one pass over the weight reads."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def pack(
+    weights: QuantTensor | Sequence[QuantTensor], device: torch.device | str, paired: bool = False
+) -> PackedWeight:
+    """Repack matrices [N_i, K], applied to the same input, on `device`.
+
+    Neighbours of one format become one part. `paired` (see PackedWeight) wants two tensors of one format and shape,
+    F a multiple of 8; where that does not hold, the result is unpaired.
+    Raises ValueError if the K differ.
+    """
+    tensors = [weights] if isinstance(weights, QuantTensor) else list(weights)
+    if len({tensor.cols for tensor in tensors}) != 1:
+        raise ValueError(f"merged weights need one width, not {[tensor.cols for tensor in tensors]}")
+    if paired and can_pair(tensors):
+        return PackedWeight((_pack_pair(tensors[0], tensors[1], device),), paired=True)
+    runs: list[list[QuantTensor]] = []
+    for tensor in tensors:
+        if runs and runs[-1][0].format == tensor.format:
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return PackedWeight(tuple(_pack_run(run, device) for run in runs))
+
+
+def can_pair(tensors: Sequence[QuantTensor]) -> bool:
+    """Whether two matrices can share tiles, row by row."""
+    if len(tensors) != 2:
+        return False
+    gate, up = tensors
+    return (
+        gate.format == up.format and gate.rows == up.rows and gate.rows % 8 == 0 and gate.format.is_quantized
+    )
+
+
+def _pack_run(run: Sequence[QuantTensor], device: torch.device | str) -> PackedPart | FloatPart:
+    fmt = run[0].format
+    data = [tensor.data.view(tensor.rows, -1) for tensor in run]
+    if not fmt.is_quantized:
+        rows = torch.cat([block.to(device, non_blocking=True) for block in data])
+        return FloatPart(rows.view(_FLOATS[fmt.name]))
+    planes = _Planes(run[0], sum(tensor.rows for tensor in run), device)
+    for block in _tile_rows(data, _rows_at_a_time(run[0].cols)):
+        planes.append(block)
+    return planes.finish()
+
+
+def _pack_pair(gate: QuantTensor, up: QuantTensor, device: torch.device | str) -> PackedPart:
+    planes = _Planes(gate, 2 * gate.rows, device)
+    half = _rows_at_a_time(gate.cols) // 2
+    for row in range(0, gate.rows, half):
+        blocks = [tensor.data[row : row + half] for tensor in (gate, up)]
+        width = blocks[0].shape[1]
+        planes.append(torch.stack([block.view(-1, 8, width) for block in blocks], 1).view(-1, width))
+    return planes.finish()
+
+
+def _rows_at_a_time(cols: int) -> int:
+    """Rows repacked in one go, a multiple of 16."""
+    return max(1, _WEIGHTS_AT_A_TIME // (cols * TILE_ROWS)) * TILE_ROWS
+
+
+def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Blocks of `count` rows, a multiple of 16, from tensors that lie one below the other; the last may be short."""
+    if len(data) > 1 and any(len(block) % TILE_ROWS for block in data[:-1]):
+        data = [torch.cat(list(data))]
+    return [block[row : row + count] for block in data for row in range(0, len(block), count)]
+
+
+class _Planes:
+    """The planes of one part, filled some rows at a time so that little memory is needed beside them."""
+
+    def __init__(self, like: QuantTensor, rows: int, device: torch.device | str) -> None:
+        self.format, self.rows, self.cols, self.device = like.format, rows, like.cols, device
+        self.layout = packed_layout(like.format, like.cols)
+        self.chunks = -(-self.cols // self.layout.chunk)
+        self.tiles = -(-rows // TILE_ROWS)
+        self.filled = 0
+        self.peak = torch.zeros((), device=device)
+        self.norm = torch.zeros((), device=device)
+        sizes = (
+            self.layout.low_bytes,
+            self.layout.high_bytes,
+            self.layout.scale_bytes,
+            self.layout.super_bytes,
+        )
+        self.planes = [
+            torch.empty(self.tiles, self.chunks, size, dtype=torch.uint8, device=device) for size in sizes
+        ]
+
+    def append(self, data: Tensor) -> None:
+        groups = unpack(self.format, data.to(self.device, non_blocking=True))
+        tiles = -(-data.shape[0] // TILE_ROWS)
+        filled = slice(self.filled, self.filled + tiles)
+        for plane, values in zip(self.planes, self._planes_of(groups), strict=True):
+            if values is not None:
+                plane[filled] = values.reshape(tiles, self.chunks, -1)
+        self.filled += tiles
+        bounds = _bounds(groups)
+        self.peak = torch.maximum(self.peak, bounds.amax())
+        self.norm = torch.maximum(self.norm, bounds.square().sum(1).mul(groups.group).sqrt().amax())
+
+    def finish(self) -> PackedPart:
+        if self.filled != self.tiles:
+            raise ValueError(f"packed {self.filled} of {self.tiles} tiles")
+        low, high, scales, supers = self.planes
+        return PackedPart(
+            self.layout,
+            self.rows,
+            self.cols,
+            low,
+            high,
+            scales,
+            supers,
+            _gain(float(self.peak)),
+            float(self.norm),
+        )
+
+    def _planes_of(self, groups: Groups) -> tuple[Tensor | None, ...]:
+        layout = self.layout
+        codes = (
+            groups.codes.view(torch.uint8) ^ layout.offset
+            if layout.offset
+            else groups.codes.view(torch.uint8)
+        )
+        fragments = _to_fragments(_padded(codes, layout.chunk), layout)
+        high = _high_plane(fragments >> layout.low, layout) if layout.high else None
+        low = _low_plane(fragments & ((1 << layout.low) - 1) if layout.low < 8 else fragments, layout)
+        return low, high, _scale_plane(groups, layout), _super_plane(groups, layout)
+
+
+def _bounds(groups: Groups) -> Tensor:
+    """A bound on the finite |w| of each group, fp32 [rows, groups]."""
+    fmt = groups.format
+    largest = max(map(abs, fmt.table)) if fmt.table else max(fmt.offset, 2**fmt.bits - 1 - fmt.offset)
+    bound = groups.scales().abs() * largest
+    mins = groups.mins()
+    if mins is not None:
+        bound = bound + mins.abs()
+    return bound.nan_to_num(0, 0, 0)
+
+
+def _gain(peak: float) -> float:
+    """The power of two that brings `peak` into [8, 16); 1 for a matrix of zeros."""
+    return 2.0 ** (4 - math.frexp(peak)[1]) if peak > 0 else 1.0
+
+
+def _padded(values: Tensor, width: int) -> Tensor:
+    """Zeros below to whole tiles and to the right to a multiple of `width`: [16*tiles, n*width]."""
+    rows, cols = values.shape
+    return torch.nn.functional.pad(values, (0, -cols % width, 0, -rows % TILE_ROWS))
+
+
+def _to_fragments(codes: Tensor, layout: PackedLayout) -> Tensor:
+    """uint8 [rows, cols] -> [tiles, chunks, steps, 32 lanes, 2 halves, 2 rh, 4 columns]."""
+    shape = (-1, 2, 8, codes.shape[1] // layout.chunk, layout.blocks, 4, 4, 2, 4)
+    order = (0, 3, 4, 6, 2, 5, 7, 1, 8)  # tile, chunk, block, step, r, q, half, rh, column
+    fragments = codes.view(shape).permute(order)
+    return fragments.reshape(fragments.shape[0], fragments.shape[1], layout.steps, 32, 2, 2, 4)
+
+
+def _from_fragments(fragments: Tensor, layout: PackedLayout) -> Tensor:
+    """The inverse of `_to_fragments`."""
+    tiles, chunks = fragments.shape[:2]
+    shape = (tiles, chunks, layout.blocks, 4, 8, 4, 2, 2, 4)
+    return (
+        fragments.reshape(shape)
+        .permute(0, 7, 4, 1, 2, 5, 3, 6, 8)
+        .reshape(tiles * TILE_ROWS, chunks * layout.chunk)
+    )
+
+
+def _low_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
+    if layout.low == 8:
+        return codes.transpose(4, 5).transpose(3, 4)  # [.., steps, rh, lane, half, column]
+    if layout.low == 2:
+        return _fields(codes)
+    if layout.table:
+        return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return codes[..., 0, :] | (codes[..., 1, :] << 4)
+
+
+def _fields(codes: Tensor) -> Tensor:
+    """Two bits of each of the four (half, rh) code words: [.., lane, 4 bytes]."""
+    a, b, c, d = codes.flatten(-3, -2).unbind(-2)
+    return a | (b << 2) | (c << 4) | (d << 6)
+
+
+def _high_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
+    if layout.high == 2:
+        return _fields(codes)
+    tiles, chunks = codes.shape[:2]
+    bits = codes.reshape(tiles, chunks, layout.steps // 2, 2, 32, 4, 4).transpose(3, 4).flatten(4, 5)
+    shifts = torch.arange(8, dtype=torch.uint8, device=codes.device).view(8, 1)
+    return (bits << shifts).sum(4, dtype=torch.uint8)
+
+
+def _by_lane(values: Tensor, layout: PackedLayout) -> Tensor:
+    """One value a group, [rows, cols/group] -> [tiles, chunks, 32 lanes, sets, 2 rh]."""
+    padded = _padded(values, layout.chunk // layout.group)
+    chunks = padded.shape[1] * layout.group // layout.chunk
+    shape = (-1, 2, 8, chunks, layout.blocks, 4, layout.sets_per_block)
+    split = padded.view(shape).permute(0, 3, 2, 5, 4, 6, 1)
+    return split.reshape(split.shape[0], chunks, 32, layout.sets, 2)
+
+
+def _scale_plane(groups: Groups, layout: PackedLayout) -> Tensor:
+    kind = layout.scales
+    if kind == ScaleKind.E8M0:
+        return _by_lane(groups.d, layout)
+    if kind == ScaleKind.HALF:
+        return _by_lane(groups.d, layout).contiguous().view(torch.uint8)
+    if kind == ScaleKind.HALF_MIN:
+        assert groups.dmin is not None
+        both = torch.cat([_by_lane(groups.d, layout), _by_lane(groups.dmin, layout)], -1)
+        return both.transpose(2, 3).contiguous().view(torch.uint8)
+    assert groups.sc is not None
+    if kind == ScaleKind.BYTE:
+        return _by_lane(groups.sc, layout).contiguous().view(torch.uint8)
+    if kind == ScaleKind.SIX:
+        return _six_bit_plane(_by_lane((groups.sc + 32).view(torch.uint8), layout).flatten(-2))
+    assert groups.mn is not None
+    sc, mn = _by_lane(groups.sc, layout), _by_lane(groups.mn, layout)
+    return sc | (mn << 4) if kind == ScaleKind.NIBBLE_MIN else torch.stack([sc, mn], -1)
+
+
+def _six_bit_plane(fields: Tensor) -> Tensor:
+    """Eight 6-bit fields a lane, [tiles, chunks, 32, 8] -> [tiles, chunks, 192]: nibbles, then top bits."""
+    low, top = fields & 15, fields >> 4
+    nibbles = low[..., 0::2] | (low[..., 1::2] << 4)
+    pairs = top[..., 0::4] | (top[..., 1::4] << 2) | (top[..., 2::4] << 4) | (top[..., 3::4] << 6)
+    return torch.cat([nibbles.flatten(-2), pairs.flatten(-2)], -1)
+
+
+def _super_plane(groups: Groups, layout: PackedLayout) -> Tensor | None:
+    if not layout.super_bytes:
+        return None
+    values = [groups.d] if groups.dmin is None else [groups.d, groups.dmin]
+    rows = [_padded(value, 1).view(-1, 2, 8, value.shape[1]).permute(0, 3, 2, 1) for value in values]
+    return torch.stack(rows, -1).contiguous().view(torch.uint8)
+
+
+def unpack_part(part: PackedPart) -> Groups:
+    """The stored integers and scales of a packed part, rows in the order they were packed."""
+    layout, shape = part.layout, (part.tiles, part.chunks)
+    fmt = FORMATS[layout.format]
+    codes = _read_codes(part)[: part.rows, : part.cols] ^ layout.offset
+    if layout.low == 8:
+        codes = codes.view(torch.int8)
+    group_count, kind = part.cols // layout.group, layout.scales
+
+    def by_row(values: Tensor) -> Tensor:
+        split = values.reshape(*shape, 8, 4, layout.blocks, layout.sets_per_block, 2)
+        rows = split.permute(0, 6, 2, 1, 4, 3, 5).reshape(part.tiles * TILE_ROWS, -1)
+        return rows[: part.rows, :group_count].contiguous()
+
+    if kind == ScaleKind.E8M0:
+        return Groups(fmt, codes, by_row(part.scales))
+    if kind == ScaleKind.HALF:
+        return Groups(fmt, codes, by_row(part.scales.view(torch.float16)))
+    if kind == ScaleKind.HALF_MIN:
+        halves = part.scales.view(torch.float16).view(*shape, layout.sets, 32, 4).transpose(2, 3)
+        return Groups(fmt, codes, by_row(halves[..., :2]), dmin=by_row(halves[..., 2:]))
+    supers = part.supers.view(torch.float16).view(*shape, 8, 2, -1).permute(4, 0, 3, 2, 1)
+    supers = supers.reshape(-1, part.tiles * TILE_ROWS, part.chunks)[:, : part.rows].contiguous()
+    if kind == ScaleKind.BYTE:
+        return Groups(fmt, codes, supers[0], by_row(part.scales.view(torch.int8)))
+    if kind == ScaleKind.SIX:
+        return Groups(fmt, codes, supers[0], by_row(_read_six(part.scales)).view(torch.int8) - 32)
+    if kind == ScaleKind.NIBBLE_MIN:
+        sc, mn = part.scales & 15, part.scales >> 4
+    else:
+        sc, mn = part.scales.view(-1, 2).unbind(-1)
+    return Groups(fmt, codes, supers[0], by_row(sc), supers[1], by_row(mn))
+
+
+def _read_six(scales: Tensor) -> Tensor:
+    """The inverse of `_six_bit_plane`: [tiles, chunks, 32, 8]."""
+    low = torch.stack([scales[..., :128] & 15, scales[..., :128] >> 4], -1).unflatten(2, (32, 4)).flatten(-2)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=scales.device)
+    top = ((scales[..., 128:, None] >> shifts) & 3).unflatten(2, (32, 2)).flatten(-2)
+    return torch.bitwise_or(low, top << 4)
+
+
+def _read_fields(plane: Tensor) -> Tensor:
+    """The inverse of `_fields`: [.., lane, 4 bytes] -> [.., lane, half, rh, 4]."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=plane.device).view(4, 1)
+    return torch.unflatten((plane.unsqueeze(-2) >> shifts) & 3, -2, (2, 2))
+
+
+def _read_codes(part: PackedPart) -> Tensor:
+    """Codes as stored (top bit flipped where the format has an offset), with the padding: uint8 [R, K]."""
+    layout, steps = part.layout, (part.tiles, part.chunks, part.layout.steps)
+    if layout.low == 8:
+        codes = part.low.view(*steps, 2, 32, 2, 4).transpose(3, 4).transpose(4, 5)
+    elif layout.low == 2:
+        codes = _read_fields(part.low.view(*steps, 32, 4))
+    elif layout.table:
+        nibbles = part.low.view(*steps, 32, 2, 2, 2)
+        codes = torch.stack([nibbles & 15, nibbles >> 4], -1).flatten(-2)
+    else:
+        words = part.low.view(*steps, 32, 2, 4)
+        codes = torch.stack([words & 15, words >> 4], -2)
+    if layout.high == 2:
+        codes = codes | (_read_fields(part.high.view(*steps, 32, 4)) << layout.low)
+    elif layout.high == 1:
+        shifts = torch.arange(8, dtype=torch.uint8, device=part.high.device).view(8, 1)
+        words = part.high.view(part.tiles, part.chunks, layout.steps // 2, 32, 1, 4)
+        bits = ((words >> shifts) & 1).unflatten(4, (2, 4)).transpose(3, 4)
+        codes = codes | (bits.reshape(*steps, 32, 2, 2, 4) << layout.low)
+    return _from_fragments(codes, layout)

@@ -1,0 +1,1 @@
+"""How a key/value cache is stored: types, blocks, rows."""

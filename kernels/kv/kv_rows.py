@@ -1,0 +1,62 @@
+"""Which row of one layer's key-value cache a position has, and how rows are written and read, in torch.
+
+The definition that the CPU and CUDA kernels follow, for every type that a cache is stored in. Knows nothing of
+attention.
+"""
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, check_head_dim
+from quengine.kernels.kv.kv_q8_0 import GROUP, dequantize_rows, quantize_rows
+
+
+def allocate_layer(
+    context: int, kv_heads: int, head_dim: int, device: torch.device | str, cache_type: CacheType = "f16"
+) -> KVLayer:
+    """Room for `context` positions, each head's positions together in memory; nothing is cleared.
+
+    Raises EngineError where a head is not a whole number of q8_0 groups.
+    """
+
+    def tensor(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(kv_heads, context, width, dtype=dtype, device=device).transpose(0, 1)
+
+    if cache_type == "f16":
+        return KVLayer(tensor(head_dim, torch.float16), tensor(head_dim, torch.float16))
+    check_head_dim(head_dim)
+    codes = [tensor(head_dim, torch.int8) for _ in range(2)]
+    scales = [tensor(head_dim // GROUP, torch.float16) for _ in range(2)]
+    return KVLayer(*codes, *scales)
+
+
+def slot_mapping(positions: Tensor, block_table: Tensor) -> Tensor:
+    """The cache row of each position [n]: int64 [n].
+
+    `block_table`: of one sequence, or [n, most] one for each position.
+    """
+    index = positions // BLOCK_SIZE
+    blocks = block_table[index] if block_table.ndim == 1 else block_table.gather(1, index[:, None])[:, 0]
+    return blocks.long() * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+def write_rows(layer: KVLayer, rows: int | Tensor, k: Tensor, v: Tensor) -> None:
+    """k, v [T, kv_heads, head_dim] of any float type to `rows` int64 [T], or from that row on; rounded as stored."""
+    where = slice(rows, rows + k.shape[0]) if isinstance(rows, int) else rows
+    for values, held, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
+        if scales is None:
+            held[where] = values.to(held.dtype)
+        else:
+            held[where], scales[where] = quantize_rows(values)
+
+
+def read_rows(layer: KVLayer, rows: slice | Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """The values that keys and values of `rows` stand for, fp32: each [n, kv_heads, head_dim]."""
+    k, v = (
+        held[rows, heads].float()
+        if scales is None
+        else dequantize_rows(held[rows, heads], scales[rows, heads])
+        for held, scales in ((layer.k, layer.k_scale), (layer.v, layer.v_scale))
+    )
+    return k, v

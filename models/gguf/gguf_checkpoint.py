@@ -1,0 +1,79 @@
+"""A GGUF model as the decoder wants it: configuration, checked tensors, tokenizer, template.
+
+Who asks for no tensors needs no torch: the server beside an engine in another process, or `engine show`.
+"""
+
+from collections import Counter
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quengine.models.config import ModelConfig
+from quengine.models.gguf import open_gguf
+from quengine.models.tensor_table import check_tensors
+from quengine.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quengine.kernels.quant_tensor import QuantTensor
+    from quengine.models.template.chat_template import ChatTemplate
+
+
+class GGUFCheckpoint:
+    """See the module docstring; implements models.checkpoint.Checkpoint.
+
+    Raises:
+        GGUFError: the file is malformed, or lacks a tensor the architecture needs.
+        EngineError: the architecture is not one of those supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = open_gguf(path)
+        self.config = ModelConfig.from_gguf(self.file)
+        check_tensors(self.file, self.config)
+
+    @cached_property
+    def tensors(self) -> "dict[str, QuantTensor]":
+        from quengine.models.gguf.gguf_tensors import quant_tensor
+
+        return {name: quant_tensor(tensor) for name, tensor in self.file.tensors.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.file.tensors.values())
+
+    @property
+    def weights(self) -> int:
+        return sum(prod(tensor.shape) for tensor in self.file.tensors.values())
+
+    @property
+    def types(self) -> dict[str, int]:
+        return dict(Counter(tensor.type_name for tensor in self.file.tensors.values()).most_common())
+
+    @property
+    def notes(self) -> list[str]:
+        from quengine.kernels.block_formats import FORMATS
+
+        expanded = [t for t in self.file.tensors.values() if t.type_name not in FORMATS]
+        if not expanded:
+            return []
+        types = ", ".join(sorted({t.type_name for t in expanded}))
+        gib = sum(4 * prod(t.shape) for t in expanded) / 2**30
+        return [
+            f"{len(expanded)} tensors of type {types} have no packed kernel: expanded to F32, {gib:.2f} GiB"
+        ]
+
+    def let_go_of_pages(self) -> None:
+        self.file.let_go_of_pages()
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_gguf(self.file)
+
+    def chat_template(self) -> "ChatTemplate | None":
+        from quengine.models.template.chat_template import ChatTemplate
+
+        return ChatTemplate.from_gguf(self.file)
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,1 @@
+"""Unquantized Hugging Face checkpoint folders."""

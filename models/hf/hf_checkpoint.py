@@ -1,0 +1,227 @@
+"""An unquantized Hugging Face checkpoint folder as the decoder wants it: mapped tensors under GGUF names.
+
+F32, F16 and BF16 are taken as they are, as views on the mapped files. Only the query and key matrices of the
+llama family are copied, when they are asked for: their rows go from Hugging Face's order to GGUF's, so that a
+checkpoint and the GGUF file made of it give the same logits to the last bit, and kernels see one layout per
+architecture. That is under a tenth of a model. It knows no quantized checkpoints; they are refused.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.config import ModelConfig
+from quengine.models.hf.hf_headers import read_config
+from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
+from quengine.models.tensor_table import required_tensors
+from quengine.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quengine.models.template.chat_template import ChatTemplate
+
+# GGUF tensor (without .weight or .bias) -> Hugging Face module, and where its rows belong to heads that are
+# rotated the ModelConfig field that counts them: GGUF's llama has such rows in pairs, Hugging Face in halves.
+NAMES: Mapping[str, tuple[str, str | None]] = {
+    "token_embd": ("{body}.embed_tokens", None),
+    "output_norm": ("{body}.norm", None),
+    "output": ("{head}lm_head", None),
+    "blk.{i}.attn_norm": ("{body}.layers.{i}.input_layernorm", None),
+    "blk.{i}.attn_q": ("{body}.layers.{i}.self_attn.q_proj", "head_count"),
+    "blk.{i}.attn_k": ("{body}.layers.{i}.self_attn.k_proj", "head_count_kv"),
+    "blk.{i}.attn_v": ("{body}.layers.{i}.self_attn.v_proj", None),
+    "blk.{i}.attn_q_norm": ("{body}.layers.{i}.self_attn.q_norm", None),
+    "blk.{i}.attn_k_norm": ("{body}.layers.{i}.self_attn.k_norm", None),
+    "blk.{i}.attn_output": ("{body}.layers.{i}.self_attn.o_proj", None),
+    "blk.{i}.ffn_norm": ("{body}.layers.{i}.post_attention_layernorm", None),
+    "blk.{i}.ffn_gate": ("{body}.layers.{i}.mlp.gate_proj", None),
+    "blk.{i}.ffn_up": ("{body}.layers.{i}.mlp.up_proj", None),
+    "blk.{i}.ffn_down": ("{body}.layers.{i}.mlp.down_proj", None),
+}
+
+# (body, head) of those names: a text model; the text part of a Mistral 3 vision model as it was released, and
+# as newer releases of transformers save it.
+PREFIXES = (("model", ""), ("language_model.model", "language_model."), ("model.language_model", ""))
+
+# Not in a checkpoint: the configuration gives these numbers.
+_COMPUTED = "rope_freqs.weight"
+# In old checkpoints, a buffer of what the decoder computes.
+_BUFFER = "rotary_emb.inv_freq"
+_ROWS_AT_A_TIME = 1024
+
+
+class HFCheckpoint:
+    """A checkpoint folder: config.json, and *.safetensors with their index where there are several.
+
+    Implements models.checkpoint.Checkpoint. All headers are checked here; weights are read when something
+    computes with them.
+
+    Raises:
+        EngineError: a file, shard or tensor is missing, has a wrong shape or an unsupported type, or the
+            configuration is not that of a supported, unquantized model. One line, with the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        said = ModelConfig.from_hf(read_config(path))
+        self._shards = HFShards(path)
+        self.config = _with_own_output(said, self._shards)
+        self._untied = self.config is not said
+        self._tensors = HFTensors(self._shards, self.config)
+
+    @property
+    def tensors(self) -> "HFTensors":
+        """Every tensor of the decoder by its GGUF name; a permuted one is copied on each access."""
+        return self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decoder's tensors as stored."""
+        return sum(stored.nbytes for stored in self._tensors.stored.values())
+
+    @property
+    def weights(self) -> int:
+        """How many numbers the tensors hold."""
+        return sum(prod(stored.shape) for stored in self._tensors.stored.values())
+
+    @property
+    def types(self) -> dict[str, int]:
+        """How many tensors are stored as each type, the most frequent first."""
+        return dict(Counter(stored.dtype for stored in self._tensors.stored.values()).most_common())
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of how this model is held, one line each."""
+        lines = []
+        if self._untied:
+            lines.append(
+                "config.json ties the output matrix to the embedding; lm_head.weight differs and is used"
+            )
+        copied = sum(self._tensors.stored[name].nbytes for name in self._tensors.heads)
+        if copied:
+            lines.append(f"query and key weights are copied into GGUF's row order: {copied / 2**30:.2f} GiB")
+        unused = self._tensors.unused
+        if unused:
+            lines.append(f"{len(unused)} tensors that the text model does not use: {listed(unused)}")
+        return lines
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_hf(self.path)
+
+    def chat_template(self) -> "ChatTemplate | None":
+        from quengine.models.template.chat_template import ChatTemplate
+
+        return ChatTemplate.from_hf(self.path)
+
+    def let_go_of_pages(self) -> None:
+        """Nothing is done: the mapping is the safetensors package's, and the system takes pages when it needs them."""
+
+    def close(self) -> None:
+        """Let the mapped files go; tensors taken before stay valid as long as they are held."""
+        self._shards.close()
+
+
+class HFTensors(Mapping[str, QuantTensor]):
+    """GGUF name -> tensor of a checkpoint, made when asked for.
+
+    `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
+    `unused` the checkpoint's tensors outside the text model.
+    """
+
+    def __init__(self, shards: HFShards, config: ModelConfig) -> None:
+        self._shards = shards
+        self._rope_dim = config.rope_dim
+        self.stored: dict[str, StoredTensor] = {}
+        self.heads: dict[str, int] = {}
+        body, head = _prefix(shards)
+        for name, shape in required_tensors(config).items():
+            if name == _COMPUTED:
+                continue
+            module, kind = name.rsplit(".", 1)
+            block = module.split(".")[1] if module.startswith("blk.") else ""
+            hf_module, heads = NAMES[module.replace(f"blk.{block}.", "blk.{i}.", 1)]
+            hf_name = f"{hf_module.format(body=body, head=head, i=block)}.{kind}"
+            if name == "token_embd.weight" and config.tied_output and hf_name not in shards.files:
+                hf_name = f"{head}lm_head.weight"  # of two tied tensors either may be the one that is stored
+            self.stored[name] = shards.stored(hf_name, shape)
+            if heads is not None and config.rope_layout == "pairs":
+                self.heads[name] = getattr(config, heads)
+        self.unused = self._unused(body, f"{head}lm_head.weight")
+
+    def _unused(self, body: str, output: str) -> list[str]:
+        # An output matrix that is the embedding again needs no mention.
+        known = {stored.name for stored in self.stored.values()} | {output}
+        rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
+        ignored = [name for name in rest if name.startswith((f"{body}.", output.removesuffix("weight")))]
+        if ignored:
+            raise self._shards.error(
+                f"{len(ignored)} tensors that this decoder does not apply: {listed(ignored)}"
+            )
+        return rest
+
+    def __getitem__(self, name: str) -> QuantTensor:
+        stored = self.stored[name]
+        tensor = self._shards.tensor(stored.name)
+        if name in self.heads:
+            tensor = permute_heads(tensor, self.heads[name], self._rope_dim)
+        data = tensor.reshape(-1, stored.shape[-1]).view(torch.uint8)
+        return QuantTensor(name, FORMATS[stored.dtype], stored.shape, data)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.stored  # the inherited one would make the tensor
+
+
+def permute_heads(tensor: Tensor, heads: int, rope_dim: int) -> Tensor:
+    """A copy of `tensor` [heads * head_dim, ...] with each head's rotated rows in pairs instead of halves.
+
+    Of a head's first `rope_dim` rows, Hugging Face rotates row j with row j + rope_dim/2; GGUF's llama layout
+    has them as neighbours, 2j and 2j + 1. Rows from `rope_dim` on are not rotated and stay.
+    """
+    head_dim = tensor.shape[0] // heads
+    rotated = torch.arange(rope_dim).reshape(2, rope_dim // 2).T.flatten()  # 0, d/2, 1, d/2 + 1, ...
+    order = torch.cat([rotated, torch.arange(rope_dim, head_dim)])
+    rows = (torch.arange(heads)[:, None] * head_dim + order).flatten()
+    return tensor[rows]
+
+
+def _prefix(shards: HFShards) -> tuple[str, str]:
+    for body, head in PREFIXES:
+        if f"{body}.norm.weight" in shards.files:
+            return body, head
+    return PREFIXES[0]  # the missing tensor is then named as a text model's
+
+
+def _with_own_output(config: ModelConfig, shards: HFShards) -> ModelConfig:
+    """`config`, or where it ties an output matrix that is stored beside a different embedding, an untied one.
+
+    So does `transformers`: a checkpoint that holds two different matrices was not trained with one.
+    """
+    body, head = _prefix(shards)
+    embedding, output = f"{body}.embed_tokens.weight", f"{head}lm_head.weight"
+    if not config.tied_output or not {embedding, output} <= shards.files.keys():
+        return config
+    shape = (config.vocab_size, config.embedding_length)
+    shards.stored(embedding, shape), shards.stored(output, shape)  # their shapes and types are good
+    first, second = shards.tensor(embedding), shards.tensor(output)
+    if first.dtype == second.dtype and _same(first, second):
+        return config
+    return replace(config, tied_output=False)
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two matrices are equal; different ones are told apart by their first rows."""
+    rows = range(0, len(first), _ROWS_AT_A_TIME)
+    return all(torch.equal(first[i : i + _ROWS_AT_A_TIME], second[i : i + _ROWS_AT_A_TIME]) for i in rows)

@@ -1,0 +1,112 @@
+"""The safetensors files of a checkpoint folder, mapped: where each tensor is, its header, views on its bytes.
+
+Knows the index file and the float types; not what a tensor's name means.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quengine.errors import EngineError
+from quengine.kernels.block_formats import FORMATS
+from quengine.models.hf.json_file import read_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_NAME_BYTES = 255  # of a file's, on every system
+FLOAT_TYPES = ("F32", "F16", "BF16")  # named in safetensors as in GGUF
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's header: its name in the checkpoint, its type (F32, F16 or BF16) and torch-order shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape[:-1]) * FORMATS[self.dtype].row_bytes(self.shape[-1])
+
+
+class HFShards:
+    """All safetensors files that the folder's index names, or its only one.
+
+    Raises:
+        EngineError: a shard is missing or malformed, or holds not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        weight_map = self._weight_map()
+        files = sorted(set(weight_map.values())) if weight_map else [SINGLE]
+        self._open = {file: self._mapped(file) for file in files}
+        self.files = weight_map or dict.fromkeys(self._open[SINGLE].keys(), SINGLE)  # tensor -> file name
+        held = {file: frozenset(handle.keys()) for file, handle in self._open.items()}
+        for name, file in self.files.items():
+            if name not in held[file]:
+                raise EngineError(f"{folder / file}: tensor {name!r} is missing, {INDEX} says it is there")
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """The header of tensor `name`, which must be there, of `shape` and of a float type.
+
+        Raises:
+            EngineError: it is not.
+        """
+        if name not in self.files:
+            raise self.error(f"tensor {name!r} is missing: this model needs it, {len(self.files)} are there")
+        header = self._open[self.files[name]].get_slice(name)
+        dtype, actual = header.get_dtype(), tuple(header.get_shape())
+        if actual != shape:
+            raise self.error(f"tensor {name!r} has shape {list(actual)}, config.json needs {list(shape)}")
+        if dtype not in FLOAT_TYPES:
+            raise self.error(f"tensor {name!r} is of type {dtype}; supported are {', '.join(FLOAT_TYPES)}")
+        return StoredTensor(name, dtype, shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """A view on the mapped file; it stays valid after `close`, as long as it is held."""
+        tensor: Tensor = self._open[self.files[name]].get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def error(self, problem: str) -> EngineError:
+        return EngineError(f"{self.folder}: {problem}")
+
+    def _weight_map(self) -> dict[str, str]:
+        """Tensor -> file from the index, every file being there; empty when the folder holds one file only."""
+        index = self.folder / INDEX
+        if not index.is_file():
+            if (self.folder / SINGLE).is_file():
+                return {}
+            raise self.error(f"holds neither {SINGLE} nor {INDEX}; weights of other kinds are not read")
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise EngineError(f"{index}: has no weight_map")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file or len(file.encode()) > MAX_NAME_BYTES:
+                raise EngineError(
+                    f"{index}: {name!r} is said to be in {str(file)[:80]!r}, not a file of this folder"
+                )
+        shards = sorted(set(weight_map.values()))
+        missing = [file for file in shards if not (self.folder / file).is_file()]
+        if missing:
+            raise self.error(f"{len(missing)} of {len(shards)} shards are missing: {listed(missing)}")
+        return weight_map
+
+    def _mapped(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise EngineError(f"{self.folder / file}: {error}") from None
+
+
+def listed(names: list[str]) -> str:
+    """The first few of `names`, for an error of one line."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,1 @@
+"""Model names, the Hugging Face Hub, and the cache of downloads."""

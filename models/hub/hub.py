@@ -1,0 +1,97 @@
+"""Model names: what a name given to `--model` stands for on this machine.
+
+Knows the catalogue's aliases, paths, `hf:` names and files that Python packages ship. Never goes to the
+network: `hub_pull` does that.
+"""
+
+import importlib.util
+from pathlib import Path
+
+from quengine.errors import EngineError
+from quengine.models.hub.catalogue import CatalogueEntry, catalogue, closest_aliases
+from quengine.models.hub.hub_cache import find_in_cache
+from quengine.models.hub.hub_name import REPO_NAME, HubName, ModelNameError, parse_hub_name
+
+
+class ModelNotHereError(EngineError):
+    """The name is right but the file is not on this machine yet; the message has the command to fetch it."""
+
+
+def packaged_file(entry: CatalogueEntry) -> Path | None:
+    """The model file inside an installed Python package, found without importing the package."""
+    if entry.package is None or entry.package_file is None:
+        return None
+    spec = importlib.util.find_spec(entry.package)
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        path = Path(folder) / entry.package_file
+        if path.is_file():
+            return path
+    return None
+
+
+def hub_name(name: str) -> HubName:
+    """What an alias or an `hf:` name means. Raises ModelNameError for anything else."""
+    if name.startswith("hf:"):
+        return parse_hub_name(name)
+    entry = catalogue().get(name.lower())
+    if entry is None:
+        raise _unknown(name)
+    return HubName(entry.repo, entry.file)
+
+
+def resolve_model(name: str) -> Path:
+    """The file or checkpoint folder that `name` stands for.
+
+    `name` is a path to a GGUF file or a Hugging Face checkpoint folder, an alias of the catalogue, or
+    `hf:user/repo:QUANT` / `hf:user/repo/file.gguf`. For a split GGUF the first shard is returned.
+
+    Raises ModelNotHereError (with the `engine pull` command) for a known name that was not pulled yet, and
+    ModelNameError for a name that stands for nothing.
+    """
+    try:
+        return _resolved(name)
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # too long a name, a folder that may not be read, ~ without a home folder
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelNameError(f"{name if len(name) <= 200 else name[:200] + '...'}: {why}") from None
+
+
+def _resolved(name: str) -> Path:
+    if not name.strip():
+        raise ModelNameError("the model's name is empty; give an alias, a path or hf:user/repo:QUANT")
+    path = Path(name).expanduser()
+    if not name.startswith("hf:"):
+        if path.is_file() or (path / "config.json").is_file():
+            return path
+        if name.lower() not in catalogue():
+            raise _no_path(name, path) if path.exists() or _is_like_path(name) else _unknown(name)
+    entry = catalogue().get(name.lower())
+    found = (packaged_file(entry) if entry else None) or find_in_cache(hub_name(name))
+    if found is None:
+        raise ModelNotHereError(f"{name}: not on this machine; fetch it with: engine pull {name}")
+    return found
+
+
+def _is_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.lower().endswith(".gguf")
+
+
+def _no_path(name: str, path: Path) -> ModelNameError:
+    if path.is_dir():
+        inside = ", ".join(sorted(child.name for child in path.glob("*.gguf")))
+        having = f"; it has {inside}: name that file" if inside else " and without .gguf files"
+        return ModelNameError(f"{name}: a folder without config.json{having}")
+    return ModelNameError(f"{name}: {'not a regular file' if path.exists() else 'no such file'}")
+
+
+def _unknown(name: str) -> ModelNameError:
+    if REPO_NAME.fullmatch(name.partition(":")[0]):
+        return ModelNameError(f"{name}: no such file; a model of the Hugging Face Hub is written hf:{name}")
+    near = closest_aliases(name)
+    if near:
+        return ModelNameError(f"{name}: no such model; did you mean {' or '.join(near)}?")
+    return ModelNameError(
+        f"{name}: no such model; `engine list --all` shows the names, or give a path or hf:user/repo:QUANT"
+    )

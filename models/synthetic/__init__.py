@@ -1,0 +1,1 @@
+"""Models of true shapes with random weights."""

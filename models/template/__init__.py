@@ -1,0 +1,1 @@
+"""Chat templates, and the limited process that renders them."""

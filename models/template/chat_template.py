@@ -1,0 +1,310 @@
+"""Chat templates: the jinja2 program in a model's file that writes a conversation as one prompt.
+
+Where files keep them, what variables they get, and which part of a prompt may be control tokens. `template_worker`
+renders, in a process of its own.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quengine.errors import EngineError
+from quengine.models.hf.json_file import read_json, read_text
+from quengine.models.template.limited_process import LimitedProcess, Limits, ProcessStoppedError
+from quengine.models.template.named_templates import program_of
+
+if TYPE_CHECKING:
+    from quengine.models.gguf import GGUFFile
+    from quengine.models.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+_KEY = "tokenizer.chat_template"
+_NAME = re.compile(r"[^\W\d]\w*")
+# A template's name of its own in place of the default one, as transformers and GGUF files have it.
+_DEFAULT = "default"
+_WORKER = Path(__file__).with_name("template_worker.py")
+_LIMITS = Limits(cpu_seconds=2.0, memory_bytes=512 << 20)
+# What jinja2 and Python say where a template takes a null or missing content for text.
+_NULL_CONTENT = re.compile(r"\bNone|Undefined|no attribute 'content'")
+
+
+class ChatTemplateError(EngineError):
+    """A template cannot be used or refuses the messages. `line` is the template's, None where there is none."""
+
+    def __init__(self, origin: str, problem: str, line: int | None = None) -> None:
+        self.line = line
+        at = "" if line is None else f", line {line}"
+        super().__init__(f"{origin}{at}: {' '.join(problem.split())}")
+
+
+class ChatTemplate:
+    """One template. `origin` names it in errors."""
+
+    def __init__(
+        self, source: str, bos_token: str = "", eos_token: str = "", origin: str = "chat template"
+    ) -> None:
+        self.source = source
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self.origin = origin
+        self._process = LimitedProcess(_WORKER, {"source": source}, _LIMITS)
+
+    @classmethod
+    def from_gguf(cls, file: "GGUFFile", name: str | None = None) -> "ChatTemplate | None":
+        """The file's template, or the one of that name; None where the file has none at all.
+
+        Raises ChatTemplateError for a name that the file lacks, GGUFError for metadata of a wrong type.
+        """
+        keys = {key.removeprefix(_KEY + "."): key for key in file.metadata if key.startswith(_KEY + ".")}
+        if _KEY in file.metadata:
+            keys[_DEFAULT] = _KEY
+        key = _choose(keys, name, str(file.path))
+        tokens = file.get_strings("tokenizer.ggml.tokens") or ()
+
+        def token(role: str) -> str:
+            token_id = file.get_int(f"tokenizer.ggml.{role}_token_id", high=(1 << 32) - 1)
+            return tokens[token_id] if token_id is not None and token_id < len(tokens) else ""
+
+        if key is None:
+            return None
+        return cls(program_of(file.require_str(key)), token("bos"), token("eos"), f"{file.path}: {key}")
+
+    @classmethod
+    def from_hf(cls, folder: Path, name: str | None = None) -> "ChatTemplate | None":
+        """As `from_gguf`, of a Hugging Face checkpoint folder (chat_template.jinja, tokenizer_config.json)."""
+        path = folder / "tokenizer_config.json"
+        config = read_json(path) if path.is_file() else {}
+        found = _templates_of(config.get("chat_template"))
+        files = {_DEFAULT: folder / "chat_template.jinja"}
+        files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+        found |= {key: read_text(file) for key, file in files.items() if file.is_file()}
+        source = _choose(found, name, str(folder))
+        if source is None:
+            return None
+        return cls(source, _token(config, "bos"), _token(config, "eos"), f"{folder}: chat template")
+
+    def start(self) -> None:
+        """Let the process of the first rendering come up while other things are done."""
+        with suppress(ProcessStoppedError):  # `render` will try again, and say what is wrong
+            self._process.start()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for `messages`, a list of {"role", "content"} and whatever else the template reads.
+
+        The content of an assistant's message with tool calls may be None or missing. Where the template fails at
+        that, the message is rendered with None, then with an empty text.
+
+        add_generation_prompt: end where the assistant's answer begins.
+        tools: descriptions of functions, as JSON values. variables: more names for the template.
+        Raises ChatTemplateError: the template is wrong, refuses the messages, or needs too much time or memory.
+        """
+        given = list(messages)
+        try:
+            return self._render(given, add_generation_prompt, tools, variables)
+        except ChatTemplateError as refusal:
+            if not _NULL_CONTENT.search(str(refusal)):
+                raise
+            for content in (None, ""):
+                changed = [_with_content(message, content) for message in given]
+                if changed != given:
+                    with suppress(ChatTemplateError):
+                        return self._render(changed, add_generation_prompt, tools, variables)
+            raise
+
+    def _render(
+        self,
+        messages: list[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
+        given = {
+            **(variables or {}),
+            "messages": messages,
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+        }
+        try:
+            answer = self._process.ask({"variables": given})
+        except ProcessStoppedError as failure:
+            raise ChatTemplateError(self.origin, str(failure)) from None
+        except (TypeError, ValueError) as failure:
+            raise ChatTemplateError(self.origin, f"the messages are no JSON values: {failure}") from None
+        if "error" in answer:
+            raise ChatTemplateError(self.origin, answer["error"], answer["line"])
+        text: str = answer["text"]
+        return text
+
+
+def _with_content(message: Message, content: str | None) -> Message:
+    """`message` with `content` if it is an assistant's with tool calls and has none."""
+    calls = message.get("role") == "assistant" and message.get("tool_calls")
+    return {**message, "content": content} if calls and message.get("content") is None else message
+
+
+def _choose(found: Mapping[str, str], name: str | None, origin: str) -> str | None:
+    if name is None:
+        return found.get(_DEFAULT)
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise ChatTemplateError(origin, f"no chat template is named {name!r}; there: {known}")
+    return found[name]
+
+
+def _templates_of(value: Any) -> dict[str, str]:
+    """`chat_template` of tokenizer_config.json: one template, or a list of {"name", "template"}."""
+    if isinstance(value, str):
+        return {_DEFAULT: value}
+    entries = value if isinstance(value, list) else []
+    return {
+        str(e["name"]): str(e["template"])
+        for e in entries
+        if isinstance(e, dict) and {"name", "template"} <= e.keys()
+    }
+
+
+def _token(config: Mapping[str, Any], role: str) -> str:
+    """`bos_token` of tokenizer_config.json: the text itself, or an object with the text in `content`."""
+    value = config.get(f"{role}_token")
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else ""
+
+
+def encode_chat(
+    tokenizer: "Tokenizer",
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The ids of a conversation, with BOS if the model wants one and the template has not written it.
+
+    What the template writes may be control tokens; what stands in the messages (all strings but roles) and tools
+    may not: a message that spells `<|im_end|>` does not end. As long as no message does, the prompt is encoded
+    as a whole, as llama.cpp does. Else the template is rendered once more with a character of each such place
+    exchanged for one that nothing has, the control tokens are cut out, and the places get their text back
+    before merging. Keys that the template's source names stay as they are, for it looks them up.
+    """
+
+    def rendered(hide: Callable[[str], str], hide_key: Callable[[str], str]) -> str:
+        hidden_messages, hidden_tools = (_map_text(part, hide, hide_key) for part in (list(messages), tools))
+        return template.render(hidden_messages, add_generation_prompt, hidden_tools, variables)
+
+    def marked(edges: bool) -> str:
+        return rendered(partial(hiding.hide, edges=edges), partial(hiding.hide_key, edges=edges))
+
+    template.start()
+    tokenizer.prepare()  # meanwhile
+    text = rendered(str, str)
+    hiding = _Hiding(tokenizer.control_texts, template.source, text + "".join(_texts([*messages, tools])))
+    if not any(hiding.places(part, edges=True) for part in _texts([*messages, tools], hiding.stays)):
+        return tokenizer.encode(text, bos=True, special=True)
+    # A template that compares a short word with what is part of a control token's name goes another way, or fails.
+    hidden = None
+    with suppress(ChatTemplateError):
+        hidden = marked(edges=True)
+    if hidden is None or hiding.restore(hidden) != text:
+        hidden = marked(edges=False)
+    return tokenizer.encode_hidden(hidden, hiding.restore, bos=True)
+
+
+def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
+    """A JSON value with every string changed, keys by a function of their own, but not what is said under "role"."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            change_key(key) if isinstance(key, str) else key: part
+            if key == "role"
+            else _map_text(part, change, change_key)
+            for key, part in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_map_text(part, change, change_key) for part in value]
+    return value
+
+
+def _texts(value: Any, but_keys: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
+    """The strings that `_map_text` changes, keys too but those for which `but_keys` holds."""
+    found: list[str] = []
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    _map_text(value, note, lambda key: key if but_keys(key) else note(key))
+    return iter(found)
+
+
+class _Hiding:
+    """Exchanges one character in each place of a text that could be read as (a part of) a control token.
+
+    The stand-ins are private-use characters of plane 16 that neither `source`, the template, nor `texts` has.
+    """
+
+    def __init__(self, control_texts: Sequence[str], source: str, texts: str) -> None:
+        self._names = frozenset(_NAME.findall(source))
+        self._controls: dict[str, list[str]] = defaultdict(list)  # by their first character
+        for text in control_texts:
+            self._controls[text[0]].append(text)
+        self._joined = "\n".join(control_texts)
+        self._beginnings = {text[:n] for text in control_texts for n in range(1, len(text))}
+        self._endings = {text[n:] for text in control_texts for n in range(1, len(text))}
+        self._longest = max(map(len, control_texts), default=0)
+        used = set(source) | set(texts)
+        self._free = (char for code in range(0x10FFFD, 0x100000, -1) if (char := chr(code)) not in used)
+        self._stand_ins: dict[str, str] = {}
+
+    def places(self, text: str, edges: bool) -> set[int]:
+        """Indexes of the characters to exchange: the first of each control token's text and, with `edges`, of what
+        the template's own text next to it could complete to one."""
+        found = set()
+        possible = (control for first, group in self._controls.items() if first in text for control in group)
+        for control in possible:
+            at = text.find(control)
+            while at >= 0:
+                found.add(at)
+                at = text.find(control, at + 1)
+        if edges and text:
+            sizes = range(1, min(self._longest, len(text) + 1))
+            found |= {len(text) - n for n in sizes if text[-n:] in self._beginnings}
+            if text in self._joined or any(text[:n] in self._endings for n in sizes):
+                found.add(0)
+        return found
+
+    def stays(self, key: str) -> bool:
+        """Whether the template's source names this key, and it is no control token's text."""
+        return key in self._names and not self.places(key, edges=False)
+
+    def hide_key(self, key: str, edges: bool) -> str:
+        return key if self.stays(key) else self.hide(key, edges)
+
+    def hide(self, text: str, edges: bool) -> str:
+        characters = list(text)
+        for place in self.places(text, edges):
+            original = characters[place]
+            if original not in self._stand_ins:
+                self._stand_ins[original] = next(self._free)
+            characters[place] = self._stand_ins[original]
+        return "".join(characters)
+
+    def restore(self, text: str) -> str:
+        for original, stand_in in self._stand_ins.items():
+            # The second form is what `tojson(ensure_ascii=True)` makes of it.
+            text = text.replace(stand_in, original).replace(json.dumps(stand_in)[1:-1], original)
+        return text

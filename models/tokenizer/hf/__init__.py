@@ -1,0 +1,1 @@
+"""tokenizer.json of Hugging Face folders."""

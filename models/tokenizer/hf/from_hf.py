@@ -1,0 +1,135 @@
+"""Reads the tokenizer of a Hugging Face checkpoint folder: tokenizer.json and tokenizer_config.json.
+
+The `tokenizers` library runs tokenizer.json as it is written (`hf_engine`); this module finds out what its tokens
+stand for and which have a role. Does not read tokenizer.model or tekken.json, which lack what tokenizer.json says.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quengine.models.gguf.vocab_checks import MAX_VOCABULARY
+from quengine.models.hf.json_file import read_json
+from quengine.models.tokenizer.byte_level import byte_level_bytes
+from quengine.models.tokenizer.errors import TokenizerError
+from quengine.models.tokenizer.hf.hf_engine import Described, WholeTextEncoder, describe, engine_for
+from quengine.models.tokenizer.scored_bpe import SPACE, scored_bytes
+from quengine.models.tokenizer.token_length import of_pipeline
+from quengine.models.tokenizer.tokenizer import Tokenizer
+from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, with_roles_by_text
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def tokenizer_from_hf(folder: Path) -> Tokenizer:
+    """Raises EngineError for a file that is missing or no JSON, TokenizerError for one that does not work."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(f"{folder} has no tokenizer.json; convert its tokenizer with transformers first")
+    parts = read_json(path)
+    engine = engine_for(path, parts)
+    described = describe(path, engine)
+    config_path = folder / "tokenizer_config.json"
+    config = read_json(config_path) if config_path.is_file() else {}
+    texts, types = _tokens(described, parts, _rows(folder))
+    ids = {text: i for i, text in enumerate(texts)}
+    named = {
+        role: ids[text] for role in ("bos", "eos", "unk", "pad") if (text := _role_text(config, role)) in ids
+    }
+    byte_level = _find(parts.get("decoder"), "ByteLevel") is not None
+    vocabulary = Vocabulary(
+        texts=texts,
+        types=types,
+        named_ids=named,
+        add_bos=_adds_bos(described, config, named.get("bos")),
+        add_eos=bool(config.get("add_eos_token")),
+        to_bytes=byte_level_bytes if byte_level else scored_bytes,
+        eos_ids=_generation_ends(folder, len(texts)),
+        lstrip_ids=_stripping(parts, "lstrip"),
+        rstrip_ids=_stripping(parts, "rstrip"),
+    )
+    prefix = not byte_level and _puts_space_first(parts)
+    complete = with_roles_by_text(vocabulary)
+    return Tokenizer(
+        complete, lambda: WholeTextEncoder(engine, path), prefix, lambda: of_pipeline(complete, parts)
+    )
+
+
+def _stripping(parts: Mapping[str, Any], side: str) -> frozenset[int]:
+    """Ids of the added tokens that take the white space on `side`, "lstrip" or "rstrip"."""
+    added = [token for token in parts.get("added_tokens") or () if isinstance(token, dict)]
+    return frozenset(
+        token["id"] for token in added if token.get(side) is True and type(token.get("id")) is int
+    )
+
+
+def _rows(folder: Path) -> int:
+    """Rows of the model's embedding, which may be more than there are tokens."""
+    path = folder / "config.json"
+    config = read_json(path) if path.is_file() else {}
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) and 0 <= size <= MAX_VOCABULARY else 0
+
+
+def _tokens(described: Described, parts: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
+    """Text and type of every id, `rows` at least; ids that no token has are unused and empty."""
+    known = described.vocab
+    largest = max((*known.values(), *(i for i, _, _ in described.added)), default=-1)
+    texts = [""] * max(largest + 1, rows)
+    types = [int(TokenType.UNUSED)] * len(texts)
+    model = parts.get("model")
+    fallback = isinstance(model, dict) and bool(model.get("byte_fallback"))
+    for text, token_id in known.items():
+        is_byte = fallback and _BYTE.fullmatch(text) is not None
+        texts[token_id] = text
+        types[token_id] = TokenType.BYTE if is_byte else TokenType.NORMAL
+    for token_id, text, special in described.added:
+        texts[token_id] = text
+        types[token_id] = TokenType.CONTROL if special else TokenType.USER_DEFINED
+    return texts, types
+
+
+def _role_text(config: Mapping[str, Any], role: str) -> str | None:
+    value = config.get(f"{role}_token")
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def _adds_bos(described: Described, config: Mapping[str, Any], bos: int | None) -> bool:
+    """As the configuration says, else as the post-processor does with an empty text."""
+    said = config.get("add_bos_token")
+    if bos is None or isinstance(said, bool):
+        return bool(said) and bos is not None
+    return list(described.empty[:1]) == [bos]
+
+
+def _generation_ends(folder: Path, size: int) -> frozenset[int]:
+    """`eos_token_id` of generation_config.json and config.json: one id or several."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        value = read_json(path).get("eos_token_id") if path.is_file() else None
+        values = value if isinstance(value, list) else [value]
+        found |= {i for i in values if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size}
+    return frozenset(found)
+
+
+def _puts_space_first(parts: Mapping[str, Any]) -> bool:
+    """A `Prepend` of the space sign, or a `Metaspace` that is not told never to."""
+    if _find(parts.get("normalizer"), "Prepend") is not None:
+        return True
+    metaspace = _find(parts.get("pre_tokenizer"), "Metaspace")
+    if metaspace is None or metaspace.get("replacement", SPACE) != SPACE:
+        return False
+    scheme = metaspace.get("prepend_scheme")
+    return bool(metaspace.get("add_prefix_space", True)) if scheme is None else scheme != "never"
+
+
+def _find(part: Any, kind: str) -> Mapping[str, Any] | None:
+    """The first component of tokenizer.json of that type, in a sequence or not."""
+    if isinstance(part, dict) and part.get("type") == kind:
+        return part
+    inner = part if isinstance(part, list) else list(part.values()) if isinstance(part, dict) else []
+    return next((found for each in inner if (found := _find(each, kind)) is not None), None)

@@ -1,0 +1,307 @@
+"""What a benchmark times and how it counts: the tests of a command line, the numbers of a row."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quengine import LLM, EngineError
+from quengine.diagnostics.bench import bench
+from quengine.diagnostics.bench.bench import (
+    BenchPlan,
+    model_facts,
+    run_bench,
+    synthetic_model,
+)
+from quengine.diagnostics.bench.bench_batch import time_batch
+from quengine.diagnostics.bench.bench_machine import describe_machine
+from quengine.diagnostics.bench.bench_row import BenchRow, BenchTest, ModelFacts, expand_tests
+from quengine.diagnostics.bench.bench_work import prompt_operations
+from quengine.diagnostics.bench.profile import read_profile
+from quengine.diagnostics.bench.profile_run import PROFILED_TOKENS, Traced
+from quengine.errors import CannotRunError
+from quengine.kernels.cpu.runtime.threads import max_threads
+from quengine.scheduler import Batch
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+FACTS = ModelFacts(name="m", path="/m.gguf", nbytes=10**9, params=2 * 10**9, types="Q4_K+Q6_K")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=128)
+    return write_tiny(tmp_path_factory.mktemp("bench") / "tiny.gguf", kind="Q8_0", sizes=sizes)
+
+
+def row(test: BenchTest, seconds: tuple[float, ...], bytes_per_token: int = 0) -> BenchRow:
+    return BenchRow(
+        model=FACTS,
+        test=test,
+        device="cpu",
+        backend="cpu",
+        threads=2,
+        seconds=seconds,
+        bytes_per_token=bytes_per_token,
+        bandwidth=20e9,
+        load_s=0.5,
+        peak_bytes=10**9,
+        held_bytes=8 * 10**8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [
+        (BenchTest(512, 0), "pp512"),
+        (BenchTest(0, 128), "tg128"),
+        (BenchTest(0, 128, 4096), "tg128 @ d4096"),
+        (BenchTest(512, 128), "pp512+tg128"),
+    ],
+)
+def test_tests_have_the_names_of_llama_bench(test: BenchTest, name: str) -> None:
+    assert test.name == name
+
+
+def test_every_test_is_run_at_every_depth_and_once() -> None:
+    tests = expand_tests([512, 0, 512], [128], [(64, 16)], [0, 1024])
+    assert [test.name for test in tests] == [
+        *("pp512", "tg128", "pp64+tg16"),
+        *("pp512 @ d1024", "tg128 @ d1024", "pp64+tg16 @ d1024"),
+    ]
+
+
+def test_nothing_to_time_is_an_error() -> None:
+    with pytest.raises(EngineError, match="nothing to time"):
+        expand_tests([0], [0], [], [0])
+
+
+def test_a_row_counts_tokens_over_seconds_and_their_deviation() -> None:
+    measured = row(BenchTest(0, 10), (1.0, 2.0), bytes_per_token=10**9)
+    assert measured.samples == (10.0, 5.0)
+    assert measured.tok_s == 7.5
+    assert measured.deviation == pytest.approx(12.5**0.5)
+    assert measured.gb_s == pytest.approx(7.5)
+    assert measured.bandwidth_percent == pytest.approx(37.5)
+
+
+def test_one_sample_has_no_deviation_and_a_prompt_no_bandwidth() -> None:
+    measured = row(BenchTest(512, 128), (2.0,))
+    assert (measured.tok_s, measured.deviation) == (320.0, 0.0)
+    assert measured.gb_s is None
+    assert measured.bandwidth_percent is None
+
+
+def test_a_prompt_is_measured_against_the_matrix_rate_and_tokens_are_not() -> None:
+    prompt = replace(row(BenchTest(100, 0), (0.5,)), operations=10**12, matrix_rate=4e12)
+    assert prompt.matrix_percent == pytest.approx(50.0)
+    assert replace(prompt, matrix_rate=None).matrix_percent is None
+    assert replace(row(BenchTest(0, 10), (0.5,), 10**9), matrix_rate=4e12).matrix_percent is None
+
+
+def test_memory_beside_weights_and_cache_is_told() -> None:
+    fields = row(BenchTest(0, 1), (1.0,)).as_dict()
+    assert fields["peak_over_weights_and_cache_bytes"] == 2 * 10**8
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_operations_of_a_prompt_are_matrices_attention_and_one_row_of_logits_a_chunk(
+    model: Path, backend: str
+) -> None:
+    """Of 12 tokens in two chunks only two go on behind the attention of the last layer."""
+    with LLM(model, "cpu", 64, 1, chunk_size=8, backend=backend) as llm:
+        config, operations = llm.model_config, prompt_operations(llm, 5, 12)
+        sizes = ModelSizes(embedding=64, feed_forward=128)
+        shapes = sizes.tensor_shapes(config.vocab_size)
+    last = f"blk.{config.block_count - 1}."
+    matrices = 0
+    for name, shape in shapes.items():
+        if name.startswith("blk.") and len(shape) == 2:
+            picked = name.startswith(last) and not name.startswith(f"{last}attn_")
+            picked |= name == f"{last}attn_output.weight"
+            matrices += 2 * shape[0] * shape[1] * (2 if picked else 12)
+    seen = sum(range(6, 18))
+    attention = 4 * config.head_count * config.head_dim * seen * config.block_count
+    assert operations == matrices + attention + 2 * 2 * config.vocab_size * config.embedding_length
+
+
+def test_a_profile_takes_part_in_a_row_only_when_there_is_one() -> None:
+    events = [{"ph": "X", "cat": "kernel", "name": "k", "ts": 0.0, "dur": 2.0, "args": {"grid": [4, 1, 1]}}]
+    measured = row(BenchTest(0, 1), (1.0,))
+    assert "profile" not in measured.as_dict()
+    fields = replace(measured, profile=(read_profile(events, "decode step", 1),)).as_dict()
+    assert fields["profile"][0]["kernels"][0]["name"] == "k"
+    assert json.loads(json.dumps(fields))["profile"][0]["wall_us"] == 2.0
+
+
+def test_every_test_of_a_plan_is_profiled_and_the_trace_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 0.0, "dur": 2.0, "args": {"grid": [4, 1, 1]}}
+    asked: list[tuple[str, int, int]] = []
+
+    def profiled(what: str) -> Callable[..., Traced]:
+        def run(llm: LLM, ids: list[int], cached: int) -> Traced:
+            assert llm.ctx_size >= len(ids) + PROFILED_TOKENS or what == "prompt"
+            asked.append((what, len(ids), cached))
+            return read_profile([event], what, 1), {"traceEvents": [event]}
+
+        return run
+
+    monkeypatch.setattr(bench, "check_can_profile", lambda _: None)
+    monkeypatch.setattr(bench, "profile_prompt", profiled("prompt"))
+    monkeypatch.setattr(bench, "profile_decode", profiled("decode step"))
+    path = tmp_path / "trace.json"
+    tests = [BenchTest(9, 0, 32), BenchTest(0, 3), BenchTest(4, 2)]
+    plan = BenchPlan([model], tests, [1], repetitions=1, device="cpu", trace=path)
+    rows = list(run_bench(plan, lambda _: None))
+    assert [[p.what for p in r.profile] for r in rows] == [
+        ["prompt"],
+        ["decode step"],
+        ["prompt", "decode step"],
+    ]
+    assert asked == [("prompt", 41, 32), ("decode step", 1, 0), ("prompt", 4, 0), ("decode step", 4, 3)]
+    labels = [e["name"] for e in json.loads(path.read_text())["traceEvents"] if e["cat"] == "test"]
+    assert labels[-1] == "tiny, 1 threads: pp4+tg2, decode step"
+    assert len(labels) == 4
+
+
+def test_kernels_cannot_be_timed_on_the_cpu_and_that_is_said_before_anything_runs(model: Path) -> None:
+    for plan in (
+        BenchPlan([model], [BenchTest(8, 0)], [None], device="cpu", profile=True),
+        BenchPlan([model], [BenchTest(8, 0)], [None], device="cpu", trace=Path("t.json")),
+    ):
+        told: list[str] = []
+        with pytest.raises(CannotRunError, match="run is on the CPU"):
+            next(run_bench(plan, told.append))
+        assert told == []
+
+
+@pytest.mark.parametrize(
+    ("test", "plan", "message"),
+    [
+        (BenchTest(1, 0), {"batches": (1, 0)}, "-b 0: must be at least 1"),
+        (BenchTest(1, 0), {"batches": (1, 2), "profile": True}, "time the kernels of one sequence"),
+        (BenchTest(4, 0, 5), {"batches": (2,)}, "-d 5: must be a multiple of 32"),
+    ],
+)
+def test_what_cannot_be_timed_of_several_sequences_is_refused(
+    test: BenchTest, plan: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        BenchPlan(["m"], [test], [None], **plan)
+
+
+def test_several_sequences_are_timed_together(model: Path) -> None:
+    tests = expand_tests([9], [5], [(4, 2)], [0, 32])
+    plan = BenchPlan([model], tests, [1], batches=(1, 3), repetitions=2, device="cpu")
+    rows = list(run_bench(plan, lambda _: None))
+    assert [(r.batch, r.test) for r in rows] == [(b, test) for b in (1, 3) for test in tests]
+    for r in rows:
+        assert r.samples[0] == pytest.approx(r.batch * (r.test.prompt + r.test.generate) / r.seconds[0])
+        assert (r.gb_s is None) == (r.test.prompt > 0)
+    alone, together = (r for r in rows if r.test == BenchTest(0, 5))
+    assert together.name == "tg5 x 3" and together.bytes_per_token < alone.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("test", "steps"),
+    [
+        (BenchTest(9, 0), [(0, 9)] * 3),
+        (BenchTest(9, 0, 32), [(32, 9)] * 3),
+        (BenchTest(0, 5), [3] * 5),
+        (BenchTest(0, 5, 20), [3] * 5),
+    ],
+)
+def test_what_is_computed_together_is_what_the_test_says(
+    model: Path, monkeypatch: pytest.MonkeyPatch, test: BenchTest, steps: list[object]
+) -> None:
+    with LLM(model, "cpu", 96, 1, parallel=3) as llm:
+        seen: list[object] = []
+        run = llm.runner.run
+
+        def watched(batch: Batch) -> object:
+            for chunk in batch.chunks:
+                seen.append((chunk.start, len(chunk.ids)))
+            if batch.phase == "decode":
+                seen.append(len(batch.sequences))
+            return run(batch)
+
+        monkeypatch.setattr(llm.runner, "run", watched)
+        list(time_batch(llm, test, 3, 1, False, lambda _: None))
+        # What comes before is not timed: the depth, and the first tokens.
+        assert seen[-len(steps) :] == steps
+        assert llm.scheduler.cache_used == 0
+
+
+def test_a_deterministic_run_is_one_and_says_so(model: Path) -> None:
+    tests, batches = [BenchTest(5, 3)], (1, 2)
+    plan = BenchPlan([model], tests, [1], batches, repetitions=1, device="cpu", deterministic=True)
+    rows = list(run_bench(plan, lambda _: None))
+    assert [row.batch for row in rows] == [1, 2]
+    assert all(row.deterministic and row.as_dict()["deterministic"] is True for row in rows)
+
+
+def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:
+    tests = expand_tests([9], [3], [(4, 2)], [0, 32])
+    counts = [1, max_threads()]
+    plan = BenchPlan([model], tests, counts, repetitions=2, device="cpu")
+    told: list[str] = []
+    rows = list(run_bench(plan, told.append))
+    assert [(r.threads, r.test) for r in rows] == [(t, test) for t in counts for test in tests]
+    for r in rows:
+        assert len(r.samples) == 2
+        assert min(r.samples) > 0
+        assert r.peak_bytes > model.stat().st_size
+        assert (r.gb_s is None) == (r.test.prompt > 0)
+    assert told[0].startswith("measuring memory bandwidth")
+
+
+def test_bytes_of_a_token_are_the_weights_and_the_cache_so_far(model: Path) -> None:
+    plan = BenchPlan([model], [BenchTest(0, 4), BenchTest(0, 4, depth=50)], [1], repetitions=1, device="cpu")
+    near, far = run_bench(plan, lambda _: None)
+    with LLM(model, "cpu", 64, 1) as llm:
+        weights, cache = llm.runner.decoder.bytes_per_token, llm.model_config.kv_cache_bytes(1)
+    assert near.bytes_per_token == weights + 2 * cache
+    assert far.bytes_per_token == near.bytes_per_token + 50 * cache
+
+
+def test_a_test_longer_than_the_context_is_refused_before_anything_runs(model: Path) -> None:
+    plan = BenchPlan([model], [BenchTest(8, 0), BenchTest(100, 20, depth=32)], [None])
+    with pytest.raises(EngineError, match=r"pp100\+tg20 @ d32 takes 153 positions.*128"):
+        next(run_bench(plan, lambda _: None))
+
+
+def test_the_facts_of_a_model_are_counted(model: Path) -> None:
+    with LLM(model, "cpu", 16, 1) as llm:
+        facts = model_facts(llm.loaded.checkpoint)
+    shapes = ModelSizes(embedding=64, feed_forward=128).tensor_shapes(llm.model_config.vocab_size)
+    count = sum(s[0] * (s[1] if len(s) > 1 else 1) for s in shapes.values())
+    assert (facts.name, facts.types.split("+")[0], facts.params) == ("tiny", "Q8_0", count)
+
+
+def test_a_result_carries_the_machine_and_the_versions() -> None:
+    fields = replace(row(BenchTest(0, 1), (1.0,), 5)).as_dict(describe_machine("cpu"))
+    assert fields["samples_s"] == [1.0]
+    assert fields["machine"]["cores"] >= 1
+    assert fields["machine"]["cpu"]
+    assert {"quengine", "torch", "python"} <= fields["versions"].keys()
+
+
+def test_a_synthetic_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told: list[str] = []
+    path = synthetic_model("tiny", told.append)
+    assert path.is_relative_to(tmp_path)
+    assert str(path) in told[0]
+    written = path.stat().st_mtime_ns
+    assert synthetic_model("tiny", told.append) == path
+    assert (path.stat().st_mtime_ns, len(told)) == (written, 1)
+
+
+def test_an_unknown_preset_is_an_error_that_lists_them() -> None:
+    with pytest.raises(EngineError, match=r"llama-9b.*mistral-7b.*tiny"):
+        synthetic_model("llama-9b", print)

@@ -1,0 +1,108 @@
+"""Embeddings: the pooled hidden rows of a prompt, however it was chunked, beside whatever else is computed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quengine import LLM, SamplingParams
+from quengine.errors import EngineError
+from quengine.request.pooling import Pool, Pooling
+from tests.forward import one_sequence
+from tests.tiny_models import write_tiny
+
+PROMPTS = [[5, 17, 250, 3, 99, 42, 42, 8, 120, 77, 1], [9], list(range(30, 75))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("embedding") / "m.gguf")
+
+
+def by_hand(model: Path, prompt: list[int], pooling: Pooling) -> torch.Tensor:
+    with LLM(model, "cpu", 64, backend="reference") as llm:
+        batch = one_sequence(prompt, phase="prefill", blocks=2)
+        rows = llm.loaded.decoder.hidden(batch, llm.loaded.cache.layers)
+    pooled = rows[-1] if pooling == "last" else rows.mean(0)
+    return pooled / pooled.norm()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(("parallel", "chunk"), [(1, 64), (1, 4), (3, 64), (3, 4)])
+def test_a_prompts_rows_are_pooled(
+    model: Path, pooling: Pooling, backend: str, parallel: int, chunk: int
+) -> None:
+    with LLM(model, "cpu", 64, backend=backend, parallel=parallel, chunk_size=chunk) as llm:
+        found = llm.embed(PROMPTS, pooling)
+    for prompt, vector in zip(PROMPTS, found, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(vector, dtype=torch.float64), by_hand(model, prompt, pooling), rtol=1e-3, atol=1e-3
+        )
+        assert abs(torch.tensor(vector).norm() - 1) < 1e-6
+
+
+def test_chunks_change_no_bit_of_a_mean() -> None:
+    rows = torch.randn(41, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 1000
+    found = []
+    for chunk in (1, 7, 41):
+        pool = Pool("mean")
+        for part in rows.split(chunk):
+            pool.add(part)
+        found.append(pool.embedding())
+    assert found[0] == found[1] == found[2]
+    mean = rows.mean(0)
+    exact = torch.tensor(found[0], dtype=torch.float64)
+    torch.testing.assert_close(exact, mean / mean.norm(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_on_the_cpu_an_embedding_is_the_same_to_the_last_bit(model: Path, pooling: Pooling) -> None:
+    found = []
+    for parallel, chunk in ((1, 64), (1, 4), (3, 1)):
+        with LLM(model, "cpu", 64, parallel=parallel, chunk_size=chunk) as llm:
+            found.append(llm.embed(PROMPTS, pooling))
+    assert found[0] == found[1] == found[2]
+
+
+def test_nothing_is_left_out_that_the_cache_holds_already(model: Path) -> None:
+    for kept in ({"reuse_prefix": True}, {"parallel": 2}):
+        with LLM(model, "cpu", 64, **kept) as llm:
+            llm.generate([PROMPTS[2]], SamplingParams(temperature=0, max_tokens=3))
+            first, again = llm.embed([PROMPTS[2]]), llm.embed([PROMPTS[2]])
+        assert first == again
+        torch.testing.assert_close(
+            torch.tensor(first[0], dtype=torch.float64),
+            by_hand(model, PROMPTS[2], "mean"),
+            rtol=1e-3,
+            atol=1e-3,
+        )
+
+
+def test_a_text_beside_an_embedding_is_the_text_alone(model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(model, "cpu", 64, parallel=2) as llm:
+        (alone,) = llm.generate([PROMPTS[0]], params)
+        stream = llm.stream(PROMPTS[0], params)
+        stream.start()
+        llm.embed([PROMPTS[2]])
+        assert stream.finish().tokens == alone.tokens
+        assert llm.scheduler.cache_used == 0
+
+
+def test_a_prompt_that_does_not_fit_is_refused(model: Path) -> None:
+    with LLM(model, "cpu", 16) as llm, pytest.raises(EngineError, match="45 tokens and the context holds 16"):
+        llm.embed([PROMPTS[2]])
+
+
+def test_rows_that_are_not_finite_are_refused() -> None:
+    for pooling in ("mean", "last"):
+        with pytest.raises(EngineError, match="not finite"):
+            Pool(pooling).add(torch.tensor([[1.0, float("nan")]]))
+        with pytest.raises(EngineError, match="overflow"):
+            Pool(pooling).add(torch.tensor([[1.0, -1e30]]))
+
+
+def test_there_are_two_poolings() -> None:
+    with pytest.raises(EngineError, match="must be mean or last"):
+        Pool("max")  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""What a first request would wait for, kernel by kernel, is compiled ahead: prompts of every length, alone and in steps
+of several, and their recorded steps."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CHECK = """
+import sys
+from unittest import mock
+import torch
+from quengine import cuda_batch_graphs, cuda_rehearsal, cuda_runner
+from quengine.runners.cuda_prompts import ROWS, SEQUENCES, StepSize
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot.aot_cases import META, backend_for
+from quengine.kernels.cuda.aot.aot_compile import record
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kv_cache import KVCache
+from quengine.models.decoder import Decoder
+from quengine.models.synthetic.synthetic import PRESETS, tensor_type
+from quengine.models.tensor_table import required_tensors
+from quengine.runner import Runner
+
+ctx, blocks, arch, fixed = map(int, sys.argv[1:])
+MOST = 2048
+torch.cuda.Event = mock.MagicMock
+for module in (cuda_batch_graphs,):
+    module.has_dependent_launch = lambda _: arch >= 90
+
+def tensor(name, shape):
+    fmt = FORMATS[tensor_type(spec, name, shape)]
+    rows = 1 if len(shape) == 1 else shape[0]
+    return QuantTensor(name, fmt, shape, torch.empty(rows, fmt.row_bytes(shape[-1]), dtype=torch.uint8, device=META))
+
+def keys(call):
+    with torch.no_grad():
+        return {launch.key: launch.name for launch in record(call)}
+
+spec = PRESETS["mistral-7b-2l"]
+config = spec.config()
+with backend_for(arch) as backend:
+    backend.fixed_kernels = bool(fixed)
+    shapes = required_tensors(config)
+    tensors = {name: tensor(name, shape) for name, shape in shapes.items()}
+    decoder = Decoder(config, tensors, backend, ctx, min(MOST, ctx))
+    cache = KVCache.allocate(config, ctx, META, num_blocks=blocks)
+    runner = cuda_runner.CudaRunner(decoder, cache, 0, MOST)
+
+    rehearsal = runner._rehearsal()
+    compiled, missing = keys(rehearsal.all_steps), {}
+
+    def look(what, call):
+        for key, name in keys(call).items():
+            if key not in compiled:
+                missing.setdefault(name, set()).add(what)
+
+    longest = min(ctx, MOST)
+    lengths = [*range(2, 40, 3), 48, 64, 99, 127, 128, 129, 160, 255, 257, 300, 385, 512, 700, 1100, 1664, 1999, MOST]
+    for rows in [length for length in lengths if length <= longest]:
+        first = 32 if rows + 32 <= ctx else 0
+        table = rehearsal._padding_blocks(first + rows)
+        look(("chunk", rows), lambda: Runner.prefill_logits(runner, [[0] * rows], [first], [table]))
+    for rows in lengths:
+        for count in (2, 3, 7, 16, 33, 64):
+            part, rest = rows // count, rows % count
+            if 0 < part and part + rest <= longest:
+                step = [part] * (count - 1) + [part + rest]
+                look(("step", rows, count), lambda: rehearsal.prompts_step(step))
+    for rows in ROWS:
+        for count in SEQUENCES:
+            if rows <= MOST:
+                look(("recorded", rows, count), lambda: runner.prompts.rehearse(StepSize(rows, count)))
+print(len(compiled), missing)
+assert len(compiled) > 30 and not missing
+"""
+
+
+@pytest.mark.parametrize(
+    ("ctx", "blocks", "arch", "fixed"),
+    [(2176, 68, 90, 0), (288, 576, 90, 0), (4096, 256, 90, 1), (2176, 68, 80, 0), (4096, 256, 80, 0)],
+    ids=["alone", "many, short", "many, fixed", "alone, sm_80", "many, sm_80"],
+)
+def test_no_prompt_waits_for_the_compiler(ctx: int, blocks: int, arch: int, fixed: int) -> None:
+    """On no device, in a process of its own: launches are recorded, which the interpreter's are not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", CHECK, *map(str, (ctx, blocks, arch, fixed))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr

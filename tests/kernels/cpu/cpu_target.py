@@ -1,0 +1,136 @@
+"""Runs the CPU kernels against their definitions, for whatever processor numba is told to compile for.
+
+    NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c python -m tests.kernels.cpu.cpu_target check
+    python -m tests.kernels.cpu.cpu_target object aarch64-linux-gnu neoverse-n1
+    NUMBA_CPU_NAME=sapphirerapids NUMBA_CPU_FEATURES=... python -m tests.kernels.cpu.cpu_target matrix
+    python -m tests.kernels.cpu.cpu_target emulate
+
+`check` prints the tile in use; `object` compiles the kernels' vector code for another architecture and prints the
+machine of the object files (ELF e_machine); `matrix` compiles the product on matrix tiles and counts its
+instructions, without running it; `emulate` runs it with those instructions in portable code (tile_emulator.py).
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import binding
+from torch.nn.functional import silu
+
+from quengine.kernels import sampling
+from quengine.kernels.activations import round_activations
+from quengine.kernels.block_formats import dequantize, unpack
+from quengine.kernels.cpu import batch_attention, decode_attention, embed, linear, prompt_linear
+from quengine.kernels.cpu.attention import prefill_attention
+from quengine.kernels.cpu.gemm import tile_matmul, tiles
+from quengine.kernels.cpu.ops import rms_norm, swiglu
+from quengine.kernels.cpu.ops import sampling as cpu_sampling
+from quengine.kernels.cpu.runtime import compiled, kernel_table, target
+from quengine.kernels.forward_batch import decode_batch
+from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
+from quengine.kernels.q_dot import q_dot
+from tests.kernels.cpu import tile_emulator
+from tests.kernels.cpu.test_cpu_attention import definition
+from tests.kernels.weights import nmse, random_weight
+
+WEIGHTS = [("Q6_K", 1), ("IQ4_NL", 3), ("F16", 40)]
+
+
+def errors() -> Iterator[tuple[str, float]]:
+    """Of each kernel, against fp64: its name and NMSE."""
+    generator = torch.Generator().manual_seed(1)
+    for name, blocks in WEIGHTS:
+        w = random_weight(name, 37, blocks)
+        x, values = torch.randn(13, w.cols, generator=generator), dequantize(w.format, w.data).double()
+        exact = x[:1].double() @ values.T
+        if w.format.is_quantized:
+            exact = q_dot(round_activations(x[:1]), unpack(w.format, w.data), torch.float64)
+        yield f"{name} decode", nmse(linear(x[:1], [w]), exact)
+        yield f"{name} decode of rows", nmse(linear(torch.cat([x[3:5], x[:1]]), [w])[2:], exact)
+        yield f"{name} prompt", nmse(prompt_linear(x, [w]), x.double() @ values.T)
+        yield f"{name} rows", nmse(embed(w, torch.tensor([36, 0])), values[[36, 0]])
+    q, mask = torch.randn(50, 4, 64, generator=generator), torch.ones(50, 50, dtype=torch.bool).tril()
+    for cache_type in ("f16", "q8_0"):
+        layer = allocate_layer(50, 2, 64, "cpu", cache_type)
+        write_rows(layer, 0, *(torch.randn(50, 2, 64, generator=generator) for _ in range(2)))
+        expected = definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125)
+        yield f"{cache_type} prompt attention", nmse(prefill_attention(q, layer, 0, 0.125), expected)
+        yield f"{cache_type} attention", nmse(decode_attention(q[49], layer, 50, 0.125), expected[49])
+        newest = decode_batch([0, 0], [20, 31], [[0], [0]], torch.device("cpu"))
+        yield (
+            f"{cache_type} attention of rows",
+            nmse(batch_attention(q[[20, 31]], layer, newest, 0.125, None), expected[[20, 31]]),
+        )
+    x, norm = torch.randn(3, 84, generator=generator), torch.randn(84, generator=generator)
+    gate, up = x.double().chunk(2, 1)
+    yield "swiglu", nmse(swiglu(x), silu(gate) * up)
+    scaled = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.double()
+    yield "rms_norm", nmse(rms_norm(x, norm, 1e-5), scaled)
+
+
+def check_sampling() -> None:
+    logits = np.random.default_rng(1).standard_normal(777).astype(np.float32)
+    for number in range(20):
+        settings = {"top_k": 40, "typical_p": 1.0, "top_p": 0.9, "min_p": 0.01, "temperature": 1.5}
+        given = settings | {"uniform": (number + 0.5) / 20}
+        assert cpu_sampling.sample(logits, **given) == sampling.sample(logits, **given)
+
+
+def check() -> None:
+    check_sampling()
+    for name, error in errors():
+        assert error <= 1e-11, f"{name}: {error:.1e}"
+    tile = target.host_tile()
+    print(f"{tile.lanes} lanes, {tile.vectors} x {tile.rows} accumulators")
+
+
+def collect_libraries() -> list[Any]:
+    """The numba libraries of all that is compiled from now on."""
+    libraries = []
+    object_code = compiled._object_code
+
+    def collect(library: Any) -> bytes:
+        libraries.append(library)
+        return object_code(library)
+
+    compiled._object_code = collect
+    return libraries
+
+
+def compile_for(triple: str, cpu: str) -> None:
+    """Emit the kernels' code as it would be for the target, and assemble it with LLVM's code generator for it."""
+    libraries = collect_libraries()
+    target.tile_for = lambda _triple, _features: tiles.tile_for(triple, "")
+    tile_matmul.matrix_unit = lambda: False
+    check()  # the same code, on this machine
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=2)
+    machines = set()
+    for library in libraries:
+        lines = [line for line in library.get_llvm_str().splitlines() if not line.startswith("target ")]
+        module = binding.parse_assembly("\n".join(lines))
+        module.triple, module.data_layout = triple, str(machine.target_data)
+        module.verify()
+        machines.add(int.from_bytes(machine.emit_object(module)[18:20], "little"))
+    print(f"{len(libraries)} kernels, machine {sorted(machines)}")
+
+
+def compile_matrix_kernels() -> None:
+    libraries = collect_libraries()
+    kernel_table.matrix_matmul_kernel()
+    code = libraries[-1].get_asm_str()
+    print(", ".join(f"{name} {code.count(name)}" for name in ("tdpbf16ps", "ldtilecfg", "tilerelease")))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "check":
+        check()
+    elif sys.argv[1] == "matrix":
+        compile_matrix_kernels()
+    elif sys.argv[1] == "emulate":
+        tile_emulator.main()
+    else:
+        compile_for(sys.argv[2], sys.argv[3])

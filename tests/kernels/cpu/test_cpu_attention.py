@@ -1,0 +1,109 @@
+"""CPU attention of one token over fp16 and q8_0 caches, against fp64."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.cpu import decode_attention, set_threads
+from quengine.kernels.cpu.runtime.threads import max_threads
+from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
+from tests.kernels.weights import nmse
+
+MANY = max_threads()
+SHAPES = [  # heads, kv_heads, head_dim, length, first
+    (9, 3, 64, 1, 0),
+    (9, 3, 64, 77, 0),
+    (4, 1, 128, 700, 0),
+    (6, 2, 80, 519, 100),
+    (4, 4, 20, 258, 1),
+    (2, 1, 7, 300, 0),
+]
+
+
+@pytest.fixture(autouse=True)
+def all_threads_afterwards() -> Iterator[None]:
+    yield
+    set_threads(MANY)
+
+
+def random_cache(ctx: int, kv_heads: int, width: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(ctx)
+    k, v = (torch.randn(ctx, kv_heads, width, generator=generator).half() for _ in range(2))
+    return k, v
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """fp64 attention of q [T, H, hd] over k, v [n, Hkv, hd] where mask [T, n]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (c.double().repeat_interleave(group, dim=1) for c in (k, v))
+    scores = torch.einsum("thd,nhd->htn", q.double(), k) * scale
+    weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
+    return torch.einsum("htn,nhd->thd", weights, v)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "length", "first"), SHAPES)
+def test_decode(heads: int, kv_heads: int, width: int, length: int, first: int) -> None:
+    k, v = random_cache(length + 3, kv_heads, width)
+    q = torch.randn(heads, width, generator=torch.Generator().manual_seed(1)) * 2
+    everything = torch.ones(1, length - first, dtype=torch.bool)
+    expected = definition(q.unsqueeze(0), k[first:length], v[first:length], everything, width**-0.5)[0]
+    results = []
+    for threads in (1, MANY):
+        set_threads(threads)
+        results.append(decode_attention(q, KVLayer(k, v), length, width**-0.5, first))
+    assert nmse(results[0], expected) <= 1e-11
+    assert torch.equal(results[0], results[1])
+
+
+def test_decode_reads_a_cache_with_heads_first() -> None:
+    k, v = random_cache(300, 2, 64)
+    q = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    heads_first = [c.transpose(0, 1).contiguous().transpose(0, 1) for c in (k, v)]
+    assert not heads_first[0].is_contiguous()
+    assert torch.equal(
+        decode_attention(q, KVLayer(*heads_first), 299, 0.125), decode_attention(q, KVLayer(k, v), 299, 0.125)
+    )
+
+
+def test_decode_with_scores_far_apart() -> None:
+    k, v = random_cache(600, 1, 32)
+    k[70] = 300.0
+    q = torch.full((1, 32), 30.0)
+    torch.testing.assert_close(decode_attention(q, KVLayer(k, v), 600, 1.0)[0], v[70, 0].float())
+
+
+def test_decode_passes_on_what_is_not_finite() -> None:
+    k, v = random_cache(40, 1, 32)
+    k[11, 0, 3] = float("nan")
+    assert torch.isnan(decode_attention(torch.ones(1, 32), KVLayer(k, v), 40, 1.0)).all()
+    assert torch.isfinite(decode_attention(torch.ones(1, 32), KVLayer(k, v), 11, 1.0)).all()
+
+
+def test_decode_refuses_what_it_would_read_wrongly() -> None:
+    k, v = random_cache(8, 2, 32)
+    layer, q = KVLayer(k, v), torch.zeros(4, 32)
+    for arguments in [(q, layer, 9, 1.0), (q, layer, 4, 1.0, 4), (torch.zeros(3, 32), layer, 4, 1.0)]:
+        with pytest.raises(ValueError, match=r"positions|do not fit"):
+            decode_attention(*arguments)
+    with pytest.raises(ValueError, match="fp16"):
+        decode_attention(q, KVLayer(k.float(), v.float()), 4, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "length", "first"),
+    [(9, 3, 64, 1, 0), (4, 1, 128, 700, 0), (6, 2, 96, 519, 100), (2, 2, 32, 258, 1)],
+)
+def test_a_q8_0_cache_gives_what_its_values_give(
+    heads: int, kv_heads: int, width: int, length: int, first: int
+) -> None:
+    layer = allocate_layer(length + 3, kv_heads, width, "cpu", "q8_0")
+    write_rows(layer, 0, *(rows.float() for rows in random_cache(length + 3, kv_heads, width)))
+    k, v = read_rows(layer, slice(first, length))
+    q = torch.randn(heads, width, generator=torch.Generator().manual_seed(1)) * 2
+    everything = torch.ones(1, length - first, dtype=torch.bool)
+    expected = definition(q.unsqueeze(0), k, v, everything, width**-0.5)[0]
+    one = [decode_attention(q, layer, length, width**-0.5, first) for n in (1, MANY) if not set_threads(n)]
+    assert nmse(one[0], expected) <= 1e-11 and torch.equal(one[0], one[1])

@@ -1,0 +1,137 @@
+"""The CPU thread team, and compiled code on other CPUs."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from quengine.errors import EngineError
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cpu import (
+    decode_attention,
+    embed,
+    get_threads,
+    linear,
+    linear_launches,
+    max_threads,
+    run,
+    set_threads,
+)
+from quengine.kernels.cpu.ops import rms_norm, rope_store, swiglu
+from quengine.kernels.cpu.runtime.threads import _Team as Team
+from tests.forward import one_sequence
+from tests.kernels.weights import random_weight
+
+
+@pytest.fixture(autouse=True)
+def all_threads_afterwards() -> Iterator[None]:
+    yield
+    set_threads(max_threads())
+
+
+def test_threads_are_set_for_kernels_and_torch() -> None:
+    for threads in (1, max_threads()):
+        set_threads(threads)
+        assert get_threads() == threads and torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("threads", [0, -1, max_threads() + 1])
+def test_threads_out_of_range_are_refused(threads: int) -> None:
+    with pytest.raises(EngineError, match=f"1 to {max_threads()}"):
+        set_threads(threads)
+
+
+def test_a_list_runs_in_order_many_times() -> None:
+    # y = W2 (W1 x): the second matmul must see the first one's result, every time.
+    first, second = random_weight("Q8_0", 64, 3), random_weight("Q4_0", 128, 2)
+    x = torch.randn(1, first.cols, generator=torch.Generator().manual_seed(0))
+    expected = linear(linear(x, [first]), [second])
+    for _ in range(300):
+        between, y = torch.zeros(1, 64), torch.zeros(1, 128)
+        run([*linear_launches(x, [first], between), *linear_launches(between, [second], y)])
+        assert torch.equal(y, expected)
+
+
+def test_a_thread_does_not_sleep_through_a_list_announced_while_it_stopped_watching() -> None:
+    """A list that it slept through was computed by the others alone, and took so much longer."""
+    team = Team(1)
+    assert team.goes_to_sleep(known=0)
+    team.announce()  # rings for it
+    assert team.bell.acquire(blocking=False) and team.asleep == 0
+    team.announce()
+    assert not team.goes_to_sleep(known=1), "it has not looked for list 2"
+    assert team.goes_to_sleep(known=2) and team.asleep == 1
+
+
+def test_threads_that_sleep_between_lists_work_on_each_of_them() -> None:
+    """However long the pause: as a thread falls asleep, while it watches, and long after."""
+    set_threads(max_threads())
+    weight = random_weight("Q8_0", 256, 8)
+    x = torch.randn(1, weight.cols, generator=torch.Generator().manual_seed(0))
+    expected = linear(x, [weight])
+    for number in range(60):
+        time.sleep(number % 12 * 5e-4)
+        assert torch.equal(linear(x, [weight]), expected)
+
+
+def test_several_python_threads_may_ask_at_once() -> None:
+    w = random_weight("Q4_1", 200, 4)
+    x = torch.randn(8, w.cols, generator=torch.Generator().manual_seed(0))
+    expected = linear(x, [w])
+    with ThreadPoolExecutor(4) as pool:
+        rows = list(pool.map(lambda i: linear(x[i % 8].unsqueeze(0), [w]), range(200)))
+    for i, row in enumerate(rows):
+        assert torch.equal(row[0], expected[i % 8])
+
+
+def test_the_team_changes_size_while_idle() -> None:
+    w = random_weight("Q4_1", 64, 4)
+    x = torch.randn(1, w.cols, generator=torch.Generator().manual_seed(0))
+    expected = linear(x, [w])
+    for threads in (1, max_threads()) * 10:
+        set_threads(threads)
+        assert torch.equal(linear(x, [w]), expected)
+
+
+def results() -> str:
+    """The bits that the kernels of a decode step give on this CPU, four kinds of matmul among them."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = []
+    for name, blocks in (("Q4_1", 5), ("Q4_K", 2), ("Q6_K", 2), ("F16", 70)):
+        w = random_weight(name, 5, blocks)
+        tensors += [linear(torch.randn(1, w.cols, generator=generator), [w]), embed(w, torch.arange(5))]
+    k = torch.randn(40, 1, 32, generator=generator).half()
+    tensors.append(decode_attention(torch.randn(2, 32, generator=generator), KVLayer(k, k), 40, 0.2))
+    x = torch.randn(2, 4 * 32, generator=generator)
+    tensors += [rms_norm(x, x[0], 1e-6), swiglu(x)]
+    x[0, 100:108] = torch.tensor([1e-7, 2e-6, 6e-5, 65519.9, 65520.0, 1.00048828125, 1.00146484375, -1e-9])
+    cos, sin = torch.randn(2, 8, 16, generator=generator)
+    spec = AttentionSpec(2, 1, 32, 1.0, None, "halves", cos, sin, torch.ones(0))
+    layer = KVLayer(*torch.zeros(2, 32, 1, 32, dtype=torch.float16))
+    batch = one_sequence([0, 0], 3, blocks=1)
+    tensors += [rope_store(x.clone(), spec, layer, batch).contiguous(), layer.k.float(), layer.v.float()]
+    return str([t.view(torch.int32).tolist() for t in tensors])
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="names x86 CPUs")
+def test_a_cpu_without_vector_extensions_gives_the_same_bits() -> None:
+    # x86-64 as of 2003: no F16C, no fused multiply-add, no AVX.
+    script = "from tests.kernels.cpu.test_cpu_threads import results; print(results())"
+    root = Path(__file__).parents[3]
+    environment = {
+        **os.environ,
+        "NUMBA_CPU_NAME": "x86-64",
+        "NUMBA_CPU_FEATURES": "",
+        "PYTHONPATH": str(root),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=root, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == results()

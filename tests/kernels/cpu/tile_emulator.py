@@ -1,0 +1,97 @@
+"""Matrix tiles in portable code: what the kernels of matrix_tile_ir.py do on a processor that has none.
+
+`main` compiles those kernels with every instruction on tiles replaced by vector code on a tile file in memory, and
+compares prompts with their definition. For a process and a cache folder of its own (cpu_target.py), as the kernels
+have the names of the real ones; one thread, as there is one tile file.
+"""
+
+import ctypes
+
+import torch
+from llvmlite import ir
+
+from quengine.kernels.block_formats import FORMATS, dequantize
+from quengine.kernels.cpu import prompt_linear, set_threads
+from quengine.kernels.cpu.gemm import tile_matmul
+from quengine.kernels.cpu.gemm.matrix_tiles import BLOCK, TILE_BYTES, two_term_product
+from quengine.kernels.cpu.ir import matrix_tile_ir
+from quengine.kernels.cpu.ir.vector_ir import F32, I16, I32, Emitter, vec
+from tests.kernels.weights import nmse, random_weight
+
+TILES = (ctypes.c_uint8 * (8 * TILE_BYTES))()
+CASES = [
+    ("Q4_K", 77, 512, 33),
+    ("Q6_K", 32, 768, 16),
+    ("Q4_1", 64, 576, 530),
+    ("Q8_0", 300, 96, 40),
+    ("F16", 40, 300, 50),
+    ("F32", 5, 31, 1),
+]
+
+
+def emulate(e: Emitter, name: str, *args: ir.Value) -> None:
+    """In the place of matrix_tile_ir._call."""
+    if name == "tileloadd64":
+        for row in range(16):
+            e.store(e.load(vec(I32, 16), _row(e, args[1], args[2], row)), e.i64(_file(args[0])), 64 * row)
+    elif name == "tilestored64":
+        for row in range(16):
+            e.store(e.load(vec(I32, 16), e.i64(_file(args[0])), 64 * row), _row(e, args[1], args[2], row))
+    elif name == "tdpbf16ps":
+        _multiply(e, *(_file(arg) for arg in args))
+    elif name == "tilezero":
+        for row in range(16):
+            e.store(e.const(vec(I32, 16), 0), e.i64(_file(args[0])), 64 * row)
+    else:
+        assert name in ("ldtilecfg", "tilerelease")
+
+
+def _file(tile: ir.Constant) -> int:
+    return ctypes.addressof(TILES) + TILE_BYTES * int(tile.constant)
+
+
+def _row(e: Emitter, pointer: ir.Value, stride: ir.Value, row: int) -> ir.Value:
+    return e.at(e.b.ptrtoint(pointer, stride.type), e.b.mul(stride, e.i64(row)))
+
+
+def _multiply(e: Emitter, sums: int, a: int, b: int) -> None:
+    """sums[i, j] += a[i, 2k] * b[k, 2j] + a[i, 2k + 1] * b[k, 2j + 1], of bf16."""
+
+    def row(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        offset = e.b.mul(i, e.i64(64))
+
+        def pair(k: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            at = e.at(e.at(e.i64(a), offset), e.b.mul(k, e.i64(4)))
+            both = e.load(vec(I32, 16), e.at(e.i64(b), e.b.mul(k, e.i64(64))))
+            (total,) = state
+            for half in range(2):
+                one = e.b.zext(e.load(I16, at, 2 * half), I32)
+                lanes = e.shift_left(both, 16) if half == 0 else e.and_(both, 0xFFFF0000)
+                factor = e.splat(e.b.bitcast(e.b.shl(one, ir.Constant(I32, 16)), F32), 16)
+                total = e.fma(factor, e.b.bitcast(lanes, vec(F32, 16)), total)
+            return [total]
+
+        place = e.at(e.i64(sums), offset)
+        (total,) = e.loop(e.i64(0), e.i64(16), 1, [e.load(vec(F32, 16), place)], pair)
+        e.store(total, place)
+        return []
+
+    e.loop(e.i64(0), e.i64(16), 1, [], row)
+
+
+def main() -> None:
+    matrix_tile_ir._call = emulate
+    tile_matmul.matrix_unit = lambda: True
+    set_threads(1)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight_rows, cols, rows in CASES:
+        w = random_weight(name, weight_rows, cols // FORMATS[name].block)
+        x, addend = (torch.randn(rows, n, generator=generator) for n in (cols, weight_rows))
+        expected = two_term_product(x, dequantize(w.format, w.data))
+        y = prompt_linear(x, [w])
+        assert nmse(y, expected) <= 1e-11, (name, nmse(y, expected))
+        assert nmse(prompt_linear(x, [w], addend), expected + addend) <= 1e-11, name
+        assert nmse(prompt_linear(x, [w], addend[:1]), expected + addend[:1]) <= 1e-11, name
+        for some in (slice(0, 1), slice(rows // 3, rows), slice(rows - 1, rows)):
+            assert torch.equal(prompt_linear(x[some], [w]), y[some]), name
+    print(f"{len(CASES)} weights, blocks of {BLOCK}")

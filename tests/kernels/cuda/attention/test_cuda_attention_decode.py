@@ -1,0 +1,203 @@
+"""Decode attention in one launch, against rotating, storing and attending by the definitions in fp64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quengine.kernels.attention import attention
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
+from quengine.kernels.cuda.attention.attention_decode import attention_decode, attention_decode_round
+from quengine.kernels.cuda.attention.attention_tiles import combine_heads
+from quengine.kernels.cuda.attention.kv_store import KVStore
+from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
+from quengine.kernels.rms_norm import rms_norm
+from quengine.kernels.rope import apply_rope
+from tests.kernels.cuda.attention.attention_cases import filled_cache, make_spec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CONTEXT = 700
+
+
+def spec_of(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    layout: str = "pairs",
+    window: int | None = None,
+    rope_dim: int | None = None,
+    normed: bool = False,
+) -> AttentionSpec:
+    weights = torch.rand(2, head_dim, generator=torch.Generator().manual_seed(99)) + 0.5
+    norms = (weights[0].to(DEVICE), weights[1].to(DEVICE)) if normed else (None, None)
+    return make_spec(DEVICE, CONTEXT, heads, kv_heads, head_dim, window, layout, rope_dim, norms)
+
+
+def cache_of(sequences: int, kv_heads: int, head_dim: int, q8_0: bool) -> KVStore:
+    return filled_cache(DEVICE, sequences, CONTEXT, kv_heads, head_dim, q8_0)
+
+
+def stored(x: torch.Tensor, q8_0: bool) -> torch.Tensor:
+    """x as the cache gives it back."""
+    return dequantize_rows(*quantize_rows(x)).double() if q8_0 else x.half().double()
+
+
+def cached(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """[sequences, context, kv_heads, head_dim]"""
+    rows = codes.double() if scales is None else dequantize_rows(codes, scales).double()
+    return rows.transpose(1, 2)
+
+
+def expected_row(
+    qkv: torch.Tensor,
+    spec: AttentionSpec,
+    k_old: torch.Tensor,
+    v_old: torch.Tensor,
+    position: int,
+    q8_0: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One sequence by definition, fp64: the output [heads * head_dim] and the new rows of the cache."""
+    q, k, v = qkv.double().view(1, -1, spec.head_dim).split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+    if spec.q_norm is not None and spec.k_norm is not None:
+        q, k = rms_norm(q, spec.q_norm.double(), spec.eps), rms_norm(k, spec.k_norm.double(), spec.eps)
+    cos, sin = spec.cos[position : position + 1], spec.sin[position : position + 1]
+    q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
+    k_new, v_new = stored(k, q8_0), stored(v, q8_0)
+    first = 0 if spec.window is None else max(0, position + 1 - spec.window)
+    keys, values = torch.cat((k_old[first:position], k_new)), torch.cat((v_old[first:position], v_new))
+    return attention(q, keys, values, None, spec.scale).flatten(), k_new[0], v_new[0]
+
+
+def check(
+    spec: AttentionSpec, positions: list[int], q8_0: bool, qkv_dtype: torch.dtype = torch.float32
+) -> None:
+    batch = len(positions)
+    cache = cache_of(batch, spec.kv_heads, spec.head_dim, q8_0)
+    k_old, v_old = cached(cache.k, cache.k_scale), cached(cache.v, cache.v_scale)
+    generator = torch.Generator().manual_seed(sum(positions))
+    width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    qkv = torch.randn(batch, width, generator=generator).to(DEVICE, qkv_dtype)
+    workspace = DecodeWorkspace.allocate(batch, spec.heads, spec.kv_heads, spec.head_dim, DEVICE)
+    out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=DEVICE)
+    attention_decode(
+        qkv, spec, cache, torch.tensor(positions, dtype=torch.int32, device=DEVICE), workspace, out
+    )
+    assert not workspace.arrived.any(), "the arrival counters must be zero for the next launch"
+    k_after, v_after = cached(cache.k, cache.k_scale), cached(cache.v, cache.v_scale)
+    for b, position in enumerate(positions):
+        expected, k_new, v_new = expected_row(qkv[b], spec, k_old[b], v_old[b], position, q8_0)
+        error = (out[b].double() - expected).norm() / expected.norm()
+        assert error < 2e-5 if q8_0 else error < 3e-6, (
+            f"sequence {b} at {position}: relative error {error:.2e}"
+        )
+        tolerance = (
+            0.03 if q8_0 else 2e-3
+        )  # one code or one fp16 step where rotation rounds across a boundary
+        torch.testing.assert_close(k_after[b, position], k_new, rtol=0, atol=tolerance)
+        torch.testing.assert_close(v_after[b, position], v_new, rtol=0, atol=tolerance)
+        k_after[b, position], v_after[b, position] = k_old[b, position], v_old[b, position]
+    assert torch.equal(k_after, k_old) and torch.equal(v_after, v_old), "a row of another position changed"
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,head_dim,rope_dim",
+    [
+        (4, 1, 64, 64),
+        (6, 2, 80, 32),
+        (2, 2, 96, 96),
+        (8, 2, 128, 128),
+        (7, 1, 128, 64),
+        (8, 1, 64, 64),
+        (4, 2, 256, 64),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 37])
+def test_head_sizes_and_positions(
+    heads: int, kv_heads: int, head_dim: int, rope_dim: int, position: int
+) -> None:
+    check(spec_of(heads, kv_heads, head_dim, rope_dim=rope_dim), [position], False)
+
+
+@pytest.mark.parametrize("position", [128, 129, 200])
+def test_more_keys_than_one_slice_takes(position: int) -> None:
+    check(spec_of(4, 2, 64), [position], False)
+
+
+@pytest.mark.parametrize("position", [0, 130])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_q8_0_cache(position: int, head_dim: int) -> None:
+    check(spec_of(4, 2, head_dim, "halves"), [position], True)
+
+
+@pytest.mark.parametrize("window", [1, 2, 100])
+def test_sliding_window(window: int) -> None:
+    check(spec_of(4, 2, 64, "halves", window), [130], False)
+
+
+def test_per_head_norms_and_half_precision_input() -> None:
+    check(spec_of(4, 2, 64, "halves", normed=True), [150], False, torch.float16)
+
+
+def test_sixteen_query_heads_share_one_key_head() -> None:
+    check(spec_of(16, 1, 64), [137], False)
+
+
+def test_a_batch_of_different_lengths() -> None:
+    check(spec_of(4, 2, 64), [3, 250, 0], False)
+
+
+def test_many_slices() -> None:
+    check(spec_of(2, 2, 64), [699], False)
+
+
+def test_result_does_not_depend_on_the_batch() -> None:
+    spec = spec_of(4, 2, 64)
+    qkv = torch.randn(3, 8 * 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    positions = torch.tensor([100, 260, 41], dtype=torch.int32, device=DEVICE)
+    together = torch.empty(3, 256, device=DEVICE)
+    workspace = DecodeWorkspace.allocate(3, 4, 2, 64, DEVICE)
+    attention_decode(qkv, spec, cache_of(3, 2, 64, False), positions, workspace, together)
+    cache = cache_of(3, 2, 64, False)
+    for b in range(3):
+        alone = torch.empty(1, 256, device=DEVICE)
+        own = KVStore(cache.k[b : b + 1], cache.v[b : b + 1])
+        attention_decode(qkv[b : b + 1], spec, own, positions[b : b + 1], workspace, alone)
+        assert torch.equal(alone[0], together[b])
+
+
+@pytest.mark.parametrize("heads,kv_heads,head_dim", [(4, 2, 64), (6, 2, 96), (2, 2, 80)])
+def test_rounded_output_is_the_output_rounded(heads: int, kv_heads: int, head_dim: int) -> None:
+    spec = spec_of(heads, kv_heads, head_dim)
+    width = (heads + 2 * kv_heads) * head_dim
+    qkv = torch.randn(2, width, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    positions = torch.tensor([140, 3], dtype=torch.int32, device=DEVICE)
+    workspace = DecodeWorkspace.allocate(2, heads, kv_heads, head_dim, DEVICE)
+    plain = torch.empty(2, heads * head_dim, device=DEVICE)
+    attention_decode(qkv, spec, cache_of(2, kv_heads, head_dim, False), positions, workspace, plain)
+    rounded = RoundedActivations.empty(2, heads * head_dim, DEVICE)
+    attention_decode_round(qkv, spec, cache_of(2, kv_heads, head_dim, False), positions, workspace, rounded)
+    step = rounded.scale.repeat_interleave(32, dim=1)
+    assert bool(((rounded.dequantize() - plain).abs() <= step * 0.51).all())
+    sums = rounded.ints().int().view(2, -1, 16).sum(-1)
+    assert torch.equal(rounded.sums, sums.int())
+
+
+def test_queries_are_scaled_by_their_position() -> None:
+    spec = spec_of(2, 1, 64)
+    scales = torch.linspace(1.0, 2.0, CONTEXT, device=DEVICE)
+    workspace = DecodeWorkspace.allocate(1, 2, 1, 64, DEVICE)
+    qkv = torch.randn(1, 256, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    position = torch.tensor([50], dtype=torch.int32, device=DEVICE)
+    outputs = []
+    for variant in (replace(spec, query_scale=scales), replace(spec, scale=spec.scale * float(scales[50]))):
+        out = torch.empty(1, 128, device=DEVICE)
+        outputs.append(attention_decode(qkv, variant, cache_of(1, 1, 64, False), position, workspace, out))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
+
+
+def test_combined_tiles_fit_the_registers() -> None:
+    assert combine_heads(4, 16, 128) == 4
+    assert combine_heads(8, 64, 256) == 1
+    assert combine_heads(3, 4, 64) == 4

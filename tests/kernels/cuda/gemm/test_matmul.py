@@ -1,0 +1,526 @@
+"""The prefill matmuls against the exact product of what is stored, for every format."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quengine.kernels.block_formats import FORMATS, dequantize
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
+from quengine.kernels.cuda.gemm import matmul as module
+from quengine.kernels.cuda.gemm import matmul_fused, matmul_wgmma
+from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_rows, half_shape, order_rows
+from quengine.kernels.cuda.gemm.matmul import (
+    MatmulWorkspace,
+    matmul,
+    matmul_norm,
+    matmul_swiglu,
+)
+from quengine.kernels.cuda.rms_norm import rms_norm_half
+from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.cuda.weights.expand import dequantize_part
+from quengine.kernels.cuda.weights.launch_table import FusedGeometry, WgmmaGeometry, wgmma_geometry
+from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
+from quengine.kernels.cuda.weights.packed import PackedPart, pack
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import rms_norm
+from quengine.kernels.swiglu import swiglu
+from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
+
+FP16_ROUNDING = 5e-7
+"""Two operands of 11 bits: about 2 * 2^-24 / 3 of the squared size, with room for small sums of large terms."""
+
+
+ROUNDED_ONCE = 8e-8
+"""One operand of 11 bits: a last bit's square over 12, 2^-20 / 12 of the squared size where mantissas are near 1."""
+
+
+def expected(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
+    return x.double() @ torch.cat([dequantize(w.format, w.data) for w in weights]).double().T
+
+
+def workspace(device: torch.device, weights: int = 1 << 16) -> MatmulWorkspace:
+    return MatmulWorkspace(weights, device)
+
+
+@pytest.fixture
+def hopper_takes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Callable[[WgmmaGeometry], None]:
+    """Gives Hopper's matmul a geometry."""
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    return lambda geometry: monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
+
+
+@pytest.fixture(params=["fused", "wgmma", "expanded"])
+def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "wgmma" and not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    if request.param == "fused":
+        monkeypatch.setattr(module, "uses_wgmma", lambda *_: False)
+    monkeypatch.setattr(module, "fused_limit", lambda _: 0 if request.param == "expanded" else 64)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+@pytest.mark.usefixtures("way")
+def test_every_format_within_fp16_rounding(name: str, device: torch.device) -> None:
+    weight, x = ordinary_weight(name, 21, 256), ordinary_activations(9, 256)
+    y = matmul(x.to(device), pack(weight, device), workspace(device))
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+@pytest.mark.usefixtures("way")
+def test_of_an_exact_workspace_weights_are_rounded_once(name: str, device: torch.device) -> None:
+    """The rest of the error is that of the rows, which are kept from rounding here."""
+    weight, x = ordinary_weight(name, 21, 256), ordinary_activations(9, 256).half().float()
+    room = workspace(device)
+    room.exact = True
+    y = matmul(x.to(device), pack(weight, device), room)
+    assert nmse(y, expected(x, [weight])) < ROUNDED_ONCE
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_expanded_weights_are_rounded_once(name: str, device: torch.device) -> None:
+    weight = ordinary_weight(name, 21, 256)
+    (part,) = pack(weight, device).parts
+    assert isinstance(part, PackedPart)
+    out = torch.empty(21, 256, dtype=torch.float16, device=device)
+    exact = dequantize(weight.format, weight.data) * part.gain
+    assert torch.allclose(dequantize_part(part, False, out).cpu().float(), exact, rtol=2**-11, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
+@pytest.mark.usefixtures("way")
+def test_rows_of_any_size_keep_their_accuracy(scale: float, device: torch.device) -> None:
+    weight, x = ordinary_weight("Q4_0", 16, 64), ordinary_activations(3, 64)
+    x[1] *= scale
+    y = matmul(x.to(device), pack(weight, device), workspace(device))
+    for ours, exact in zip(y, expected(x, [weight]), strict=True):
+        assert nmse(ours, exact) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("shape", [(10, 576), (17, 640)])
+@pytest.mark.usefixtures("way")
+def test_widths_that_are_no_whole_chunks(shape: tuple[int, int], device: torch.device) -> None:
+    weight, x = ordinary_weight("Q5_1", 24, shape[1]), ordinary_activations(*shape)
+    y = matmul(x.to(device), pack(weight, device), workspace(device))
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+
+
+@pytest.mark.usefixtures("way")
+def test_parts_and_residual(device: torch.device) -> None:
+    weights = [
+        ordinary_weight("Q4_K", 32, 256),
+        ordinary_weight("Q6_K", 16, 256),
+        ordinary_weight("F16", 5, 256),
+    ]
+    x, residual = ordinary_activations(9, 256), ordinary_activations(9, 53, seed=4)
+    y = matmul(x.to(device), pack(weights, device), workspace(device), residual=residual.to(device))
+    assert nmse(y, expected(x, weights) + residual) < FP16_ROUNDING
+
+
+def test_a_small_workspace_expands_some_rows_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "fused_limit", lambda _: 0)
+    weight, x = ordinary_weight("Q4_K", 72, 256), ordinary_activations(9, 256)
+    y = matmul(x.to(device), pack(weight, device), workspace(device, 40 * 256))
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+    with pytest.raises(ValueError, match="workspace expands"):
+        matmul(x.to(device), pack(weight, device), workspace(device, 15 * 256))
+
+
+def test_parts_of_different_size_share_one_product(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "fused_limit", lambda _: 0)
+    products = []
+    multiply = module._products
+    monkeypatch.setattr(
+        module, "_products", lambda x, w, *rest: products.append(w.shape) or multiply(x, w, *rest)
+    )
+    weights = [ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 21, 256)]
+    packed = pack(weights, device)
+    assert len({part.gain for part in packed.parts if isinstance(part, PackedPart)}) == 2
+    x = ordinary_activations(9, 256)
+    y = matmul(x.to(device), packed, workspace(device))
+    assert nmse(y, expected(x, weights)) < FP16_ROUNDING
+    assert products == [(53, 256)]
+
+
+@pytest.mark.parametrize("room", [1 << 16, 20 * 256])
+@pytest.mark.usefixtures("way")
+def test_swiglu_of_a_paired_weight(room: int, device: torch.device) -> None:
+    gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
+    x = ordinary_activations(9, 256) * 0.1
+    y = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), workspace(device, room))
+    rows = y.dequantize(24) if isinstance(y, HalfRows) else y
+    assert nmse(rows, swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+@pytest.mark.usefixtures("way")
+def test_swiglu_of_rows_of_any_size(size: float, device: torch.device) -> None:
+    """One row is all in one column, as far from the bound that scales the result as a row can be; one is zero."""
+    gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
+    x = ordinary_activations(9, 256)
+    x[3] *= 1e-3
+    x[3, 17] = 100.0
+    x[4] = 0.0
+    y = matmul_swiglu((size * x).to(device), pack([gate, up], device, paired=True), workspace(device))
+    rows = y.dequantize(24) if isinstance(y, HalfRows) else y
+    exact = swiglu(expected(size * x, [gate, up]))
+    live = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert nmse(rows[live], exact[live]) < 20 * FP16_ROUNDING and not rows[4].any()
+
+
+@pytest.mark.parametrize("rows", [9, 33])
+@pytest.mark.usefixtures("way")
+def test_the_norm_behind_a_matmul(rows: int, device: torch.device) -> None:
+    weight, x = ordinary_weight("Q4_K", 64, 256), ordinary_activations(rows, 256)
+    residual, norm = torch.randn(rows, 64), torch.rand(64) + 0.5
+    exact = expected(x, [weight]) + residual
+    hidden, normed = matmul_norm(
+        x.to(device), pack(weight, device), workspace(device), residual.to(device), norm.to(device), 1e-5
+    )
+    assert nmse(hidden, exact) < FP16_ROUNDING
+    assert nmse(normed.dequantize(64), rms_norm(exact, norm.double(), 1e-5)) < 4 * FP16_ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("name", "geometry"),
+    [
+        ("Q4_K", FusedGeometry(1, 2, 2, 1)),
+        ("Q6_K", FusedGeometry(1, 1, 1, 1, splits=2)),
+        ("Q8_0", FusedGeometry(2, 2, 1, 2, splits=2, ahead=False)),
+    ],
+)
+def test_every_way_to_share_a_product_gives_it(
+    geometry: FusedGeometry, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "uses_wgmma", lambda *_: False)
+    monkeypatch.setattr(matmul_fused, "fused_geometry", lambda *_: geometry)
+    weight, x = ordinary_weight(name, 24, 512), ordinary_activations(9, 512)
+    residual = ordinary_activations(9, 24, 3)
+    room = workspace(device)
+    for _ in range(2):  # the second launch finds the tickets as the first one found them
+        y = matmul(x.to(device), pack(weight, device), room, residual.to(device))
+        assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "F16"])
+@pytest.mark.parametrize(
+    ("rows", "geometry"),
+    [
+        (3, WgmmaGeometry(4, 1, 4, True)),
+        (17, WgmmaGeometry(4, 3, 4, False)),
+        (64, WgmmaGeometry(8, 2, 3, False)),
+        (127, WgmmaGeometry(8, 5, 3, True)),
+        (40, WgmmaGeometry(16, 1, 6, False, 128)),
+        (5, WgmmaGeometry(4, 8, 2, True, 0, 256)),
+        (32, WgmmaGeometry(4, 2, 3, False, 128, 256)),
+    ],
+)
+def test_hopper_shares_a_product_too(
+    rows: int,
+    geometry: WgmmaGeometry,
+    name: str,
+    device: torch.device,
+    hopper_takes: Callable[[WgmmaGeometry], None],
+) -> None:
+    hopper_takes(geometry)
+    weight, x = ordinary_weight(name, 200, 2048), ordinary_activations(rows, 2048)
+    residual, room = ordinary_activations(rows, 200, 3), workspace(device, 1 << 20)
+    for _ in range(2):
+        y = matmul(x.to(device), pack(weight, device), room, residual.to(device))
+        assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("names", [("Q4_K", "Q6_K"), ("IQ4_NL",), ("Q8_0", "F16")], ids="+".join)
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        WgmmaGeometry(8, 1, 3, True, block=256),
+        WgmmaGeometry(8, 1, 2, False, block=256),
+        WgmmaGeometry(8, 1, 3, True, block=128),
+        WgmmaGeometry(4, 1, 3, True, block=128),
+        WgmmaGeometry(8, 3, 3, True, block=128),
+    ],
+    ids=str,
+)
+def test_on_hopper_many_rows_are_multiplied_in_blocks(
+    geometry: WgmmaGeometry,
+    names: tuple[str, ...],
+    device: torch.device,
+    hopper_takes: Callable[[WgmmaGeometry], None],
+) -> None:
+    """More blocks than multiprocessors, and fewer; rows and weights that fill none; a residual in its place."""
+    hopper_takes(geometry)
+    for rows, sizes in ((130, (200, 2048)), (300, (1000, 512)), (1500, (4500, 256)), (257, (72, 128))):
+        known = [name for name in names if sizes[1] % FORMATS[name].block == 0]
+        weights = [ordinary_weight(name, *sizes, seed=seed) for seed, name in enumerate(known)]
+        if not weights:
+            continue
+        x = ordinary_activations(rows, sizes[1])
+        weight, room = pack(weights, device), workspace(device, 1 << 20)
+        exact = (x.to(device).double() @ expected(torch.eye(sizes[1]), weights).to(device)).cpu()
+        assert nmse(matmul(x.to(device), weight, room, pdl=True), exact) < FP16_ROUNDING
+        residual = ordinary_activations(rows, weight.rows, 3).to(device)
+        kept = residual.clone()
+        norm = torch.ones(weight.rows, device=device)
+        hidden, _ = matmul_norm(x.to(device), weight, room, residual, norm, 1e-5, pdl=True)
+        assert nmse(hidden, exact + kept.cpu()) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize(
+    ("rows", "geometry"),
+    [
+        (3, WgmmaGeometry(4, 1, 2, True, 0, 256)),
+        (17, WgmmaGeometry(4, 2, 2, False, 128, 256)),
+        (64, WgmmaGeometry(4, 1, 3, False, 128)),
+        (40, WgmmaGeometry(8, 2, 3, False)),
+        (127, WgmmaGeometry(16, 1, 3, True)),
+    ],
+)
+def test_on_hopper_swiglu_of_few_rows(
+    rows: int,
+    geometry: WgmmaGeometry,
+    name: str,
+    device: torch.device,
+    hopper_takes: Callable[[WgmmaGeometry], None],
+) -> None:
+    """Every place of the result is written, and none behind its rows."""
+    hopper_takes(geometry)
+    for width in (128, 1408):
+        gate, up = ordinary_weight(name, width, 512), ordinary_weight(name, width, 512, 1)
+        x, room = ordinary_activations(rows, 512) * 0.1, workspace(device, 1 << 20)
+        room.gated_half(rows, width).values.fill_(float("nan"))
+        made = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), room, pdl=True)
+        assert isinstance(made, HalfRows) and made.ordered and made.values[rows:].isnan().all()
+        assert nmse(made.dequantize(width), swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+
+
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize("block", [128, 256])
+def test_on_hopper_swiglu_of_many_rows(
+    block: int, warps: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    geometry = WgmmaGeometry(warps, 1, 3, True, block=block)
+    monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
+    for rows, width in ((130, 384), (1000, 3328)):
+        gate, up = ordinary_weight("Q4_K", width, 256), ordinary_weight("Q4_K", width, 256, 1)
+        x = ordinary_activations(rows, 256) * 0.1
+        made = matmul_swiglu(
+            x.to(device), pack([gate, up], device, paired=True), workspace(device, 1 << 20), pdl=True
+        )
+        assert isinstance(made, HalfRows) and made.ordered
+        exact = swiglu(expected(x, [gate, up]))
+        assert nmse(made.dequantize(width), exact) < 4 * FP16_ROUNDING
+        assert torch.equal(
+            made.values[:rows], HalfRows(made.row_major(width), made.unscale).as_ordered().values[:rows]
+        )
+
+
+def test_on_hopper_blocks_of_rows_have_the_same_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    weight, x = pack(ordinary_weight("Q6_K", 3000, 2048), device), ordinary_activations(700, 2048).to(device)
+    made = []
+    for warps, block in ((8, 256), (8, 128), (4, 128)):
+        geometry = WgmmaGeometry(warps, 1, 3, True, block=block)
+        monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_, g=geometry: g)
+        made += [matmul(x, weight, workspace(device), pdl=True) for _ in range(5)]
+    assert all(torch.equal(each, made[0]) for each in made)
+
+
+def test_on_hopper_a_row_does_not_depend_on_how_many_there_are(device: torch.device) -> None:
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    for shape in (("Q4_K", 4096, 4096), ("Q4_K", 4096, 14336), ("Q6_K", 4096, 14336), ("Q6_K", 300, 2048)):
+        weight = pack(ordinary_weight(*shape), device)
+        x, room = ordinary_activations(127, shape[2]).to(device), workspace(device)
+        most = matmul(x, weight, room)
+        for rows in (1, 2, 9, 30, 64):
+            assert torch.equal(matmul(x[:rows].contiguous(), weight, room), most[:rows])
+
+
+def test_on_hopper_parts_of_a_matrix_run_beside_each_other(device: torch.device) -> None:
+    """The second part does not wait for the first, but for what both read, here the norm in front of them, and for the
+    room for their sums: all parts have several shares."""
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    parts = [
+        ordinary_weight(*shape) for shape in (("Q4_K", 512, 2048), ("Q6_K", 256, 2048), ("Q5_0", 80, 2048))
+    ]
+    weight, norm = pack(parts, device), torch.ones(2048, device=device)
+    x, room = ordinary_activations(30, 2048).to(device), workspace(device)
+    rows = [x * 2.0**i + i for i in range(5)]
+    exact = [matmul(rms_norm_half(row, norm, 1e-5, room.half_rows(30, 2048)), weight, room) for row in rows]
+    for _ in range(20):
+        made = []
+        for row in rows:
+            normed = rms_norm_half(row, norm, 1e-5, room.half_rows(30, 2048), pdl=True)
+            made.append(matmul(normed, weight, room, pdl=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, exact, strict=True))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("rows", [2, 16, 30, 64, 127])
+def test_on_hopper_a_matrix_of_two_parts_is_one_launch(
+    rows: int, exact: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_hopper(device):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(module, "launch_wgmma", None)
+    room = workspace(device)
+    room.exact = exact
+    for shapes in (
+        (("Q4_K", 5120), ("Q6_K", 1024)),
+        (("Q6_K", 72), ("IQ4_NL", 200)),
+        (("Q8_0", 16), ("Q4_K", 640)),
+    ):
+        parts = [ordinary_weight(name, count, 1024, seed) for seed, (name, count) in enumerate(shapes)]
+        weight, x = pack(parts, device), ordinary_activations(rows, 1024)
+        made = [matmul(x.to(device), weight, room, pdl=True) for _ in range(3)]
+        assert nmse(made[0], expected(x, parts)) < FP16_ROUNDING
+        assert all(torch.equal(each, made[0]) for each in made)
+
+
+def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
+    weight, x = pack(ordinary_weight("Q4_K", 32, 512), device), ordinary_activations(6, 512)
+    other = x.clone()
+    other[:4] *= 1e6
+    room = workspace(device)
+    ours, again = matmul(x.to(device), weight, room), matmul(other.to(device), weight, room)
+    assert torch.equal(ours[4:], again[4:])
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 64), (9, 576), (17, 256)])
+def test_tiled_rows_are_the_rows(rows: int, cols: int, device: torch.device) -> None:
+    x = ordinary_activations(rows, cols).to(device)
+    plain, tiled = half_rows(x), half_rows(x, HalfRows.empty(rows, cols, device, Form.TILED))
+    assert torch.equal(tiled.row_major(cols), plain.values) and torch.equal(tiled.unscale, plain.unscale)
+    assert torch.equal(plain.as_tiled().row_major(cols), plain.values)
+
+
+def test_ordered_rows_are_the_rows(device: torch.device) -> None:
+    x = ordinary_activations(9, 384).to(device)
+    plain, ordered = half_rows(x), half_rows(x, HalfRows.empty(9, 384, device, Form.ORDERED))
+    assert torch.equal(ordered.row_major(384), plain.values)
+    assert torch.equal(plain.as_ordered().values[:9], ordered.values[:9])
+    lane, instruction = 2, 13  # columns of one lane of the quad in one instruction of 16
+    first = instruction // 8 * 128 + lane * 32 + instruction % 8 * 4
+    at = 16 * instruction + 2 * lane
+    assert torch.equal(ordered.values[:9, [at, at + 1, at + 8, at + 9]], plain.values[:, first : first + 4])
+
+
+def test_short_batches_keep_their_room_when_a_long_prompt_comes(device: torch.device) -> None:
+    room = workspace(device)
+    few = room.half_rows(3, 256)
+    room.half_rows(2048, 256)
+    assert room.half_rows(100, 256).values.data_ptr() == few.values.data_ptr()
+
+
+def test_a_longer_chunk_takes_the_room_of_a_shorter_one_along(device: torch.device) -> None:
+    room = workspace(device)
+    for rows, width in ((512, 64), (512, 96), (2048, 64)):
+        room.products(rows, width).fill_(rows)
+    long, short = room.products(2048, 64), room.products(512, 64)
+    assert (long == 2048).all() and (short == 2048).all()
+    assert short.data_ptr() == long.data_ptr() and short.shape == (512, 64)
+    for rows in range(129, 300):  # more lengths than views are kept of
+        assert room.products(rows, 64).data_ptr() == long.data_ptr()
+
+
+def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:
+    x = ordinary_activations(4, 96)
+    x[1] *= 1e-20
+    x[2] *= 1e20
+    x[3] = 0
+    half = half_rows(x.to(device))
+    peaks = half.values.cpu().float().abs().amax(1)
+    assert ((peaks[:3] >= 2**13) & (peaks[:3] <= 2**14)).all()
+    assert nmse(half.values.cpu().double()[1] * half.unscale.cpu().double()[1], x[1]) < 1e-7
+    assert not half.values[3].any()
+
+
+def test_plain_rows_are_ordered_by_a_launch(device: torch.device) -> None:
+    rows, cols = 9, 1280
+    plain = half_rows(ordinary_activations(rows, cols).to(device))
+    room = torch.zeros(half_shape(rows, cols, Form.ORDERED), dtype=torch.float16, device=device)
+    ordered = order_rows(plain, room)
+    assert ordered.ordered and torch.equal(ordered.values[:rows], plain.as_ordered().values[:rows])
+    assert ordered.unscale is plain.unscale and torch.equal(ordered.row_major(cols), plain.values)
+
+
+def test_weights_are_given_room_when_some_are_expanded(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x, room = (
+        pack(ordinary_weight("Q4_0", 16, 64), device), ordinary_activations(3, 64).to(device), workspace(device)
+    )  # fmt: skip
+    for limit in (64, 0):
+        monkeypatch.setattr(module, "fused_limit", lambda _, limit=limit: limit)
+        held = room.nbytes
+        matmul(x, weight, room)
+        assert (room.nbytes - held >= 2 * room.max_weights) == (limit == 0)
+
+
+@pytest.mark.parametrize(("packed", "form"), [(True, Form.TILED), (False, Form.ROW_MAJOR)])
+def test_many_rows_of_a_model_of_floats_stay_in_order(
+    packed: bool, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "fused_limit", lambda _: 4096)
+    room = MatmulWorkspace(0, "cpu", packed=packed)
+    assert room.form(129, 256) is form and room.form(128, 256) is Form.TILED
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "fixed", "chosen"),
+    [
+        (
+            (6144, 4096),
+            512,
+            False,
+            (8, 1, 256),
+        ),  # 96 programs: less than one for each multiprocessor, two halves more
+        ((4096, 4096), 512, False, (4, 1, 128)),  # blocks of 256 rows would leave half of them without work
+        ((4096, 4096), 1024, False, (8, 1, 256)),
+        ((4096, 14336), 130, False, (4, 1, 128)),
+        ((28672, 4096), 2048, False, (8, 1, 256)),
+        ((28672, 4096), 2048, True, (8, 1, 256)),  # one share among few rows too
+        ((4096, 4096), 1024, True, (8, 6, 128)),  # shares added up in order need the room of a second sum
+        ((4096, 4096), 128, True, (4, 6, 0)),
+    ],
+)
+def test_many_rows_are_cut_by_how_many_programs_that_makes(
+    sizes: tuple[int, int],
+    rows: int,
+    fixed: bool,
+    chosen: tuple[int, int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    geometry = wgmma_geometry(empty_part("Q4_K", *sizes), "rows", rows, fixed)
+    assert (geometry.warps, geometry.splits, geometry.block) == chosen
+
+
+@pytest.mark.parametrize(("behind", "chosen"), [(False, (4, 128)), (True, (8, 256))])
+def test_a_part_behind_another_keeps_few_multiprocessors_rather_than_many_for_less_long(
+    behind: bool, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """attn_v in Q6_K: alone 256 small programs, two a multiprocessor; in the last wave of attn_q and attn_k 64."""
+    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    geometry = wgmma_geometry(empty_part("Q6_K", 1024, 4096), "rows", 2048, behind=behind)
+    assert (geometry.warps, geometry.block) == chosen
+
+
+def empty_part(name: str, rows: int, cols: int) -> PackedPart:
+    plane = torch.empty(0, dtype=torch.uint8)
+    return PackedPart(packed_layout(FORMATS[name], cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)

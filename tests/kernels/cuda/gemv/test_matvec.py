@@ -1,0 +1,204 @@
+"""The matvec kernels against the q-dot's definition, for every format."""
+
+import pytest
+import torch
+
+from quengine.kernels import activations as definition
+from quengine.kernels.activations import ACTIVATION_MAX
+from quengine.kernels.block_formats import dequantize, unpack
+from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
+from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.gemv.q_dot import MOST_UNROLLED
+from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.cuda.weights.launch_table import Geometry
+from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
+from quengine.kernels.cuda.weights.packed import pack
+from quengine.kernels.q_dot import q_dot
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.swiglu import swiglu
+from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
+
+FP32_NOISE = 1e-12
+"""The squared relative error that fp32 sums in another order may have against the same sum in fp64."""
+
+
+def expected(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
+    """The definition, its integers summed in fp64."""
+    rounded = definition.round_activations(x)
+    dots = [q_dot(rounded, unpack(w.format, w.data), torch.float64) for w in weights]
+    return torch.cat(dots, dim=1)
+
+
+def use_geometry(monkeypatch: pytest.MonkeyPatch, *geometry: int) -> None:
+    monkeypatch.setattr("quengine.kernels.cuda.gemv.matvec.matvec_geometry", lambda *_: Geometry(*geometry))
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_every_format_gives_the_definition(name: str, device: torch.device) -> None:
+    weight, x = ordinary_weight(name, 21, 512), ordinary_activations(1, 512)
+    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    assert y.dtype == torch.float32
+    assert nmse(y, expected(x, [weight])) < FP32_NOISE
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"])
+def test_widths_that_are_no_whole_chunks(name: str, device: torch.device) -> None:
+    weight, x = ordinary_weight(name, 16, 576), ordinary_activations(2, 576)
+    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    assert nmse(y, expected(x, [weight])) < FP32_NOISE
+
+
+@pytest.mark.parametrize(("name", "rows"), [("Q4_K", 2), ("Q4_K", 8), ("Q6_K", 3), ("Q2_K", 3), ("Q4_0", 8)])
+def test_a_row_does_not_depend_on_the_batch(name: str, rows: int, device: torch.device) -> None:
+    weight, x = ordinary_weight(name, 16, 256), ordinary_activations(8, 256)
+    packed = pack(weight, device)
+    alone = torch.cat([matvec(round_activations(row.view(1, -1).to(device)), packed) for row in x[:rows]])
+    together = matvec(round_activations(x[:rows].to(device)), packed)
+    assert nmse(together, expected(x[:rows], [weight])) < FP32_NOISE
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        (1, 1, 1),
+        (1, 4, 1),
+        (2, 2, 3),
+        (4, 1, 2),
+        (1, 8, 2),
+        (1, 4, 1, 0, True),
+        (1, 2, 2, 0, True),
+        (2, 1, 2, 64, True),
+    ],
+)
+def test_every_geometry_gives_the_definition(
+    geometry: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_geometry(monkeypatch, *geometry)
+    weight, x = ordinary_weight("Q4_K", 40, 1280), ordinary_activations(1, 1280)
+    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    assert nmse(y, expected(x, [weight])) < FP32_NOISE
+
+
+@pytest.mark.parametrize(("name", "k_warps", "chunks"), [("Q4_K", 1, 9), ("Q6_K", 2, 17)])
+def test_more_chunks_a_warp_than_are_unrolled(
+    name: str, k_warps: int, chunks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_geometry(monkeypatch, 1, k_warps, 2)
+    assert -(-chunks // k_warps) > MOST_UNROLLED.value
+    weight, x = ordinary_weight(name, 16, 256 * chunks), ordinary_activations(1, 256 * chunks)
+    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    assert nmse(y, expected(x, [weight])) < FP32_NOISE
+
+
+def test_parts_of_different_formats_lie_side_by_side(device: torch.device) -> None:
+    weights = [
+        ordinary_weight("Q4_K", 40, 512),
+        ordinary_weight("Q4_K", 16, 512, 1),
+        ordinary_weight("Q6_K", 24, 512, 2),
+    ]
+    x = ordinary_activations(2, 512)
+    y = matvec(round_activations(x.to(device)), pack(weights, device))
+    assert nmse(y, expected(x, weights)) < FP32_NOISE
+
+
+def test_three_formats_take_more_than_one_launch(device: torch.device) -> None:
+    weights = [ordinary_weight(name, 16, 256) for name in ("Q4_K", "Q6_K", "Q5_K")]
+    x = ordinary_activations(1, 256)
+    y = matvec(round_activations(x.to(device)), pack(weights, device))
+    assert nmse(y, expected(x, weights)) < FP32_NOISE
+
+
+def test_the_residual_is_added_in_place(device: torch.device) -> None:
+    weight, x = ordinary_weight("Q6_K", 40, 256), ordinary_activations(2, 256)
+    residual = 100 * ordinary_activations(2, 40, seed=5)
+    y = residual.clone().to(device)
+    assert matvec(round_activations(x.to(device)), pack(weight, device), residual=y, out=y) is y
+    assert nmse(y, expected(x, [weight]) + residual) < FP32_NOISE
+
+
+@pytest.mark.parametrize(("name", "width", "rows"), [("Q4_K", 32, 8), ("Q4_0", 64, 1), ("Q6_K", 32, 3)])
+def test_swiglu_is_rounded_like_the_definition(
+    name: str, width: int, rows: int, device: torch.device
+) -> None:
+    gate, up = ordinary_weight(name, width, 256), ordinary_weight(name, width, 256, 1)
+    x = ordinary_activations(rows, 256) * 0.1
+    weight = pack([gate, up], device, paired=True)
+    assert weight.paired
+    y = matvec_swiglu(round_activations(x.to(device)), weight)
+    exact = swiglu(expected(x, [gate, up]))
+    assert_rounded_close(y, exact)
+
+
+def assert_rounded_close(y: RoundedActivations, exact: torch.Tensor) -> None:
+    assert nmse(y.dequantize(), exact) < 1e-8
+    assert torch.equal(y.sums.cpu(), y.ints().cpu().view(y.rows, -1, 16).sum(-1, dtype=torch.int32))
+    assert int(y.ints().abs().view(y.rows, -1, 32).amax(-1).min()) == ACTIVATION_MAX
+
+
+def test_swiglu_of_formats_that_cannot_share_tiles(device: torch.device) -> None:
+    gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 32, 256, 1)
+    x = ordinary_activations(2, 256) * 0.1
+    y = matvec_swiglu(round_activations(x.to(device)), pack([gate, up], device, paired=True))
+    assert_rounded_close(y, swiglu(expected(x, [gate, up])))
+
+
+def test_a_paired_weight_still_gives_its_rows_in_order(device: torch.device) -> None:
+    gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
+    x = ordinary_activations(2, 256)
+    y = matvec(round_activations(x.to(device)), pack([gate, up], device, paired=True))
+    assert nmse(y, expected(x, [gate, up])) < FP32_NOISE
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_plain_floats(name: str, device: torch.device) -> None:
+    weights = [ordinary_weight(name, 13, 576), ordinary_weight("Q8_0", 16, 576)]
+    x = ordinary_activations(2, 576)
+    y = matvec(round_activations(x.to(device)), pack(weights, device))
+    floats = (
+        definition.round_activations(x).values() @ dequantize(weights[0].format, weights[0].data).double().T
+    )
+    assert nmse(y, torch.cat([floats, expected(x, weights[1:])], 1)) < FP32_NOISE
+
+
+def test_a_scale_that_is_not_finite_shows(device: torch.device) -> None:
+    weight, x = ordinary_weight("Q4_0", 16, 256), ordinary_activations(1, 256)
+    x[0, 3] = float("nan")
+    assert not matvec(round_activations(x.to(device)), pack(weight, device)).isfinite().any()
+
+
+def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
+    packed = pack(ordinary_weight("Q4_0", 16, 256), device)
+    with pytest.raises(ValueError, match="1 to 8 rows"):
+        matvec(RoundedActivations.empty(9, 256, device), packed)
+    with pytest.raises(ValueError, match="width 128"):
+        matvec(RoundedActivations.empty(1, 128, device), packed)
+    with pytest.raises(ValueError, match="out must be"):
+        matvec(RoundedActivations.empty(1, 256, device), packed, out=torch.empty(1, 8, device=device))
+
+
+def test_the_default_geometry_fits_every_shape() -> None:
+    for cols in (256, 4096, 14336, 53248):
+        part = pack(ordinary_weight("Q4_K", 16, cols), "cpu").parts[0]
+        for kind in ("rows", "swiglu"):
+            geometry = launch_table.default_geometry(part, kind)
+            assert geometry.warps <= 32
+            assert -(-part.chunks // geometry.k_warps) <= 16
+
+
+@pytest.mark.parametrize("geometry", [(1, 2, 1), (2, 1, 1), (4, 1, 2), (8, 2, 1)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_geometry_of_swiglu_rounds_whole_groups(
+    geometry: tuple[int, int, int], rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_geometry(monkeypatch, *geometry)
+    gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q4_K", 32, 256, 1)
+    x = ordinary_activations(rows, 256) * 0.1
+    scratch = RoundingScratch.empty(8, 2 * 32, device)
+    weight = pack([gate, up], device, paired=True)
+    for _ in range(2):
+        y = matvec_swiglu(round_activations(x.to(device)), weight, scratch=scratch)
+        assert_rounded_close(y, swiglu(expected(x, [gate, up])))
+    assert not scratch.tickets.any()

@@ -1,0 +1,127 @@
+"""Sampling on the device gives the token of the CPU definition, step after step, without a host in between."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from quengine.errors import EngineError
+from quengine.kernels import sampling as definition
+from quengine.kernels.cuda.sampling.sampling import (
+    NO_TOKEN,
+    DecodeState,
+    SamplingBuffers,
+    Settings,
+    sample_step,
+)
+from quengine.kernels.cuda.sampling.sampling_parts import mass
+from tests.kernels.cuda.sampling.sampling_runs import run
+
+
+def test_greedy_takes_the_first_of_ties(device: torch.device) -> None:
+    run(device, [Settings(temperature=0.0)], 3, ties=True)
+
+
+def test_defaults_and_other_seeds_and_streams(device: torch.device) -> None:
+    run(device, [Settings(seed=1), Settings(seed=2**64 - 1), Settings(seed=1, stream=7)], 1)
+
+
+def test_tied_candidates(device: torch.device) -> None:
+    run(device, [Settings(seed=3, top_k=5, top_p=1.0, min_p=0.0)], 2, ties=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(seed=4, top_p=0.3, min_p=0.0),
+        Settings(seed=5, top_p=1.0, min_p=0.4, temperature=2.0),
+        Settings(seed=6, typical_p=0.5, top_p=0.9),
+        Settings(seed=7, top_k=100, top_p=1.0, min_p=0.0, temperature=1.5),
+        Settings(seed=8, top_k=1),
+        Settings(seed=9, temperature=1e-4),
+    ],
+)
+def test_each_sampler(settings: Settings, device: torch.device) -> None:
+    run(device, [settings], 1)
+
+
+@pytest.mark.parametrize("window", [-1, 0, 2, 64])
+def test_penalties_follow_the_window(window: int, device: torch.device) -> None:
+    settings = Settings(
+        seed=10, repeat=1.3, presence=0.4, frequency=0.6, repeat_last_n=window, temperature=0.0
+    )
+    run(device, [settings], 4, vocab=1024)
+
+
+def test_bias_moves_and_bans(device: torch.device) -> None:
+    run(device, [Settings(seed=11, temperature=0.0)], 1, bias={17: 100.0})
+    run(device, [Settings(seed=11)], 1, bias={17: 4.0, 18: -math.inf, 19: 1e300})
+
+
+@pytest.mark.parametrize("top_k", [1, 40])
+@pytest.mark.parametrize("logit", [-math.inf, math.nan])
+def test_no_token_where_there_is_none(top_k: int, logit: float, device: torch.device) -> None:
+    logits = torch.full((1, 70), -math.inf)
+    logits[0, 9] = logit
+    state = DecodeState.allocate(1, 8, device)
+    buffers = SamplingBuffers.allocate(1, 70, top_k, device, False, False)
+    buffers.set(0, Settings(top_k=top_k), [], {})
+    assert sample_step(logits.to(device), state, buffers).tolist() == [NO_TOKEN]
+
+
+@triton.jit
+def _mass_kernel(gap_ptr, out_ptr, sharp_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, mass(tl.load(gap_ptr + at), tl.load(sharp_ptr)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1e-300, 1e300])
+def test_masses_are_the_definitions_to_the_last_bit(temperature: float, device: torch.device) -> None:
+    gaps = torch.rand(8192, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 40
+    gaps[:4] = torch.tensor([0.0, 1e-320, 6.8e38, math.log(2) * 20.5])
+    sharp = definition.sharpness(temperature)
+    out = torch.zeros(8192, dtype=torch.int64, device=device)
+    at = torch.tensor([sharp], dtype=torch.float64, device=device)
+    _mass_kernel[(1,)](gaps.to(device), out, at, SIZE=8192, enable_fp_fusion=False)
+    assert out.tolist() == definition.masses(gaps.numpy(), sharp).tolist()
+
+
+COMPILE = """
+from quengine.kernels.cuda import aot
+from quengine.kernels.cuda.aot.aot_compile import compile_launch
+for v in aot.variants([90], "sample any of 32768"):
+    launch = aot.launches(v.case, 90)[v.launch]
+    if launch.name == "tally_kernel":
+        ptx = compile_launch(launch, 90).ptx
+        print(ptx.count("mul.rn.f64"), ptx.count("fma.rn.f64"))
+"""
+
+
+def test_compiled_for_a_gpu_no_product_of_a_mass_is_fused_with_its_sum() -> None:
+    """In a process of its own: these tests may run in Triton's interpreter, which compiles nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    products, fused = (int(count) for count in done.stdout.split())
+    assert products > 12 and fused == 0
+
+
+def test_greedy_rows_ignore_what_other_rows_sample_with(device: torch.device) -> None:
+    run(device, [Settings(temperature=0.0, typical_p=0.2, top_k=0), Settings(seed=2)], 1, vocab=300)
+
+
+def test_settings_beyond_the_buffers_are_refused(device: torch.device) -> None:
+    buffers = SamplingBuffers.allocate(1, 70, 40, device, False, False)
+    with pytest.raises(EngineError, match="top-k 0"):
+        buffers.set(0, Settings(top_k=0), [], {})
+    with pytest.raises(EngineError, match="penalties"):
+        buffers.set(0, Settings(repeat=1.1), [], {})
+    with pytest.raises(EngineError, match="bias"):
+        buffers.set(0, Settings(), [], {3: 1.0})

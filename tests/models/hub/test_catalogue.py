@@ -1,0 +1,56 @@
+"""The catalogue's data file says what it must, and near misses find the right names."""
+
+import pytest
+
+from quengine.models.hub.catalogue import catalogue, closest_aliases
+from quengine.models.hub.hub import hub_name
+from quengine.models.hub.hub_name import quant_of
+
+ENTRIES = list(catalogue().values())
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.alias)
+def test_every_entry_names_a_repository_a_gguf_file_and_where_they_were_looked_up(entry):
+    user, _, repo = entry.repo.partition("/")
+    assert user and repo and "/" not in repo
+    assert entry.file.endswith(".gguf")
+    assert entry.about
+    assert entry.verified
+    assert (entry.package is None) == (entry.package_file is None)
+    assert hub_name(entry.alias).file == entry.file
+
+
+def test_the_two_names_the_documentation_uses_are_there():
+    assert {"mistral-7b-q4k", "smollm2-135m"} <= set(catalogue())
+
+
+def test_an_alias_that_says_4_bits_names_a_4_bit_file_and_one_that_says_8_an_8_bit_file():
+    families = {"q4k": "Q4_K_M", "q8": "Q8_0"}
+    told = {entry.alias: families[entry.alias.rsplit("-", 1)[1]] for entry in ENTRIES if "-q" in entry.alias}
+    assert told == {alias: quant_of(catalogue()[alias].file).upper() for alias in told}
+    assert len(told) > 10
+
+
+def test_no_file_is_listed_twice():
+    assert len({(entry.repo, entry.file) for entry in ENTRIES}) == len(ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("mistral-7b", "mistral-7b-q4k"),
+        ("mistral-7b-q4", "mistral-7b-q4k"),
+        ("Mistral_7B_Q4K", "mistral-7b-q4k"),
+        ("qwen3:8b", "qwen3-8b-q4k"),
+        ("smollm2", "smollm2-135m"),
+        ("llama-3.2-1b", "llama-3.2-1b-q4k"),
+        ("ministral", "ministral-8b-q4k"),
+    ],
+)
+def test_a_near_miss_suggests_the_alias_that_was_meant(typed, meant):
+    assert meant in closest_aliases(typed)
+
+
+def test_a_name_like_nothing_suggests_nothing():
+    assert closest_aliases("zzzzzz") == []
+    assert closest_aliases("") == []
