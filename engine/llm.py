@@ -23,7 +23,7 @@ from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.load import load_model
 from quengine.models.template.chat_template import encode_chat
-from quengine.paged_scheduler import PagedScheduler
+from quengine.scheduler import Scheduler
 from quengine.platform.machine import peak_memory
 from quengine.request.output import Completion
 from quengine.request.pooling import Pool, Pooling
@@ -53,9 +53,9 @@ class LLM:
         threads: CPU threads; None: the physical cores.
         backend: "auto", or "reference" for the float64 definition.
         chunk_size: the most prompt tokens computed at once; None: what suits the device.
-        reuse_prefix: compute only what differs from the previous request (conversations).
+        reuse_prefix: take blocks of 32 positions that hold the beginning of a prompt already (conversations).
         cache_type: how keys and values are stored, "f16" or "q8_0".
-        deterministic: the same logits to the last bit for every chunk size and batch, without `reuse_prefix`.
+        deterministic: the same logits to the last bit for every chunk size and batch.
         parallel: most sequences computed at once. Each may take `ctx_size` positions, from blocks that all share; equal
             beginnings are computed once, whatever `reuse_prefix` says.
         draft_model: a small model with the same vocabulary, which drafts tokens that this one checks several of in a
@@ -389,12 +389,12 @@ class LLM:
         finally:
             self._lock.release()
 
-    def _make_scheduler(self) -> PagedScheduler:
+    def _make_scheduler(self) -> Scheduler:
         config, kind = self.config, self.loaded.device.type
         packed = self.runner.packs_prompts
         # A step of several prompts may be longer than the context of each.
         chunk_size = config.chunk_size or DEFAULT_CHUNK[kind] if packed else self.loaded.decoder.chunk_size
-        return PagedScheduler(
+        return Scheduler(
             self.loaded.cache,
             config.parallel,
             chunk_size,

@@ -17,7 +17,7 @@ from quengine.models.decoder import Decoder
 from quengine.platform.ranges import Range
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sample
-from quengine.scheduler import Batch, Chunk
+from quengine.batch import Batch, Chunk
 
 Result: TypeAlias = "Sample | Verified | Exception | None"
 """What a step came to for one sequence: its next token, several where it had a draft, why it cannot go on, or None

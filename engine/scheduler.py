@@ -1,38 +1,319 @@
-"""What a step computes, as the scheduler hands it out."""
+"""Which tokens are computed next (continuous batching).
 
-from dataclasses import dataclass, field
+A step is a chunk of one sequence's prompt, or of several prompts where that is faster, or one token of every sequence
+whose prompt is done. While there is both, they take turns, and the chunk is a short one, by tokens and by time: a
+running sequence never waits longer for its next token than one short chunk takes. Sequences come in in order of
+arrival, when there are blocks for them; when blocks run out, the newest one gives up its own and is computed again
+later, with what it had generated as part of its prompt.
+"""
 
-from quengine.kernels.forward_batch import Phase
+import time
+from collections import deque
+
+from quengine.block_manager import BlockManager
+from quengine.errors import EngineError
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kv_cache import KVCache
 from quengine.request.sequence import Sequence
+from quengine.batch import Batch, Chunk
+
+LEAST_CHUNK = 16
+"""Tokens of a prompt that a step takes however slow the machine is."""
+
+LOOKAHEAD = 1
+"""Positions behind a sequence's newest token that it already has blocks for, so that a runner can be a step ahead."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A part of one sequence's prompt: `ids` at positions start .. start + len(ids) - 1."""
+class Scheduler:
+    """Owns the queue and the blocks.
 
-    sequence: Sequence
-    ids: list[int]
-    start: int
+    Args:
+        cache: a paged one.
+        parallel: most sequences that run at once.
+        chunk_size: most tokens of a prompt in a step while nothing else runs.
+        mixed_chunk: most tokens of a prompt in a step while other sequences wait for their next token.
+        mixed_seconds: how long such a step may take, going by the last one; fewer tokens then. None: not looked at.
+        deterministic: what was computed token by token is never taken for, nor computed again as, part of a prompt.
+        packed: a step may hold the chunks of several prompts.
+        shares: blocks that hold the beginning of a prompt already are taken for it.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        parallel: int,
+        chunk_size: int,
+        mixed_chunk: int,
+        mixed_seconds: float | None = None,
+        deterministic: bool = False,
+        packed: bool = False,
+        shares: bool = True,
+    ) -> None:
+        self.cache = cache
+        self.parallel = parallel
+        self.chunk_size = chunk_size
+        self.mixed_chunk = min(mixed_chunk, chunk_size)
+        self.deterministic = deterministic
+        self.packed = packed
+        self.shares = shares
+        self.blocks = BlockManager(cache.num_blocks, BLOCK_SIZE)
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []  # both in order of arrival
+        self.decoding: list[Sequence] = []
+        self.current: Batch | None = None
+        self._mixed_seconds = mixed_seconds
+        self._token_seconds = 0.0  # of a prompt's token in the last chunk
+        self._began = 0.0
+        self._decode_is_due = False
+        self._alone: deque[Sequence] = deque()
 
     @property
-    def samples(self) -> bool:
-        """Whether the last of these tokens is the sequence's newest, so that a token follows from its logits."""
-        return self.start + len(self.ids) == len(self.sequence.token_ids)
+    def sequences(self) -> list[Sequence]:
+        """All that run or wait."""
+        return self._running + list(self.waiting)
 
+    @property
+    def cache_used(self) -> int:
+        """Positions of the cache that sequences own."""
+        return self.blocks.num_used * BLOCK_SIZE
 
-@dataclass(frozen=True)
-class Batch:
-    """One step: a chunk of each of several prompts (prefill), or of each of several sequences the first token that is
-    not in the cache (decode)."""
+    @property
+    def cache_size(self) -> int:
+        """Positions of the cache."""
+        return self.blocks.num_blocks * BLOCK_SIZE
 
-    phase: Phase
-    sequences: list[Sequence]
-    chunks: list[Chunk] = field(default_factory=list)
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
 
-    @classmethod
-    def prefill(cls, chunks: list[Chunk]) -> "Batch":
-        return cls("prefill", [chunk.sequence for chunk in chunks], chunks)
+        Raises EngineError where it would not fit into the whole cache.
+        """
+        if self.blocks.blocks_for(sequence.max_positions) > self.blocks.num_blocks:
+            raise EngineError(
+                f"the prompt and its answer may take {sequence.max_positions} tokens and the cache holds "
+                f"{self.cache_size}; shorten the prompt, or ask for fewer tokens"
+            )
+        self.waiting.append(sequence)
 
-    @classmethod
-    def decode(cls, sequences: list[Sequence]) -> "Batch":
-        return cls("decode", sequences)
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget a sequence wherever it is, with all that it holds."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self._running:
+            self._remove(sequence)
+
+    def next_batch(self) -> Batch | None:
+        """What to compute now; None when there is nothing to do."""
+        self.current = None
+        self.current = self._next_alone() or self._next()
+        self._began = time.perf_counter()
+        return self.current
+
+    def computed(self) -> None:
+        """Note that the current batch's keys and values are in the cache; call it before tokens are appended.
+
+        Of a sequence that has failed nothing is noted.
+        """
+        batch = self.current
+        assert batch is not None
+        self._decode_is_due = batch.phase == "prefill"
+        if batch.phase == "decode":
+            counts = [1] * len(batch.sequences)
+        else:
+            counts = [len(chunk.ids) for chunk in batch.chunks]
+            self._token_seconds = (time.perf_counter() - self._began) / sum(counts)
+        for sequence, count in zip(batch.sequences, counts, strict=True):
+            if sequence.finished:
+                continue
+            self._cached(sequence, count)
+            if sequence in self.prefilling and sequence.num_cached_tokens >= self._prompt_end(sequence):
+                self.prefilling.remove(sequence)
+                self.decoding.append(sequence)
+
+    def accepted(self, sequence: Sequence) -> None:
+        """Note that its newest token was a drafted one: its keys and values are in the cache since this step."""
+        self._cached(sequence, 1)
+
+    def draft_room(self, sequence: Sequence, most: int) -> int:
+        """How many drafted tokens, up to `most`, the sequence has blocks for behind its newest token.
+
+        It is given further ones for them while each running sequence could still be given one.
+        """
+        reach = min(len(sequence.token_ids) + most, sequence.max_positions)
+        if self.blocks.num_free > len(self._running):
+            self.blocks.grow(sequence.block_table, reach)
+        held = len(sequence.block_table) * BLOCK_SIZE
+        return max(0, min(most, held - len(sequence.token_ids)))
+
+    def release(self) -> None:
+        """Let finished sequences go."""
+        for sequence in self._running:
+            if sequence.finished:
+                self._remove(sequence)
+
+    def retry_alone(self) -> None:
+        """Compute the sequences of the current batch one at a time: the step of all of them failed."""
+        if self.current is not None:
+            self._alone.extend(self.current.sequences)
+
+    def forget(self) -> None:
+        """Nothing in the cache is valid any more.
+
+        Raises EngineError where a sequence is being computed.
+        """
+        if self.sequences:
+            raise EngineError("the cache is in use: finish or close the streams that are under way first")
+        self.blocks.forget()
+
+    @property
+    def _running(self) -> list[Sequence]:
+        """All that own blocks, in order of arrival."""
+        return self.decoding + self.prefilling
+
+    def _prompt_end(self, sequence: Sequence) -> int:
+        """Up to where tokens are computed in chunks, and blocks may be shared; 0 for a prompt of one token.
+
+        Such a prompt is a decode step, as it is for one sequence alone, but where its rows are pooled.
+        """
+        if sequence.pool is not None:
+            return sequence.num_prompt_tokens
+        end = sequence.num_prompt_tokens if self.deterministic else len(sequence.token_ids)
+        return end if end > 1 else 0
+
+    def _cached(self, sequence: Sequence, count: int) -> None:
+        """So many tokens more are in the cache: blocks that they fill can be shared."""
+        before = sequence.num_cached_tokens
+        sequence.num_cached_tokens += count
+        if self.shares and sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
+            shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
+            self.blocks.computed(sequence.block_table, sequence.token_ids[:shareable])
+
+    def _next_alone(self) -> Batch | None:
+        while self._alone:
+            sequence = self._alone.popleft()
+            if sequence in self.decoding:
+                return Batch.decode([sequence])
+            if sequence in self.prefilling:
+                return Batch.prefill([self._chunk(sequence, self._chunk_size())])
+        return None
+
+    def _next(self) -> Batch | None:
+        while not self.prefilling and self._admit():
+            pass
+        if self.decoding and (self._decode_is_due or not self.prefilling):
+            return self._decode_step()
+        return self._prompt_step() if self.prefilling else None
+
+    def _prompt_step(self) -> Batch:
+        """Chunks of the prompts under way, and of those that wait, as far as there are tokens left in the step."""
+        left, chunks = self._chunk_size(), list[Chunk]()
+        while not chunks or (self.packed and left >= LEAST_CHUNK):
+            if len(chunks) < len(self.prefilling):
+                chunks.append(self._chunk(self.prefilling[len(chunks)], left))
+                left -= len(chunks[-1].ids)
+            elif not (self._can_join() and self._admit()):
+                break
+        return Batch.prefill(chunks)
+
+    def _can_join(self) -> bool:
+        """Whether the first one that waits gains nothing by waiting until the prompts under way are computed.
+
+        Pooled prompts are computed by themselves.
+        """
+        if not self.waiting or any(s.pool is not None for s in (self.waiting[0], *self.prefilling)):
+            return False
+        return not self.shares or not any(
+            self._will_share(self.waiting[0], sequence) for sequence in self.prefilling
+        )
+
+    def _will_share(self, waiting: Sequence, running: Sequence) -> bool:
+        """Whether the beginning of the one is that of the other, by whole blocks that are still to be computed."""
+        most = min(len(waiting.token_ids) - 1, self._prompt_end(running), self._prompt_end(waiting))
+        ahead = (running.num_cached_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
+        return ahead <= most and waiting.token_ids[:ahead] == running.token_ids[:ahead]
+
+    def _admit(self) -> bool:
+        """Take in the first one that waits, if there is room; nobody overtakes it."""
+        if not self.waiting or len(self._running) >= self.parallel:
+            return False
+        sequence = self.waiting[0]
+        # At least one prompt token is always computed: its logits give the first token.
+        prefix = sequence.token_ids[: min(len(sequence.token_ids) - 1, self._prompt_end(sequence))]
+        if sequence.pool is not None:
+            sequence.pool.clear()
+        if sequence.pool is not None or not self.shares:  # a pool wants every row, not only the last
+            prefix = []
+        # A block in hand for each running sequence that may grow: else the newcomer would soon be put out again.
+        allocation = self.blocks.allocate(
+            prefix,
+            self._reach(sequence, len(sequence.token_ids)),
+            reserve=sum(map(self._may_grow, self._running)),
+        )
+        if allocation is None:
+            return False
+        self.waiting.popleft()
+        sequence.block_table = allocation.block_table
+        sequence.num_cached_tokens = allocation.num_cached_tokens
+        if not sequence.started:
+            sequence.started = time.perf_counter()
+            sequence.reused_tokens = allocation.num_cached_tokens
+        if sequence.num_cached_tokens < self._prompt_end(sequence):
+            self.prefilling.append(sequence)
+        else:
+            self.decoding.append(sequence)
+        return True
+
+    def _may_grow(self, sequence: Sequence) -> bool:
+        return len(sequence.block_table) < self.blocks.blocks_for(sequence.max_positions)
+
+    def _chunk(self, sequence: Sequence, most: int) -> Chunk:
+        start = sequence.num_cached_tokens
+        end = min(start + most, self._prompt_end(sequence))
+        return Chunk(sequence, sequence.token_ids[start:end], start)
+
+    def _chunk_size(self) -> int:
+        """Tokens of prompts in a step at most."""
+        if not self.decoding:
+            return self.chunk_size
+        if self._mixed_seconds is None or not self._token_seconds:
+            return self.mixed_chunk
+        fitting = int(self._mixed_seconds / self._token_seconds) // LEAST_CHUNK * LEAST_CHUNK
+        return min(self.mixed_chunk, max(LEAST_CHUNK, fitting))
+
+    def _decode_step(self) -> Batch:
+        """A token of every sequence that has blocks for it; the oldest one always gets them."""
+        ready = []
+        for sequence in list(self.decoding):
+            if sequence in self.decoding and self._has_room(sequence):
+                ready.append(sequence)
+        return Batch.decode(ready)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Give a sequence the blocks for its next token, from the newest ones if need be; False if it is the newest."""
+        while not self.blocks.grow(
+            sequence.block_table, self._reach(sequence, sequence.num_cached_tokens + 1)
+        ):
+            newest = self._running[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks; it comes first among those that wait, and keeps what it has generated."""
+        self._remove(sequence)
+        sequence.num_cached_tokens = 0
+        self.waiting.appendleft(sequence)
+
+    def _reach(self, sequence: Sequence, positions: int) -> int:
+        return min(positions + LOOKAHEAD, sequence.max_positions)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Take a running sequence out and free its blocks; what a failed one has computed is not to be shared."""
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        else:
+            self.decoding.remove(sequence)
+        if sequence.error is not None:
+            self.blocks.discard(sequence.block_table)
+        self.blocks.free(sequence.block_table)
+        sequence.block_table = []

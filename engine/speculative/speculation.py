@@ -13,11 +13,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from quengine.paged_scheduler import PagedScheduler
+from quengine.scheduler import Scheduler
 from quengine.request.sequence import Sequence
 from quengine.runner import Verified
 from quengine.sampler import Sample
-from quengine.scheduler import Batch
+from quengine.batch import Batch
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.draft_ngram import NgramIndex
 from quengine.speculative.draft_pace import Pace, shares
@@ -54,7 +54,7 @@ class Speculation:
     """
 
     def __init__(
-        self, scheduler: PagedScheduler, longest: int, model: DraftModel | None, most: int, rows: int
+        self, scheduler: Scheduler, longest: int, model: DraftModel | None, most: int, rows: int
     ) -> None:
         self._scheduler = scheduler
         self._longest = longest

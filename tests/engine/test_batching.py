@@ -9,11 +9,11 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.paged_scheduler import PagedScheduler
+from quengine.scheduler import Scheduler
 from quengine.request.output import Completion
 from quengine.runner import Result
 from quengine.sampler import Sample
-from quengine.scheduler import Batch, Chunk
+from quengine.batch import Batch, Chunk
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -66,7 +66,7 @@ def expected(alone: LLM, params: SamplingParams) -> list[Completion]:
     return alone.generate(PROMPTS, params)
 
 
-def paged(llm: LLM) -> PagedScheduler:
+def paged(llm: LLM) -> Scheduler:
     return llm.scheduler
 
 

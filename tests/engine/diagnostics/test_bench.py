@@ -24,7 +24,7 @@ from quengine.diagnostics.bench.profile import read_profile
 from quengine.diagnostics.bench.profile_run import PROFILED_TOKENS, Traced
 from quengine.errors import CannotRunError
 from quengine.kernels.cpu.runtime.threads import max_threads
-from quengine.scheduler import Batch
+from quengine.batch import Batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

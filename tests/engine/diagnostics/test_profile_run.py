@@ -15,7 +15,7 @@ from quengine.diagnostics.bench.profile_run import (
     profile_decode,
     profile_prompt,
 )
-from quengine.scheduler import Batch
+from quengine.batch import Batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

@@ -26,7 +26,7 @@ from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.runners.cpu_runner import CpuRunner
 from quengine.sampler import Sample
-from quengine.scheduler import Batch, Chunk
+from quengine.batch import Batch, Chunk
 from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
 

@@ -12,7 +12,7 @@ from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.runner import Runner
 from quengine.runners.cuda_runner import CudaRunner
 from quengine.sampler import Sample
-from quengine.scheduler import Batch
+from quengine.batch import Batch
 
 pytestmark = [
     pytest.mark.gpu,

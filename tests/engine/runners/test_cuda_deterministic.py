@@ -9,7 +9,7 @@ import torch
 
 from quengine import LLM, SamplingParams
 from quengine.models.synthetic.synthetic import write_synthetic
-from quengine.paged_scheduler import PagedScheduler
+from quengine.scheduler import Scheduler
 from quengine.request.output import Completion
 from tests.engine.runners.test_cpu_batches import write_mixed
 
@@ -102,7 +102,7 @@ def test_preempted_texts_are_the_same(alone: LLM, many: LLM, params: SamplingPar
     many.loaded.cache.num_blocks = 6  # as if there were memory for so few
     try:
         many.scheduler = many._make_scheduler()
-        assert isinstance(many.scheduler, PagedScheduler)
+        assert isinstance(many.scheduler, Scheduler)
         preempted: list[int] = []
         preempt = many.scheduler._preempt
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.paged_scheduler import PagedScheduler
+from quengine.scheduler import Scheduler
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.speculative.speculation import Speculation
@@ -75,7 +75,7 @@ def counts(completions: list[Completion]) -> tuple[int, int]:
 
 
 def all_free(llm: LLM) -> bool:
-    assert isinstance(llm.scheduler, PagedScheduler)
+    assert isinstance(llm.scheduler, Scheduler)
     return llm.scheduler.blocks.num_used == 0 and not llm.scheduler.waiting
 
 
@@ -110,7 +110,7 @@ class Drafter:
 
 
 def drafted_by(llm: LLM, choose: Callable[[Sequence, int], list[int]], most: int = 6, rows: int = 40) -> None:
-    assert isinstance(llm.scheduler, PagedScheduler)
+    assert isinstance(llm.scheduler, Scheduler)
     llm.speculation = Speculation(llm.scheduler, 0, Drafter(choose), most, rows)  # type: ignore[arg-type]
 
 
@@ -218,7 +218,7 @@ def test_preempted_texts_are_the_same(
     options = {"draft_ngram": 1} if drafts == "ngram" else {"draft_model": model}
     with load(model, parallel=5, chunk_size=24, deterministic=True, **options) as llm:
         shrink(llm, 6)
-        assert isinstance(llm.scheduler, PagedScheduler)
+        assert isinstance(llm.scheduler, Scheduler)
         preempted: list[int] = []
         preempt = llm.scheduler._preempt
 
@@ -290,7 +290,7 @@ def test_a_window_and_a_q8_0_cache_hold_with_drafts(folder: Path) -> None:
 
 def test_a_step_that_fails_is_tried_for_each_text_and_again_with_drafts(model: Path, alone: LLM) -> None:
     with load(model, parallel=3, draft_model=model) as llm:
-        assert isinstance(llm.scheduler, PagedScheduler)
+        assert isinstance(llm.scheduler, Scheduler)
         streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:3]]
         for stream in streams:
             stream.start()

@@ -7,8 +7,8 @@ import pytest
 
 from quengine.errors import EngineError
 from quengine.kv_cache import KVCache
-from quengine.paged_scheduler import LOOKAHEAD, PagedScheduler
-from quengine.scheduler import Batch
+from quengine.scheduler import LOOKAHEAD, Scheduler
+from quengine.batch import Batch
 
 BLOCK = 32
 
@@ -42,12 +42,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def make(
     blocks: int = 40, parallel: int = 4, deterministic: bool = False, packed: bool = False
-) -> PagedScheduler:
+) -> Scheduler:
     cache = KVCache([], 1000, num_blocks=blocks)
-    return PagedScheduler(cache, parallel, 64, 16, deterministic=deterministic, packed=packed)
+    return Scheduler(cache, parallel, 64, 16, deterministic=deterministic, packed=packed)
 
 
-def step(scheduler: PagedScheduler) -> Batch | None:
+def step(scheduler: Scheduler) -> Batch | None:
     """One step as the engine does it; checks that every token has its block, and only its own."""
     batch = scheduler.next_batch()
     if batch is None:
@@ -72,7 +72,7 @@ def step(scheduler: PagedScheduler) -> Batch | None:
     return batch
 
 
-def run(scheduler: PagedScheduler, most: int = 10**5) -> list[Batch]:
+def run(scheduler: Scheduler, most: int = 10**5) -> list[Batch]:
     steps = []
     while (batch := step(scheduler)) is not None:
         steps.append(batch)
@@ -108,8 +108,8 @@ def test_a_chunk_beside_running_texts_is_as_short_as_the_last_one_was_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("quengine.paged_scheduler.time.perf_counter", lambda: now)
-    scheduler = PagedScheduler(KVCache([], 1000, num_blocks=60), 4, 256, 128, mixed_seconds=0.5)
+    monkeypatch.setattr("quengine.scheduler.time.perf_counter", lambda: now)
+    scheduler = Scheduler(KVCache([], 1000, num_blocks=60), 4, 256, 128, mixed_seconds=0.5)
     scheduler.add(FakeSequence(prompt(10, 1), 100))
     step(scheduler)
     scheduler.add(FakeSequence(prompt(900, 2), 1))
@@ -247,7 +247,7 @@ def test_a_chunk_of_a_single_token_of_a_longer_prompt_is_prefill() -> None:
 
 
 def test_without_sharing_every_request_starts_from_an_empty_cache() -> None:
-    scheduler = PagedScheduler(KVCache([], 1000, num_blocks=40), 1, 64, 16, shares=False)
+    scheduler = Scheduler(KVCache([], 1000, num_blocks=40), 1, 64, 16, shares=False)
     added = [FakeSequence(prompt(70), 5) for _ in range(2)]
     for sequence in added:
         scheduler.add(sequence)
@@ -390,7 +390,7 @@ def test_a_step_that_failed_is_tried_for_each_of_its_sequences() -> None:
     assert scheduler.blocks.num_used == 0
 
 
-def drafted_step(scheduler: PagedScheduler, numbers: random.Random) -> Batch | None:
+def drafted_step(scheduler: Scheduler, numbers: random.Random) -> Batch | None:
     """One step in which sequences have drafts of any length, right up to any place."""
     batch = scheduler.next_batch()
     if batch is None:
