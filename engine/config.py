@@ -33,15 +33,16 @@ class EngineConfig:
         threads: CPU threads; None: the physical cores.
         backend: "auto" (the packed kernels of the device) or "reference" (the float64 definition).
         chunk_size: the most prompt tokens computed at once; None: what suits the device.
-        reuse_prefix: take blocks that hold the beginning of a prompt already, of earlier requests or of those beside it.
-            Always so where `parallel` is more than 1.
+        reuse_prefix: take blocks that hold the beginning of a prompt already, of earlier requests or of those beside
+            it. Always so where `parallel` is more than 1.
         cache_type: how keys and values are stored, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
         deterministic: a sequence's logits are the same to the last bit however its prompt was chunked, whatever was
             computed before and beside it. It costs that answers are not taken for the beginning of later prompts, nor
-            computed again in chunks when a sequence had lost its blocks. The CPU computes so anyway; a GPU takes one family of kernels for every number
-            of rows then, which slows prompts and a single sequence (docs/performance.md).
-        parallel: most sequences computed at once. They share a cache of `parallel * ctx_size` positions, or of what fits
-            in memory.
+            computed again in chunks when a sequence had lost its blocks. The CPU computes so anyway; a GPU takes one
+            family of kernels for every number of rows then, which slows prompts and a single sequence
+            (docs/performance.md).
+        parallel: most sequences computed at once. They share a cache of `parallel * ctx_size` positions, or of what
+            fits in memory.
         draft_model: a small model with the same vocabulary that drafts tokens for this one to check; None: none does.
         draft_ngram: tokens of the longest run that is looked up in a text, for what followed it there, as a draft, and
             of shorter ones down to half of it; 0: nothing is looked up. Comes before a draft model, if there are both.

@@ -23,7 +23,6 @@ from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.load import load_model
 from quengine.models.template.chat_template import encode_chat
-from quengine.scheduler import Scheduler
 from quengine.platform.machine import peak_memory
 from quengine.request.output import Completion
 from quengine.request.pooling import Pool, Pooling
@@ -33,6 +32,7 @@ from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.runner import Result, Verified
 from quengine.sampler import Sample, Sampler
+from quengine.scheduler import Scheduler
 from quengine.speculative.draft_pace import draft_rows, draft_tokens
 from quengine.speculative.speculation import Speculation
 from quengine.structured.constraint import ConstraintCompiler

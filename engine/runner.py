@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from quengine.batch import Batch, Chunk
 from quengine.errors import EngineError
 from quengine.kernels import forward_batch, sampling
 from quengine.kernels.forward_batch import Phase
@@ -17,7 +18,6 @@ from quengine.models.decoder import Decoder
 from quengine.platform.ranges import Range
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sample
-from quengine.batch import Batch, Chunk
 
 Result: TypeAlias = "Sample | Verified | Exception | None"
 """What a step came to for one sequence: its next token, several where it had a draft, why it cannot go on, or None

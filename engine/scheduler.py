@@ -10,12 +10,12 @@ later, with what it had generated as part of its prompt.
 import time
 from collections import deque
 
+from quengine.batch import Batch, Chunk
 from quengine.block_manager import BlockManager
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
 from quengine.request.sequence import Sequence
-from quengine.batch import Batch, Chunk
 
 LEAST_CHUNK = 16
 """Tokens of a prompt that a step takes however slow the machine is."""

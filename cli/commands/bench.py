@@ -171,7 +171,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("device", 9, lambda row: _device(row)),
     ("threads", 7, lambda row: str(row.threads)),
     ("test", 14, lambda row: row.name),
-    ("t/s", 17, lambda row: f"{row.tok_s:.2f} ± {row.deviation:.2f}"),
+    ("t/s", 19, lambda row: f"{row.tok_s:.2f} ± {row.deviation:.2f}"),
     ("GB/s", 7, lambda row: _number(row.gb_s, 1)),
     ("% of bandwidth", 14, lambda row: _number(row.bandwidth_percent, 0)),
     ("peak memory", 11, lambda row: _gib(row.peak_bytes)),

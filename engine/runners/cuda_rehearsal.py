@@ -78,7 +78,7 @@ class Rehearsal:
         for size in self.sizes:
             self.prompts.rehearse(size)
         for count in _TOGETHER:
-            self.prompts_step([2] * count)
+            self.prompts_step([min(2, self._longest)] * count)
 
     @property
     def device(self) -> torch.device:

@@ -13,11 +13,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from quengine.scheduler import Scheduler
+from quengine.batch import Batch
 from quengine.request.sequence import Sequence
 from quengine.runner import Verified
 from quengine.sampler import Sample
-from quengine.batch import Batch
+from quengine.scheduler import Scheduler
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.draft_ngram import NgramIndex
 from quengine.speculative.draft_pace import Pace, shares

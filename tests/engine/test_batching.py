@@ -8,12 +8,12 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.batch import Batch, Chunk
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.scheduler import Scheduler
 from quengine.request.output import Completion
 from quengine.runner import Result
 from quengine.sampler import Sample
-from quengine.batch import Batch, Chunk
+from quengine.scheduler import Scheduler
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny

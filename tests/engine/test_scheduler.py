@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from quengine.batch import Batch
 from quengine.errors import EngineError
 from quengine.kv_cache import KVCache
 from quengine.scheduler import LOOKAHEAD, Scheduler
-from quengine.batch import Batch
 
 BLOCK = 32
 
@@ -40,9 +40,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [numbers.randrange(10**6) for _ in range(length)]
 
 
-def make(
-    blocks: int = 40, parallel: int = 4, deterministic: bool = False, packed: bool = False
-) -> Scheduler:
+def make(blocks: int = 40, parallel: int = 4, deterministic: bool = False, packed: bool = False) -> Scheduler:
     cache = KVCache([], 1000, num_blocks=blocks)
     return Scheduler(cache, parallel, 64, 16, deterministic=deterministic, packed=packed)
 

@@ -12,8 +12,8 @@ from quengine.diagnostics.bench.bench_row import BenchTest
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.llm import LLM, CompletionStream
-from quengine.scheduler import LEAST_CHUNK
 from quengine.request.sampling_params import SamplingParams
+from quengine.scheduler import LEAST_CHUNK
 
 _WARM_UP_STEPS = 8
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quengine import LLM, EngineError
+from quengine.batch import Batch
 from quengine.diagnostics.bench import bench
 from quengine.diagnostics.bench.bench import (
     BenchPlan,
@@ -24,7 +25,6 @@ from quengine.diagnostics.bench.profile import read_profile
 from quengine.diagnostics.bench.profile_run import PROFILED_TOKENS, Traced
 from quengine.errors import CannotRunError
 from quengine.kernels.cpu.runtime.threads import max_threads
-from quengine.batch import Batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quengine import LLM, CannotRunError
+from quengine.batch import Batch
 from quengine.diagnostics.bench import profile_run as module
 from quengine.diagnostics.bench.profile_run import (
     PROFILED_TOKENS,
@@ -15,7 +16,6 @@ from quengine.diagnostics.bench.profile_run import (
     profile_decode,
     profile_prompt,
 )
-from quengine.batch import Batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

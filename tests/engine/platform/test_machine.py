@@ -161,7 +161,7 @@ def test_cuda_devices_tell_their_memory():
 
 def test_asking_for_memory_and_cores_does_not_load_torch():
     code = (
-        "import sys; from quengine import machine as m;"
+        "import sys; from quengine.platform import machine as m;"
         "m.physical_cores(); m.available_memory(); m.peak_memory(); m.simd_features();"
         "sys.exit('torch' in sys.modules)"
     )

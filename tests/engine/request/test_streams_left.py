@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quengine import LLM, SamplingParams
+from quengine.batch import Batch
 from quengine.request.chat_session import ChatSession
 from quengine.runner import Result
-from quengine.batch import Batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

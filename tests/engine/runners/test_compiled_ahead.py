@@ -11,7 +11,7 @@ CHECK = """
 import sys
 from unittest import mock
 import torch
-from quengine import cuda_batch_graphs, cuda_rehearsal, cuda_runner
+from quengine.runners import cuda_batch_graphs, cuda_rehearsal, cuda_runner
 from quengine.runners.cuda_prompts import ROWS, SEQUENCES, StepSize
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_cases import META, backend_for

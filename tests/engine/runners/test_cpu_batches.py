@@ -13,6 +13,7 @@ from gguf.quants import quantize
 from torch import Tensor
 
 from quengine import LLM
+from quengine.batch import Batch, Chunk
 from quengine.errors import EngineError
 from quengine.kernels import cpu
 from quengine.kernels.cpu.backend import CpuBackend
@@ -26,7 +27,6 @@ from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.runners.cpu_runner import CpuRunner
 from quengine.sampler import Sample
-from quengine.batch import Batch, Chunk
 from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from quengine import LLM, SamplingParams
+from quengine.batch import Batch
 from quengine.errors import EngineError
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.runner import Runner
 from quengine.runners.cuda_runner import CudaRunner
 from quengine.sampler import Sample
-from quengine.batch import Batch
 
 pytestmark = [
     pytest.mark.gpu,

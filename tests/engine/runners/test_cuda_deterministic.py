@@ -9,8 +9,8 @@ import torch
 
 from quengine import LLM, SamplingParams
 from quengine.models.synthetic.synthetic import write_synthetic
-from quengine.scheduler import Scheduler
 from quengine.request.output import Completion
+from quengine.scheduler import Scheduler
 from tests.engine.runners.test_cpu_batches import write_mixed
 
 pytestmark = [

@@ -129,7 +129,7 @@ def test_the_limit_on_open_files_bounds_the_connections() -> None:
 
 SERVER = """
 import resource, sys
-from quengine import log_lines
+from quengine.platform import log_lines
 from quengine.serve import listener
 from tests.engine.serve.fake_engine import FakeEngine
 from quengine.serve.server import Server

@@ -35,7 +35,7 @@ SCHEMAS = DOCUMENT["components"]["schemas"]
 TWINS = ("/chat/completions", "/completions")
 """Paths whose operation is another path's too: they get fewer requests."""
 UNSAID = re.compile(
-    "only one of them can hold|requires a call"  # two fields
+    "only one of them can hold|too small a number for a schema|requires a call"  # two fields
     "|top_logprobs needs|stream_options is for streams"
     "|no tool is named|there are no tools|two functions are named|no function_call before it has this id"
     "|tokens and the context holds|the prompt has no tokens|texts in one request"  # lengths and sums

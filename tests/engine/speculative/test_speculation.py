@@ -10,9 +10,9 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.scheduler import Scheduler
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
+from quengine.scheduler import Scheduler
 from quengine.speculative.speculation import Speculation
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.engine.runners.test_cpu_batches import write_mixed

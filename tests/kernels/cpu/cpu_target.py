@@ -22,10 +22,17 @@ from torch.nn.functional import silu
 from quengine.kernels import sampling
 from quengine.kernels.activations import round_activations
 from quengine.kernels.block_formats import dequantize, unpack
-from quengine.kernels.cpu import batch_attention, decode_attention, embed, linear, prompt_linear
-from quengine.kernels.cpu.attention import prefill_attention
+from quengine.kernels.cpu import (
+    batch_attention,
+    decode_attention,
+    embed,
+    linear,
+    prefill_attention,
+    prompt_linear,
+    rms_norm,
+    swiglu,
+)
 from quengine.kernels.cpu.gemm import tile_matmul, tiles
-from quengine.kernels.cpu.ops import rms_norm, swiglu
 from quengine.kernels.cpu.ops import sampling as cpu_sampling
 from quengine.kernels.cpu.runtime import compiled, kernel_table, target
 from quengine.kernels.forward_batch import decode_batch

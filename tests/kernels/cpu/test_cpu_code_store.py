@@ -201,14 +201,16 @@ def test_a_process_does_not_take_what_was_planted(tmp_path: Path) -> None:
 
 
 def test_a_changed_source_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "cpu"
-    folder.mkdir()
+    folder = tmp_path / "cpu" / "runtime"
+    folder.mkdir(parents=True)
+    (tmp_path / "cpu" / "ir").mkdir()
     for name in module._OTHER_SOURCES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (folder / "code_store.py").touch()
     monkeypatch.setattr(module, "__file__", str(folder / "code_store.py"))
     versions = []
-    for changed in ("cpu/code_store.py", "cpu/new.py", *module._OTHER_SOURCES):
+    for changed in ("cpu/runtime/code_store.py", "cpu/ir/new.py", *module._OTHER_SOURCES):
         (tmp_path / changed).write_text("# changed")
         module.source_stamp.cache_clear()
         versions.append(module._version())
@@ -217,15 +219,16 @@ def test_a_changed_source_is_another_version(tmp_path: Path, monkeypatch: pytest
 
 
 def test_all_that_kernels_are_made_from_is_watched() -> None:
-    folder = Path(module.__file__).parent
+    folder = Path(module.__file__).parents[1]
     makers = [
-        *folder.glob("*_kernels.py"),
-        *folder.glob("*_ir.py"),
-        folder / "tiles.py",
-        folder / "compiled.py",
+        *folder.rglob("*_kernels.py"),
+        *folder.rglob("*_ir.py"),
+        folder / "gemm" / "tiles.py",
+        folder / "runtime" / "compiled.py",
     ]
-    imports = re.compile(r"^from quengine\.kernels\.(\w+) import", re.MULTILINE)
-    read = {f"{name}.py" for path in makers for name in imports.findall(path.read_text())}
+    assert len(makers) > 20
+    imports = re.compile(r"^from quengine\.kernels\.(?!cpu\b)([\w.]+) import", re.MULTILINE)
+    read = {f"{name.replace('.', '/')}.py" for path in makers for name in imports.findall(path.read_text())}
     assert read and read <= set(module._OTHER_SOURCES)
 
 

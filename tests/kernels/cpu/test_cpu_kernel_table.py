@@ -12,7 +12,7 @@ from quengine.kernels.cpu.runtime import kernel_table
 from quengine.kernels.cpu.runtime.code_store import CodeStore
 from quengine.kernels.private_folder import KEY_NAME
 
-NAME = ("add_kernels", "add_kernel")
+NAME = ("ops.add_kernels", "add_kernel")
 SCRIPT = """
 import sys
 import torch
@@ -62,7 +62,7 @@ def test_a_kernel_that_is_compiled_is_logged_by_name(
         load(store)
         load(store)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    assert len(told) == 1 and told[0].startswith("compiled add_kernels-add_kernel in ")
+    assert len(told) == 1 and told[0].startswith("compiled ops.add_kernels-add_kernel in ")
 
 
 @pytest.mark.parametrize("what", ["damaged", "of another version", "no object file"])

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from quengine.errors import CannotRunError
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu import set_threads
-from quengine.kernels.cpu.attention import prefill_attention
+from quengine.kernels.cpu import prefill_attention, set_threads
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows

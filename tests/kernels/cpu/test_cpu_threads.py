@@ -20,10 +20,12 @@ from quengine.kernels.cpu import (
     linear,
     linear_launches,
     max_threads,
+    rms_norm,
+    rope_store,
     run,
     set_threads,
+    swiglu,
 )
-from quengine.kernels.cpu.ops import rms_norm, rope_store, swiglu
 from quengine.kernels.cpu.runtime.threads import _Team as Team
 from tests.forward import one_sequence
 from tests.kernels.weights import random_weight

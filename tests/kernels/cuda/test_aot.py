@@ -138,7 +138,7 @@ def test_every_type_is_compiled_in_decode_and_in_prefill_and_common_ones_for_eve
 
 
 COMPILE = """
-from quengine.kernels.cuda import aot
+from quengine.kernels.cuda.aot import aot
 work = aot.variants([90], "Q8_0, ends, decode")
 names = [aot.launches(v.case, 90)[v.launch].name for v in work]
 variant = work[names.index("matvec_kernel")]
@@ -184,7 +184,7 @@ assert {v.archs for v in work} == {(80, 89), (90,)}
 TWINS = """
 import triton
 from triton.backends.compiler import GPUTarget
-from quengine.kernels.cuda import aot, aot_compile
+from quengine.kernels.cuda.aot import aot, aot_compile
 for only, name in (("Q8_0, matmul, 16", "fused_kernel"), ("smollm2 9/3x64 q8_0, prompt of 32", "rope_store_kernel")):
     (launch,) = [x for v in aot.variants([89], only) for x in [aot.launches(v.case, 89)[v.launch]] if x.name == name]
     made = triton.compile(aot_compile.source(launch), target=GPUTarget("cuda", 89, 32), options=launch.options)
@@ -204,7 +204,7 @@ def test_what_is_made_of_another_gpus_ptx_is_what_triton_makes_for_this_one() ->
 
 
 LISTED = """
-from quengine.kernels.cuda import aot
+from quengine.kernels.cuda.aot import aot
 for v in aot.variants([90]):
     launch = aot.launches(v.case, 90)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}

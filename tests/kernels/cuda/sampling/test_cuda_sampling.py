@@ -92,7 +92,7 @@ def test_masses_are_the_definitions_to_the_last_bit(temperature: float, device: 
 
 
 COMPILE = """
-from quengine.kernels.cuda import aot
+from quengine.kernels.cuda.aot import aot
 from quengine.kernels.cuda.aot.aot_compile import compile_launch
 for v in aot.variants([90], "sample any of 32768"):
     launch = aot.launches(v.case, 90)[v.launch]
