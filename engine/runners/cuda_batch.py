@@ -26,7 +26,7 @@ from quengine.runners.graph_sampling import GREEDY, GraphKey, Sampled
 from quengine.sampler import Sample
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of rows for which a step is captured: matmuls take 8 rows at a time, above 128 whole blocks of 128 or 256, and
+"""Numbers of rows for which a step is captured: matmuls take 8 rows at a time, above 128 blocks of 128 or 256, and
 from 16 on a row more or less costs little beside the weights."""
 
 _PATIENCE = 4
