@@ -19,6 +19,14 @@ class Chunk:
         """Whether the last of these tokens is the sequence's newest, so that a token follows from its logits."""
         return self.start + len(self.ids) == len(self.sequence.token_ids)
 
+    @property
+    def scored_rows(self) -> range:
+        """Which of these tokens' logits are wanted for the log-probabilities of the prompt."""
+        if self.sequence.scores is None:
+            return range(0)
+        missing = self.sequence.scores.missing_rows
+        return range(max(0, missing.start - self.start), min(len(self.ids), missing.stop - self.start))
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -7,8 +7,8 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.models.config import ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 384 * 2**20}
-"""Bytes set aside by kind of device for what does not grow with the model: the program, kernels, libraries, graphs. On
-the CPU that is also for a prompt's chunk."""
+"""Bytes set aside by kind of device for what does not grow with the model: the program, kernels, libraries, graphs, the
+logits that a prompt is scored with (prompt_scores.MAX_LOGITS_BYTES). On the CPU that is also for a prompt's chunk."""
 
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""

@@ -16,6 +16,7 @@ from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.platform.ranges import Range
+from quengine.request.prompt_scores import split_rows
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sample
 
@@ -77,6 +78,8 @@ class Runner:
             return self.decode(batch.sequences)
         if any(chunk.sequence.pool is not None for chunk in batch.chunks):
             return [self._embed(chunk) for chunk in batch.chunks]
+        if any(chunk.scored_rows for chunk in batch.chunks):
+            return self._score(batch.chunks)
         return self.prefill(batch.chunks)
 
     @torch.no_grad()
@@ -109,6 +112,35 @@ class Runner:
         """
         batch = forward_batch.prefill_batch(ids, starts, tables, self.decoder.backend.device, all_logits)
         return self.decoder.forward(batch, self.cache.layers)
+
+    @torch.no_grad()
+    def _score(self, chunks: Seq[Chunk]) -> list[Result]:
+        """As `prefill`, where log-probabilities of prompts' tokens are wanted: they go to their sequences' `scores`."""
+        device = self.decoder.backend.device
+        batch = forward_batch.prefill_batch(
+            [chunk.ids for chunk in chunks],
+            [chunk.start for chunk in chunks],
+            [chunk.sequence.block_table for chunk in chunks],
+            device,
+        )
+        scored, sampled = _wanted_rows(chunks, self.decoder.config.vocab_size)
+        # A row alone would be multiplied as a decode step's is: with another it has the bits that it has in any part.
+        parts = [rows if len(rows) > 1 else 2 * rows for _, rows in scored]
+        if sampled:  # by themselves, as where nothing is scored
+            parts.append(list(sampled.values()))
+        results: dict[Sequence, Result] = dict.fromkeys(chunk.sequence for chunk in chunks)
+        with Range("prefill"):
+            tensors = (torch.tensor(rows, device=device) for rows in parts)
+            logits = self.decoder.forward_parts(batch, self.cache.layers, tensors)
+            for (sequence, rows), of_rows in zip(scored, logits, strict=False):
+                if results[sequence] is None:
+                    results[sequence] = _add_scores(sequence, of_rows[: len(rows)])
+            rows_left = next(logits).float().cpu() if sampled else ()
+        with Range("sample"):
+            for sequence, row in zip(sampled, rows_left, strict=True):
+                if results[sequence] is None:
+                    results[sequence] = _sample(sequence, row)
+        return list(results.values())
 
     @torch.no_grad()
     def _embed(self, chunk: Chunk) -> Result:
@@ -201,6 +233,31 @@ class Runner:
         """Logits [T, vocab] on the CPU after each of `ids`, computed from an empty cache, `chunk` tokens a step."""
         starts = range(0, len(ids), chunk)
         return torch.cat([self.logits(ids[s : s + chunk], s, phase).cpu() for s in starts])
+
+
+def _wanted_rows(
+    chunks: Seq[Chunk], vocab_size: int
+) -> tuple[list[tuple[Sequence, list[int]]], dict[Sequence, int]]:
+    """Rows of a step of these chunks: those that score prompts, in parts, and of each sequence the one whose logits
+    give its next token, if one does."""
+    scored, sampled, first = list[tuple[Sequence, list[int]]](), dict[Sequence, int](), 0
+    for chunk in chunks:
+        for part in split_rows(chunk.scored_rows, vocab_size):
+            scored.append((chunk.sequence, [first + row for row in part]))
+        first += len(chunk.ids)
+        if chunk.samples:
+            sampled[chunk.sequence] = first - 1
+    return scored, sampled
+
+
+def _add_scores(sequence: Sequence, logits: Tensor) -> Result:
+    """Score the next tokens of a sequence's prompt; why it cannot be done is returned."""
+    assert sequence.scores is not None
+    try:
+        sequence.scores.add(logits)
+    except EngineError as error:
+        return error
+    return None
 
 
 def _sample(sequence: Sequence, logits: Tensor) -> Result:

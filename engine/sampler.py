@@ -99,7 +99,7 @@ class Sampler:
         # Before the logits are waited for: the device computes them meanwhile.
         allowed = None if self.constraint is None else self.constraint.allowed()
         given: Logits = logits.float().cpu().numpy()
-        _check_finite(given, position)
+        check_finite(given, position)
         adjusted = self._adjusted(given, history, allowed)
         uniform = 0.0 if params.greedy else sampling.uniform(self.seed, position, self.stream)
         try:
@@ -185,7 +185,8 @@ def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(token, float(logits[token]) - normalizer, best)
 
 
-def _check_finite(logits: Logits, position: int) -> None:
+def check_finite(logits: Logits, position: int) -> None:
+    """Raises EngineError where logits [V], from which the token at `position` follows, are not all finite."""
     if math.isfinite(logits.min()) and math.isfinite(logits.max()):  # NaN goes through to both
         return
     bad = np.flatnonzero(~np.isfinite(logits))

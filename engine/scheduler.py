@@ -221,27 +221,34 @@ class Scheduler:
         """
         if not self.waiting or any(s.pool is not None for s in (self.waiting[0], *self.prefilling)):
             return False
-        return not self.shares or not any(
-            self._will_share(self.waiting[0], sequence) for sequence in self.prefilling
-        )
+        return not any(self._will_share(self.waiting[0], sequence) for sequence in self.prefilling)
 
     def _will_share(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether the beginning of the one is that of the other, by whole blocks that are still to be computed."""
-        most = min(len(waiting.token_ids) - 1, self._prompt_end(running), self._prompt_end(waiting))
+        most = min(self._most_shared(waiting), self._prompt_end(running))
         ahead = (running.num_cached_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
         return ahead <= most and waiting.token_ids[:ahead] == running.token_ids[:ahead]
+
+    def _most_shared(self, sequence: Sequence) -> int:
+        """Tokens of its beginning that may be taken from blocks that hold them already.
+
+        At least one token is always computed: its logits give the next. A pool wants every row of the prompt, and
+        log-probabilities of the prompt those that have not been scored.
+        """
+        if not self.shares or sequence.pool is not None:
+            return 0
+        most = min(len(sequence.token_ids) - 1, self._prompt_end(sequence))
+        unscored = range(0) if sequence.scores is None else sequence.scores.missing_rows
+        return min(most, unscored.start) if unscored else most
 
     def _admit(self) -> bool:
         """Take in the first one that waits, if there is room; nobody overtakes it."""
         if not self.waiting or len(self._running) >= self.parallel:
             return False
         sequence = self.waiting[0]
-        # At least one prompt token is always computed: its logits give the first token.
-        prefix = sequence.token_ids[: min(len(sequence.token_ids) - 1, self._prompt_end(sequence))]
         if sequence.pool is not None:
             sequence.pool.clear()
-        if sequence.pool is not None or not self.shares:  # a pool wants every row, not only the last
-            prefix = []
+        prefix = sequence.token_ids[: self._most_shared(sequence)]
         # A block in hand for each running sequence that may grow: else the newcomer would soon be put out again.
         allocation = self.blocks.allocate(
             prefix,

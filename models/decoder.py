@@ -5,7 +5,7 @@ configuration and from which tensors are there. The decoder knows positions and 
 requests, text or sampling.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,13 +72,26 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all, given the cache before them."""
-        x = self._layers(batch, cache, batch.logits_rows)
-        return self.backend.logits(batch, x, self.output_norm, self.config.rms_eps, self.output)
+        return self._logits(batch, self._layers(batch, cache, batch.logits_rows))
+
+    def forward_parts(
+        self, batch: ForwardBatch, cache: Sequence[KVLayer], parts: Iterable[Tensor]
+    ) -> Iterator[Tensor]:
+        """Logits [n, vocab] of the rows in each of `parts`, int64 [n] on the device; `batch.logits_rows` is not read.
+
+        Each is computed when it is asked for, so that never more than one part's need be held.
+        """
+        x = self._layers(batch, cache, None)
+        for rows in parts:
+            yield self._logits(batch, self.backend.gather_rows(x, rows))
 
     def hidden(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
         """The rows that the output matrix would read, of all tokens: [T, embedding length]."""
         x = self._layers(batch, cache, None)
         return self.backend.rms_norm(x, self.output_norm, self.config.rms_eps)
+
+    def _logits(self, batch: ForwardBatch, x: Hidden) -> Tensor:
+        return self.backend.logits(batch, x, self.output_norm, self.config.rms_eps, self.output)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[KVLayer], rows: Tensor | None) -> Hidden:
         """`rows`: those that go on behind the last layer's attention."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from quengine.request.output import Completion, Timings
 from quengine.request.pooling import Pool
+from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.text_stream import TextStream
 from quengine.sampler import Sample, Sampler, TokenLogprobs
@@ -23,6 +24,7 @@ class Sequence:
     of steps with a draft, of tokens drafted in all, of those that the sequence then took, and of bytes read for drafts.
     `thread` is the one that made the sequence. `error` is why the sequence could not go on. With a `pool` no text
     follows the prompt: its hidden rows are pooled, all of them computed, and the sequence ends with the prompt.
+    `scores` collects the log-probabilities of the prompt's tokens, where they are wanted.
     """
 
     token_ids: list[int]
@@ -45,6 +47,7 @@ class Sequence:
     last_token: float = 0.0
     cached_at_token: int = 0
     pool: Pool | None = None
+    scores: PromptScores | None = None
     draft: list[int] = field(default_factory=list)
     drafts: int = 0
     drafted_tokens: int = 0

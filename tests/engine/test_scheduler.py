@@ -8,6 +8,8 @@ import pytest
 from quengine.batch import Batch
 from quengine.errors import EngineError
 from quengine.kv_cache import KVCache
+from quengine.request.prompt_scores import PromptScores
+from quengine.sampler import TokenLogprobs
 from quengine.scheduler import LOOKAHEAD, Scheduler
 
 BLOCK = 32
@@ -25,6 +27,7 @@ class FakeSequence:
     started: float = 0.0
     error: Exception | None = None
     pool: None = None
+    scores: PromptScores | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
@@ -451,3 +454,24 @@ def test_drafts_that_are_taken_and_rejected_lose_no_block_and_share_only_what_wa
         pass
     assert all(sequence.finished for sequence in live) and scheduler.blocks.num_used == 0
     assert any(sequence.reused_tokens for sequence in finished)
+
+
+def test_a_prompt_that_is_scored_shares_only_what_has_been_scored_already() -> None:
+    scheduler = make()
+    numbers = prompt(100)
+    scheduler.add(FakeSequence(numbers, 5))
+    run(scheduler)
+    scored = FakeSequence(numbers, 5, scores=PromptScores(numbers, 0))
+    scheduler.add(scored)
+    batch = scheduler.next_batch()
+    assert batch is not None and batch.chunks[0].start == 0 and batch.chunks[0].scored_rows == range(64)
+    assert scored.scores is not None
+    scored.scores.logprobs += [TokenLogprobs(token, 0.0, ()) for token in numbers[1:51]]
+    scheduler._preempt(scored)
+    batch = scheduler.next_batch()
+    assert batch is not None and batch.chunks[0].start == 32, "whole blocks of the 50 rows that are scored"
+    assert batch.chunks[0].scored_rows == range(18, 64)
+    scored.scores.logprobs += [TokenLogprobs(token, 0.0, ()) for token in numbers[51:]]
+    scheduler._preempt(scored)
+    batch = scheduler.next_batch()
+    assert batch is not None and batch.chunks[0].start == 96 and not batch.chunks[0].scored_rows

@@ -11,9 +11,9 @@ import torch
 from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.request.pooling import Pooling
+from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.sampler import TokenLogprobs
-from quengine.serve.routes.prompt_scores import scoring_sequence
 from quengine.serve.worker.engine_port import (
     EngineStats,
     Event,
@@ -43,24 +43,12 @@ class LLMEngine:
         )
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}
-        self._unscored: dict[
-            int, GenerationRequest
-        ] = {}  # their sequence is now the one that scores the prompt
-        self._scores: dict[
-            int, tuple[TokenLogprobs, ...]
-        ] = {}  # of prompts, until the first piece of the text
 
     silent_seconds = 0.0
 
     def add(self, request: GenerationRequest) -> None:
         if request.pooling is not None:
             self._add_embedding(request, request.pooling)
-        elif request.score_prompt and len(request.prompt) > 1:
-            model = self.model
-            scoring = scoring_sequence(request.prompt, request.params, model.vocab_size, model.ctx_size)
-            self._llm.scheduler.add(scoring)
-            self._requests[request.id] = scoring
-            self._unscored[request.id] = request
         else:
             self._add_text(request)
 
@@ -75,13 +63,13 @@ class LLMEngine:
             request.prompt, request.params, index=request.index, show_special=request.show_special
         )
         stream.sequence.arrived = request.arrived
+        if request.score_prompt and request.params.logprobs is not None:
+            stream.sequence.scores = PromptScores(request.prompt, request.params.logprobs)
         self._llm.scheduler.add(stream.sequence)
         self._requests[request.id] = stream.sequence
 
     def cancel(self, request_id: int) -> None:
         self._llm.scheduler.cancel(self._requests.pop(request_id))
-        self._unscored.pop(request_id, None)
-        self._scores.pop(request_id, None)
 
     def step(self) -> list[Event]:
         ids = {sequence: request_id for request_id, sequence in self._requests.items()}
@@ -100,12 +88,8 @@ class LLMEngine:
         if sequence.error is not None:
             self._check_device()
             del self._requests[request_id]
-            self._unscored.pop(request_id, None)
-            self._scores.pop(request_id, None)
             return [_failed(request_id, sequence.error)]
-        if request_id in self._unscored:
-            return self._scored(request_id, sequence)
-        scores = self._scores.pop(request_id, ())
+        scores = _prompt_logprobs(sequence, start)
         events: list[Event] = []
         tokens = tuple(sequence.generated[start:])
         if tokens or text or scores:
@@ -117,18 +101,6 @@ class LLMEngine:
             embedding = None if sequence.pool is None else tuple(sequence.pool.embedding())
             events.append(Finished(request_id, sequence.finish_reason, stop_text, timings, seed, embedding))
         return events
-
-    def _scored(self, request_id: int, sequence: LLMSequence) -> list[Event]:
-        """Go on with the text, when all of its prompt has been scored."""
-        if sequence.finish_reason is None:
-            return []
-        self._scores[request_id] = tuple(sequence.logprobs)
-        try:
-            self._add_text(self._unscored.pop(request_id))
-        except EngineError as error:
-            del self._requests[request_id], self._scores[request_id]
-            return [_failed(request_id, error)]
-        return []
 
     def stats(self) -> EngineStats:
         slots = tuple(
@@ -167,6 +139,13 @@ class LLMEngine:
         """Raises where the device is lost."""
         if self._llm.loaded.device.type == "cuda":
             torch.cuda.synchronize(self._llm.loaded.device)
+
+
+def _prompt_logprobs(sequence: LLMSequence, start: int) -> tuple[TokenLogprobs, ...]:
+    """The log-probabilities of the prompt, once: with the first token, before which `start` tokens were generated."""
+    if sequence.scores is None or start or not sequence.first_token:
+        return ()
+    return tuple(sequence.scores.logprobs)
 
 
 def _failed(request_id: int, error: Exception) -> Failed:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quengine import LLM
+from quengine import LLM, SamplingParams
+from quengine.serve.worker.engine_port import Finished, GenerationRequest, Piece
 from quengine.serve.worker.llm_engine import LLMEngine
 from tests.engine.serve.serving import serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
@@ -24,7 +25,9 @@ def test_an_echoed_prompts_logprobs_are_those_of_its_teacher_forced_logits(path:
     with LLM(path, device="cpu") as llm:
         ends = sorted(llm.tokenizer.eos_ids)
         prompts = [[7, 20, ends[0], 33, 1, 7, 7], [5, 6]]  # an end token ends texts, but no prompt
-        rows = [torch.log_softmax(llm.logits(ids, decode=True)[:-1], -1) for ids in prompts]
+        rows = [
+            torch.log_softmax(llm.logits(ids)[:-1], -1) for ids in prompts
+        ]  # a prefill's, as the scores are
     body = {"prompt": prompts, "logprobs": 1, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
     def make_engine() -> LLMEngine:
@@ -42,6 +45,32 @@ def test_an_echoed_prompts_logprobs_are_those_of_its_teacher_forced_logits(path:
             assert echoed[index]["text"].endswith(plain[index]["text"])
         best = rows[0][0].max().item()
         assert max(echoed[0]["logprobs"]["top_logprobs"][1].values()) == pytest.approx(best, abs=1e-4)
+
+
+def test_a_scored_prompt_is_one_prefill_from_which_generation_goes_on(path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, seed=1, ignore_eos=True)
+    prompt = [(7 * i) % 250 for i in range(70)]
+    engine = LLMEngine(LLM(path, device="cpu", parallel=2))
+    engine.add(GenerationRequest(1, prompt, params, 0, False, 0.0, score_prompt=True))
+    first = engine.step()
+    rest = [event for _ in range(2) for event in engine.step()]
+    engine.close()
+    (piece,) = first
+    assert isinstance(piece, Piece) and len(piece.tokens) == 1
+    assert [entry.token for entry in piece.prompt_logprobs] == prompt[1:]
+    assert all(len(entry.top) == 2 for entry in piece.prompt_logprobs)
+    assert not any(event.prompt_logprobs for event in rest if isinstance(event, Piece))
+    assert isinstance(rest[-1], Finished) and rest[-1].timings.prompt_tokens == 70
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score(path: Path) -> None:
+    body = {"prompt": [5], "logprobs": 1, "echo": True, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    with (
+        serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("tiny",)}) as served,
+        served.http() as client,
+    ):
+        logprobs = client.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert [value is None for value in logprobs["token_logprobs"]] == [True, False, False]
 
 
 def test_a_prompt_that_is_scored_can_be_left(path: Path) -> None:
