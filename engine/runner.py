@@ -218,13 +218,13 @@ class Runner:
         return None
 
     def logits(self, ids: Seq[int], start: int, phase: Phase) -> Tensor:
-        """Logits [T, vocab] after each of `ids` at positions start, ..., which take the cache's first blocks.
+        """Logits [T, vocab] on the CPU after each of `ids` at positions start, ..., which take the cache's first blocks.
 
         In one prefill step, or one decode step a token. What other sequences had there is lost.
         """
         table = self.cache.whole_table
         if phase == "prefill":
-            return self.prefill_logits([ids], [start], [table], all_logits=True)
+            return self.prefill_logits([ids], [start], [table], all_logits=True).cpu()
         return torch.cat(
             [self.decode_rows([Row(token, start + n, table)]).clone() for n, token in enumerate(ids)]
         )
@@ -232,7 +232,7 @@ class Runner:
     def teacher_forced(self, ids: Seq[int], chunk: int, phase: Phase) -> Tensor:
         """Logits [T, vocab] on the CPU after each of `ids`, computed from an empty cache, `chunk` tokens a step."""
         starts = range(0, len(ids), chunk)
-        return torch.cat([self.logits(ids[s : s + chunk], s, phase).cpu() for s in starts])
+        return torch.cat([self.logits(ids[s : s + chunk], s, phase) for s in starts])
 
 
 def _wanted_rows(

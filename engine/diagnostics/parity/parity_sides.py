@@ -90,7 +90,7 @@ class LLMSide:
             batch = prefill_batch([ids], [start], [table], device, all_logits=True)
         else:
             batch = decode_batch(ids, [start], [table], device)
-        return self.decoder.forward(batch, cache.layers)
+        return self.decoder.forward(batch, cache.layers).cpu()
 
     def _phase(self, ids: list[int]) -> Phase:
         """A single token is a decode step."""
