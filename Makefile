@@ -40,11 +40,11 @@ $(VENV)/llama_cpp: $(VENV)/made
 	mv -T $(VENV)/llama_cpp.part $@
 
 $(VENV)/tested: $(VENV)/installed $(VENV)/llama_cpp
-	$(PIP) -q -e '.[test]'
+	$(PIP) -q $(EDITABLE) '.[test]'
 	touch $@
 
 $(VENV)/linted: $(VENV)/tested
-	$(PIP) -q -e '.[lint]'
+	$(PIP) -q $(EDITABLE) '.[lint]'
 	touch $@
 
 demo: $(VENV)/installed
@@ -55,7 +55,7 @@ test: $(VENV)/tested
 
 # The chat page in a headless Chromium, which Debian has as a package of this name.
 test-browser: $(VENV)/tested
-	$(PIP) -q -e '.[browser]'
+	$(PIP) -q $(EDITABLE) '.[browser]'
 	$(BIN)/python -m pytest -m browser -rs tests/engine/serve
 
 # On a machine with a GPU: the kernels' tests there, and those that run nowhere else. Without one they would only be skipped.

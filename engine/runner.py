@@ -218,7 +218,7 @@ class Runner:
         return None
 
     def logits(self, ids: Seq[int], start: int, phase: Phase) -> Tensor:
-        """Logits [T, vocab] on the CPU after each of `ids` at positions start, ..., which take the cache's first blocks.
+        """Logits [T, vocab] on the CPU after each of `ids` at positions start, ..., in the cache's first blocks.
 
         In one prefill step, or one decode step a token. What other sequences had there is lost.
         """
