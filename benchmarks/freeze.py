@@ -155,7 +155,9 @@ def cpu_code(_device: str, _only: str) -> Record:
 
     def note(module: str, function: str, *variant: str | bool) -> int:
         code = getattr(import_module(f"quengine.kernels.cpu.{module}"), function)(*variant)
-        record[" ".join([function, *map(str, variant)])] = hashlib.sha256(code).hexdigest()[:24]
+        record[" ".join([function, *map(str, variant)])] = hashlib.sha256(_instructions(code)).hexdigest()[
+            :24
+        ]
         return 0
 
     for call in _kernel_calls(kernel_table, note):
@@ -164,6 +166,14 @@ def cpu_code(_device: str, _only: str) -> Record:
         except (KeyError, ValueError, NotImplementedError):
             continue  # a format that this kernel is not made for
     return record
+
+
+def _instructions(code: bytes) -> bytes:
+    """The instructions in an object file, without symbols, which name modules."""
+    from llvmlite import binding
+
+    sections = binding.ObjectFileRef.from_data(code).sections()
+    return b"".join(section.data() for section in sections if section.is_text())
 
 
 def _kernel_calls(kernel_table: Any, note: Callable[..., int]) -> Iterator[Callable[[], int]]:
