@@ -11,7 +11,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -50,15 +49,14 @@ class TextPool:
         Raises:
             ApiError: the text or the template is to blame, it took too much time or memory, or too many wait.
         """
-        message = _as_json(job)
+        message = _encoder.encode(job)
         source = model.source
         if source is None or len(message) <= SHORT_BYTES:
             loop = asyncio.get_running_loop()
             result = await loop.run_in_executor(self._threads, perform, model, job)
         else:
             lane = self._long if len(message) <= LONG_BYTES else self._very_long
-            job = msgspec.structs.replace(job, long=True)
-            result = await lane.perform(source, _as_json(job), self._seconds)
+            result = await lane.perform(source, message, self._seconds)
         if result.error is not None:
             raise bad_request(result.error)
         return result
@@ -191,18 +189,3 @@ class _TextProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
-
-
-def _as_json(job: TextJob) -> bytes:
-    try:
-        return _encoder.encode(job)
-    except UnicodeEncodeError:  # surrogates alone
-        return _encoder.encode(_without_surrogates(msgspec.structs.asdict(job)))
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="surrogatepass").decode(errors="replace")
-    if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(part) for key, part in value.items()}
-    return [_without_surrogates(part) for part in value] if isinstance(value, list | tuple) else value

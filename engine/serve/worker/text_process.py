@@ -44,7 +44,7 @@ def serve(connection: "Connection[Any, Any]", path: Path) -> None:
     last = False
     while not last:
         job = msgspec.json.decode(connection.recv_bytes(), type=TextJob)
-        result = perform(model, job)
+        result = perform(model, msgspec.structs.replace(job, long=True))
         last = _held_bytes() > KEPT_BYTES
         connection.send_bytes(msgspec.msgpack.encode(Reply(result, last)))
         del job, result

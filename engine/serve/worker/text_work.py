@@ -25,7 +25,7 @@ class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
         special: text may spell control tokens.
         pieces: with each token's text.
         most_tokens: a prompt of more is not given, only counted.
-        long: a chat is rendered once ahead, and not tokenized where its bytes are too many.
+        long: a chat is rendered once ahead, and not tokenized where its bytes are too many; set by `text_process`.
     """
 
     kind: Kind
