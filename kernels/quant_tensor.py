@@ -44,3 +44,8 @@ class QuantTensor:
     @property
     def nbytes(self) -> int:
         return self.data.numel()
+
+    def row_slices(self, rows: int) -> "list[QuantTensor]":
+        """Views of `rows` rows each, in order."""
+        shape = (rows, *self.shape[1:])
+        return [QuantTensor(self.name, self.format, shape, part) for part in self.data.split(rows)]

@@ -118,8 +118,8 @@ def _config_lines(config: "ModelConfig") -> list[str]:
     traits = [
         name
         for name, there in (
-            ("query/key/value biases", config.qkv_bias),
-            ("query/key norms", config.qk_norm),
+            ("query/key/value biases", config.block.qkv_bias),
+            ("query/key norms", config.block.qk_norm),
             ("tied output", config.tied_output),
         )
         if there
@@ -131,7 +131,7 @@ def _config_lines(config: "ModelConfig") -> list[str]:
         f"feed-forward {config.feed_forward_length}",
         f"attention     {config.head_count} heads of {config.head_dim}, "
         f"{config.head_count_kv} key/value heads",
-        f"rope          {config.rope_dim} of {config.head_dim} elements in {config.rope_layout}, "
+        f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.rope_layout}, "
         f"base {config.rope_freq_base:g}{stretched}",
         f"vocabulary    {config.vocab_size}" + (f"; {', '.join(traits)}" if traits else ""),
     ]

@@ -1,13 +1,12 @@
 """Writes GGUF models of true shapes with random weights: for benchmarks without a download, and for tests.
 
-Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest
-tensor. It knows shapes and quantization mixes; the text such a model produces means nothing.
+Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest tensor.
 """
 
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.models.config import ROPE_LAYOUTS, ModelConfig, RopeScaling
+from quengine.models.architectures import ARCHITECTURES
+from quengine.models.config import ModelConfig, RopeScaling
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
@@ -46,6 +46,7 @@ class SyntheticModel:
     rope_dim: int | None = None
     rope_freq_base: float = 1e6
     rope_freq_factors: tuple[float, ...] | None = None
+    sliding_window: int | None = None
     quant: str = Q4_K_M
     tied_output: bool = False
     qkv_bias: bool | None = None
@@ -54,9 +55,12 @@ class SyntheticModel:
     def config(self) -> ModelConfig:
         """The configuration that a reader of the file finds, but for `extra_metadata`."""
         factors = self.rope_freq_factors
-        return ModelConfig(
+        declared = ARCHITECTURES[self.architecture]
+        biased = declared.block.qkv_bias if self.qkv_bias is None else self.qkv_bias
+        config = ModelConfig(
             architecture=self.architecture,
             name=self.name,
+            block=replace(declared.block, qkv_bias=biased),
             vocab_size=self.vocab_size,
             context_length=self.context_length,
             embedding_length=self.embedding_length,
@@ -67,17 +71,16 @@ class SyntheticModel:
             head_dim=self.head_dim,
             rope_dim=self.rope_dim or self.head_dim,
             rope_freq_base=self.rope_freq_base,
-            rope_layout=ROPE_LAYOUTS[self.architecture],
             rope_scaling=RopeScaling(
                 kind="none" if factors is None else "llama3",
                 original_context_length=self.context_length,
                 freq_factors=factors,
             ),
             rms_eps=float(np.float32(1e-5)),
-            qkv_bias=self.architecture == "qwen2" if self.qkv_bias is None else self.qkv_bias,
-            qk_norm=self.architecture == "qwen3",
+            sliding_window=self.sliding_window,
             tied_output=self.tied_output,
         )
+        return replace(config, **declared.size_fields(config))
 
 
 PRESETS: Mapping[str, SyntheticModel] = {
@@ -95,6 +98,10 @@ PRESETS: Mapping[str, SyntheticModel] = {
         head_dim=64,
         rope_freq_base=1e4,
     ),
+} | {
+    preset: SyntheticModel(f"synthetic {preset}", architecture.name, **sizes)
+    for architecture in ARCHITECTURES.values()
+    for preset, sizes in architecture.synthetic.items()
 }
 
 
@@ -145,7 +152,7 @@ def _resolve(model: str | SyntheticModel) -> SyntheticModel:
         if model not in PRESETS:
             raise EngineError(f"no synthetic model {model!r}; there are {', '.join(PRESETS)}")
         model = PRESETS[model]
-    if model.architecture not in ROPE_LAYOUTS:
+    if model.architecture not in ARCHITECTURES:
         raise EngineError(f"no synthetic model of architecture {model.architecture!r}")
     if model.quant != Q4_K_M and model.quant not in FLOAT_TYPES | QUANT_TYPES:
         raise EngineError(f"no synthetic weights of type {model.quant!r}")
@@ -246,7 +253,9 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         f"{a}.rope.dimension_count": config.rope_dim,
         f"{a}.rope.freq_base": config.rope_freq_base,
     }
-    if a in ("qwen2", "qwen3"):
+    if config.sliding_window is not None:
+        sizes[f"{a}.attention.sliding_window"] = config.sliding_window
+    if ARCHITECTURES[a].vocabulary == "bpe":
         vocabulary = bpe_metadata(config.vocab_size, "qwen2")
     else:
         vocabulary = spm_metadata(config.vocab_size)
