@@ -110,7 +110,7 @@ class ModelConfig:
     `embedding_length`, `feed_forward_length` and the rest carry GGUF's names. `head_count` query heads of
     `head_dim` share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated.
     `sliding_window` W lets position i see i-W+1 .. i in all layers but `full_attention_layers`; None is full
-    attention everywhere. Layers with a window rotate by `rope_freq_base_swa`, unscaled, where it is given.
+    attention everywhere. Layers with a window rotate by `rope_freq_base_swa`, without scaling, where it is given.
     `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the

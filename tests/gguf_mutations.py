@@ -116,6 +116,10 @@ def _entry_part(raw: bytes) -> Part:
     return Part(raw, raw[8 : 8 + length], structure, values)
 
 
+OTHERS: dict[str, dict[str, object]] = {}
+"""Other architectures, with keys of their own."""
+
+
 def _small_spm() -> dict[str, object]:
     return {
         "tokenizer.ggml.model": "llama",
@@ -155,6 +159,7 @@ def seeds() -> list[Seed]:
         model_builder(ModelSizes("mistral3", **tiny), _small_spm(), changes=yarn),
         model_builder(ModelSizes("qwen2", **tiny), bpe, tied=True),
         model_builder(ModelSizes("qwen3", **tiny), bpe, changes={"qwen3.attention.head_count_kv": [1]}),
+        *(model_builder(ModelSizes(name, **tiny), bpe, changes=keys) for name, keys in OTHERS.items()),
         GGUFBuilder().kvs({**ModelSizes().metadata(), **_small_spm()}),
         shard,
     ]

@@ -11,6 +11,7 @@ import random
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from quengine.models.model_summary import summarize
 from quengine.models.template.chat_template import ChatTemplate, encode_chat
 from quengine.models.tokenizer import Tokenizer
 from tests.gguf_builder import ModelSizes, byte_level_alphabet
-from tests.hf_writer import hf_config, random_weights, write_hf
+from tests.hf_writer import hf_config, hf_name, random_weights, write_hf
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 GENERATION, TEMPLATE, WEIGHTS = "generation_config.json", "chat_template.jinja", "model.safetensors"
@@ -142,7 +143,8 @@ def _seed(
 ) -> Files:
     sizes = ModelSizes(architecture, blocks=1, embedding=8, feed_forward=8, heads=2, kv_heads=1, head_dim=4)
     config = {**hf_config(sizes, 270, tied), "eos_token_id": 1, **more}
-    write_hf(folder, config, random_weights(sizes, 270, tied), shards)
+    rename = partial(hf_name, architecture=architecture)
+    write_hf(folder, config, random_weights(sizes, 270, tied), shards, rename)
     files: Files = {
         CONFIG: config,
         TOKENIZER: json.loads(engine.to_str()),
@@ -161,6 +163,10 @@ def _seed(
     return files
 
 
+OTHERS: dict[str, dict[str, Any]] = {}
+"""Other architectures, with keys of their own."""
+
+
 def seeds(folder: Path) -> list[Files]:
     """Whole folders: each architecture, kind of tokenizer and of rotary scaling, one file of weights and two."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32}
@@ -174,6 +180,7 @@ def seeds(folder: Path) -> list[Files]:
         _seed(folder / "c", "qwen3", _byte_level(), shards=2, layer_types=["full_attention"]),
         _seed(folder / "d", "llama", _unigram(), rope_scaling=linear, model_type="mistral", sliding_window=8),
     ]
+    found += [_seed(folder / name, name, _llama(), **keys) for name, keys in OTHERS.items()]
     found[1][TOKENIZER_CONFIG]["chat_template"] = named
     found[2][TEMPLATE] = CHATML
     return found

@@ -57,10 +57,11 @@ class Architecture:
     model_types: the Hugging Face models of this architecture.
     block: what each layer computes, from which its tensors follow (`tensor_table`).
     rope_scalings: the kinds of rotary scaling that it has.
-    hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where the name is another than most models'.
+    hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where others have another.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
     vocabulary: of synthetic models, byte-level BPE or SentencePiece.
-    synthetic: presets of synthetic models (`synthetic.PRESETS`): sizes by name.
+    synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
+        tiny model's where the name ends in "-tiny".
     size_fields: what follows from the sizes, in files of both kinds and synthetic models.
     gguf_keys: metadata keys, without the architecture's prefix, that only `gguf_fields` reads.
     gguf_fields: what follows from keys and tensors of its own. Raises GGUFError as a ModelType's functions do.

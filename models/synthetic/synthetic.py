@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,25 +84,34 @@ class SyntheticModel:
         return replace(config, **declared.size_fields(config))
 
 
+_TINY = SyntheticModel(
+    "synthetic tiny",
+    vocab_size=1024,
+    context_length=4096,
+    embedding_length=512,
+    block_count=2,
+    feed_forward_length=1024,
+    head_count=8,
+    head_count_kv=2,
+    head_dim=64,
+    rope_freq_base=1e4,
+)
+_MISTRAL_7B = SyntheticModel("synthetic mistral-7b")
+
+
+def _declared(preset: str, architecture: str, sizes: Mapping[str, Any]) -> SyntheticModel:
+    base = _TINY if preset.endswith("-tiny") else _MISTRAL_7B
+    return replace(base, name=f"synthetic {preset}", architecture=architecture, **sizes)
+
+
 PRESETS: Mapping[str, SyntheticModel] = {
-    "mistral-7b": SyntheticModel("synthetic mistral-7b"),
-    "mistral-7b-2l": SyntheticModel("synthetic mistral-7b-2l", block_count=2),
-    "tiny": SyntheticModel(
-        "synthetic tiny",
-        vocab_size=1024,
-        context_length=4096,
-        embedding_length=512,
-        block_count=2,
-        feed_forward_length=1024,
-        head_count=8,
-        head_count_kv=2,
-        head_dim=64,
-        rope_freq_base=1e4,
-    ),
+    "mistral-7b": _MISTRAL_7B,
+    "mistral-7b-2l": replace(_MISTRAL_7B, name="synthetic mistral-7b-2l", block_count=2),
+    "tiny": _TINY,
 } | {
-    preset: SyntheticModel(f"synthetic {preset}", architecture.name, **sizes)
-    for architecture in ARCHITECTURES.values()
-    for preset, sizes in architecture.synthetic.items()
+    preset: _declared(preset, declared.name, sizes)
+    for declared in ARCHITECTURES.values()
+    for preset, sizes in declared.synthetic.items()
 }
 
 
@@ -131,7 +141,7 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
     """The type of a tensor: vectors F32, matrices `spec.quant` or what the Q4_K_M mix says.
 
     Q4_K_M, after llama.cpp's quantizer: Q4_K, but Q6_K for the output matrix, and for attn_v and ffn_down in
-    the first and last eighth of the layers and every third between.
+    the first and last eighth of the layers and every third between; Q5_K for attn_qkv.
     """
     if len(shape) == 1:
         return "F32"
@@ -139,6 +149,8 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
         return spec.quant
     if name == "output.weight" or (name == "token_embd.weight" and spec.tied_output):
         return "Q6_K"
+    if name.endswith("attn_qkv.weight"):
+        return "Q5_K"
     if name.endswith(("attn_v.weight", "ffn_down.weight")):
         layer, count = int(name.split(".")[1]), spec.block_count
         eighth = count // 8

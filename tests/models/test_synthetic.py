@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from quengine.errors import CannotRunError, EngineError
+from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, check_vocabulary
@@ -67,7 +68,7 @@ def test_rows_that_are_not_whole_blocks_are_refused():
         random_rows("Q4_K", 1, 100, 1.0, np.random.default_rng(0))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_written_model_is_whole_and_as_described(tmp_path, caplog, architecture, tied):
     spec = replace(SMALL, architecture=architecture, tied_output=tied, head_dim=128, rope_dim=64)
@@ -79,7 +80,7 @@ def test_a_written_model_is_whole_and_as_described(tmp_path, caplog, architectur
         assert config == spec.config()
         for tensor in file.tensors.values():
             assert np.isfinite(weights(tensor.data, tensor.type_name)).all()
-        norm = file.tensors["blk.0.attn_norm.weight"].data.view("<f4")
+        norm = file.tensors["output_norm.weight"].data.view("<f4")
         assert norm.mean() == pytest.approx(1.0, abs=0.05) and norm.std() == pytest.approx(0.1, abs=0.03)
     assert not caplog.records
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
@@ -197,3 +198,11 @@ def test_mistrals_own_vocabulary_is_used_at_its_size():
 
 def test_a_default_model_is_mistral_7b():
     assert SyntheticModel("synthetic mistral-7b") == PRESETS["mistral-7b"]
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("tiny")])
+def test_tiny_presets_are_as_described(tmp_path, preset):
+    with open_gguf(write_synthetic(tmp_path / "m.gguf", preset)) as file:
+        config = ModelConfig.from_gguf(file)
+        check_tensors(file, config)
+    assert config == PRESETS[preset].config()

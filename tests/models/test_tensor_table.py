@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.tensor_table import (
@@ -26,14 +27,14 @@ def without(builder: GGUFBuilder, name: str) -> GGUFBuilder:
     return builder
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_whole_models_pass_without_a_warning(tmp_path, caplog, architecture, tied):
     check(tmp_path, model_builder(ModelSizes(architecture), tied=tied))
     assert not caplog.records
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_each_missing_tensor_is_named(tmp_path, architecture):
     names = [t.name for t in model_builder(ModelSizes(architecture)).tensors]
     # Without an output matrix the embedding is used: that is a tied model, not a broken one.
