@@ -233,6 +233,14 @@ BLOCK = {
 CHANGES = {
     "qwen2": {"attn_q.bias": "q", "attn_k.bias": "kv", "attn_v.bias": "kv"},
     "qwen3": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
+    "olmo2": {
+        "attn_norm.weight": "",
+        "ffn_norm.weight": "",
+        "attn_q_norm.weight": "q",
+        "attn_k_norm.weight": "kv",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+    },
 }
 """Architecture -> what other layers than llama's have besides or otherwise; "" for tensors that they lack."""
 

@@ -116,7 +116,7 @@ def _entry_part(raw: bytes) -> Part:
     return Part(raw, raw[8 : 8 + length], structure, values)
 
 
-OTHERS: dict[str, dict[str, object]] = {}
+OTHERS: dict[str, dict[str, object]] = {"olmo2": {"olmo2.rope.freq_base": 5e5}}
 """Other architectures, with keys of their own."""
 
 

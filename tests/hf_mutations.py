@@ -163,7 +163,7 @@ def _seed(
     return files
 
 
-OTHERS: dict[str, dict[str, Any]] = {}
+OTHERS: dict[str, dict[str, Any]] = {"olmo2": {"rope_theta": 5e5}}
 """Other architectures, with keys of their own."""
 
 

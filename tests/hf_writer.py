@@ -27,7 +27,12 @@ MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-OTHER_MODULES: dict[str, dict[str, str]] = {}
+OTHER_MODULES = {
+    "olmo2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
 """Architecture -> what differs."""
 
 TOP = {
