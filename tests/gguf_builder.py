@@ -241,6 +241,12 @@ CHANGES = {
         "post_attention_norm.weight": "d",
         "post_ffw_norm.weight": "d",
     },
+    "gemma3": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+    },
 }
 """Architecture -> what other layers than llama's have besides or otherwise; "" for tensors that they lack."""
 

@@ -116,7 +116,14 @@ def _entry_part(raw: bytes) -> Part:
     return Part(raw, raw[8 : 8 + length], structure, values)
 
 
-OTHERS: dict[str, dict[str, object]] = {"olmo2": {"olmo2.rope.freq_base": 5e5}}
+OTHERS: dict[str, dict[str, object]] = {
+    "olmo2": {"olmo2.rope.freq_base": 5e5},
+    "gemma3": {
+        "gemma3.attention.sliding_window": 4,
+        "gemma3.attention.sliding_window_pattern": 2,
+        "gemma3.rope.freq_base_swa": 2e4,
+    },
+}
 """Other architectures, with keys of their own."""
 
 

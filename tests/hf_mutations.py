@@ -163,7 +163,18 @@ def _seed(
     return files
 
 
-OTHERS: dict[str, dict[str, Any]] = {"olmo2": {"rope_theta": 5e5}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmo2": {"rope_theta": 5e5},
+    "gemma3": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_theta": 2e4},
+        },
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 4,
+        "sliding_window_pattern": 2,
+    },
+}
 """Other architectures, with keys of their own."""
 
 
