@@ -247,6 +247,14 @@ CHANGES = {
         "post_attention_norm.weight": "d",
         "post_ffw_norm.weight": "d",
     },
+    "phi3": {
+        "attn_q.weight": "",
+        "attn_k.weight": "",
+        "attn_v.weight": "",
+        "ffn_gate.weight": "",
+        "attn_qkv.weight": "qkv d",
+        "ffn_up.weight": "2f d",
+    },
 }
 """Architecture -> what other layers than llama's have besides or otherwise; "" for tensors that they lack."""
 

@@ -174,6 +174,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 4,
         "sliding_window_pattern": 2,
     },
+    "phi3": {
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 8,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [4.0]},
+    },
 }
 """Other architectures, with keys of their own."""
 
