@@ -43,7 +43,7 @@ class Checkpoint(Protocol):
         """What the user should know of how this model is held, one line each."""
         ...
 
-    def let_go_of_pages(self) -> None:
+    def release_pages(self) -> None:
         """What has been read of the mapped files need not stay in memory; it is read again where it is asked for."""
         ...
 

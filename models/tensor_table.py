@@ -16,10 +16,10 @@ QUANT_TYPES = frozenset(
     | {"IQ4_NL", "IQ4_XS", "MXFP4"}
 )
 # Dequantized at load.
-EXPANDED_TYPES = frozenset(
+DEQUANTIZED_TYPES = frozenset(
     {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"} | {"TQ1_0", "TQ2_0"}
 )
-MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | EXPANDED_TYPES
+MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | DEQUANTIZED_TYPES
 
 Shape = tuple[int, ...]
 

@@ -64,8 +64,8 @@ class GGUFCheckpoint:
             f"{len(expanded)} tensors of type {types} have no packed kernel: expanded to F32, {gib:.2f} GiB"
         ]
 
-    def let_go_of_pages(self) -> None:
-        self.file.let_go_of_pages()
+    def release_pages(self) -> None:
+        self.file.release_pages()
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self.file)

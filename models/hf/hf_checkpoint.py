@@ -126,7 +126,7 @@ class HFCheckpoint:
 
         return ChatTemplate.from_hf(self.path)
 
-    def let_go_of_pages(self) -> None:
+    def release_pages(self) -> None:
         """Nothing is done: the mapping is the safetensors package's, and the system takes pages when it needs them."""
 
     def close(self) -> None:

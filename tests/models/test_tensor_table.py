@@ -8,7 +8,7 @@ from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.tensor_table import (
-    EXPANDED_TYPES,
+    DEQUANTIZED_TYPES,
     FLOAT_TYPES,
     QUANT_TYPES,
     check_tensors,
@@ -118,7 +118,7 @@ def test_the_sets_of_types_cover_what_the_kernels_have():
     from quengine.kernels.block_formats import FORMATS
 
     assert set(FORMATS) == FLOAT_TYPES | QUANT_TYPES
-    assert not EXPANDED_TYPES & set(FORMATS)
+    assert not DEQUANTIZED_TYPES & set(FORMATS)
 
 
 def test_required_tensors_are_those_the_builder_makes():
