@@ -48,4 +48,5 @@ class QuantTensor:
     def row_slices(self, rows: int) -> "list[QuantTensor]":
         """Views of `rows` rows each, in order."""
         shape = (rows, *self.shape[1:])
-        return [QuantTensor(self.name, self.format, shape, part) for part in self.data.split(rows)]
+        starts = range(0, self.rows, rows)
+        return [QuantTensor(self.name, self.format, shape, self.data[i : i + rows]) for i in starts]

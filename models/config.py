@@ -207,8 +207,10 @@ class ModelConfig:
         row = 2 * self.head_count_kv * row_bytes(cache_type, self.head_dim)
         total = 0
         for group in self.cache_groups:
-            whole = group.window is None or chunk is None
-            total += len(group.layers) * (positions if whole else min(positions, group.window + chunk))
+            kept = positions
+            if group.window is not None and chunk is not None:
+                kept = min(positions, group.window + chunk)
+            total += len(group.layers) * kept
         return row * total
 
     def problems(self) -> Iterator[tuple[str, str]]:

@@ -94,7 +94,7 @@ class Decoder:
         return self.backend.logits(batch, x, self.output_norm, self.output)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[KVLayer], rows: Tensor | None) -> Hidden:
-        """`rows`: those that go on behind the last layer's attention."""
+        """`rows`: those gathered behind the last layer's attention; None: all."""
         last = self.blk[-1]
         x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
         for block, layer, next_norm in zip(self.blk, cache, self._next_norms, strict=True):

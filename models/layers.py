@@ -66,7 +66,7 @@ class Attention:
         next_norm: RMSNorm | None,
         rows: Tensor | None = None,
     ) -> Hidden:
-        """`next_norm`: the norm that reads the result. `rows`: those that go on behind the attention."""
+        """`next_norm`: the norm that reads the result. `rows`: those gathered behind the attention; None: all."""
         qkv = self.backend.norm_linear(batch, x, self.attn_norm, self.attn_qkv, self.attn_qkv_bias)
         y = self.backend.attention(batch, qkv, self.spec, cache)
         if rows is not None:

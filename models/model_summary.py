@@ -1,7 +1,6 @@
 """What a model on disk is, read from its headers alone: for people to look at before anything is loaded.
 
 It also describes models that this engine cannot run, saying why, and files with a vocabulary and no tensors.
-It computes nothing and knows no devices.
 """
 
 import re

@@ -33,7 +33,10 @@ def bench(
     ] = None,
     synthetic: Annotated[
         list[str] | None,
-        typer.Option("--synthetic", help="Make a model of this shape: mistral-7b, mistral-7b-2l or tiny."),
+        typer.Option(
+            "--synthetic",
+            help="Make a model of this shape: mistral-7b, gemma3-4b, olmo2-7b, phi3-mini, tiny.",
+        ),
     ] = None,
     n_prompt: Annotated[
         list[str] | None, typer.Option("-p", "--n-prompt", help=f"Prompt tokens. {_LISTS} (default: 512)")

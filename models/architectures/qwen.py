@@ -17,7 +17,7 @@ _DEFAULTS = {
 def _layer_kinds(keys: Keys, blocks: int) -> Sequence[LayerKind]:
     """The layers from `max_window_layers` on have the window."""
     full = max(0, min(int(number(keys, "max_window_layers", blocks)), blocks))
-    return [*["full_attention"] * full, *["sliding_attention"] * (blocks - full)]
+    return ["full_attention" if layer < full else "sliding_attention" for layer in range(blocks)]
 
 
 def _common_keys(keys: Keys) -> Keys:

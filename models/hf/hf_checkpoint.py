@@ -127,10 +127,10 @@ class HFCheckpoint:
         return ChatTemplate.from_hf(self.path)
 
     def release_pages(self) -> None:
-        """Nothing is done: the mapping is the safetensors package's, and the system takes pages when it needs them."""
+        """Does nothing: the mapping is the safetensors package's, and the system drops pages when it needs memory."""
 
     def close(self) -> None:
-        """Let the mapped files go; tensors taken before stay valid as long as they are held."""
+        """Close the files; tensors taken before stay valid as long as they are held."""
         self._shards.close()
 
 

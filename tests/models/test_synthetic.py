@@ -42,7 +42,7 @@ def test_random_rows_of_every_type_have_the_spread_asked_for(kind):
     assert w.std() * 64 == pytest.approx(1.0, rel=0.25 if kind == "MXFP4" else 0.05)
     # The codes of Q4_0 and its like are centred half a step off zero.
     assert abs(w.mean()) < 0.12 * w.std()
-    # Every row and every stretch of 256 differs from the others.
+    # Every row and every run of 256 differs from the others.
     assert len(np.unique(data, axis=0)) == 64
     assert w.reshape(64, 16, 256).std(-1).min() > 0.5 * w.std()
 
