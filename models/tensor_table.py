@@ -23,28 +23,8 @@ MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | DEQUANTIZED_TYPES
 
 Shape = tuple[int, ...]
 
-# Tensors that some model of a supported architecture has and that change its result: never to be passed over.
-_MEANINGFUL = (
-    "attn_output.bias",
-    "attn_qkv.weight",
-    "attn_qkv.bias",
-    "attn_q_norm.weight",
-    "attn_k_norm.weight",
-    "attn_sinks.weight",
-    "attn_q.bias",
-    "attn_k.bias",
-    "attn_v.bias",
-    "attn_norm.weight",
-    "attn_norm.bias",
-    "ffn_norm.weight",
-    "ffn_norm.bias",
-    "ffn_gate.bias",
-    "ffn_up.bias",
-    "ffn_down.bias",
-    "ffn_gate_inp.weight",
-    "post_attention_norm.weight",
-    "post_ffw_norm.weight",
-)
+# Ends of tensor names of layers that some model has and that change its result: never to be passed over.
+_MEANINGFUL = (".bias", "norm.weight", "attn_qkv.weight", "attn_sinks.weight", "ffn_gate_inp.weight")
 _MEANINGFUL_TOP = (
     "output.bias",
     "output_norm.bias",

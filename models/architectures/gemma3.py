@@ -16,7 +16,6 @@ from quengine.models.config import LIMITS, BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
-_KINDS: Sequence[LayerKind] = ("full_attention", "sliding_attention")
 _PERIOD = 6
 _LOCAL_BASE = 1e4
 _PATTERN = "attention.sliding_window_pattern"
@@ -57,8 +56,8 @@ def _rope_parameters(keys: Keys) -> tuple[Keys, Keys]:
     """Those of layers without a window, to which `rope_scaling` belongs, and of layers with one."""
     given, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
     if isinstance(given, dict) and isinstance(scaling, dict):
-        default = {"rope_type": "default"}
-        full, local = (default if given.get(kind) is None else given[kind] for kind in _KINDS)
+        kinds = [given.get("full_attention"), given.get("sliding_attention")]
+        full, local = ({"rope_type": "default"} if kind is None else kind for kind in kinds)
         if isinstance(full, dict) and isinstance(local, dict):
             return {**full, **scaling}, local
     raise config_error("rope_parameters", "is not an object for each kind of layer")

@@ -6,7 +6,7 @@ Weights are drawn in their stored format, tensor by tensor, so a 4 GB model need
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,7 @@ LOGIT_STD = 4.0
 
 @dataclass(frozen=True)
 class SyntheticModel:
-    """What to write. `quant` is one type for every matrix, or "Q4_K_M" for llama.cpp's mix of that name.
-
-    `extra_metadata` is added to, and replaces, what the sizes imply.
-    """
+    """What to write. `quant` is one type for every matrix, or "Q4_K_M" for llama.cpp's mix of that name."""
 
     name: str
     architecture: str = "llama"
@@ -50,18 +47,15 @@ class SyntheticModel:
     sliding_window: int | None = None
     quant: str = Q4_K_M
     tied_output: bool = False
-    qkv_bias: bool | None = None
-    extra_metadata: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def config(self) -> ModelConfig:
-        """The configuration that a reader of the file finds, but for `extra_metadata`."""
+        """The configuration that a reader of the file finds."""
         factors = self.rope_freq_factors
         declared = ARCHITECTURES[self.architecture]
-        biased = declared.block.qkv_bias if self.qkv_bias is None else self.qkv_bias
         config = ModelConfig(
             architecture=self.architecture,
             name=self.name,
-            block=replace(declared.block, qkv_bias=biased),
+            block=declared.block,
             vocab_size=self.vocab_size,
             context_length=self.context_length,
             embedding_length=self.embedding_length,
@@ -271,4 +265,4 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         vocabulary = bpe_metadata(config.vocab_size, "qwen2")
     else:
         vocabulary = spm_metadata(config.vocab_size)
-    return {**sizes, **vocabulary, **spec.extra_metadata}
+    return {**sizes, **vocabulary}

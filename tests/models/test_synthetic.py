@@ -102,9 +102,9 @@ def test_the_seed_decides_every_byte(tmp_path):
     assert first == again != other and len(first) == len(other)
 
 
-def test_frequency_factors_and_extra_metadata_are_written(tmp_path):
+def test_frequency_factors_and_a_window_are_written(tmp_path):
     factors = tuple(float(f) for f in np.linspace(1, 8, 32, dtype=np.float32))
-    spec = replace(SMALL, rope_freq_factors=factors, extra_metadata={"llama.attention.sliding_window": 16})
+    spec = replace(SMALL, rope_freq_factors=factors, sliding_window=16)
     with open_gguf(write_synthetic(tmp_path / "m.gguf", spec)) as file:
         config = ModelConfig.from_gguf(file)
         check_tensors(file, config)
