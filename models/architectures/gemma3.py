@@ -86,6 +86,8 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     """The pattern is the period of layers without a window, or for each layer whether it has one."""
+    if "gemma3.rope.freq_base" not in file.metadata:  # some files have keys of another name, and another base
+        raise file.error("gemma3.rope.freq_base", "missing from the metadata")
     if config.sliding_window is None:
         return {}
     key, base = f"gemma3.{_PATTERN}", file.get_float(f"gemma3.{_LOCAL_BASE_KEY}")

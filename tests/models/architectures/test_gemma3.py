@@ -183,6 +183,7 @@ def test_layer_patterns_of_metadata(tmp_path: Path) -> None:
         ("rope.freq_base_swa", float("nan")),
         ("rope.freq_base_swa", 10000),
         ("rope.freq_base_swa", 1.0),
+        ("rope.freq_base", None),
     ],
     ids=str,
 )
