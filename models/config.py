@@ -196,22 +196,13 @@ class ModelConfig:
             freq_factors=scaling.long_freq_factors if long else scaling.freq_factors,
         )
 
-    def kv_cache_bytes(self, positions: int, cache_type: CacheType = "f16", chunk: int | None = None) -> int:
-        """Bytes of keys and values of all layers for `positions` tokens of one sequence.
-
-        chunk: tokens of a prompt computed at once. Layers with a window then keep at most `window + chunk` positions;
-            None: all layers keep all of them.
+    def kv_cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
+        """Bytes of keys and values of all layers for `positions` tokens, windows aside.
 
         Raises EngineError where the heads cannot be stored in `cache_type`.
         """
-        row = 2 * self.head_count_kv * row_bytes(cache_type, self.head_dim)
-        total = 0
-        for group in self.cache_groups:
-            kept = positions
-            if group.window is not None and chunk is not None:
-                kept = min(positions, group.window + chunk)
-            total += len(group.layers) * kept
-        return row * total
+        rows = 2 * self.block_count * self.head_count_kv * positions
+        return rows * row_bytes(cache_type, self.head_dim)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """(field, what is wrong with it) for every value out of range or at odds with another."""

@@ -403,14 +403,6 @@ def test_layers_that_keep_the_same_positions_are_a_group():
     assert mixed.cache_groups == (CacheGroup(None, (1, 4)), CacheGroup(8, (0, 2, 3)))
 
 
-def test_a_window_bounds_the_cache():
-    config = replace(hf(num_hidden_layers=5), sliding_window=8, full_attention_layers=(1, 4))
-    row = config.kv_cache_bytes(1) // 5
-    assert config.kv_cache_bytes(100) == 5 * 100 * row
-    assert config.kv_cache_bytes(100, chunk=16) == (2 * 100 + 3 * 24) * row
-    assert config.kv_cache_bytes(20, chunk=16) == 5 * 20 * row
-
-
 @pytest.mark.parametrize(
     "changes",
     [
