@@ -30,10 +30,9 @@ from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_m
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
-from quengine.runner import Result, Verified
-from quengine.sampler import Sample, Sampler
+from quengine.sampler import Result, Sample, Sampler, Verified
 from quengine.scheduler import Scheduler
-from quengine.speculative.draft_pace import draft_rows, draft_tokens
+from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.speculation import Speculation
 from quengine.structured.constraint import ConstraintCompiler
 
@@ -262,7 +261,7 @@ class LLM:
         if batch is None:
             return []
         if self.speculation is not None:
-            self.speculation.prepare(batch)
+            self.speculation.propose(batch)
         results = self.runner.run(batch)
         for sequence, result in zip(batch.sequences, results, strict=True):
             if isinstance(result, Exception):

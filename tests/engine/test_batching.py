@@ -11,8 +11,7 @@ from quengine import LLM, EngineError, SamplingParams
 from quengine.batch import Batch, Chunk
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.output import Completion
-from quengine.runner import Result
-from quengine.sampler import Sample
+from quengine.sampler import Result, Sample
 from quengine.scheduler import Scheduler
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.gguf_builder import ModelSizes

@@ -9,9 +9,11 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
+from quengine.runners.step_rows import SequenceRows
 from quengine.scheduler import Scheduler
 from quengine.speculative.speculation import Speculation
 from quengine.structured.constraint_spec import ConstraintSpec
@@ -296,18 +298,18 @@ def test_a_step_that_fails_is_tried_for_each_text_and_again_with_drafts(model: P
             stream.start()
         while len(llm.scheduler.decoding) < 3:
             llm.step()
-        decode_rows = llm.runner.decode_rows
-        llm.runner.decode_rows = _failing  # type: ignore[method-assign]
+        forward = llm.runner.forward
+        llm.runner.forward = _failing  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="all of them"):
             llm.step()
-        llm.runner.decode_rows = decode_rows  # type: ignore[method-assign]
+        llm.runner.forward = forward  # type: ignore[method-assign]
         llm.scheduler.retry_alone()
         same([s.finish() for s in streams], alone.generate(PROMPTS[:3], GREEDY))
         assert all_free(llm)
 
 
-def _failing(rows: object) -> Tensor:
-    raise RuntimeError(f"a step of all of them: {rows}")
+def _failing(phase: str, rows: object, all_logits: bool = False) -> Tensor:
+    raise RuntimeError(f"a {phase} step of all of them: {rows}, {all_logits}")
 
 
 def test_a_cancelled_text_frees_its_blocks_and_leaves_the_others_alone(model: Path, alone: LLM) -> None:
@@ -327,13 +329,14 @@ def test_rows_of_a_step_stay_within_their_number(model: Path) -> None:
     with load(model, parallel=4, draft_ngram=1) as llm:
         drafted_by(llm, lambda _, count: [1] * count, most=6, rows=9)
         sizes: list[int] = []
-        decode_rows = llm.runner.decode_rows
+        forward = llm.runner.forward
 
-        def watched(rows: list[object]) -> object:
-            sizes.append(len(rows))
-            return decode_rows(rows)  # type: ignore[arg-type]
+        def watched(phase: Phase, rows: list[SequenceRows]) -> Tensor:
+            if phase == "decode":
+                sizes.append(sum(len(part.ids) for part in rows))
+            return forward(phase, rows)
 
-        llm.runner.decode_rows = watched  # type: ignore[method-assign,assignment]
+        llm.runner.forward = watched  # type: ignore[method-assign,assignment]
         llm.generate(PROMPTS[:4], GREEDY)
         assert max(sizes) == 9
 

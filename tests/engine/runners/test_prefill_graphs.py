@@ -1,4 +1,4 @@
-"""Prompts' steps that are recorded: they come to what the same chunks come to eagerly, whatever filled the step before.
+"""Captured steps of prompts: they give what the same chunks give eagerly, whatever was in the step before.
 
 Without a GPU a "graph" is the step itself, run again in Triton's interpreter.
 """
@@ -6,6 +6,7 @@ Without a GPU a "graph" is the step itself, run again in Triton's interpreter.
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,14 +16,25 @@ from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import matmul
-from quengine.kernels.forward_batch import ForwardBatch, prefill_batch
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
-from quengine.runners import cuda_prompts
-from quengine.runners.cuda_prompts import Board, PromptChunk, PromptGraphs, StepSize
-from quengine.runners.graph_capture import capture
+from quengine.runners import cuda_graphs, graph_keys, static_inputs
+from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.graph_capture import CapturedStep, GraphNodes, capture_step
+from quengine.runners.graph_keys import (
+    GREEDY,
+    PREFILL_SEQUENCES,
+    GraphKey,
+    SamplingKind,
+    decode_key,
+    expected_keys,
+    prefill_key,
+)
+from quengine.runners.static_inputs import PrefillInputs
+from quengine.runners.step_rows import SequenceRows, forward_batch
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.weights import nmse
 from tests.tiny_models import write_tiny
@@ -56,17 +68,19 @@ class Rig:
         for cache in (self.cache, self.other):
             for tensor in cache.layers[0].tensors:
                 tensor.zero_()
-        self.graphs = PromptGraphs(self.decoder, self.cache, capture if ON_GPU else self.again)
+        self.graphs = CudaGraphs(self.decoder, self.cache, 1, capture=capture_step if ON_GPU else self.again)
 
-    def again(
-        self, _warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any
-    ) -> tuple[Again, Tensor]:
-        logits = torch.empty(max(cuda_prompts.SEQUENCES), self.decoder.config.vocab_size)
-        return Again(step, logits), logits
+    def again(self, _warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
+        logits = torch.empty(max(PREFILL_SEQUENCES), self.decoder.config.vocab_size)
+        return CapturedStep(Again(step, logits), logits, GraphNodes(0, 0, 0, 0))
 
-    def eagerly(self, chunks: list[PromptChunk]) -> Tensor:
+    def compute(self, chunks: list[SequenceRows]) -> Tensor | None:
+        key = self.graphs.lookup("prefill", chunks)
+        return None if key is None else self.graphs.replay(key, chunks)
+
+    def eagerly(self, chunks: list[SequenceRows]) -> Tensor:
         """In the other cache."""
-        return self.decoder.forward(batch_of(chunks), self.other.layers)
+        return self.decoder.forward(forward_batch("prefill", chunks, DEVICE), self.other.layers)
 
     def hold(self, first: int, count: int) -> None:
         """Keys and values in so many rows of both caches."""
@@ -80,15 +94,12 @@ class Rig:
         return torch.cat([tensor[:count].flatten() for tensor in cache.layers[0].tensors])
 
 
-def batch_of(chunks: list[PromptChunk], device: torch.device = DEVICE) -> ForwardBatch:
-    ids, starts, tables = zip(*chunks, strict=True)
-    return prefill_batch(ids, starts, tables, device)
-
-
 @pytest.fixture
 def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Rig]:
     if not ON_GPU:
         monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
+        monkeypatch.setattr(cuda_graphs, "has_dependent_launch", lambda _device: False)
+        monkeypatch.setattr(torch.cuda, "Event", MagicMock())
     sizes = ModelSizes("qwen2", blocks=1, embedding=32, feed_forward=32, heads=2, kv_heads=1, head_dim=32)
     path = write_tiny(tmp_path / "m.gguf", "qwen2", "Q8_0", sizes=sizes)
     return lambda blocks: Rig(path, blocks)
@@ -101,8 +112,9 @@ def ids_of(first: int, count: int) -> list[int]:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:  # the interpreter takes long for rows
-        monkeypatch.setattr(cuda_prompts, "ROWS", (8,))
-        monkeypatch.setattr(cuda_prompts, "SEQUENCES", (1, 2))
+        for module in (graph_keys, static_inputs):
+            monkeypatch.setattr(module, "PREFILL_ROWS", (8,))
+            monkeypatch.setattr(module, "PREFILL_SEQUENCES", (1, 2))
 
 
 @pytest.mark.cuda_kernel
@@ -111,10 +123,10 @@ def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Call
     """One that continues, one that begins, in blocks of any order; nothing but their rows is written."""
     rig = make_rig(5)
     rig.hold(4 * BLOCK_SIZE, 3)
-    chunks = [PromptChunk(ids_of(3, 4), 3, [4]), PromptChunk(ids_of(50, 2), 0, [1, 3])]
-    assert rig.graphs.compute(chunks) is None, "the first time is eager"
-    ours = rig.graphs.compute(chunks)
-    assert ours is not None and len(rig.graphs.recorded) == 1
+    chunks = [SequenceRows(ids_of(3, 4), 3, [4]), SequenceRows(ids_of(50, 2), 0, [1, 3])]
+    assert rig.compute(chunks) is None, "the first time is eager"
+    ours = rig.compute(chunks)
+    assert ours is not None and rig.graphs.captured == [GraphKey("prefill", 8, 2)]
     assert torch.equal(ours, rig.eagerly(chunks))
     assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
 
@@ -137,56 +149,62 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         for mine, other in zip(*(layer.tensors for layer in layers), strict=True):
             mine.copy_(other.normal_())
-    graphs = PromptGraphs(decoder, caches[0])
+    graphs = CudaGraphs(decoder, caches[0], 1)
     tables = [list(range(10)), list(range(12, 24)), list(range(30, 34))]
     lengths, starts = (300, 200, 7), (0, 150, 90)
     for cut in (0, 290, 100, 0):
         parts = list(zip(lengths, starts, tables, strict=True))
-        chunks = [PromptChunk(ids_of(cut, length - min(cut, length - 5)), s, t) for length, s, t in parts]
-        graphs.record(StepSize(512, 4) if cut == 0 else graphs.size_of(chunks) or StepSize(0, 0))
-        ours = graphs.compute(chunks)
-        expected = decoder.forward(batch_of(chunks), caches[1].layers)
-        assert ours is not None and nmse(ours, expected) < 1e-6
+        chunks = [SequenceRows(ids_of(cut, length - min(cut, length - 5)), s, t) for length, s, t in parts]
+        key = prefill_key([len(chunk.ids) for chunk in chunks])
+        assert key is not None and (cut or key == GraphKey("prefill", 512, 4))
+        expected = decoder.forward(forward_batch("prefill", chunks, DEVICE), caches[1].layers)
+        assert nmse(graphs.replay(key, chunks), expected) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("lengths", "blocks", "size"),
+    ("lengths", "size"),
     [
-        ([2], 9, StepSize(16, 1)),
-        ([16], 9, StepSize(16, 1)),
-        ([17], 9, StepSize(32, 1)),
-        ([60, 60, 9], 9, StepSize(256, 4)),
-        ([3] * 17, 9, None),  # more sequences than a step has
-        ([1], 9, None),  # a step of decode
-        ([90] * 12, 9, None),  # the host is not in the way
-        ([80], 3, StepSize(128, 1)),
-        ([CTX], 3, StepSize(128, 1)),
+        ([2], (16, 1)),
+        ([16], (16, 1)),
+        ([17], (32, 1)),
+        ([60, 60, 9], (256, 4)),
+        ([3] * 17, None),  # more sequences than a step has
+        ([1], None),  # few launches more than a step of decode
+        ([90] * 12, None),  # the GPU does not wait for the host
+        ([80], (128, 1)),
+        ([96], (128, 1)),
     ],
 )
-def test_steps_are_told_by_rows_and_sequences(
-    lengths: list[int], blocks: int, size: StepSize | None, make_rig: Callable[[int], Rig]
-) -> None:
-    graphs = make_rig(blocks).graphs
-    assert graphs.size_of([PromptChunk([0] * length, 0, [0]) for length in lengths]) == size
+def test_keys_of_prompts_are_rows_and_sequences(lengths: list[int], size: tuple[int, int] | None) -> None:
+    assert prefill_key(lengths) == (None if size is None else GraphKey("prefill", *size))
 
 
-def test_steps_whose_memory_was_let_go_of_are_recorded_again(
+def test_steps_whose_memory_was_replaced_are_captured_again(
     make_rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, recorded = make_rig(4), list[int]()
-    rooms = [0]
-    monkeypatch.setattr(CudaBackend, "rooms_left", property(lambda _: rooms[0]))
+    rig, captured = make_rig(4), list[int]()
+    moves = [0]
+    monkeypatch.setattr(CudaBackend, "rooms_left", property(lambda _: moves[0]))
 
-    def noted(_warm: Any, _step: Any, _pool: Any) -> tuple[Any, Tensor]:
-        recorded.append(rooms[0])
-        return Again(lambda: torch.ones(4, 8), torch.ones(4, 8)), torch.ones(4, 8)
+    def noted(_warm: Any, _step: Any, _pool: Any) -> CapturedStep:
+        captured.append(moves[0])
+        return CapturedStep(
+            Again(lambda: torch.ones(4, 8), torch.ones(4, 8)), torch.ones(4, 8), GraphNodes(0, 0, 0, 0)
+        )
 
-    rig.graphs = PromptGraphs(rig.decoder, rig.cache, noted)
-    chunk = [PromptChunk([5, 6], 0, [1])]
-    answers = [rig.graphs.compute(chunk) is None for _ in range(3)]
-    assert answers == [True, False, False] and recorded == [0]
-    rooms[0] = 1
-    assert rig.graphs.compute(chunk) is not None and recorded == [0, 1]
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 1, capture=noted)
+    chunk = [SequenceRows([5, 6], 0, [1])]
+    answers = [rig.compute(chunk) is None for _ in range(3)]
+    assert answers == [True, False, False] and captured == [0]
+    small, large = decode_key(128, GREEDY), decode_key(192, GREEDY)
+    rig.graphs.capture(small)
+    rig.graphs.capture(large)
+    moves[0] = 1
+    assert rig.compute(chunk) is not None and captured == [0, 0, 0, 1]
+    rig.graphs.capture(small)
+    assert captured == [0, 0, 0, 1], "its memory stays where it is"
+    rig.graphs.capture(large)
+    assert captured == [0, 0, 0, 1, 1]
 
 
 def test_a_step_that_is_captured_ahead_rounds_as_a_prompts_does(
@@ -200,18 +218,23 @@ def test_a_step_that_is_captured_ahead_rounds_as_a_prompts_does(
         return torch.zeros(1, 8)
 
     monkeypatch.setattr(rig.decoder, "forward", noted)
-    rig.graphs.rehearse(StepSize(16, 4))
+    rig.graphs.run_padding(GraphKey("prefill", 16, 4))
     assert phases == ["prefill"]
 
 
-def test_a_board_says_what_a_batch_says_and_where_the_rest_goes() -> None:
-    board = Board(StepSize(64, 4), 40, 16, CTX, 7, torch.device("cpu"))
-    chunks = [PromptChunk(ids_of(0, 20), 30, [2, 5]), PromptChunk(ids_of(3, 33), 0, [1, 0])]
-    board.send([PromptChunk([9] * 64, 0, [3, 4])])
-    board.send(chunks)
-    expected = batch_of(chunks, torch.device("cpu"))
-    cut = cut_tiles(expected, board.tile_rows)
-    batch, tiles = board.batch, board.batch.tiles
+def test_static_inputs_hold_what_a_batch_does_and_where_the_padding_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(static_inputs, "tile_rows", lambda *_: 16)
+    inputs = PrefillInputs(CTX, 40, 32, False, 7, torch.device("cpu"))
+    chunks = [SequenceRows(ids_of(0, 20), 30, [2, 5]), SequenceRows(ids_of(3, 33), 0, [1, 0])]
+    key = GraphKey("prefill", 64, 4)
+    inputs.send(GraphKey("prefill", 1024, 16), [SequenceRows([9] * 1000, 0, [3, 4])])
+    inputs.send(key, [SequenceRows([9] * 64, 0, [3, 4])])
+    inputs.send(key, chunks)
+    expected = forward_batch("prefill", chunks, torch.device("cpu"))
+    cut = cut_tiles(expected, 16)
+    batch, tiles = inputs.batch(key), inputs.batch(key).tiles
     assert tiles is not None and batch.logits_rows is not None
     assert batch.positions[:53].equal(expected.positions) and tiles.sequences[:53].equal(cut.sequences)
     count = cut.tiles.shape[0]
@@ -219,12 +242,16 @@ def test_a_board_says_what_a_batch_says_and_where_the_rest_goes() -> None:
     assert tiles.tiles.shape == (7, TILE_FIELDS) and not tiles.tiles[count:].any()
     assert batch.token_ids[:53].tolist() == [*chunks[0].ids, *chunks[1].ids]
     assert batch.logits_rows.tolist() == [19, 52, 0, 0]
-    assert set(tiles.sequences[53:].tolist()) == {4} and batch.positions[53:].max() < BLOCK_SIZE
-    assert board.tables[4].tolist() == [7] * 3
-    assert board.tables[:2, :2].tolist() == [[2, 5], [1, 0]]
+    assert set(tiles.sequences[53:].tolist()) == {16} and batch.positions[53:].max() < BLOCK_SIZE
+    assert batch.block_tables[16].tolist() == [7] * 3
+    assert batch.block_tables[:2, :2].tolist() == [[2, 5], [1, 0]]
 
 
-def test_sizes_are_those_that_a_server_meets(make_rig: Callable[[int], Rig]) -> None:
-    assert make_rig(9).graphs.sizes(512)[:3] == [StepSize(rows, 1) for rows in (16, 32, 64)]
-    assert make_rig(9).graphs.sizes(512)[3:] == [StepSize(512, 4), StepSize(512, 16)]
-    assert set(cuda_prompts.SEQUENCES) >= {1}
+def test_expected_keys_are_those_that_a_server_comes_to() -> None:
+    prompts, decode = expected_keys(3, CTX, 512)[:5], expected_keys(3, CTX, 512)[5:]
+    assert prompts == [
+        GraphKey("prefill", *size) for size in ((512, 16), (512, 4), (64, 1), (32, 1), (16, 1))
+    ]
+    assert decode == [
+        decode_key(rows, kind) for kind in (GREEDY, SamplingKind(64, False, False)) for rows in (4, 2, 1)
+    ]
