@@ -145,7 +145,7 @@ class ModelRunner:
             self.graphs.warm_up(params)
 
     @property
-    def captured_at(self) -> int:
+    def settles_after(self) -> int:
         """How often a step of some size comes before it takes the time that it takes from then on."""
         return 1 if self.graphs is None else self.graphs.captured_at
 

@@ -113,9 +113,9 @@ class DraftModel:
             int, int
         ] = {}  # by full block that this model has computed: the key of its content
 
-    def warm_up(self) -> None:
+    def warm_up(self, params: SamplingParams | None) -> None:
         """See `ModelRunner.warm_up`."""
-        self._runner.warm_up()
+        self._runner.warm_up(params)
 
     @property
     def bytes_per_token(self) -> int:

@@ -54,7 +54,7 @@ def time_batch(
     once = _time_prompts if test.prompt else _time_tokens
     if warm_up:
         tell("warming up")
-        for _ in range(llm.runner.captured_at):
+        for _ in range(llm.runner.settles_after):
             once(llm, test, batch)
     for repetition in range(repetitions):
         tell(f"{repetition + 1} of {repetitions}")

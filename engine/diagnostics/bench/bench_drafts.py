@@ -25,7 +25,7 @@ def time_drafts(
     """
     if warm_up:
         tell("warming up")
-        for _ in range(llm.runner.captured_at):
+        for _ in range(llm.runner.settles_after):
             _once(llm, test, batch)
     seconds, drafts = [], DraftCounts()
     for repetition in range(repetitions):

@@ -1,4 +1,4 @@
-"""Captured steps of prompts: they give what the same chunks give eagerly, whatever was in the step before.
+"""Captured steps give what the same steps give eagerly, whatever was in the step before.
 
 Without a GPU a "graph" is the step itself, run again in Triton's interpreter.
 """
@@ -19,10 +19,15 @@ from quengine.kernels.cuda.gemm import matmul
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
+from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
+from quengine.request.sampling_params import SamplingParams
+from quengine.request.sequence import Sequence
+from quengine.request.text_stream import TextStream
 from quengine.runners import cuda_graphs, graph_keys, static_inputs
 from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_capture import CapturedStep, GraphNodes, capture_step
 from quengine.runners.graph_keys import (
     GREEDY,
@@ -35,6 +40,7 @@ from quengine.runners.graph_keys import (
 )
 from quengine.runners.static_inputs import PrefillInputs
 from quengine.runners.step_rows import SequenceRows, forward_batch
+from quengine.sampler import Sample, Sampler, Verified
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.weights import nmse
 from tests.tiny_models import write_tiny
@@ -255,3 +261,53 @@ def test_expected_keys_are_those_that_a_server_comes_to() -> None:
     assert decode == [
         decode_key(rows, kind) for kind in (GREEDY, SamplingKind(64, False, False)) for rows in (4, 2, 1)
     ]
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.parametrize("drafts", [False, True])
+def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
+    drafts: bool, make_rig: Callable[[int], Rig]
+) -> None:
+    """Two sequences in blocks of any order, one of which comes later; with drafts that are right, and that are not."""
+    rig = make_rig(5)
+    rig.graphs = CudaGraphs(
+        rig.decoder, rig.cache, 4, shares_sequences=drafts, capture=capture_step if ON_GPU else rig.again
+    )
+    runner = ModelRunner(rig.decoder, rig.cache, rig.graphs, DeviceDecoder(rig.graphs))
+    eager = ModelRunner(rig.decoder, rig.other)
+    for cache in (rig.cache, rig.other):
+        for tensor in cache.layers[0].tensors:
+            tensor.fill_(0.25)
+    params = SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)
+
+    def sequence(ids: list[int], blocks: list[int]) -> Sequence:
+        sampler = Sampler(params, rig.decoder.config.vocab_size)
+        made = Sequence(ids, params, sampler, TextStream(lambda _: b""), frozenset(), CTX)
+        made.num_cached_tokens, made.block_table = len(ids) - 1, blocks
+        return made
+
+    def step(used: ModelRunner, sequences: list[Sequence]) -> None:
+        for one, result in zip(sequences, used.decode(sequences), strict=True):
+            draft, one.draft = one.draft, []
+            taken = result.first if isinstance(result, Verified) else result
+            for number in range(len(draft) + 1):
+                assert isinstance(taken, Sample)
+                one.num_cached_tokens += 1
+                one.token_ids.append(taken.token)
+                if number == len(draft) or taken.token != draft[number]:
+                    break
+                assert isinstance(result, Verified)
+                taken = result.later(number + 1)
+
+    texts = []
+    for used in (eager, runner):
+        first, second = sequence([5, 6, 7], [4]), sequence([9], [1, 3])
+        step(used, [first])
+        for _ in range(2):
+            if used is runner and drafts:
+                first.draft = [*texts[0][0][len(first.token_ids) :][:1], 0]
+            step(used, [first, second])
+        texts.append((first.token_ids, second.token_ids))
+    count = [len(ids) for ids in texts[0]]
+    assert [ids[:n] for ids, n in zip(texts[1], count, strict=True)] == list(texts[0])
+    assert {key.sampling for key in rig.graphs.captured} == {GREEDY}
