@@ -35,6 +35,8 @@ from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.speculation import Speculation
 from quengine.structured.constraint import ConstraintCompiler
 
+__all__ = ["LLM", "CompletionStream"]
+
 logger = logging.getLogger(__name__)
 
 
@@ -308,9 +310,10 @@ class LLM:
         """
         with self._alone():
             self.scheduler.forget()
-            self.runner.warm_up(params)
+            resolved = None if params is None else self._sequences.resolved(params)
+            self.runner.warm_up(resolved)
             if self.loaded.draft is not None:
-                self.loaded.draft.warm_up(params)
+                self.loaded.draft.warm_up(resolved)
 
     def completion(self, sequence: Sequence) -> Completion:
         """What a finished or interrupted sequence has come to."""

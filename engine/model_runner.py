@@ -100,14 +100,13 @@ class ModelRunner:
         since a device decoder may be a step ahead. From call to call sequences come and go; one that stayed has its
         Sample's token appended.
         """
-        with Range("decode step"):
-            results = None if self.device_decoder is None else self.device_decoder.step(sequences)
-        if results is None:
-            return self._decode_on_host(sequences)
-        return [
-            self._explain(sequence) if result is NO_CHOICE else result
-            for sequence, result in zip(sequences, results, strict=True)
-        ]
+        if self.device_decoder is not None:
+            with Range("decode step"):
+                results = self.device_decoder.step(sequences)
+            if results is not None:
+                pairs = zip(sequences, results, strict=True)
+                return [self._explain(one) if result is NO_CHOICE else result for one, result in pairs]
+        return self._decode_on_host(sequences)
 
     def prefill(self, chunks: Seq[Chunk]) -> list[Result]:
         """Compute chunks of several prompts in one step; a token follows from those that end with the newest one.

@@ -38,17 +38,21 @@ class SequenceFactory:
             EngineError: the prompt does not fit, or a parameter names a token outside the vocabulary or has a
                 constraint that cannot be compiled.
         """
-        ids = self.checked(ids)
-        params = params.with_seed()
-        if params.ignore_eos:
-            banned = dict.fromkeys(self.tokenizer.eos_ids, -math.inf)
-            params = replace(params, logit_bias={**params.logit_bias, **banned})
+        ids, params = self.checked(ids), self.resolved(params)
         spec = params.constraint
         constraint = None if spec is None else self.constraints.compile(spec, params.stop_token_ids)
         sampler = Sampler(params, self.config.vocab_size, index, constraint, self.choose)
         end_ids = self.tokenizer.eos_ids | set(params.stop_token_ids)
         stream = TextStream(self._shown_bytes(show_special), params.stop)
         return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size)
+
+    def resolved(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with a seed, and `ignore_eos` as a bias."""
+        params = params.with_seed()
+        if not params.ignore_eos:
+            return params
+        banned = dict.fromkeys(self.tokenizer.eos_ids, -math.inf)
+        return replace(params, logit_bias={**params.logit_bias, **banned})
 
     def checked(self, ids: list[int]) -> list[int]:
         """A prompt's ids. Raises EngineError where there are none, too many, or one is not in the vocabulary."""

@@ -24,7 +24,7 @@ class CpuSteps:
     """`model_runner.StepGraphs` of a decoder whose backend is a CpuBackend. `rows`: of a decode step at most."""
 
     captured_at = 1
-    kernels_per_step = None
+    kernels_per_step: int | None = None
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: int = 1) -> None:
         self._decoder, self._cache, self._most_rows = decoder, cache, rows

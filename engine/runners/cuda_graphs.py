@@ -160,7 +160,9 @@ class CudaGraphs:
     @torch.no_grad()
     def launch(self, key: GraphKey) -> StepTokens:
         """Start a decode step on the slots as `inputs` and `configure` have them; returns at once."""
-        step = self.capture(key)
+        step = self._steps.get(key)
+        if step is None or key.rows > UNMOVED_ROWS:
+            step = self.capture(key)
         self.kernels_per_step = step.nodes.kernels
         self.inputs.send()
         step.graph.replay()

@@ -23,6 +23,7 @@ def test_a_warmed_up_model_writes_the_same_text(tmp_path: Path, parallel: int) -
     with LLM(path, "cpu", parallel=parallel) as llm:
         before = llm.generate(["the cat", "a"], GREEDY)
         llm.warm_up()
+        llm.warm_up(SAMPLED)
         after = llm.generate(["the cat", "a"], GREEDY)
         assert [one.tokens for one in after] == [one.tokens for one in before]
         stream = llm.stream("the", GREEDY)
@@ -59,3 +60,20 @@ def test_ordinary_requests_find_their_steps_captured(options: dict[str, Any], tm
     # An eager prompt's sums may be rounded in another order, but where kernels are fixed.
     same = sum(a == b for a, b in zip(texts, cold, strict=True))
     assert same == len(PROMPTS) if options.get("deterministic") else same >= len(PROMPTS) - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)  # a first run compiles the kernels
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SamplingParams(seed=3, max_tokens=5, ignore_eos=True)])
+def test_a_warm_up_for_one_request_leaves_no_decode_step_to_be_captured(
+    params: SamplingParams, tmp_path: Path
+) -> None:
+    with LLM(write_synthetic(tmp_path / "tiny.gguf", "tiny"), "cuda", 256) as llm:
+        llm.warm_up(params)
+        graphs = llm.runner.graphs
+        assert isinstance(graphs, CudaGraphs)
+        before = graphs.captured
+        assert [(key.phase, key.rows) for key in before] == [("decode", 1)]
+        llm.generate([7, 8, 9], params)
+        assert graphs.captured == before
