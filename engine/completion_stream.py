@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 class CompletionStream:
     """One request being computed: iterate for its text, then read `completion`.
 
-    Once it is closed, or nobody refers to it any more, the request is cancelled; leaving the loop is enough where the
-    loop alone has the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with
-    finish_reason "abort". A stream that is kept can be gone on with; until then its request has its turn among others.
-    For one thread at a time.
+    Once it is closed, or no longer referred to, the request is cancelled; leaving the loop is enough where only the loop
+    has the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with finish_reason
+    "abort". Iteration over a stream that is kept can be resumed; until then its request has its turn among others. For
+    one thread at a time.
     """
 
     # Nothing here may lead back to the stream (no bound method, no generator over `self`): it would outlive its last
@@ -54,7 +54,7 @@ class CompletionStream:
         return self._llm.completion(self.sequence)
 
     def start(self) -> None:
-        """Queue the request now; else the first piece that is asked for does. Then it must be finished or closed.
+        """Queue the request now; else the first iteration does. Then it must be finished or closed.
 
         Raises:
             EngineError: the request does not fit into the cache.

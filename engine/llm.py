@@ -1,7 +1,4 @@
-"""The public API: a model that turns prompts into text.
-
-`step` is the engine's whole story; everything else prepares for it or reads what it made.
-"""
+"""The public API: a loaded model that completes prompts. `LLM.step` is one step of the engine."""
 
 import logging
 import threading
@@ -160,8 +157,8 @@ class LLM:
     ) -> CompletionStream:
         """Complete one prompt; iterating yields pieces of text as they become certain.
 
-        The request is computed while somebody iterates, and cancelled when the stream is closed or no longer referred
-        to, as after a `break`. One that is kept has its turn: what is asked for behind it may be computed after it.
+        The request is computed while the stream is iterated over, and cancelled when it is closed or no longer referred
+        to, as after a `break`. One that is kept has its turn: later requests may be computed after it.
 
         `index` tells apart several completions of one prompt under one seed. `show_special` keeps the names of
         control tokens in the text: of all, or of those given (`tool_calls.ToolFormat.marker_ids`).
@@ -186,7 +183,7 @@ class LLM:
     def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
         """Teacher-forced logits [T, vocab] fp32 after each token; `decode` computes them one token at a time.
 
-        What the cache holds is forgotten. What other threads have under way is computed to its end first.
+        What the cache holds is lost. What other threads have under way is computed to its end first.
 
         Raises:
             EngineError: a stream of this thread is under way.
@@ -329,7 +326,7 @@ class LLM:
         return self.model_config.kv_cache_bytes(positions, self.config.cache_type)
 
     def close(self) -> None:
-        """Let the mapped file go, once no thread computes. The model cannot be used afterwards."""
+        """Close the mapped file, once no thread computes. The model cannot be used afterwards."""
         try:
             self._lock.acquire()
             self.loaded.close()
@@ -369,7 +366,7 @@ class LLM:
             self._lock.release()
 
     def _cancel_dropped(self) -> None:
-        """Take out what nobody waits for any more. This thread holds the lock."""
+        """Take out the sequences that were cancelled. This thread holds the lock."""
         while self._dropped:
             self.scheduler.cancel(self._dropped.popleft())
 

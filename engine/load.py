@@ -317,4 +317,4 @@ def _cuda_runner(
         pending=pending,
     )
     compile_kernels(graphs)
-    return ModelRunner(decoder, cache, graphs, DeviceDecoder(graphs))
+    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))

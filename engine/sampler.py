@@ -39,7 +39,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Sample:
-    """A chosen token; `logprobs` is None unless asked for."""
+    """A chosen token; `logprobs` is None unless the request wants them."""
 
     token: int
     logprobs: TokenLogprobs | None = None

@@ -33,7 +33,7 @@ from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
 
 CTX, STEPS = 320, 4
-LENGTHS = (1, 2, 31, 32, 33, 70, 258, 300)  # of prompts; two see more than one stretch of attention
+LENGTHS = (1, 2, 31, 32, 33, 70, 258, 300)  # of prompts; attention splits the keys of two
 KINDS = {"attn_q": "Q4_0", "attn_k": "F16", "attn_v": "Q8_0", "attn_output": "Q5_1", "ffn_gate": "Q8_0"}
 KINDS |= {"ffn_up": "Q4_1", "ffn_down": "Q5_0", "output": "F32", "token_embd": "Q4_1"}
 

@@ -143,7 +143,7 @@ def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Call
 def test_long_chunks_on_the_kernels_of_a_real_size(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose attention has tiles of nobody's rows, and whose rows' bits follow from how many there are."""
+    """Their attention has padding tiles, and their rows' bits follow from how many there are."""
     if way == "expanded weights":
         monkeypatch.setattr(matmul, "uses_wgmma", lambda *_: False)
     sizes = ModelSizes(

@@ -258,7 +258,7 @@ def test_rows_that_are_not_equally_far_are_brought_together() -> None:
     assert [old.token_ids, new.token_ids] == [as_alone([1, 2], 10), as_alone([3, 4], 9)]
 
 
-def test_penalties_forget_a_step_that_is_computed_again() -> None:
+def test_penalties_do_not_count_a_step_that_is_computed_again() -> None:
     engine = Engine()
     old = engine.start([1, 2], PENALIZED)
     engine.step([old])

@@ -49,7 +49,7 @@ def model(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def other(folder: Path) -> Path:
-    """A model that knows nothing of the other, with a shorter context."""
+    """A model of other weights, with a shorter context."""
     sizes = ModelSizes(embedding=32, feed_forward=64, blocks=1, context=128)
     return write_tiny(folder / "other.gguf", kind="Q8_0", sizes=sizes, seed=9)
 
@@ -81,7 +81,7 @@ def all_free(llm: LLM) -> bool:
     return llm.scheduler.blocks.num_used == 0 and not llm.scheduler.waiting
 
 
-def shrink(llm: LLM, blocks: int) -> None:
+def limit_blocks(llm: LLM, blocks: int) -> None:
     """As if there were memory for so few blocks."""
     llm.loaded.cache.num_blocks = blocks
     llm.scheduler = llm._make_scheduler()
@@ -219,7 +219,7 @@ def test_preempted_texts_are_the_same(
     prompts = [list(range(10 * i, 10 * i + 12 + 3 * i)) for i in range(5)]
     options = {"draft_ngram": 1} if drafts == "ngram" else {"draft_model": model}
     with load(model, parallel=5, chunk_size=24, deterministic=True, **options) as llm:
-        shrink(llm, 6)
+        limit_blocks(llm, 6)
         assert isinstance(llm.scheduler, Scheduler)
         preempted: list[int] = []
         preempt = llm.scheduler._preempt
