@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class CompletionStream:
     """One request being computed: iterate for its text, then read `completion`.
 
-    Once it is closed, or no longer referred to, the request is cancelled; leaving the loop is enough where only the loop
-    has the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with finish_reason
+    Once it is closed, or no longer referred to, the request is cancelled; leaving the loop is enough where only the
+    loop has the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with finish_reason
     "abort". Iteration over a stream that is kept can be resumed; until then its request has its turn among others. For
     one thread at a time.
     """

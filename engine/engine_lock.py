@@ -11,7 +11,7 @@ from quengine.errors import EngineError
 
 
 class EngineLock:
-    """A lock on the scheduler and the cache. `acquire_or_wait` is for steps; `acquire` is for everything else, and comes
+    """A lock on the scheduler and the cache. `acquire_or_wait` is for steps; `acquire` is for all else, and comes
     before the next step, so that a thread that steps without a pause keeps no other out.
 
     A thread that holds the lock must not acquire it again. `release` does nothing where the thread does not hold it:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from quengine.completion_stream import CompletionStream
@@ -192,8 +193,10 @@ class LLM:
         with self._alone():
             self.scheduler.forget()
             if decode:
-                return self.runner.teacher_forced(ids, 1, "decode").float()
-            return self.runner.teacher_forced(ids, self.loaded.decoder.chunk_size, "prefill").float()
+                return self.runner.logits(ids, 0, "decode")
+            size = self.loaded.decoder.chunk_size
+            starts = range(0, len(ids), size)
+            return torch.cat([self.runner.logits(ids[s : s + size], s, "prefill").float() for s in starts])
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
         """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.

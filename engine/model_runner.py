@@ -154,7 +154,7 @@ class ModelRunner:
         return None if self.graphs is None else self.graphs.kernels_per_step
 
     def logits(self, ids: Seq[int], start: int, phase: Phase) -> Tensor:
-        """Logits fp32 [T, vocab] on the host after each of `ids` at positions start, ..., in the cache's first blocks.
+        """Logits [T, vocab] on the host after each of `ids` at positions start, ..., in the cache's first blocks.
 
         In one prefill step, or one decode step a token. What other sequences had there is lost.
         """
@@ -163,11 +163,6 @@ class ModelRunner:
             return self.forward("prefill", [SequenceRows(ids, start, table)], all_logits=True).cpu()
         steps = [[SequenceRows([token], start + n, table)] for n, token in enumerate(ids)]
         return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
-
-    def teacher_forced(self, ids: Seq[int], chunk: int, phase: Phase) -> Tensor:
-        """Logits [T, vocab] on the CPU after each of `ids`, computed from an empty cache, `chunk` tokens a step."""
-        starts = range(0, len(ids), chunk)
-        return torch.cat([self.logits(ids[s : s + chunk], s, phase) for s in starts])
 
     def _decode_on_host(self, sequences: Seq[Sequence]) -> list[Result]:
         """`decode`, with tokens chosen on the host."""

@@ -7,7 +7,7 @@ memory pool, since they run one behind the other; what one leaves for the host i
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,16 +40,6 @@ PENDING = 4
 
 _ONE_SEQUENCE = 8
 """Rows of a decode step that one sequence usually comes to with drafts."""
-
-
-class Sampled(Protocol):
-    """What a row's token is chosen for: a sequence, or a draft of one."""
-
-    @property
-    def params(self) -> SamplingParams: ...
-
-    @property
-    def sampler(self) -> Sampler: ...
 
 
 class StepTokens:
@@ -172,12 +162,13 @@ class CudaGraphs:
         self._events[number].record()
         return StepTokens(self._host[number], self._events[number], step.logits)
 
-    def configure(self, slot: int, kind: SamplingKind, sampled: Sampled, ids: list[int]) -> None:
-        """How steps of `kind` sample a slot; `ids` are its tokens with the next input."""
-        params = sampled.params
+    def configure(
+        self, slot: int, kind: SamplingKind, params: SamplingParams, sampler: Sampler, ids: list[int]
+    ) -> None:
+        """How steps of `kind` sample a slot, with the seed of `sampler`; `ids` are its tokens with the next input."""
         if params.penalizes:
             self._history[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        self._sampling_buffers(kind).set(slot, settings_of(sampled), ids, dict(params.logit_bias))
+        self._sampling_buffers(kind).set(slot, settings_of(params, sampler), ids, dict(params.logit_bias))
 
     @torch.no_grad()
     def capture(self, key: GraphKey) -> CapturedStep:
@@ -269,9 +260,8 @@ class CudaGraphs:
             }
 
 
-def settings_of(sampled: Sampled) -> Settings:
+def settings_of(params: SamplingParams, sampler: Sampler) -> Settings:
     """How a sequence samples, in the device's terms."""
-    params = sampled.params
     return Settings(
         temperature=params.temperature,
         top_k=1 if params.greedy else params.top_k,
@@ -282,6 +272,6 @@ def settings_of(sampled: Sampled) -> Settings:
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
         repeat_last_n=params.repeat_last_n,
-        seed=sampled.sampler.seed,
-        stream=sampled.sampler.stream,
+        seed=sampler.seed,
+        stream=sampler.stream,
     )

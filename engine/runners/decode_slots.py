@@ -11,15 +11,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
-from quengine.runners.cuda_graphs import CudaGraphs, Sampled, StepTokens
+from quengine.request.sampling_params import SamplingParams
+from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
 from quengine.runners.graph_keys import GREEDY, SamplingKind, decode_key, padded_rows
+from quengine.sampler import Sampler
 
 
 class DecodeRow(NamedTuple):
-    """A row to compute: `token` at `position`, over these block tables, one per group of layers, sampled as `sampled`.
+    """A row to compute: `token` at `position`, over these block tables, one per group of layers.
 
     `owner` and `number` identify it from step to step. Steps read up to `entries` of a block table. `kind` is None
-    where the device does not choose the row's token; penalties count the tokens of `history`, its own among them.
+    where the device does not choose the row's token; else it does so by `params`, with the seed of `sampler`. Penalties
+    count the tokens of `history`, its own among them.
     """
 
     owner: object
@@ -28,7 +31,8 @@ class DecodeRow(NamedTuple):
     position: int
     block_tables: tuple[list[int], ...]
     entries: int
-    sampled: Sampled
+    params: SamplingParams
+    sampler: Sampler
     kind: SamplingKind | None
     history: list[int]
 
@@ -108,16 +112,11 @@ class DecodeSlots:
         slot.ready.pop()
         slot.position -= 1
         self._inputs.set_input(slot.index, max(slot.chosen()[-1], 0), slot.position)
-        if row.sampled.params.penalizes:
+        if row.params.penalizes:
             self._configure(row, slot)
 
     def release(self, owner: object, number: int) -> None:
         self._inputs.release(self._slots.pop((owner, number)).index)
-
-    def clear(self) -> None:
-        """Release all."""
-        for place in list(self._slots):
-            self.release(*place)
 
     def _make_room(self, rows: Seq[DecodeRow]) -> Iterator[int]:
         """Release the slots of others, move the rest to where the step reads; gives the free indices."""
@@ -171,14 +170,14 @@ class DecodeSlots:
             slot.ready.clear()
             slot.token, slot.position = row.token, row.position
             self._inputs.set_input(slot.index, row.token, row.position)
-            if row.sampled.params.penalizes:
+            if row.params.penalizes:
                 slot.kind = None
         if row.kind is not None and slot.kind != self._kind:
             self._configure(row, slot)
 
     def _configure(self, row: DecodeRow, slot: Slot) -> None:
         ids = row.history
-        if slot.ready and row.sampled.params.penalizes:
+        if slot.ready and row.params.penalizes:
             ids = ids + slot.chosen()
-        self._graphs.configure(slot.index, self._kind, row.sampled, ids)
+        self._graphs.configure(slot.index, self._kind, row.params, row.sampler, ids)
         slot.kind = self._kind

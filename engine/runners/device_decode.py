@@ -36,7 +36,7 @@ class DeviceDecoder:
         """`ModelRunner.decode`; NO_CHOICE where the device found no token to choose. None: these are too many rows."""
         rows = [row for sequence in sequences for row in self._rows_of(sequence)]
         if len(rows) > self._most_rows:
-            self._slots.clear()
+            self._slots.place([])  # releases all
             return None
         slots, new = self._slots.place(rows)
         if new:
@@ -57,7 +57,7 @@ class DeviceDecoder:
         entries = sequence.max_positions // BLOCK_SIZE + 1  # a step launched ahead included
         tables, history = (sequence.block_table,), sequence.token_ids
         return [
-            DecodeRow(sequence, n, token, start + n, tables, entries, sequence, kind, history)
+            DecodeRow(sequence, n, token, start + n, tables, entries, params, sequence.sampler, kind, history)
             for n, token in enumerate([history[start], *sequence.draft])
         ]
 

@@ -2,29 +2,14 @@
 tokens are read together."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.decode_slots import DecodeRow, DecodeSlots, Slot
 from quengine.runners.graph_keys import SamplingKind
-from quengine.sampler import Sampler
 from quengine.speculative.draft_model import DraftJob
-
-
-@dataclass(frozen=True)
-class _Unpenalized:
-    """How drafts are sampled: without penalties, which count tokens that only the host has."""
-
-    params: SamplingParams
-    sampler: Sampler
-
-    @classmethod
-    def of(cls, sampler: Sampler) -> "_Unpenalized":
-        neutral = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-        return cls(replace(sampler.params, **neutral), sampler)  # type: ignore[arg-type]
 
 
 class DeviceDraftSteps:
@@ -53,12 +38,13 @@ class DeviceDraftSteps:
 
 def _rows_of(job: DraftJob) -> list[DecodeRow]:
     """A row for each token that is to be computed; the newest has number 0."""
-    sampled = _Unpenalized.of(job.sampler)
-    kind = SamplingKind.of(sampled.params)
+    sampler, last = job.sampler, len(job.tokens) - 1
+    # Without penalties, which count tokens that only the host has.
+    params = replace(sampler.params, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    kind, tables = SamplingKind.of(params), (job.block_table,)
     entries = (job.start + len(job.tokens) + job.count) // BLOCK_SIZE + 1
-    last = len(job.tokens) - 1
     return [
-        DecodeRow(job.sampler, last - n, token, job.start + n, (job.block_table,), entries, sampled, kind, [])
+        DecodeRow(sampler, last - n, token, job.start + n, tables, entries, params, sampler, kind, [])
         for n, token in enumerate(job.tokens)
     ]
 

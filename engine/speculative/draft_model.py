@@ -109,9 +109,7 @@ class DraftModel:
         self._runner = runner
         self._steps = steps
         self._progresses: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
-        self._contents: dict[
-            int, int
-        ] = {}  # by full block that this model has computed: the key of its content
+        self._contents: dict[int, int] = {}  # of full blocks that this model has computed, by number: the key
 
     def warm_up(self, params: SamplingParams | None) -> None:
         """See `ModelRunner.warm_up`."""
@@ -162,10 +160,8 @@ class DraftModel:
         # The newest token is computed for what follows it, again if need be.
         progress.cached = min(progress.cached, newest)
         progress.sampler.reset()  # it has seen tokens that were drafted and not taken
-        tokens = sequence.token_ids[progress.cached :]
-        return DraftJob(
-            tokens, progress.cached, progress.block_table, count, list(sequence.token_ids), progress.sampler
-        )
+        ids, start = list(sequence.token_ids), progress.cached
+        return DraftJob(ids[start:], start, progress.block_table, count, ids, progress.sampler)
 
     def _progress(self, sequence: Sequence) -> _Progress:
         """Brought up to the tokens that the sequence took of the last draft, or begun anew with its new blocks."""
@@ -175,10 +171,8 @@ class DraftModel:
             progress = self._progresses[sequence] = _Progress(sequence.block_table, sampler)
             self._share(progress, sequence)
             return progress
-        ids, taken = sequence.token_ids, 0
-        for token, drafted in zip(
-            ids[progress.cached : progress.cached + len(progress.ahead)], progress.ahead, strict=False
-        ):
+        taken = 0
+        for token, drafted in zip(sequence.token_ids[progress.cached :], progress.ahead, strict=False):
             if token != drafted:
                 break
             taken += 1

@@ -121,10 +121,12 @@ class FakeDevice:
     def set_input(self, row: int, token: int, position: int) -> None:
         self.rows[row].token, self.rows[row].position = token, position
 
-    def configure(self, row: int, kind: SamplingKind, sequence: Any, ids: list[int]) -> None:
-        assert not sequence.params.penalizes or kind.penalties
+    def configure(
+        self, row: int, kind: SamplingKind, params: SamplingParams, _sampler: Any, ids: list[int]
+    ) -> None:
+        assert not params.penalizes or kind.penalties
         self.configured.add((row, kind))
-        if sequence.params.penalizes:
+        if params.penalizes:
             self.counted[row] = list(ids)
 
     def launch(self, key: GraphKey) -> FakeStep:

@@ -42,9 +42,11 @@ class Device(FakeDevice):
         assert first + len(blocks) <= WIDTH
         super().extend(row, group, first, blocks)
 
-    def configure(self, row: int, kind: SamplingKind, sequence: Any, ids: list[int]) -> None:
-        assert self.rows[row].live and not sequence.params.penalizes
-        super().configure(row, kind, sequence, ids)
+    def configure(
+        self, row: int, kind: SamplingKind, params: SamplingParams, sampler: Any, ids: list[int]
+    ) -> None:
+        assert self.rows[row].live and not params.penalizes
+        super().configure(row, kind, params, sampler, ids)
 
     def launch(self, key: GraphKey) -> FakeStep:
         rows = self.rows[: key.rows]
