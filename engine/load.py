@@ -17,14 +17,14 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.memory import choose_blocks, choose_context, gib, workspace_bytes
+from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.machine import available_memory, cpu_model, simd_features, thread_count
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
-from quengine.runner import Runner
+from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
-from quengine.speculative.draft_pace import draft_rows, draft_tokens
 from quengine.speculative.load_draft import open_draft
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class LoadedModel:
 
     path: Path
     checkpoint: Checkpoint
-    runner: Runner
+    runner: ModelRunner
     device: torch.device
     threads: int
     load_s: float
@@ -92,7 +92,7 @@ def load_model(
     drafts = None
     if draft is not None:
         drafts_ctx = min(ctx_size, draft.config.context_length)
-        draft_runner = made.runner(draft, drafts_ctx, num_blocks)
+        draft_runner = made.runner(draft, drafts_ctx, num_blocks, drafts=True)
         drafts = DraftModel(draft_runner, made.draft_steps(draft_runner))
         notes.append(_draft_note(draft, draft_runner.cache, ctx_size))
     load_s = time.perf_counter() - began
@@ -131,31 +131,27 @@ class _Machine:
     free: int
     progress: Callable[[str], None] | None
 
-    def runner(self, checkpoint: Checkpoint, ctx_size: int, num_blocks: int) -> Runner:
-        """The weights on the device, with a cache."""
+    def runner(
+        self, checkpoint: Checkpoint, ctx_size: int, num_blocks: int, drafts: bool = False
+    ) -> ModelRunner:
+        """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, num_blocks)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         with _weights(checkpoint, device, config.mmap, self.progress) as tensors:
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size)
-        return _make_runner(config, decoder, cache, device)
+        return _make_runner(config, decoder, cache, drafts)
 
-    def draft_steps(self, runner: Runner) -> DraftSteps:
-        """What runs a draft model's decode steps."""
+    def draft_steps(self, runner: ModelRunner) -> DraftSteps:
+        """Runs the decode steps of a draft model."""
         if self.device.type != "cuda":
             return HostDraftSteps(runner)
-        from quengine.runners.cuda_batch import BUCKETS
-        from quengine.runners.cuda_batch_graphs import BatchGraphs
-        from quengine.speculative.cuda_drafts import DeviceDraftSteps
+        from quengine.runners.cuda_graphs import CudaGraphs
+        from quengine.speculative.device_drafts import DeviceDraftSteps
 
-        # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
-        jobs = min(self.config.parallel, draft_rows(self.config, self.device.type))
-        rows = min(BUCKETS[-1], MOST_ROWS * jobs)
-        graphs = BatchGraphs(
-            runner.decoder, runner.cache, rows, True, draft_tokens(self.config, self.device.type)
-        )
-        return DeviceDraftSteps(graphs, graphs.board.blocks)
+        assert isinstance(runner.graphs, CudaGraphs)
+        return DeviceDraftSteps(runner.graphs)
 
 
 def _choose_cache(
@@ -283,16 +279,42 @@ def _make_backend(
     return CpuBackend(threads)
 
 
-def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, device: torch.device) -> Runner:
+def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+    device = decoder.backend.device
     if config.backend == "reference":
-        return Runner(decoder, cache)
+        return ModelRunner(decoder, cache)
+    rows = max(config.parallel, draft_rows(config, device.type))
     if device.type == "cuda":
-        from quengine.runners.cuda_runner import CudaRunner
+        return _cuda_runner(config, decoder, cache, rows, drafts)
+    from quengine.kernels.cpu.ops import sampling
+    from quengine.runners.cpu_steps import CpuSteps
 
-        prompt_rows = config.chunk_size or DEFAULT_CHUNK[device.type]
-        runner = CudaRunner(decoder, cache, draft_rows(config, device.type), prompt_rows)
-        runner.compile_kernels()
-        return runner
-    from quengine.runners.cpu_runner import CpuRunner
+    # A dozen rows of one prompt keep the processor as busy as those of many.
+    return ModelRunner(
+        decoder, cache, CpuSteps(decoder, cache, rows), choose=sampling.sample, packs_prompts=False
+    )
 
-    return CpuRunner(decoder, cache, max(config.parallel, draft_rows(config, device.type)))
+
+def _cuda_runner(
+    config: EngineConfig, decoder: Decoder, cache: KVCache, rows: int, drafts: bool
+) -> ModelRunner:
+    from quengine.runners.compile_kernels import compile_kernels
+    from quengine.runners.cuda_graphs import PENDING, CudaGraphs
+    from quengine.runners.device_decode import DeviceDecoder
+    from quengine.runners.graph_keys import DECODE_ROWS
+
+    pending = PENDING
+    if drafts:
+        # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
+        rows = MOST_ROWS * min(config.parallel, draft_rows(config, "cuda"))
+        pending = draft_tokens(config, "cuda")
+    graphs = CudaGraphs(
+        decoder,
+        cache,
+        min(DECODE_ROWS[-1], rows),
+        config.chunk_size or DEFAULT_CHUNK["cuda"],
+        shares_sequences=config.speculates,
+        pending=pending,
+    )
+    compile_kernels(graphs)
+    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))

@@ -156,6 +156,7 @@ def _run(
     llm: "LLM", ids: list[int], params: "SamplingParams", special: bool, as_json: bool, stats: bool
 ) -> None:
     stream = llm.stream(ids, params, show_special=special)
+    llm.warm_up(params)  # else the first tokens would wait until their step is captured
     try:
         _print_pieces(stream, quiet=as_json)
     finally:

@@ -13,13 +13,13 @@ from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.llm import CompletionStream
+from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.request import prompt_scores
 from quengine.request.prompt_scores import PromptScores, score_on_device, split_rows
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
-from quengine.runner import Runner
 from quengine.sampler import Sample, Sampler, TokenLogprobs, token_logprobs
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
@@ -236,7 +236,7 @@ def test_on_cuda_a_step_of_several_prompts_scores_those_that_are_to_be(
             ([8, 9, 10], [0], False),
         )
     )
-    runner = Runner(decoder, cache)
+    runner = ModelRunner(decoder, cache)
     assert runner.run(Batch.prefill([Chunk(long, long.token_ids[:3], 0)])) == [None]
     chunks = [Chunk(long, long.token_ids[3:], 3), *(Chunk(s, s.token_ids, 0) for s in (short, plain))]
     results = runner.run(Batch.prefill(chunks))

@@ -20,18 +20,20 @@ from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
 from quengine.kv_cache import KVCache
+from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
-from quengine.runners.cpu_runner import CpuRunner
+from quengine.runners.cpu_steps import CpuSteps
+from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sample
 from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
 
 CTX, STEPS = 320, 4
-LENGTHS = (1, 2, 31, 32, 33, 70, 258, 300)  # of prompts; two see more than one stretch of attention
+LENGTHS = (1, 2, 31, 32, 33, 70, 258, 300)  # of prompts; attention splits the keys of two
 KINDS = {"attn_q": "Q4_0", "attn_k": "F16", "attn_v": "Q8_0", "attn_output": "Q5_1", "ffn_gate": "Q8_0"}
 KINDS |= {"ffn_up": "Q4_1", "ffn_down": "Q5_0", "output": "F32", "token_embd": "Q4_1"}
 
@@ -85,12 +87,12 @@ class Rig:
         self.decoder = Decoder(checkpoint.config, checkpoint.tensors, self.backend, CTX, CTX)
         self.cache_type = cache_type
 
-    def runner(self, num_blocks: int | None = None) -> CpuRunner:
+    def runner(self, num_blocks: int | None = None) -> ModelRunner:
         config, device = self.decoder.config, torch.device("cpu")
         cache = KVCache.allocate(config, CTX, device, self.cache_type, num_blocks)
         for tensor in (tensor for layer in cache.layers for tensor in layer.tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
-        return CpuRunner(self.decoder, cache)
+        return ModelRunner(self.decoder, cache, CpuSteps(self.decoder, cache))
 
     def sequences(self, lengths: tuple[int, ...]) -> list[Sequence]:
         stream = TextStream(lambda _: b"", ())
@@ -106,9 +108,10 @@ class Rig:
         """Logits behind the prompt and each of the tokens after it, over a cache of its own."""
         runner, ids = self.runner(), list(sequence.token_ids)
         table = runner.cache.whole_table
-        first = (
-            runner.prefill_logits([ids], [0], [table]) if len(ids) > 1 else runner.logits(ids, 0, "decode")
-        )
+        if len(ids) > 1:
+            first = runner.forward("prefill", [SequenceRows(ids, 0, table)])
+        else:
+            first = runner.logits(ids, 0, "decode")
         logits = [first[-1]]
         for _ in range(STEPS):
             ids.append(int(logits[-1].argmax()))
@@ -129,7 +132,7 @@ def place(sequences: list[Sequence], num_blocks: int) -> None:
         sequence.block_table = [free.pop() for _ in range(needed)]
 
 
-def prefill(runner: CpuRunner, sequence: Sequence, chunk: int) -> None:
+def prefill(runner: ModelRunner, sequence: Sequence, chunk: int) -> None:
     ids = list(sequence.token_ids)
     for start in range(0, len(ids), chunk):
         (sample,) = prompt_step(runner, sequence, ids[start : start + chunk], start)
@@ -137,13 +140,13 @@ def prefill(runner: CpuRunner, sequence: Sequence, chunk: int) -> None:
     take(sequence, sample)
 
 
-def prompt_step(runner: CpuRunner, sequence: Sequence, ids: list[int], start: int) -> list[Any]:
+def prompt_step(runner: ModelRunner, sequence: Sequence, ids: list[int], start: int) -> list[Any]:
     if len(sequence.token_ids) == 1:  # a prompt of one token is a decode step
         return runner.run(Batch.decode([sequence]))
     return runner.run(Batch.prefill([Chunk(sequence, ids, start)]))
 
 
-def step(runner: CpuRunner, sequences: list[Sequence]) -> None:
+def step(runner: ModelRunner, sequences: list[Sequence]) -> None:
     for sequence, result in zip(sequences, runner.decode(sequences), strict=True):
         sequence.num_cached_tokens += 1
         take(sequence, result)
@@ -216,7 +219,7 @@ def test_a_row_fails_alone_and_a_replayed_token_samples_nothing(tmp_path: Path) 
     assert torch.equal(heard(sequences[1]), expected[:2])
 
 
-def test_eager_and_recorded_batches_have_the_same_bits(tmp_path: Path) -> None:
+def test_eager_and_compiled_batches_have_the_same_bits(tmp_path: Path) -> None:
     rig = Rig(write_model(tmp_path / "m.gguf", "window"))
     sequences = rig.sequences((33, 5, 70))
     runner = rig.runner(num_blocks=10)

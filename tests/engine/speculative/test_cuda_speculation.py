@@ -13,6 +13,7 @@ from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import Completion
+from quengine.runners.step_rows import SequenceRows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +58,7 @@ def test_rows_of_a_sequence_have_the_bits_that_they_have_one_by_one(
             rows = [(100 + 9 * i, length + i) for i in range(ROWS - 2)]
             one, other = list(range(7)), list(range(8, 15))
             for table in (one, other):
-                llm.runner.prefill_logits([ids], [0], [table])
+                llm.runner.forward("prefill", [SequenceRows(ids, 0, table)])
             expected = torch.cat([rows_logits(llm, [row], one) for row in rows])
             for order in (1, -1):
                 found = rows_logits(llm, rows[::order], other)

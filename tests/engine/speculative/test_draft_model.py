@@ -10,12 +10,14 @@ import torch
 from quengine import LLM, EngineError, SamplingParams
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError
+from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.load import load_model
 from quengine.memory import DRAFT_WORKSPACE, WORKSPACE
 from quengine.models.checkpoint import open_checkpoint
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
+from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sampler
 from quengine.speculative.draft_model import MOST_ROWS, DraftJob, DraftModel
 from quengine.speculative.load_draft import check_vocabulary
@@ -35,10 +37,11 @@ class FakeRunner:
         self.pool: dict[int, int] = {}
         self.computed: list[int] = []
 
-    def prefill_logits(self, ids: Seq[Seq[int]], starts: Seq[int], tables: Seq[Seq[int]]) -> None:
-        for chunk, start, table in zip(ids, starts, tables, strict=True):
-            self.write(chunk, start, table)
-            self.computed.append(len(chunk))
+    def forward(self, phase: Phase, rows: Seq[SequenceRows]) -> None:
+        assert phase == "prefill"
+        for part in rows:
+            self.write(*part)
+            self.computed.append(len(part.ids))
 
     def write(self, ids: Seq[int], start: int, table: Seq[int]) -> None:
         for position, token in enumerate(ids, start):

@@ -11,8 +11,7 @@ from torch import Tensor
 from quengine import LLM, EngineError, SamplingParams
 from quengine.batch import Batch
 from quengine.request.sequence import Sequence as LLMSequence
-from quengine.runner import Result
-from quengine.sampler import Sample
+from quengine.sampler import Result, Sample
 from quengine.serve.worker.engine_port import Event, Finished, GenerationRequest, Piece
 from quengine.serve.worker.llm_engine import LLMEngine
 from tests.engine.serve.serving import Served, serving

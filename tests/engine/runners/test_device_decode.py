@@ -1,4 +1,4 @@
-"""Batched decoding's bookkeeping against a device that computes on the host: every token as if alone, a step ahead."""
+"""Slots and lookahead of decode steps on a device that computes on the host: every token as if alone, a step ahead."""
 
 import random
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from quengine.errors import EngineError
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.sampling_params import SamplingParams
-from quengine.runner import Result
-from quengine.runners.cuda_batch import BUCKETS, BatchDecoder, bucket_of
-from quengine.runners.graph_sampling import GREEDY, GraphKey
-from quengine.sampler import Sample
+from quengine.runners.device_decode import DeviceDecoder
+from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind, padded_rows
+from quengine.runners.static_inputs import DecodeInputs
+from quengine.sampler import NO_CHOICE, Result, Sample
 
 CTX = 200
 VOCAB = 997
@@ -34,10 +34,25 @@ def next_token(inputs: list[int]) -> int:
     return sum(token * (place + 3) for place, token in enumerate(inputs)) * 7919 % VOCAB
 
 
+class FakeSampler:
+    """Samples on the host; notes what was sampled at."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+
+    def sample(self, logits: torch.Tensor, _history: list[int], position: int) -> Sample:
+        self.positions.append(position)
+        if logits[0] < 0:
+            raise EngineError("not finite")
+        return Sample(int(logits[0]))
+
+
 @dataclass(eq=False)
 class FakeSequence:
     token_ids: list[int]
     params: SamplingParams = FREE
+    draft: list[int] = field(default_factory=list)
+    sampler: FakeSampler = field(default_factory=FakeSampler)
     block_table: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     max_positions: int = CTX
@@ -70,46 +85,55 @@ class FakeRow:
 
 
 class FakeDevice:
-    """Rows over a pool of blocks that holds tokens where a cache holds their keys and values."""
+    """Rows over a pool of blocks that holds tokens where a cache holds their keys and values; graphs and inputs."""
 
-    def __init__(self, spare: int) -> None:
-        self.spare = spare
-        self.rows = [FakeRow() for _ in range(BUCKETS[-1])]
+    slots = DECODE_ROWS[-1]
+    shares_sequences = False
+    blocks = CTX // BLOCK_SIZE + 1
+
+    def __init__(self, padding_block: int) -> None:
+        self.inputs = self
+        self.padding_block = padding_block
+        self.rows = [FakeRow() for _ in range(DECODE_ROWS[-1])]
         for row in self.rows:
-            row.table[0] = spare
+            row.table[0] = padding_block
         self.pool: dict[tuple[int, int], int] = {}
         self.log: list[str] = []
         self.sizes: list[int] = []
-        self.keys: list[GraphKey] = []
-        self.configured: set[tuple[int, GraphKey]] = set()
+        self.kinds: list[SamplingKind | None] = []
+        self.configured: set[tuple[int, SamplingKind]] = set()
         self.counted: dict[int, list[int]] = {}
 
-    def clear(self, row: int) -> None:
-        self.rows[row] = FakeRow(table={0: self.spare})
+    def release(self, row: int) -> None:
+        self.rows[row] = FakeRow(table={0: self.padding_block})
         self.configured = {known for known in self.configured if known[0] != row}
         self.counted.pop(row, None)
 
-    def seat(self, row: int, blocks: list[int], entries: int) -> None:
+    def assign(self, row: int, tables: list[list[int]], entries: int) -> None:
+        (blocks,) = tables
         self.rows[row].live = True
-        self.rows[row].table = dict(enumerate([*blocks, *[self.spare] * (entries - len(blocks))]))
+        self.rows[row].table = dict(enumerate([*blocks, *[self.padding_block] * (entries - len(blocks))]))
 
-    def extend(self, row: int, first: int, blocks: list[int]) -> None:
+    def extend(self, row: int, group: int, first: int, blocks: list[int]) -> None:
+        assert group == 0
         self.rows[row].table.update(enumerate(blocks, first))
 
-    def place(self, row: int, token: int, position: int) -> None:
+    def set_input(self, row: int, token: int, position: int) -> None:
         self.rows[row].token, self.rows[row].position = token, position
 
-    def configure(self, row: int, key: GraphKey, sequence: Any, ids: list[int]) -> None:
-        assert not sequence.params.penalizes or key.penalties
-        self.configured.add((row, key))
-        if sequence.params.penalizes:
+    def configure(
+        self, row: int, kind: SamplingKind, params: SamplingParams, _sampler: Any, ids: list[int]
+    ) -> None:
+        assert not params.penalizes or kind.penalties
+        self.configured.add((row, kind))
+        if params.penalizes:
             self.counted[row] = list(ids)
 
-    def launch(self, rows: int, key: GraphKey) -> FakeStep:
-        self.sizes.append(rows)
-        self.keys.append(key)
+    def launch(self, key: GraphKey) -> FakeStep:
+        self.sizes.append(key.rows)
+        self.kinds.append(key.sampling)
         tokens = []
-        for number, row in enumerate(self.rows[:rows]):
+        for number, row in enumerate(self.rows[: key.rows]):
             if number in self.counted:
                 assert self.counted[number][row.position :] == [row.token], "the penalties' window"
             self.pool[row.table[row.position // BLOCK_SIZE], row.position % BLOCK_SIZE] = row.token
@@ -128,20 +152,9 @@ class Engine:
     """What is around the decoder: blocks, prompts, and the sequences' own bookkeeping."""
 
     def __init__(self, blocks: int = 64) -> None:
-        self.device = FakeDevice(spare=blocks)
+        self.device = FakeDevice(padding_block=blocks)
         self.free = list(range(blocks))
-        self.decoder = BatchDecoder(self.device, self.alone, self.sample_row)
-        self.on_host: list[Any] = []
-
-    @staticmethod
-    def alone(sequence: Any) -> Result:
-        return EngineError(f"not finite behind {sequence.token_ids[-1]}")
-
-    def sample_row(self, sequence: Any, logits: torch.Tensor) -> Result:
-        self.on_host.append(sequence)
-        if logits[0] < 0:
-            return EngineError("not finite")
-        return Sample(int(logits[0]))
+        self.decoder = DeviceDecoder(self.device)  # type: ignore[arg-type]
 
     def start(self, ids: list[int], params: SamplingParams = FREE, **fields: Any) -> FakeSequence:
         """A sequence whose prompt, but for the last token, was computed in a chunk."""
@@ -171,6 +184,7 @@ class Engine:
         for sequence in sequences:
             self.grow(sequence, sequence.num_cached_tokens)
         results = self.decoder.step(sequences)
+        assert results is not None
         for sequence, result in zip(sequences, results, strict=True):
             sequence.num_cached_tokens += 1
             if isinstance(result, Sample):
@@ -186,8 +200,8 @@ def as_alone(ids: list[int], count: int) -> list[int]:
     return tokens
 
 
-def test_a_bucket_holds_its_rows() -> None:
-    assert [bucket_of(n) for n in (1, 2, 3, 8, 9, 17, 64, 65, 128)] == [1, 2, 4, 8, 16, 24, 64, 96, 128]
+def test_a_captured_size_holds_its_rows() -> None:
+    assert [padded_rows(n) for n in (1, 2, 3, 8, 9, 17, 64, 65, 128)] == [1, 2, 4, 8, 16, 24, 64, 96, 128]
 
 
 def test_the_next_step_is_launched_before_the_tokens_are_read() -> None:
@@ -205,7 +219,7 @@ def test_nothing_is_sent_in_a_step_that_changes_nothing(monkeypatch: pytest.Monk
     engine = Engine()
     pair = [engine.start([1, 2]), engine.start([5, 6, 7])]
     engine.step(pair)
-    for name in ("clear", "seat", "extend", "place", "configure"):
+    for name in ("release", "assign", "extend", "set_input", "configure"):
         monkeypatch.setattr(engine.device, name, lambda *_, name=name: pytest.fail(name))
     for _ in range(20):
         engine.step(pair)
@@ -246,7 +260,7 @@ def test_rows_that_are_not_equally_far_are_brought_together() -> None:
     assert [old.token_ids, new.token_ids] == [as_alone([1, 2], 10), as_alone([3, 4], 9)]
 
 
-def test_penalties_forget_a_step_that_is_computed_again() -> None:
+def test_penalties_do_not_count_a_step_that_is_computed_again() -> None:
     engine = Engine()
     old = engine.start([1, 2], PENALIZED)
     engine.step([old])
@@ -261,7 +275,7 @@ def test_a_row_without_finite_logits_fails_alone() -> None:
     engine = Engine()
     good, bad = engine.start([1, 2]), engine.start([4, DAMAGED])
     results = engine.step([good, bad])
-    assert isinstance(results[0], Sample) and isinstance(results[1], EngineError)
+    assert isinstance(results[0], Sample) and results[1] is NO_CHOICE
     engine.step([good])
     assert good.token_ids == as_alone([1, 2], 2)
 
@@ -271,7 +285,7 @@ def test_a_row_that_the_device_cannot_sample_is_sampled_on_the_host_and_no_other
     free, logged = engine.start([1, 2]), engine.start([3, 4], ON_HOST)
     for _ in range(5):
         engine.step([free, logged])
-    assert engine.on_host == [logged] * 5
+    assert logged.sampler.positions == [2, 3, 4, 5, 6] and free.sampler.positions == []
     assert len(engine.device.sizes) == 5, "without its token there is nothing to launch"
     assert [free.token_ids, logged.token_ids] == [as_alone([1, 2], 5), as_alone([3, 4], 5)]
 
@@ -293,10 +307,10 @@ def test_what_was_generated_is_computed_again_without_sampling() -> None:
 
 
 def test_the_room_for_any_top_k_covers_all_others() -> None:
-    small, large, any_at_all = (GraphKey.of(SamplingParams(top_k=k)) for k in (40, 100, 0))
+    small, large, any_at_all = (SamplingKind.of(SamplingParams(top_k=k)) for k in (40, 100, 0))
     assert small and large and any_at_all
-    assert small.union(large) == large and large.covers(small) and not small.covers(large)
-    assert any_at_all.covers(large) and large.union(any_at_all) == any_at_all
+    assert small.union(large) == large == large.union(small) != small
+    assert any_at_all.union(large) == any_at_all == large.union(any_at_all)
 
 
 def test_settings_are_kept_for_the_most_demanding_until_it_has_gone() -> None:
@@ -305,12 +319,12 @@ def test_settings_are_kept_for_the_most_demanding_until_it_has_gone() -> None:
     engine.step([greedy])
     engine.step([greedy, sampled])
     engine.step([greedy])
-    assert engine.device.keys[-1] == GraphKey(64, bias=False, penalties=False)
+    assert engine.device.kinds[-1] == SamplingKind(64, bias=False, penalties=False)
     engine.step([engine.start([5])])
-    assert engine.device.keys[-1] == GREEDY
+    assert engine.device.kinds[-1] == GREEDY
 
 
-def test_a_step_has_no_more_rows_than_the_smallest_bucket() -> None:
+def test_a_step_has_no_more_rows_than_the_smallest_captured_size() -> None:
     engine = Engine(blocks=200)
     many = [engine.start([n, n + 1]) for n in range(20, 31)]
     for _ in range(3):
@@ -370,19 +384,32 @@ def lose_blocks(engine: Engine, sequence: FakeSequence) -> None:
     engine.prefill(sequence, len(sequence.token_ids) - 1)
 
 
-def test_the_board_sends_what_changed_and_nothing_else() -> None:
-    from quengine.runners.cuda_batch_graphs import _Board
+def test_more_rows_than_are_captured_are_left_to_the_host_and_come_back() -> None:
+    engine = Engine()
+    pair = [engine.start([1, 2]), engine.start([5, 6, 7])]
+    engine.step(pair)
+    engine.decoder._most_rows = 1
+    assert engine.decoder.step(pair) is None  # type: ignore[arg-type]
+    assert not any(row.live for row in engine.device.rows)
+    engine.decoder._most_rows = 2
+    for _ in range(3):
+        engine.step(pair)
+    assert [s.token_ids for s in pair] == [as_alone([1, 2], 4), as_alone([5, 6, 7], 4)]
 
-    board = _Board(5, 4, spare=99, device=torch.device("cpu"))
-    assert board.rows == 8 and board.tables.shape == (8, 4) and bool((board.tables == 99).all())
-    board.set_live(2, True)
-    board.set_input(2, 2**31 - 1, 70)
-    board.set_blocks(2, 0, [5, 6, 7])
-    board.set_blocks(2, 2, [8])
-    board.send()
-    assert board.live.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
-    assert board.positions[2] == 70 and board.tokens[2] == 2**31 - 1
-    assert board.tables[2].tolist() == [5, 6, 8, 99]
-    before = board.all.clone()
-    board.send()
-    assert torch.equal(board.all, before)
+
+def test_the_inputs_send_what_changed_and_nothing_else() -> None:
+    inputs = DecodeInputs(5, 4, padding_block=99, device=torch.device("cpu"), groups=2)
+    assert inputs.rows == 8 and inputs.tables.shape == (2, 8, 4) and bool((inputs.tables == 99).all())
+    inputs.assign(2, [[5, 6, 7], [1]], 4)
+    inputs.set_input(2, 2**31 - 1, 70)
+    inputs.extend(2, 0, 2, [8])
+    inputs.send()
+    assert inputs.live.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert inputs.positions[2] == 70 and inputs.tokens[2] == 2**31 - 1
+    assert inputs.tables[:, 2].tolist() == [[5, 6, 8, 99], [1, 99, 99, 99]]
+    before = inputs.all.clone()
+    inputs.send()
+    assert torch.equal(inputs.all, before)
+    inputs.release(2)
+    inputs.send()
+    assert not inputs.live.any() and not inputs.positions.any() and bool((inputs.tables[:, :, 0] == 99).all())

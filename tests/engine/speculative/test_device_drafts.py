@@ -1,22 +1,26 @@
 """Rows that several tokens of a sequence share, against a device that computes on the host: texts as if alone."""
 
 import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
-from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.sampling_params import SamplingParams
-from quengine.runner import Result, Verified
-from quengine.runners.cuda_batch import BUCKETS
-from quengine.runners.graph_sampling import GREEDY, GraphKey
-from quengine.sampler import Sample, Sampler
-from quengine.speculative.cuda_drafts import DeviceDraftSteps, DraftedDecoder
+from quengine.runners.device_decode import DeviceDecoder
+from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind
+from quengine.sampler import NO_CHOICE, Result, Sample, Sampler, Verified
+from quengine.speculative.device_drafts import DeviceDraftSteps
 from quengine.speculative.draft_model import DraftJob
-from tests.engine.runners.test_cuda_batch import DAMAGED, VOCAB, FakeDevice, FakeStep, as_alone, next_token
+from tests.engine.runners.test_device_decode import (
+    DAMAGED,
+    VOCAB,
+    FakeDevice,
+    FakeSequence,
+    FakeStep,
+    as_alone,
+    next_token,
+)
 
 FREE = SamplingParams(temperature=0, seed=0)
 ON_HOST = SamplingParams(temperature=0, seed=0, logprobs=1)
@@ -27,60 +31,40 @@ WIDTH = 7  # blocks of a context
 class Device(FakeDevice):
     """Writes all rows before it reads any, as steps with several rows of a sequence do."""
 
-    def seat(self, row: int, blocks: list[int], entries: int) -> None:
-        assert len(blocks) <= WIDTH and entries <= WIDTH
-        super().seat(row, blocks, entries)
+    shares_sequences = True
+    blocks = WIDTH
 
-    def extend(self, row: int, first: int, blocks: list[int]) -> None:
+    def assign(self, row: int, tables: list[list[int]], entries: int) -> None:
+        assert len(tables[0]) <= WIDTH and entries <= WIDTH
+        super().assign(row, tables, entries)
+
+    def extend(self, row: int, group: int, first: int, blocks: list[int]) -> None:
         assert first + len(blocks) <= WIDTH
-        super().extend(row, first, blocks)
+        super().extend(row, group, first, blocks)
 
-    def configure(self, row: int, key: GraphKey, sequence: Any, ids: list[int]) -> None:
-        assert self.rows[row].live and not sequence.params.penalizes
-        super().configure(row, key, sequence, ids)
+    def configure(
+        self, row: int, kind: SamplingKind, params: SamplingParams, sampler: Any, ids: list[int]
+    ) -> None:
+        assert self.rows[row].live and not params.penalizes
+        super().configure(row, kind, params, sampler, ids)
 
-    def launch(self, rows: int, key: GraphKey) -> FakeStep:
-        written = [
-            (row.table[row.position // BLOCK_SIZE], row.position % BLOCK_SIZE) for row in self.rows[:rows]
-        ]
+    def launch(self, key: GraphKey) -> FakeStep:
+        rows = self.rows[: key.rows]
+        written = [(row.table[row.position // BLOCK_SIZE], row.position % BLOCK_SIZE) for row in rows]
         live = [place for place, row in zip(written, self.rows, strict=False) if row.live]
         assert len(set(live)) == len(live), "two rows write one place"
         for place, row in zip(written, self.rows, strict=False):
             self.pool[place] = row.token
-        return super().launch(rows, key)
-
-
-@dataclass(eq=False)
-class FakeSequence:
-    token_ids: list[int]
-    params: SamplingParams = FREE
-    draft: list[int] = field(default_factory=list)
-    block_table: list[int] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    max_positions: int = 200
-
-    @property
-    def next_is_newest(self) -> bool:
-        return self.num_cached_tokens + 1 == len(self.token_ids)
+        return super().launch(key)
 
 
 class Engine:
     """What is around the decoder: blocks, prompts, drafts, and the sequences' own bookkeeping."""
 
     def __init__(self, blocks: int = 64) -> None:
-        self.device = Device(spare=blocks)
+        self.device = Device(padding_block=blocks)
         self.free = list(range(blocks))
-        self.decoder = DraftedDecoder(self.device, WIDTH, self.alone, self.sample_row)  # type: ignore[arg-type]
-        self.on_host: list[Any] = []
-
-    @staticmethod
-    def alone(sequence: Any) -> Result:
-        assert not sequence.draft
-        return EngineError(f"not finite behind {sequence.token_ids[-1]}")
-
-    def sample_row(self, sequence: Any, logits: torch.Tensor) -> Result:
-        self.on_host.append(sequence)
-        return EngineError("not finite") if logits[0] < 0 else Sample(int(logits[0]))
+        self.decoder = DeviceDecoder(self.device)  # type: ignore[arg-type]
 
     def start(self, ids: list[int], params: SamplingParams = FREE) -> FakeSequence:
         sequence = FakeSequence(list(ids), params)
@@ -98,6 +82,7 @@ class Engine:
         for sequence in sequences:
             self.grow(sequence, len(sequence.token_ids) + len(sequence.draft))
         results = self.decoder.step(sequences)
+        assert results is not None
         for sequence, result in zip(sequences, results, strict=True):
             draft, sequence.draft = sequence.draft, []
             sequence.num_cached_tokens += 1
@@ -141,7 +126,7 @@ def test_texts_are_as_if_alone_whatever_was_drafted_and_whoever_comes_and_goes(
                 live.remove(sequence)
                 engine.free = sequence.block_table + engine.free
     assert any(len(s.token_ids) > 70 for s in begun)
-    assert (len(engine.on_host) > 0) == (params is not FREE)
+    assert any(s.sampler.positions for s in begun) == (params is not FREE)
 
 
 def test_a_right_draft_is_taken_whole_in_one_step() -> None:
@@ -158,7 +143,7 @@ def test_who_stays_keeps_its_row_and_settings() -> None:
     pair[0].draft = [9, 9]
     engine.step(pair)
     sent: list[str] = []
-    for name in ("clear", "seat", "extend", "configure"):
+    for name in ("release", "assign", "extend", "configure"):
         setattr(engine.device, name, lambda *_, name=name: sent.append(name))
     pair[0].draft = [8, 8]
     engine.step(pair)
@@ -171,7 +156,7 @@ def test_a_row_without_finite_logits_fails_its_sequence_where_it_is() -> None:
     bad.draft = [7]
     drafted.draft = [next_token([5, 6]), DAMAGED]
     results = engine.step([good, bad, drafted])
-    assert isinstance(results[0], Sample) and isinstance(results[1], EngineError)
+    assert isinstance(results[0], Sample) and results[1] is NO_CHOICE
     assert isinstance(results[2], Verified)
     assert drafted.token_ids == as_alone([5, 6], 2)
 
@@ -198,8 +183,8 @@ def jobs_of(device: Device, texts: list[list[int]], missing: list[int], counts: 
 
 
 def test_drafts_are_made_without_waiting_for_the_device() -> None:
-    device = Device(spare=99)
-    steps = DeviceDraftSteps(device, WIDTH)  # type: ignore[arg-type]
+    device = Device(padding_block=99)
+    steps = DeviceDraftSteps(device)  # type: ignore[arg-type]
     texts = [[1, 2, 3], [4, 5], list(range(60))]
     for _ in range(2):
         device.log.clear()
@@ -210,12 +195,12 @@ def test_drafts_are_made_without_waiting_for_the_device() -> None:
         waits = [entry.startswith("wait") for entry in device.log]
         assert waits == sorted(waits) and waits.count(False) == 4
     assert device.sizes[:4] == [8, 4, 4, 1], "rows that only make up for tokens are of the first step alone"
-    assert set(device.keys) == {GREEDY} and max(device.sizes) <= BUCKETS[-1]
+    assert set(device.kinds) == {GREEDY} and max(device.sizes) <= DECODE_ROWS[-1]
 
 
 def test_a_draft_ends_where_there_is_no_token() -> None:
-    device = Device(spare=99)
-    steps = DeviceDraftSteps(device, WIDTH)  # type: ignore[arg-type]
+    device = Device(padding_block=99)
+    steps = DeviceDraftSteps(device)  # type: ignore[arg-type]
     assert steps.draft(jobs_of(device, [[1, DAMAGED], [4, 5]], [1, 1], [3, 2])) == [
         [],
         as_alone([4, 5], 2)[2:],

@@ -1,4 +1,4 @@
-"""The recorded decode step of the CPU against the eager path, and who uses it."""
+"""The step lists of the CPU against the eager path, and which backends have them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,11 +16,12 @@ from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.load import load_model
+from quengine.model_runner import ModelRunner
 from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
-from quengine.runner import Runner
-from quengine.runners.cpu_runner import CpuRunner
+from quengine.runners.cpu_steps import CpuSteps
+from quengine.runners.step_rows import SequenceRows
 from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.kernels.weights import nmse
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
@@ -40,23 +41,24 @@ def decoder_of(checkpoint: GGUFCheckpoint, backend: Any, **changes: Any) -> Deco
     return Decoder(config, checkpoint.tensors, backend, CTX, CTX)
 
 
-def runner_of(kind: type[Runner], decoder: Decoder) -> Runner:
-    return kind(decoder, KVCache.allocate(decoder.config, CTX, torch.device("cpu")))
+def runner_of(decoder: Decoder, compiled: bool = True) -> ModelRunner:
+    cache = KVCache.allocate(decoder.config, CTX, torch.device("cpu"))
+    return ModelRunner(decoder, cache, CpuSteps(decoder, cache) if compiled else None)
 
 
 def assert_same(path: Path, ids: list[int], **changes: Any) -> None:
-    """Recorded and eager steps give equal bits on one thread and on all, near the definition."""
+    """Compiled and eager steps give equal bits on one thread and on all, near the definition."""
     checkpoint = GGUFCheckpoint(path)
     logits = []
     for threads in (1, cpu.max_threads()):
         decoder = decoder_of(checkpoint, CpuBackend(threads), **changes)
-        for kind in (Runner, CpuRunner):
-            runner = runner_of(kind, decoder)
+        for compiled in (False, True):
+            runner = runner_of(decoder, compiled)
             logits.append(torch.cat([runner.logits([token], i, "decode") for i, token in enumerate(ids)]))
             assert all(layer.k[: len(ids)].isfinite().all() for layer in runner.cache.layers)
     for other in logits[1:]:
         assert torch.equal(other, logits[0])
-    reference = runner_of(Runner, decoder_of(checkpoint, ReferenceBackend(keep=True), **changes))
+    reference = runner_of(decoder_of(checkpoint, ReferenceBackend(keep=True), **changes), compiled=False)
     assert nmse(logits[0], reference.logits(ids, 0, "prefill")) < 1e-5
 
 
@@ -74,7 +76,7 @@ def test_a_step_sees_what_its_window_holds(tmp_path: Path) -> None:
     assert_same(path, IDS)
 
 
-def test_positions_beyond_one_stretch_of_attention_are_seen(tmp_path: Path) -> None:
+def test_positions_beyond_one_kv_split_of_attention_are_seen(tmp_path: Path) -> None:
     sizes = ModelSizes(blocks=1, context=CTX)
     ids = [(7 * i) % 250 for i in range(530)]
     assert_same(write_tiny(tmp_path / "a.gguf", kind="Q8_0", sizes=sizes), ids)
@@ -100,10 +102,10 @@ def test_tensor_types_may_differ_within_a_layer(tmp_path: Path) -> None:
     assert_same(builder.write(tmp_path / "m.gguf"), IDS)
 
 
-def test_prompt_chunks_and_recorded_steps_share_the_cache(tmp_path: Path) -> None:
+def test_prompt_chunks_and_compiled_steps_share_the_cache(tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", "qwen3", "Q8_0"))
     decoder = decoder_of(checkpoint, CpuBackend(1))
-    stepped, mixed = (runner_of(CpuRunner, decoder) for _ in range(2))
+    stepped, mixed = (runner_of(decoder) for _ in range(2))
     for i, token in enumerate(IDS):
         expected = stepped.logits([token], i, "decode")
     mixed.logits(IDS[:5], 0, "prefill")
@@ -114,7 +116,7 @@ def test_prompt_chunks_and_recorded_steps_share_the_cache(tmp_path: Path) -> Non
 
 def test_logits_of_a_step_outlive_the_next_one(tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf"))
-    runner = runner_of(CpuRunner, decoder_of(checkpoint, CpuBackend(1)))
+    runner = runner_of(decoder_of(checkpoint, CpuBackend(1)))
     first = runner.logits(IDS[:1], 0, "decode")
     kept = first.clone()
     runner.logits(IDS[1:2], 1, "decode")
@@ -123,7 +125,7 @@ def test_logits_of_a_step_outlive_the_next_one(tmp_path: Path) -> None:
 
 def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf"))
-    runner = runner_of(CpuRunner, decoder_of(checkpoint, CpuBackend(1)))
+    runner = runner_of(decoder_of(checkpoint, CpuBackend(1)))
     for token in (-1, checkpoint.config.vocab_size):
         with pytest.raises(ValueError, match="the embedding has rows 0 to"):
             runner.logits([token], 0, "decode")
@@ -132,7 +134,19 @@ def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
             runner.logits([0], position, "decode")
 
 
-def test_only_the_cpu_backend_records_its_steps(tmp_path: Path) -> None:
+def test_only_the_cpu_backend_has_step_lists(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m.gguf")
-    assert type(load_model(path, EngineConfig(device="cpu")).runner) is CpuRunner
-    assert type(load_model(path, EngineConfig(device="cpu", backend="reference")).runner) is Runner
+    assert isinstance(load_model(path, EngineConfig(device="cpu")).runner.graphs, CpuSteps)
+    assert load_model(path, EngineConfig(device="cpu", backend="reference")).runner.graphs is None
+
+
+def test_a_warm_up_makes_the_lists_of_all_numbers_of_sequences(tmp_path: Path) -> None:
+    runner = load_model(write_tiny(tmp_path / "m.gguf"), EngineConfig(device="cpu", parallel=3)).runner
+    assert isinstance(runner.graphs, CpuSteps)
+    runner.warm_up()
+    made = dict(runner.graphs._steps)
+    assert sorted(key.rows for key in made) == [1, 2, 3]
+    table = [0]
+    for count in (1, 2, 3):
+        runner.forward("decode", [SequenceRows([5], 0, table)] * count)
+    assert runner.graphs._steps == made

@@ -1,6 +1,6 @@
-"""How many tokens are worth drafting, for one text after how its drafts went, and for all texts of a step together.
+"""How many tokens are worth drafting: for one sequence, by how its drafts went, and for all sequences of a step.
 
-Knows numbers of tokens; not which ones, nor who drafts them. It changes the time that a text takes, never the text.
+This changes the time that a completion takes, never its text.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quengine.config import EngineConfig
 
 DRAFT_TOKENS = {"cpu": 4, "cuda": 7}
-"""Tokens of a draft, at most, by kind of device, where nobody says otherwise. On a CPU a further row costs a third of
+"""Tokens of a draft at most, by kind of device, where nothing else is said. On a CPU a further row costs a third of
 the first; a GPU's matmuls take 8 rows at a time."""
 
 DRAFT_ROWS = {"cpu": 8, "cuda": 32}
@@ -28,8 +28,8 @@ def draft_rows(config: EngineConfig, kind: str) -> int:
     return max(DRAFT_ROWS[kind], 1 + draft_tokens(config, kind)) if config.speculates else 0
 
 
-class Pace:
-    """The length of one text's drafts: `most` at first, longer after one that was right to its end, else shorter.
+class DraftLength:
+    """The length of one sequence's drafts: `most` at first, longer after one that was right to its end, else shorter.
 
     After drafts of which nothing was right there is a pause, each time twice as long.
     """
@@ -47,7 +47,7 @@ class Pace:
             return 0
         return self._length
 
-    def saw(self, drafted: int, accepted: int) -> None:
+    def update(self, drafted: int, accepted: int) -> None:
         """Note how a draft of one token or more went."""
         if accepted == drafted:
             self._length = min(self._most, max(self._length, 2 * drafted))
@@ -59,12 +59,13 @@ class Pace:
             self._pause = self._left = min(LONGEST_PAUSE, 2 * self._pause or 1)
 
 
-def shares(wanted: Sequence[int], room: int) -> list[int]:
-    """Of `room` tokens in all what each text gets of those it wants: the first for everybody, then the second."""
-    granted = [0] * len(wanted)
-    for length in range(max(wanted, default=0)):
-        for index, want in enumerate(wanted):
-            if want > length and room > 0:
+def divide(room: int, proposed: Sequence[int]) -> list[int]:
+    """Of `room` tokens in all what each sequence gets of those it proposed: first tokens for all come before second
+    ones."""
+    granted = [0] * len(proposed)
+    for length in range(max(proposed, default=0)):
+        for index, count in enumerate(proposed):
+            if count > length and room > 0:
                 granted[index] += 1
                 room -= 1
     return granted

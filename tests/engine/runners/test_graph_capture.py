@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quengine.runners.graph_nodes import KERNEL, MEMCPY, MEMSET, GraphNodes, count_nodes, from_kinds
+from quengine.runners.graph_capture import KERNEL, MEMCPY, MEMSET, GraphNodes, count_nodes, from_kinds
 
 
 def test_kinds_are_counted_and_unknown_ones_not_hidden() -> None:
