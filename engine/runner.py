@@ -11,7 +11,7 @@ from torch import Tensor
 from quengine.batch import Batch, Chunk
 from quengine.errors import EngineError
 from quengine.kernels import forward_batch, sampling
-from quengine.kernels.forward_batch import Phase
+from quengine.kernels.forward_batch import BlockTables, Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
@@ -40,17 +40,17 @@ class Verified:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a decode step: `token` at `position` of the sequence whose cache lies in `block_table`."""
+    """One row of a decode step: `token` at `position` of the sequence whose cache lies in `block_tables`."""
 
     token: int
     position: int
-    block_table: list[int]
+    block_tables: BlockTables
 
 
 def rows_of(sequences: Seq[Sequence]) -> list[Row]:
     """Of each sequence the first token that is not in the cache, and behind it its draft."""
     return [
-        Row(token, sequence.num_cached_tokens + number, sequence.block_table)
+        Row(token, sequence.num_cached_tokens + number, sequence.block_tables)
         for sequence in sequences
         for number, token in enumerate([sequence.token_ids[sequence.num_cached_tokens], *sequence.draft])
     ]
@@ -93,7 +93,7 @@ class Runner:
             logits = self.prefill_logits(
                 [chunk.ids for chunk in chunks],
                 [chunk.start for chunk in chunks],
-                [chunk.sequence.block_table for chunk in chunks],
+                [chunk.sequence.block_tables for chunk in chunks],
             )
             logits = logits.float().cpu()
         with Range("sample"):
@@ -104,7 +104,7 @@ class Runner:
 
     @torch.no_grad()
     def prefill_logits(
-        self, ids: Seq[Seq[int]], starts: Seq[int], tables: Seq[Seq[int]], all_logits: bool = False
+        self, ids: Seq[Seq[int]], starts: Seq[int], tables: Seq[BlockTables], all_logits: bool = False
     ) -> Tensor:
         """Logits after the last token of each of these chunks, [chunks, vocab], or after all tokens, [T, vocab].
 
@@ -120,7 +120,7 @@ class Runner:
         batch = forward_batch.prefill_batch(
             [chunk.ids for chunk in chunks],
             [chunk.start for chunk in chunks],
-            [chunk.sequence.block_table for chunk in chunks],
+            [chunk.sequence.block_tables for chunk in chunks],
             device,
         )
         scored, sampled = _wanted_rows(chunks, self.decoder.config.vocab_size)
@@ -147,7 +147,7 @@ class Runner:
         """Compute a chunk of a prompt that has a pool, and pool its hidden rows; what is not finite is returned."""
         sequence, device = chunk.sequence, self.decoder.backend.device
         assert sequence.pool is not None
-        batch = forward_batch.prefill_batch([chunk.ids], [chunk.start], [sequence.block_table], device)
+        batch = forward_batch.prefill_batch([chunk.ids], [chunk.start], [sequence.block_tables], device)
         try:
             with Range("embedding chunk"):
                 sequence.pool.add(self.decoder.hidden(batch, self.cache.layers))
@@ -165,7 +165,7 @@ class Runner:
         EngineError where its logits are not finite. What is raised concerns all rows; none has then advanced, and the
         call may be repeated with fewer of them.
 
-        `block_table` covers these positions, and without a draft the one after them, if the sequence can come to it, so
+        `block_tables` cover these positions, and without a draft the one after them, if the sequence can come to it, so
         that a runner may be a step ahead. From call to call sequences come and go; one that stayed has its Sample's
         token appended.
         """
@@ -180,7 +180,7 @@ class Runner:
 
         Rows of one sequence stand in order. Valid until the runner's next step.
         """
-        tables = [row.block_table for row in rows]
+        tables = [row.block_tables for row in rows]
         batch = forward_batch.decode_batch(
             [row.token for row in rows],
             [row.position for row in rows],
@@ -222,11 +222,11 @@ class Runner:
 
         In one prefill step, or one decode step a token. What other sequences had there is lost.
         """
-        table = self.cache.whole_table
+        tables = self.cache.whole_tables
         if phase == "prefill":
-            return self.prefill_logits([ids], [start], [table], all_logits=True).cpu()
+            return self.prefill_logits([ids], [start], [tables], all_logits=True).cpu()
         return torch.cat(
-            [self.decode_rows([Row(token, start + n, table)]).clone() for n, token in enumerate(ids)]
+            [self.decode_rows([Row(token, start + n, tables)]).clone() for n, token in enumerate(ids)]
         )
 
     def teacher_forced(self, ids: Seq[int], chunk: int, phase: Phase) -> Tensor:

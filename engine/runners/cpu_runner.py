@@ -14,7 +14,8 @@ from torch import Tensor
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.cpu.ops import sampling
 from quengine.kernels.cpu.step import Buffers, Step
-from quengine.kv_cache import KVCache, blocks_for
+from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
+from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.runner import Row, Runner
 
@@ -41,7 +42,8 @@ class CpuRunner(Runner):
         padding = step.rows - len(rows)
         positions = [row.position for row in rows] + [0] * padding
         tokens = [row.token for row in rows] + [0] * padding
-        tables = [row.block_table for row in rows] + [[self.cache.padding_block]] * padding
+        padding_tables = [[PADDING_BLOCK]] * len(self.cache.pools)
+        tables = [row.block_tables for row in rows] + [padding_tables] * padding
         return step.run(tokens, positions, tables)[: len(rows)]
 
     @torch.no_grad()
@@ -49,8 +51,8 @@ class CpuRunner(Runner):
         """The compiled step of so many rows."""
         if rows not in self._steps:
             layers = self.cache.layers
-            blocks = blocks_for(self.cache.ctx_size)
+            blocks, groups = blocks_for(self.cache.ctx_size), len(self.cache.pools)
             self._steps[rows] = self._backend.record(
-                lambda batch: self.decoder.forward(batch, layers), rows, blocks, self._buffers
+                lambda batch: self.decoder.forward(batch, layers), rows, blocks, self._buffers, groups
             )
         return self._steps[rows]

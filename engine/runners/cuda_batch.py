@@ -141,7 +141,7 @@ class BatchDecoder:
         """The sequences' rows, in their order, all within the smallest bucket."""
         present = set(sequences)
         for sequence, row in list(self._rows.items()):
-            if sequence not in present or row.blocks is not sequence.block_table:
+            if sequence not in present or row.blocks is not sequence.block_tables[0]:
                 self._leave(row)
         self._bucket = bucket_of(len(sequences))
         taken = {row.number for row in self._rows.values()}
@@ -151,7 +151,9 @@ class BatchDecoder:
         for sequence in sequences:
             if sequence not in self._rows:
                 wanted = GraphKey.of(sequence.params)
-                row = _Row(sequence, next(places), wanted, sequence.block_table, len(sequence.block_table))
+                row = _Row(
+                    sequence, next(places), wanted, sequence.block_tables[0], len(sequence.block_tables[0])
+                )
                 self._rows[sequence] = row
                 self._device.seat(row.number, row.blocks, entries_of(sequence))
                 self._uneven = 0

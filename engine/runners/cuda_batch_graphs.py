@@ -14,7 +14,7 @@ from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.runners.graph_capture import capture
@@ -99,7 +99,7 @@ class BatchGraphs:
     ) -> None:
         device = decoder.backend.device
         self.decoder, self.cache = decoder, cache
-        self.board = _Board(rows, -(-cache.ctx_size // BLOCK_SIZE), cache.padding_block, device)
+        self.board = _Board(rows, -(-cache.ctx_size // BLOCK_SIZE), PADDING_BLOCK, device)
         self.rows = self.board.rows
         self.history = torch.zeros(self.rows, cache.ctx_size, dtype=torch.int32, device=device)
         self.chosen = torch.zeros(self.rows, dtype=torch.int64, device=device)
@@ -120,12 +120,12 @@ class BatchGraphs:
     def clear(self, row: int) -> None:
         self.board.set_live(row, False)
         self.board.set_input(row, 0, 0)
-        self.board.set_blocks(row, 0, [self.cache.padding_block])
+        self.board.set_blocks(row, 0, [PADDING_BLOCK])
 
     def seat(self, row: int, blocks: Seq[int], entries: int) -> None:
         rest = min(entries, self.board.blocks) - len(blocks)
         self.board.set_live(row, True)
-        self.board.set_blocks(row, 0, [*blocks, *[self.cache.padding_block] * rest])
+        self.board.set_blocks(row, 0, [*blocks, *[PADDING_BLOCK] * rest])
 
     def extend(self, row: int, first: int, blocks: Seq[int]) -> None:
         self.board.set_blocks(row, first, blocks)
@@ -160,7 +160,7 @@ class BatchGraphs:
         """A step of the first `rows` rows of a board: logits fp32 [rows, vocab]; `chosen` has the tokens."""
         tokens, positions = board.tokens[:rows], board.positions[:rows]
         shares = self.consecutive and rows > 1
-        batch = ForwardBatch("decode", tokens, positions, board.tables[:rows], shares_sequences=shares)
+        batch = ForwardBatch("decode", tokens, positions, board.tables[None, :rows], shares_sequences=shares)
         logits = self.decoder.forward(batch, self.cache.layers)
         state = DecodeState(tokens, positions, history[:rows])
         sample_step(logits, state, buffers, has_dependent_launch(self.decoder.backend.device))
@@ -170,7 +170,7 @@ class BatchGraphs:
     def rehearse(self, rows: int, key: GraphKey) -> None:
         """A step on rows that are nobody's: compiles what a step takes, and changes nothing but the spare block."""
         device = self.decoder.backend.device
-        board = _Board(rows, self.board.blocks, self.cache.padding_block, device)
+        board = _Board(rows, self.board.blocks, PADDING_BLOCK, device)
         history = torch.zeros(board.rows, self.cache.ctx_size, dtype=torch.int32, device=device)
         self.compute(board, rows, history, self._new_room(key, board.rows))
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from quengine.kernels.cuda.attention.attention_prefill import tile_rows
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, tile_entries
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles, pad_block_tables
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.kv_cache import KVCache, blocks_for
+from quengine.kernels.forward_batch import BlockTables, ForwardBatch, PrefillTiles, pad_block_tables
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, blocks_for
+from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.runners.graph_capture import capture
 
@@ -42,11 +42,11 @@ _ALIGNED = 4
 
 
 class PromptChunk(NamedTuple):
-    """Tokens `ids` at positions `start`, ... of a sequence with the block table `blocks`."""
+    """Tokens `ids` at positions `start`, ... of a sequence with the block tables `blocks`."""
 
     ids: Seq[int]
     start: int
-    blocks: Seq[int]
+    blocks: BlockTables
 
 
 class StepSize(NamedTuple):
@@ -97,7 +97,7 @@ class Board:
             "prefill",
             token_ids=parts[0].view(torch.int64),
             positions=parts[2],
-            block_tables=self.tables,
+            block_tables=self.tables[None],
             logits_rows=parts[1].view(torch.int64),
             tiles=tiles,
         )
@@ -106,7 +106,7 @@ class Board:
     def send(self, chunks: Seq[PromptChunk]) -> None:
         """Make these chunks the next step's, in stream order, without waiting for the device."""
         if chunks:
-            tables = self._pinned(pad_block_tables([chunk.blocks for chunk in chunks], self.padding_block))
+            tables = self._pinned(pad_block_tables([chunk.blocks for chunk in chunks]))[0]
             self.tables[: len(chunks), : tables.shape[1]].copy_(tables, non_blocking=True)
         entries = [0] * self._all.shape[0]
         for (first, _), part in zip(self._places, self._entries(chunks), strict=True):
@@ -206,7 +206,7 @@ class PromptGraphs:
     def _board(self, size: StepSize) -> Board:
         longest = min(size.rows, self.decoder.chunk_size)
         tile = tile_rows(self.decoder.config.head_dim, longest, self._device, self._backend.fixed_kernels)
-        return Board(size, longest, tile, self.cache.ctx_size, self.cache.padding_block, self._device)
+        return Board(size, longest, tile, self.cache.ctx_size, PADDING_BLOCK, self._device)
 
     def _forget_stale(self) -> None:
         """Steps that were recorded with memory which has since been let go of."""

@@ -15,7 +15,7 @@ from quengine.config import MIXED_CHUNK
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.launch.compile_ahead import compiling_only, marker
 from quengine.kernels.forward_batch import prefill_batch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.platform.machine import physical_cores
@@ -112,7 +112,7 @@ class Rehearsal:
     @torch.no_grad()
     def prompts_step(self, lengths: Seq[int]) -> None:
         """Prompts of these lengths, eagerly."""
-        tables = [self._padding_blocks(max(lengths))] * len(lengths)
+        tables = [[self._padding_blocks(max(lengths))] * len(self.cache.pools)] * len(lengths)
         batch = prefill_batch([[0] * length for length in lengths], [0] * len(lengths), tables, self.device)
         self.decoder.forward(batch, self.cache.layers)
 
@@ -139,4 +139,4 @@ class Rehearsal:
         return min(self.cache.ctx_size, self.decoder.chunk_size)
 
     def _padding_blocks(self, rows: int) -> list[int]:
-        return [self.cache.padding_block] * -(-rows // BLOCK_SIZE)
+        return [PADDING_BLOCK] * -(-rows // BLOCK_SIZE)

@@ -11,7 +11,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from quengine.kv_cache import KVCache, blocks_for
+from quengine.kernels.forward_batch import BlockTables
+from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.platform.ranges import Range
 from quengine.request.sampling_params import SamplingParams
@@ -66,8 +67,8 @@ class CudaRunner(Runner):
 
     def _expected_rows(self) -> int:
         """Sequences that run at once, as far as the size of the cache tells, or their drafts' rows."""
-        whole = blocks_for(self.cache.ctx_size)
-        return min(BUCKETS[-1], max(self._draft_rows, -(-self.cache.num_blocks // whole)))
+        held = min(-(-pool.num_blocks // pool.most_blocks(self.cache.ctx_size)) for pool in self.cache.pools)
+        return min(BUCKETS[-1], max(self._draft_rows, held))
 
     def decode(self, sequences: Seq[Sequence]) -> list[Result]:
         rows = sum(1 + len(sequence.draft) for sequence in sequences)
@@ -95,7 +96,7 @@ class CudaRunner(Runner):
         return super().decode([sequence])[0]
 
     def prefill_logits(
-        self, ids: Seq[Seq[int]], starts: Seq[int], tables: Seq[Seq[int]], all_logits: bool = False
+        self, ids: Seq[Seq[int]], starts: Seq[int], tables: Seq[BlockTables], all_logits: bool = False
     ) -> Tensor:
         captured = None
         if not all_logits:

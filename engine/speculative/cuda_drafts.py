@@ -167,7 +167,7 @@ class DraftedDecoder:
 
 
 def _seats_of(sequence: Sequence) -> list[Seat]:
-    start, table = sequence.num_cached_tokens, sequence.block_table
+    start, table = sequence.num_cached_tokens, sequence.block_tables[0]
     key, entries = _key_of(sequence.params), entries_of(sequence)
     return [
         Seat(sequence, number, token, start + number, table, entries, sequence, key)

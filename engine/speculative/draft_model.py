@@ -1,6 +1,7 @@
 """A second, small model that drafts: its own weights and cache, over the blocks of the model that it drafts for.
 
-Its cache has the same number of blocks, so a sequence's block table serves both; what of a block it has computed itself
+Its cache has as many blocks as the other's first group of layers, which then keeps all positions, so a sequence's block
+table serves both; what of a block it has computed itself
 is noted here. It samples as the sequence does, with the same random numbers: where both models see it alike they choose
 the same token. Whatever it drafts, the text does not depend on it.
 
@@ -52,6 +53,7 @@ class HostDraftSteps:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._groups = len(runner.cache.pools)
 
     def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in jobs]
@@ -60,8 +62,8 @@ class HostDraftSteps:
             rows, last = [], []
             for index, tokens in inputs.items():
                 start = jobs[index].start if not drafts[index] else len(jobs[index].history) - 1
-                table = jobs[index].block_table
-                rows += [Row(token, start + number, table) for number, token in enumerate(tokens)]
+                tables = [jobs[index].block_table] * self._groups
+                rows += [Row(token, start + number, tables) for number, token in enumerate(tokens)]
                 last.append(len(rows) - 1)
             logits = self._runner.decode_rows(rows)
             chosen = {
@@ -129,7 +131,8 @@ class DraftModel:
         with Range("draft chunk"):
             while text.cached < end:
                 ids = sequence.token_ids[text.cached : min(end, text.cached + size)]
-                self._runner.prefill_logits([ids], [text.cached], [text.block_table])
+                tables = [text.block_table] * len(self._runner.cache.pools)
+                self._runner.prefill_logits([ids], [text.cached], [tables])
                 self._wrote(text, text.cached, len(ids))
                 self._confirm(text, sequence, len(ids))
 
@@ -164,9 +167,9 @@ class DraftModel:
     def _progress(self, sequence: Sequence) -> _Progress:
         """Brought up to the tokens that the sequence took of the last draft, or begun anew with its new blocks."""
         text = self._texts.get(sequence)
-        if text is None or text.block_table is not sequence.block_table:
+        if text is None or text.block_table is not sequence.block_tables[0]:
             sampler = self._sampler(sequence) if text is None else text.sampler
-            text = self._texts[sequence] = _Progress(sequence.block_table, sampler)
+            text = self._texts[sequence] = _Progress(sequence.block_tables[0], sampler)
             self._share(text, sequence)
             return text
         ids, taken = sequence.token_ids, 0

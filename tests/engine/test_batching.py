@@ -216,7 +216,7 @@ def test_cancels_in_queue_prefill_and_decode_free_everything_and_change_no_other
                 cancelled.add(paged(llm).decoding[0])
             for sequence in cancelled:
                 llm.scheduler.cancel(sequence)
-                assert sequence.block_table == []
+                assert sequence.block_tables == ()
         assert len(cancelled) == 3
         kept = [i for i, stream in enumerate(streams) if stream.sequence not in cancelled]
         same([streams[i].completion for i in kept], [expected[i] for i in kept])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quengine.batch import Batch
+from quengine.block_manager import CachePool
 from quengine.errors import EngineError
 from quengine.kv_cache import KVCache
 from quengine.request.prompt_scores import PromptScores
@@ -23,7 +24,8 @@ class FakeSequence:
     wanted: int = 5
     num_cached_tokens: int = 0
     reused_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_tables: tuple[list[int], ...] = ()
+    block_keys: list[bytes] = field(default_factory=list)
     started: float = 0.0
     error: Exception | None = None
     pool: None = None
@@ -44,7 +46,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def make(blocks: int = 40, parallel: int = 4, deterministic: bool = False, packed: bool = False) -> Scheduler:
-    cache = KVCache([], 1000, num_blocks=blocks)
+    cache = KVCache([], 1000, (CachePool(blocks),))
     return Scheduler(cache, parallel, 64, 16, deterministic=deterministic, packed=packed)
 
 
@@ -59,12 +61,12 @@ def step(scheduler: Scheduler) -> Batch | None:
     for sequence in batch.sequences:
         count = counts.get(sequence, 1)
         for position in range(sequence.num_cached_tokens, sequence.num_cached_tokens + count):
-            block = sequence.block_table[position // BLOCK]
+            block = sequence.block_tables[0][position // BLOCK]
             assert writes.setdefault(block, sequence) is sequence
-            others = [s for s in scheduler._running if s is not sequence and block in s.block_table]
+            others = [s for s in scheduler._running if s is not sequence and block in s.block_tables[0]]
             assert not others, "a block that is written has one owner"
         reach = min(sequence.num_cached_tokens + count + LOOKAHEAD, sequence.max_positions)
-        assert len(sequence.block_table) * BLOCK >= reach
+        assert len(sequence.block_tables[0]) * BLOCK >= reach
     scheduler.computed()
     for sequence in batch.sequences:
         if sequence.num_cached_tokens == len(sequence.token_ids):
@@ -110,7 +112,7 @@ def test_a_chunk_beside_running_texts_is_as_short_as_the_last_one_was_slow(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("quengine.scheduler.time.perf_counter", lambda: now)
-    scheduler = Scheduler(KVCache([], 1000, num_blocks=60), 4, 256, 128, mixed_seconds=0.5)
+    scheduler = Scheduler(KVCache([], 1000, (CachePool(60),)), 4, 256, 128, mixed_seconds=0.5)
     scheduler.add(FakeSequence(prompt(10, 1), 100))
     step(scheduler)
     scheduler.add(FakeSequence(prompt(900, 2), 1))
@@ -176,9 +178,9 @@ def test_whatever_comes_goes_fails_and_is_put_out_nothing_is_lost(
         step(scheduler)
         live = [sequence for sequence in live if not sequence.finished]
         assert sorted(map(id, live)) == sorted(map(id, [*scheduler.waiting, *scheduler._running]))
-        tables = {block for sequence in scheduler._running for block in sequence.block_table}
+        tables = {block for sequence in scheduler._running for block in sequence.block_tables[0]}
         assert scheduler.blocks.num_used == len(tables)
-        assert all(not sequence.block_table for sequence in scheduler.waiting)
+        assert all(not sequence.block_tables for sequence in scheduler.waiting)
     run(scheduler)
     assert all(sequence.finished for sequence in live) and scheduler.blocks.num_used == 0
 
@@ -204,7 +206,7 @@ def test_the_newest_gives_up_its_blocks_and_comes_back_first_with_what_it_had() 
         scheduler.add(sequence)
     while not (scheduler.waiting and scheduler.waiting[0] is new and new.started):
         assert step(scheduler) is not None
-    assert new.block_table == [] and new.num_cached_tokens == 0
+    assert new.block_tables == () and new.num_cached_tokens == 0
     generated = len(new.token_ids) - 30
     assert generated > 0 and later.started == 0.0 and scheduler.decoding == [old]
     steps = run(scheduler)
@@ -248,7 +250,7 @@ def test_a_chunk_of_a_single_token_of_a_longer_prompt_is_prefill() -> None:
 
 
 def test_without_sharing_every_request_starts_from_an_empty_cache() -> None:
-    scheduler = Scheduler(KVCache([], 1000, num_blocks=40), 1, 64, 16, shares=False)
+    scheduler = Scheduler(KVCache([], 1000, (CachePool(40),)), 1, 64, 16, shares=False)
     added = [FakeSequence(prompt(70), 5) for _ in range(2)]
     for sequence in added:
         scheduler.add(sequence)
@@ -400,14 +402,14 @@ def drafted_step(scheduler: Scheduler, numbers: random.Random) -> Batch | None:
     if batch.phase == "decode":
         for sequence in batch.sequences:
             left = sequence.max_positions - len(sequence.token_ids) - 1
-            before = len(sequence.block_table)
+            before = len(sequence.block_tables[0])
             free = scheduler.blocks.num_free
             if left > 0 and sequence.num_cached_tokens + 1 == len(sequence.token_ids):
                 drafts[sequence] = scheduler.draft_room(sequence, min(left, numbers.randrange(1, 70)))
-            taken = len(sequence.block_table) - before
+            taken = len(sequence.block_tables[0]) - before
             assert not taken or free > len(scheduler._running), "nobody is put out for a draft"
             end = len(sequence.token_ids) + drafts.get(sequence, 0)
-            assert end <= len(sequence.block_table) * BLOCK and end < sequence.max_positions
+            assert end <= len(sequence.block_tables[0]) * BLOCK and end < sequence.max_positions
     scheduler.computed()
     for sequence in batch.sequences:
         if sequence.num_cached_tokens < len(sequence.token_ids):
@@ -442,12 +444,12 @@ def test_drafts_that_are_taken_and_rejected_lose_no_block_and_share_only_what_wa
         drafted_step(scheduler, numbers)
         finished += [sequence for sequence in live if sequence.finished]
         live = [sequence for sequence in live if not sequence.finished]
-        tables = {block for sequence in scheduler._running for block in sequence.block_table}
+        tables = {block for sequence in scheduler._running for block in sequence.block_tables[0]}
         assert scheduler.blocks.num_used == len(tables)
         by_block: dict[int, list[int]] = {}
         for sequence in scheduler._running:
             assert sequence.num_cached_tokens < len(sequence.token_ids)
-            for index, block in enumerate(sequence.block_table):
+            for index, block in enumerate(sequence.block_tables[0]):
                 held = sequence.token_ids[: (index + 1) * BLOCK]
                 assert by_block.setdefault(block, held) == held, "a shared block is the same text"
     while drafted_step(scheduler, numbers) is not None:

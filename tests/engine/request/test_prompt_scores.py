@@ -207,7 +207,13 @@ def test_a_device_says_at_which_token_logits_are_not_finite(value: float) -> Non
 def scored_sequence(prompt: list[int], blocks: list[int], vocab_size: int, scored: bool) -> Sequence:
     stream = TextStream(lambda _: b"", ())
     sequence = Sequence(
-        prompt, GREEDY, Sampler(GREEDY.with_seed(), vocab_size), stream, frozenset(), 96, block_table=blocks
+        prompt,
+        GREEDY,
+        Sampler(GREEDY.with_seed(), vocab_size),
+        stream,
+        frozenset(),
+        96,
+        block_tables=(blocks,),
     )
     sequence.scores = PromptScores(prompt, 3) if scored else None
     return sequence

@@ -61,7 +61,7 @@ with backend_for(arch) as backend:
     for rows in [length for length in lengths if length <= longest]:
         first = 32 if rows + 32 <= ctx else 0
         table = rehearsal._padding_blocks(first + rows)
-        look(("chunk", rows), lambda: Runner.prefill_logits(runner, [[0] * rows], [first], [table]))
+        look(("chunk", rows), lambda: Runner.prefill_logits(runner, [[0] * rows], [first], [[table]]))
     for rows in lengths:
         for count in (2, 3, 7, 16, 33, 64):
             part, rest = rows // count, rows % count

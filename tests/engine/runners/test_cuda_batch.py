@@ -38,7 +38,7 @@ def next_token(inputs: list[int]) -> int:
 class FakeSequence:
     token_ids: list[int]
     params: SamplingParams = FREE
-    block_table: list[int] = field(default_factory=list)
+    block_tables: tuple[list[int], ...] = field(default_factory=lambda: ([],))
     num_cached_tokens: int = 0
     max_positions: int = CTX
 
@@ -152,19 +152,19 @@ class Engine:
     def prefill(self, sequence: FakeSequence, count: int) -> None:
         self.grow(sequence, count)
         for position, token in enumerate(sequence.token_ids[:count]):
-            place = sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            place = sequence.block_tables[0][position // BLOCK_SIZE], position % BLOCK_SIZE
             self.device.pool[place] = token
         sequence.num_cached_tokens = count
 
     def grow(self, sequence: FakeSequence, position: int) -> None:
         reach = min(position + 2, sequence.max_positions)
-        while len(sequence.block_table) * BLOCK_SIZE < reach:
-            sequence.block_table.append(self.free.pop(0))
+        while len(sequence.block_tables[0]) * BLOCK_SIZE < reach:
+            sequence.block_tables[0].append(self.free.pop(0))
 
     def drop(self, sequence: FakeSequence) -> None:
         """Its blocks are the next to be given away."""
-        self.free = sequence.block_table + self.free
-        sequence.block_table = []
+        self.free = sequence.block_tables[0] + self.free
+        sequence.block_tables = ([],)
         sequence.num_cached_tokens = 0
 
     def step(self, sequences: list[Any]) -> list[Result]:
@@ -282,10 +282,10 @@ def test_what_was_generated_is_computed_again_without_sampling() -> None:
     again, other = engine.start(ids), engine.start([3, 4])
     again.num_cached_tokens = 2
     engine.device.pool = {
-        place: token for place, token in engine.device.pool.items() if place[0] != again.block_table[0]
+        place: token for place, token in engine.device.pool.items() if place[0] != again.block_tables[0][0]
     }
     for position in range(2):
-        engine.device.pool[again.block_table[0], position] = ids[position]
+        engine.device.pool[again.block_tables[0][0], position] = ids[position]
     results = [engine.step([again, other])[0] for _ in range(7)]
     assert results[:5] == [None] * 5
     assert again.token_ids == as_alone([1, 2], 8)

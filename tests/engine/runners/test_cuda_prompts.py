@@ -76,8 +76,7 @@ class Rig:
 
     def rows(self, cache: KVCache) -> Tensor:
         """All that sequences have in the cache."""
-        count = self.cache.num_blocks * BLOCK_SIZE
-        return torch.cat([tensor[:count].flatten() for tensor in cache.layers[0].tensors])
+        return torch.cat([tensor[BLOCK_SIZE:].flatten() for tensor in cache.layers[0].tensors])
 
 
 def batch_of(chunks: list[PromptChunk], device: torch.device = DEVICE) -> ForwardBatch:
@@ -111,7 +110,7 @@ def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Call
     """One that continues, one that begins, in blocks of any order; nothing but their rows is written."""
     rig = make_rig(5)
     rig.hold(4 * BLOCK_SIZE, 3)
-    chunks = [PromptChunk(ids_of(3, 4), 3, [4]), PromptChunk(ids_of(50, 2), 0, [1, 3])]
+    chunks = [PromptChunk(ids_of(3, 4), 3, [[4]]), PromptChunk(ids_of(50, 2), 0, [[1, 3]])]
     assert rig.graphs.compute(chunks) is None, "the first time is eager"
     ours = rig.graphs.compute(chunks)
     assert ours is not None and len(rig.graphs.recorded) == 1
@@ -138,7 +137,7 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
         for mine, other in zip(*(layer.tensors for layer in layers), strict=True):
             mine.copy_(other.normal_())
     graphs = PromptGraphs(decoder, caches[0])
-    tables = [list(range(10)), list(range(12, 24)), list(range(30, 34))]
+    tables = [[list(range(1, 11))], [list(range(12, 24))], [list(range(30, 34))]]
     lengths, starts = (300, 200, 7), (0, 150, 90)
     for cut in (0, 290, 100, 0):
         parts = list(zip(lengths, starts, tables, strict=True))
@@ -167,7 +166,7 @@ def test_steps_are_told_by_rows_and_sequences(
     lengths: list[int], blocks: int, size: StepSize | None, make_rig: Callable[[int], Rig]
 ) -> None:
     graphs = make_rig(blocks).graphs
-    assert graphs.size_of([PromptChunk([0] * length, 0, [0]) for length in lengths]) == size
+    assert graphs.size_of([PromptChunk([0] * length, 0, [[0]]) for length in lengths]) == size
 
 
 def test_steps_whose_memory_was_let_go_of_are_recorded_again(
@@ -182,7 +181,7 @@ def test_steps_whose_memory_was_let_go_of_are_recorded_again(
         return Again(lambda: torch.ones(4, 8), torch.ones(4, 8)), torch.ones(4, 8)
 
     rig.graphs = PromptGraphs(rig.decoder, rig.cache, noted)
-    chunk = [PromptChunk([5, 6], 0, [1])]
+    chunk = [PromptChunk([5, 6], 0, [[1]])]
     answers = [rig.graphs.compute(chunk) is None for _ in range(3)]
     assert answers == [True, False, False] and recorded == [0]
     rooms[0] = 1
@@ -206,8 +205,8 @@ def test_a_step_that_is_captured_ahead_rounds_as_a_prompts_does(
 
 def test_a_board_says_what_a_batch_says_and_where_the_rest_goes() -> None:
     board = Board(StepSize(64, 4), 40, 16, CTX, 7, torch.device("cpu"))
-    chunks = [PromptChunk(ids_of(0, 20), 30, [2, 5]), PromptChunk(ids_of(3, 33), 0, [1, 0])]
-    board.send([PromptChunk([9] * 64, 0, [3, 4])])
+    chunks = [PromptChunk(ids_of(0, 20), 30, [[2, 5]]), PromptChunk(ids_of(3, 33), 0, [[1, 0]])]
+    board.send([PromptChunk([9] * 64, 0, [[3, 4]])])
     board.send(chunks)
     expected = batch_of(chunks, torch.device("cpu"))
     cut = cut_tiles(expected, board.tile_rows)

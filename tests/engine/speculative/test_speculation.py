@@ -105,7 +105,7 @@ class Drafter:
         for sequence, draft in drafts.items():
             end = len(sequence.token_ids) + len(draft)
             assert len(draft) <= asked[sequence] and end < sequence.max_positions
-            assert len(sequence.block_table) * BLOCK_SIZE >= end
+            assert len(sequence.block_tables[0]) * BLOCK_SIZE >= end
         return drafts
 
 
@@ -318,7 +318,7 @@ def test_a_cancelled_text_frees_its_blocks_and_leaves_the_others_alone(model: Pa
         for _ in range(8):
             llm.step()
         streams[1].close()
-        assert streams[1].sequence.block_table == []
+        assert streams[1].sequence.block_tables == ()
         same([streams[i].finish() for i in (0, 2)], [alone.generate(PROMPTS[i], SEEDED)[0] for i in (0, 2)])
         assert all_free(llm)
 
