@@ -63,7 +63,7 @@ def time_batch(
 
 def _time_prompts(llm: LLM, test: BenchTest, batch: int) -> float:
     prompts = _prompts(llm, batch, test.depth + test.prompt)
-    llm.scheduler.forget()
+    llm.scheduler.reset()
     if test.depth:  # one token more: a prompt's last token is always computed, and these are not to be
         llm.generate([ids[: test.depth + 1] for ids in prompts], _greedy(1))
     began = time.perf_counter()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.batch import Batch, Chunk
+from quengine.block_manager import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.reference import ReferenceBackend
@@ -144,7 +145,7 @@ def test_scores_that_are_there_stay_when_a_sequence_loses_its_blocks(
     with LLM(path, "cpu") as llm:
         expected = [of_logits(llm.logits(prompt), prompt) for prompt in prompts]
     with LLM(path, "cpu", parallel=2) as llm:
-        llm.loaded.cache.num_blocks = 5
+        llm.loaded.cache.pools = (CachePool(5),)
         llm.scheduler = llm._make_scheduler()
         lost: list[Sequence] = []
         preempt = llm.scheduler._preempt

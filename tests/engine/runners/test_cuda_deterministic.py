@@ -118,7 +118,7 @@ def test_preempted_texts_are_the_same(alone: LLM, many: LLM, params: SamplingPar
 
 
 def test_a_shared_beginning_has_the_bits_of_one_computed(alone: LLM, many: LLM) -> None:
-    many.scheduler.forget()
+    many.scheduler.reset()
     many.generate(SHARED, GREEDY)
     for prompt in ([*SHARED[:64], 1, 2, 3], SHARED):
         got = many.generate(prompt, GREEDY)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quengine.block_manager import CachePool
 from quengine.kernels.cuda.launch.compile_ahead import marker
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_runner import CudaRunner, GraphKey
@@ -45,7 +46,7 @@ def test_kernels_are_not_looked_for_again_where_the_marker_says_they_were_compil
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
-    cache = SimpleNamespace(ctx_size=4, layers=[], num_blocks=1)
+    cache = SimpleNamespace(ctx_size=4, layers=[], pools=(CachePool(1),))
     marker("GPU X", "model", 10, 1, [], 1, 0).touch()
     CudaRunner(Shape(), cache).compile_kernels()  # type: ignore[arg-type]
 

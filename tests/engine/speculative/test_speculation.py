@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.block_manager import CachePool
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
@@ -81,7 +82,7 @@ def all_free(llm: LLM) -> bool:
 
 def shrink(llm: LLM, blocks: int) -> None:
     """As if there were memory for so few blocks."""
-    llm.loaded.cache.num_blocks = blocks
+    llm.loaded.cache.pools = (CachePool(blocks),)
     llm.scheduler = llm._make_scheduler()
     llm.speculation = llm._make_speculation()
 
