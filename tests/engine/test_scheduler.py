@@ -8,6 +8,7 @@ import pytest
 from quengine.batch import Batch
 from quengine.block_manager import CachePool
 from quengine.errors import EngineError
+from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kv_cache import KVCache
 from quengine.request.prompt_scores import PromptScores
 from quengine.sampler import TokenLogprobs
@@ -477,3 +478,121 @@ def test_a_prompt_that_is_scored_shares_only_what_has_been_scored_already() -> N
     scheduler._preempt(scored)
     batch = scheduler.next_batch()
     assert batch is not None and batch.chunks[0].start == 96 and not batch.chunks[0].scored_rows
+
+
+WINDOWS = [
+    (CachePool(17), CachePool(30, 50, 64)),
+    (CachePool(9, 100, 64), CachePool(40)),
+    (CachePool(10, 120, 64),),
+    (CachePool(40), CachePool(9, 33, 64), CachePool(12, 150, 64)),
+]
+
+
+class Cells:
+    """What the rows of each group's cache hold: the text up to their token."""
+
+    def __init__(self, pools: tuple[CachePool, ...]) -> None:
+        self.pools = pools
+        self.held: list[dict[tuple[int, int], int]] = [{} for _ in pools]
+
+    def compute(self, sequence: FakeSequence, ids: list[int], count: int) -> None:
+        """Write `count` rows of these ids behind what is cached; every row then finds what it sees."""
+        start, texts = sequence.num_cached_tokens, [0]
+        for token in ids:
+            texts.append(hash((texts[-1], token)))
+        for pool, table, held in zip(self.pools, sequence.block_tables, self.held, strict=True):
+            for position in range(start, start + count):
+                assert table[position // BLOCK] != PADDING_BLOCK
+                held[table[position // BLOCK], position % BLOCK] = texts[position + 1]
+            first = 0 if pool.window is None else max(0, start - pool.window + 1)
+            for position in range(first, start + count):
+                assert held[table[position // BLOCK], position % BLOCK] == texts[position + 1]
+
+
+def windowed_step(scheduler: Scheduler, cells: Cells, numbers: random.Random) -> bool:
+    """A step with drafts of any length, of which any number is right."""
+    batch = scheduler.next_batch()
+    if batch is None:
+        return False
+    counts = {chunk.sequence: len(chunk.ids) for chunk in batch.chunks}
+    drafts: dict[FakeSequence, int] = {}
+    for sequence in batch.sequences:
+        ids, count = list(sequence.token_ids), counts.get(sequence, 1)
+        left = sequence.max_positions - len(ids) - 1
+        if batch.phase == "decode" and left > 0 and sequence.num_cached_tokens + 1 == len(ids):
+            drafts[sequence] = scheduler.draft_room(sequence, min(left, numbers.randrange(0, 4)))
+            ids += [-1] * drafts[sequence]
+            count += drafts[sequence]
+        cells.compute(sequence, ids, count)
+    scheduler.computed()
+    for sequence in batch.sequences:
+        if sequence.num_cached_tokens < len(sequence.token_ids):
+            continue
+        sequence.token_ids.append(numbers.randrange(3))
+        for _ in range(numbers.randint(0, drafts.get(sequence, 0))):
+            if sequence.finished:
+                break
+            # The drafted token was right: its row holds it.
+            cells.compute(sequence, sequence.token_ids, 1)
+            scheduler.accepted(sequence)
+            sequence.token_ids.append(numbers.randrange(3))
+    scheduler.release()
+    return True
+
+
+@pytest.mark.parametrize("pools", WINDOWS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_token_finds_what_its_window_sees_whatever_is_released_shared_and_preempted(
+    pools: tuple[CachePool, ...], packed: bool, deterministic: bool
+) -> None:
+    cache = KVCache([], 1000, pools)
+    scheduler = Scheduler(cache, 5, 64, 16, deterministic=deterministic, packed=packed)
+    numbers, cells = random.Random(len(pools)), Cells(pools)
+    live: list[FakeSequence] = []
+    finished: list[FakeSequence] = []
+    preempted, preempt = [], scheduler._preempt
+    scheduler._preempt = lambda s: (preempted.append(s), preempt(s))[1]  # type: ignore[method-assign,assignment,arg-type]
+    for number in range(1200):
+        if len(live) < 9 and numbers.random() < 0.3:
+            again = numbers.choice(finished).token_ids if finished and numbers.random() < 0.6 else []
+            ids = [*again[: numbers.randrange(250)], *prompt(numbers.randrange(1, 40), number)]
+            live.append(FakeSequence(ids, numbers.randrange(1, 240)))
+            scheduler.add(live[-1])
+        if live and numbers.random() < 0.03:
+            scheduler.cancel(live.pop(numbers.randrange(len(live))))
+        if scheduler.decoding and numbers.random() < 0.02:
+            numbers.choice(scheduler.decoding).error = EngineError("not finite")
+            scheduler.release()
+        windowed_step(scheduler, cells, numbers)
+        finished += [s for s in live if s.finished and s.error is None]
+        live = [sequence for sequence in live if not sequence.finished]
+        for group, pool in enumerate(pools):
+            tables = [sequence.block_tables[group] for sequence in scheduler._running]
+            owned = {block for table in tables for block in table} - {PADDING_BLOCK}
+            assert scheduler.blocks._pools[group].num_free == pool.num_blocks - len(owned)
+            for table in tables:
+                assert len(table) - table.count(PADDING_BLOCK) <= pool.most_blocks(1000)
+    while windowed_step(scheduler, cells, numbers):
+        pass
+    assert all(sequence.finished for sequence in live) and scheduler.blocks.num_used == 0
+    assert preempted and any(sequence.reused_tokens for sequence in finished)
+
+
+def test_a_windowed_group_is_refused_by_what_it_needs_at_once() -> None:
+    scheduler = Scheduler(KVCache([], 10**5, (CachePool(5, 50, 64),)), 1, 64, 16)
+    scheduler.add(FakeSequence(prompt(20000), 5))
+    assert len(run(scheduler)) > 300
+    with pytest.raises(EngineError, match="may take 20005 tokens and the cache holds 128"):
+        Scheduler(KVCache([], 10**5, (CachePool(4, 50, 64),)), 1, 64, 16).add(FakeSequence(prompt(20000), 5))
+
+
+def test_full_length_sequences_run_together_in_a_pool_of_their_windows() -> None:
+    """As many as there are windows for, though all positions of one would not fit."""
+    each = CachePool(0, 64, 64).most_blocks(2000)
+    scheduler = Scheduler(KVCache([], 2000, (CachePool(4 * each, 64, 64),)), 4, 64, 64)
+    added = [FakeSequence(prompt(1000, i), 200) for i in range(4)]
+    for sequence in added:
+        scheduler.add(sequence)
+    assert max(len(batch.sequences) for batch in run(scheduler)) == 4
+    assert all(sequence.num_cached_tokens == 1199 for sequence in added), "none was preempted"
