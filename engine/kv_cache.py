@@ -50,9 +50,8 @@ class KVCache:
         heads, head_dim = config.head_count_kv, config.head_dim
         layers = [allocate_layer(count, heads, head_dim, device, cache_type) for count in rows]
         padding = slice(PADDING_BLOCK * BLOCK_SIZE, (PADDING_BLOCK + 1) * BLOCK_SIZE)
-        for layer in layers:
-            for tensor in layer.tensors:
-                tensor[padding].zero_()
+        for tensor in (tensor for layer in layers for tensor in layer.tensors):
+            tensor[padding].zero_()
         return cls(layers, ctx_size, tuple(pools))
 
     @property
