@@ -7,8 +7,15 @@ import pytest
 from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
-from quengine.memory import WORKSPACE, CacheNeeds, choose_context, choose_pools, workspace_bytes
-from quengine.models.config import ModelConfig
+from quengine.memory import (
+    WORKSPACE,
+    CacheNeeds,
+    attended_bytes,
+    choose_context,
+    choose_pools,
+    workspace_bytes,
+)
+from quengine.models.config import CacheGroup, ModelConfig
 from tests.tiny_models import small_config
 
 GIB = 2**30
@@ -113,3 +120,67 @@ def test_room_beside_weights_and_cache_grows_with_the_model_and_the_chunk_on_a_g
 def test_a_draft_model_takes_less_beside_than_alone(config: ModelConfig) -> None:
     alone, beside = (workspace_bytes("cuda", config, 2**27, 2048, 8, draft) for draft in (False, True))
     assert beside < alone
+
+
+@pytest.fixture
+def windowed(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    """Every sixth of 36 layers keeps all positions, the others see 1024."""
+    full = tuple(range(5, 36, 6))
+    rest = tuple(layer for layer in range(36) if layer not in full)
+    groups = (CacheGroup(None, full), CacheGroup(1024, rest))
+    monkeypatch.setattr(ModelConfig, "cache_groups", property(lambda _: groups))
+    return dataclasses.replace(
+        small_config(), block_count=36, head_count=8, head_count_kv=2, head_dim=256, context_length=131072
+    )
+
+
+def test_a_window_needs_its_own_positions_and_those_of_a_chunk(windowed: ModelConfig) -> None:
+    layer = 2 * 2 * 256 * 2  # bytes a position
+    assert needs(windowed).nbytes(512) == windowed.kv_cache_bytes(512) == 36 * layer * 512
+    assert needs(windowed).nbytes(32768) == 6 * layer * 32768 + 30 * layer * (1024 + 512 + 32)
+    assert needs(windowed).nbytes(32768) < windowed.kv_cache_bytes(32768) / 4
+    assert attended_bytes(windowed, 1000, "f16") == windowed.kv_cache_bytes(1000)
+    assert attended_bytes(windowed, 5000, "f16") == layer * (6 * 5000 + 30 * 1024)
+
+
+def test_the_context_that_fits_follows_from_the_windows(windowed: ModelConfig) -> None:
+    room = needs(windowed).nbytes(32768)
+    free = 4 * GIB + WORKSPACE["cpu"] + room
+    assert choose_context(needs(windowed), None, 4 * GIB, free, "cpu") == 32768
+    assert choose_context(needs(windowed), None, 4 * GIB, free - 1, "cpu") == 32768 - 256
+    assert choose_context(needs(windowed), 32768, 4 * GIB, free, "cpu") == 32768
+    with pytest.raises(CannotRunError, match=r"; try -c 32512 or --cache-type q8_0$"):
+        choose_context(needs(windowed), 32768, 4 * GIB, free - 1, "cpu")
+
+
+def test_groups_have_as_many_blocks_where_memory_is_short_and_what_they_need_where_it_is_not(
+    windowed: ModelConfig,
+) -> None:
+    full, window = needs(windowed).block_bytes("f16")
+
+    def pools(room: int) -> list[int]:
+        made = choose_pools(needs(windowed), 32768, 4, room, "f16")
+        assert [pool.window for pool in made] == [None, 1024]
+        return [pool.num_blocks for pool in made]
+
+    one = (1024, 49)
+    padding = full + window
+    assert pools(padding + 4 * (one[0] * full + one[1] * window)) == [4 * 1024, 4 * 49]
+    assert pools(padding + 1500 * full + 4 * 49 * window) == [1500, 4 * 49]
+    assert pools(padding + 1500 * full + 4 * 49 * window - 1) == [1499, 4 * 49]
+    assert pools(0) == [1024, 49]
+    short = choose_pools(needs(windowed), 1024, 64, padding + 100 * (full + window), "f16")
+    assert [pool.num_blocks for pool in short] == [100, 100]
+
+
+def test_with_a_draft_model_the_first_group_keeps_all_positions(windowed: ModelConfig) -> None:
+    draft = dataclasses.replace(windowed, block_count=2)
+    both = CacheNeeds(windowed, 512, draft)
+    assert [pool.window for pool in both.pools()] == [None, 1024]
+    assert both.nbytes(32768) == needs(windowed).nbytes(32768) + draft.kv_cache_bytes(32768)
+
+
+def test_a_window_of_all_layers_is_kept_with_a_draft_model(config: ModelConfig) -> None:
+    config = dataclasses.replace(config, sliding_window=4096)
+    assert [pool.window for pool in CacheNeeds(config, 512).pools()] == [4096]
+    assert [pool.window for pool in CacheNeeds(config, 512, config).pools()] == [None]
