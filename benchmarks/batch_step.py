@@ -40,7 +40,7 @@ def decoding(llm: LLM, batch: int, depth: int) -> list[Sequence]:
             llm.ctx_size,
         )
         sequence.num_cached_tokens = depth
-        sequence.block_table = list(range(number * blocks, (number + 1) * blocks))
+        sequence.block_tables = (list(range(1 + number * blocks, 1 + (number + 1) * blocks)),)
         made.append(sequence)
     return made
 

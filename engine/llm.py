@@ -19,6 +19,7 @@ from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.load import load_model
+from quengine.memory import attended_bytes
 from quengine.models.template.chat_template import encode_chat
 from quengine.platform.machine import peak_memory
 from quengine.request.output import Completion
@@ -191,7 +192,7 @@ class LLM:
         """
         ids = self._sequences.checked(as_ids(token_ids))
         with self._alone():
-            self.scheduler.forget()
+            self.scheduler.reset()
             if decode:
                 return self.runner.logits(ids, 0, "decode")
             size = self.loaded.decoder.chunk_size
@@ -309,7 +310,7 @@ class LLM:
             EngineError: a stream of this thread is under way.
         """
         with self._alone():
-            self.scheduler.forget()
+            self.scheduler.reset()
             resolved = None if params is None else self._sequences.resolved(params)
             self.runner.warm_up(resolved)
             if self.loaded.draft is not None:
@@ -320,13 +321,13 @@ class LLM:
         return sequence.completion(
             load_s=self.loaded.load_s,
             weight_bytes=self.loaded.decoder.bytes_per_token,
-            cache_bytes_per_position=self.cache_bytes(1),
+            cache_bytes=self.cache_bytes,
             peak=peak_memory(),
         )
 
     def cache_bytes(self, positions: int) -> int:
-        """What keys and values of so many positions take, as this model's cache stores them."""
-        return self.model_config.kv_cache_bytes(positions, self.config.cache_type)
+        """Bytes of keys and values that the last of so many tokens reads."""
+        return attended_bytes(self.model_config, positions, self.config.cache_type)
 
     def close(self) -> None:
         """Close the mapped file, once no thread computes. The model cannot be used afterwards."""

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import Backend
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
-from quengine.memory import choose_blocks, choose_context, gib, workspace_bytes
+from quengine.memory import CacheNeeds, choose_context, choose_pools, gib, workspace_bytes
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
@@ -83,16 +84,17 @@ def load_model(
     torch.set_num_threads(threads)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     logger.info("device %s: %s; %s of memory free", device, _device_name(device), gib(free))
-    ctx_size, num_blocks = _choose_cache(config, checkpoint, draft, device, free)
+    ctx_size, pools = _choose_cache(config, checkpoint, draft, device, free)
     made = _Machine(config, device, threads, free, progress)
-    runner = made.runner(checkpoint, ctx_size, num_blocks)
+    runner = made.runner(checkpoint, ctx_size, pools)
     notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
     if config.draft_ngram:
         notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
     drafts = None
     if draft is not None:
         drafts_ctx = min(ctx_size, draft.config.context_length)
-        draft_runner = made.runner(draft, drafts_ctx, num_blocks, drafts=True)
+        draft_pools = [CachePool(pools[0].num_blocks) for _ in draft.config.cache_groups]
+        draft_runner = made.runner(draft, drafts_ctx, draft_pools, drafts=True)
         drafts = DraftModel(draft_runner, made.draft_steps(draft_runner))
         notes.append(_draft_note(draft, draft_runner.cache, ctx_size))
     load_s = time.perf_counter() - began
@@ -132,12 +134,12 @@ class _Machine:
     progress: Callable[[str], None] | None
 
     def runner(
-        self, checkpoint: Checkpoint, ctx_size: int, num_blocks: int, drafts: bool = False
+        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], drafts: bool = False
     ) -> ModelRunner:
         """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
-        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, num_blocks)
+        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools=pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         with _weights(checkpoint, device, config.mmap, self.progress) as tensors:
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size)
@@ -156,10 +158,9 @@ class _Machine:
 
 def _choose_cache(
     config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device, free: int
-) -> tuple[int, int]:
-    """Positions of a sequence, and blocks of the cache."""
+) -> tuple[int, list[CachePool]]:
+    """Positions of a sequence, and the pools of the cache's blocks."""
     shape, cache_type = checkpoint.config, config.cache_type
-    drafts = None if draft is None else draft.config
     chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
     if config.parallel == 1:
         chunk = min(chunk, config.ctx_size or shape.context_length)
@@ -169,14 +170,11 @@ def _choose_cache(
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
+    needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
     room = free - weights - workspace
-    for held in (shape, drafts):  # the last block of a sequence that does not fill it, and the padding block
-        workspace += 0 if held is None else held.kv_cache_bytes(2 * BLOCK_SIZE, cache_type)
-    ctx_size = choose_context(
-        shape, config.ctx_size, weights, free, str(device), cache_type, workspace, drafts
-    )
-    blocks = choose_blocks(shape, ctx_size, config.parallel, room, cache_type, drafts)
-    return ctx_size, blocks
+    workspace += 2 * sum(needs.block_bytes(cache_type))  # the padding blocks, and as much again
+    ctx_size = choose_context(needs, config.ctx_size, weights, free, str(device), cache_type, workspace)
+    return ctx_size, choose_pools(needs, ctx_size, config.parallel, room, cache_type)
 
 
 def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) -> str:
@@ -185,7 +183,8 @@ def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) ->
     cut = "" if config.ctx_size or cache.ctx_size == trained else f", cut from {trained} to fit"
     held = f"cache {gib(cache.nbytes)} ({config.cache_type})"
     if config.parallel > 1:
-        held += f" for {cache.num_blocks * BLOCK_SIZE} tokens of up to {config.parallel} texts at once"
+        tokens = max(pool.num_blocks for pool in cache.pools) * BLOCK_SIZE
+        held += f" for {tokens} tokens of up to {config.parallel} sequences at once"
     return f"context {cache.ctx_size} tokens{cut}, {held}, weights {gib(checkpoint.nbytes)}"
 
 

@@ -96,7 +96,7 @@ class ModelRunner:
         EngineError where its logits are not finite. What is raised concerns all rows; none has then advanced, and the
         call may be repeated with fewer of them.
 
-        `block_table` covers these positions, and without a draft the one after them, if the sequence can come to it,
+        `block_tables` cover these positions, and without a draft the one after them, if the sequence can come to it,
         since a device decoder may be a step ahead. From call to call sequences come and go; one that stayed has its
         Sample's token appended.
         """
@@ -158,10 +158,10 @@ class ModelRunner:
 
         In one prefill step, or one decode step a token. What other sequences had there is lost.
         """
-        table = self.cache.whole_table
+        tables = self.cache.whole_tables
         if phase == "prefill":
-            return self.forward("prefill", [SequenceRows(ids, start, table)], all_logits=True).cpu()
-        steps = [[SequenceRows([token], start + n, table)] for n, token in enumerate(ids)]
+            return self.forward("prefill", [SequenceRows(ids, start, tables)], all_logits=True).cpu()
+        steps = [[SequenceRows([token], start + n, tables)] for n, token in enumerate(ids)]
         return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
 
     def _decode_on_host(self, sequences: Seq[Sequence]) -> list[Result]:

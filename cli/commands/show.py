@@ -45,8 +45,9 @@ def show(
 
 def _devices(summary: "ModelSummary") -> list[dict[str, Any]]:
     """Per device here: free bytes, bytes needed at the model's own context, the context that fits."""
+    from quengine.config import DEFAULT_CHUNK
     from quengine.errors import CannotRunError
-    from quengine.memory import WORKSPACE, choose_context
+    from quengine.memory import WORKSPACE, CacheNeeds, choose_context
     from quengine.platform.machine import available_memory, cuda_devices
 
     config = summary.config
@@ -58,10 +59,11 @@ def _devices(summary: "ModelSummary") -> list[dict[str, Any]]:
         places += [(f"cuda:{device.index}", device.free_memory) for device in cuda_devices()]
     found = []
     for name, free in places:
+        kind = name.partition(":")[0]
+        needs = CacheNeeds(config, DEFAULT_CHUNK[kind])
         try:
-            workspace = WORKSPACE[name.partition(":")[0]]
             context, problem = (
-                choose_context(config, None, summary.weight_bytes, free, name, workspace=workspace),
+                choose_context(needs, None, summary.weight_bytes, free, name, workspace=WORKSPACE[kind]),
                 None,
             )
         except CannotRunError as error:
@@ -71,7 +73,7 @@ def _devices(summary: "ModelSummary") -> list[dict[str, Any]]:
                 "device": name,
                 "free_bytes": free,
                 "weight_bytes": summary.weight_bytes,
-                "kv_cache_bytes": config.kv_cache_bytes(config.context_length),
+                "kv_cache_bytes": needs.nbytes(config.context_length),
                 "context_that_fits": context,
                 "problem": problem,
             }
@@ -138,20 +140,21 @@ def _config_lines(config: "ModelConfig") -> list[str]:
 
 
 def _device_lines(summary: "ModelSummary", devices: list[dict[str, Any]]) -> list[str]:
-    from quengine.kernels.kv.cache_types import can_store
-    from quengine.memory import gib
+    from quengine.config import DEFAULT_CHUNK
+    from quengine.memory import CacheNeeds, gib
 
     config = summary.config
     if config is None or not summary.tensors:
         return []
-    cache = config.kv_cache_bytes(config.context_length)
+    needs = CacheNeeds(config, DEFAULT_CHUNK["cpu"])
+    cache = needs.nbytes(config.context_length)
     smaller = ""
-    if can_store("q8_0", config.head_dim):
-        smaller = f" ({gib(config.kv_cache_bytes(1024, 'q8_0'))} with --cache-type q8_0)"
+    if needs.can_store("q8_0"):
+        smaller = f" ({gib(needs.nbytes(1024, 'q8_0'))} with --cache-type q8_0)"
     lines = [
         f"memory        weights {gib(summary.weight_bytes)} + KV cache {gib(cache)} (fp16, "
         f"{config.context_length} tokens) = {gib(summary.weight_bytes + cache)}; "
-        f"{gib(config.kv_cache_bytes(1024))} of cache per 1024 tokens{smaller}"
+        f"{gib(needs.nbytes(1024))} of cache for a context of 1024 tokens{smaller}"
     ]
     for device in devices:
         context = device["context_that_fits"]

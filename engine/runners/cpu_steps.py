@@ -12,8 +12,9 @@ from torch import Tensor
 
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.cpu.step import Buffers, Step
-from quengine.kernels.forward_batch import Phase
-from quengine.kv_cache import KVCache, blocks_for
+from quengine.kernels.forward_batch import BlockTables, Phase
+from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
+from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.graph_keys import EXACT_CPU_ROWS, GraphKey, decode_key
@@ -41,14 +42,14 @@ class CpuSteps:
 
     def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
         """Logits fp32 [rows, vocab], valid until the next step."""
-        tokens, positions, tables = list[int](), list[int](), list[Seq[int]]()
-        for ids, start, table in rows:
+        tokens, positions, tables = list[int](), list[int](), list[BlockTables]()
+        for ids, start, of_sequence in rows:
             tokens += ids
             positions += range(start, start + len(ids))
-            tables += [table] * len(ids)
+            tables += [of_sequence] * len(ids)
         count = len(tokens)
         padding = key.rows - count
-        tables += [[self._cache.padding_block]] * padding
+        tables += [[[PADDING_BLOCK]] * len(self._cache.pools)] * padding
         step = self._steps.get(key) or self.capture(key)
         return step.run(tokens + [0] * padding, positions + [0] * padding, tables)[:count]
 
@@ -58,9 +59,9 @@ class CpuSteps:
         if key not in self._steps:
             backend, layers = self._decoder.backend, self._cache.layers
             assert isinstance(backend, CpuBackend)
-            blocks = blocks_for(self._cache.ctx_size)
+            blocks, groups = blocks_for(self._cache.ctx_size), len(self._cache.pools)
             self._steps[key] = backend.record(
-                lambda batch: self._decoder.forward(batch, layers), key.rows, blocks, self._buffers
+                lambda batch: self._decoder.forward(batch, layers), key.rows, blocks, self._buffers, groups
             )
         return self._steps[key]
 

@@ -17,7 +17,8 @@ from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
 from quengine.kernels.forward_batch import Phase
-from quengine.kv_cache import KVCache, blocks_for
+from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
+from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.graph_capture import CapturedStep, capture_step
@@ -91,13 +92,13 @@ class CudaGraphs:
         self.decoder, self.cache, self.slots = decoder, cache, padded_rows(slots)
         self.prefill_tokens = max(prefill_tokens, self.longest_chunk)
         self.shares_sequences = shares_sequences
-        self.inputs = DecodeInputs(self.slots, blocks_for(cache.ctx_size), cache.padding_block, device)
+        self.inputs = DecodeInputs(self.slots, blocks_for(cache.ctx_size), len(cache.pools), device)
         self.prompts = PrefillInputs(
             cache.ctx_size,
             decoder.chunk_size,
             decoder.config.head_dim,
             decoder.backend.fixed_kernels,
-            cache.padding_block,
+            len(cache.pools),
             device,
         )
         rows = self.inputs.rows
@@ -206,8 +207,8 @@ class CudaGraphs:
     @torch.no_grad()
     def run_prompts(self, lengths: Seq[int]) -> None:
         """A step of prompts of these lengths, eagerly; it writes to the padding block alone."""
-        table = [self.cache.padding_block] * blocks_for(max(lengths))
-        rows = [SequenceRows([0] * length, 0, table) for length in lengths]
+        tables = [[PADDING_BLOCK] * blocks_for(max(lengths))] * len(self.cache.pools)
+        rows = [SequenceRows([0] * length, 0, tables) for length in lengths]
         self.decoder.forward(forward_batch("prefill", rows, self.decoder.backend.device), self.cache.layers)
 
     @torch.no_grad()
@@ -216,7 +217,7 @@ class CudaGraphs:
         if key.sampling is None:
             self.prompts.send(key, [])
             return self._run(key)
-        inputs = DecodeInputs(key.rows, self.inputs.blocks, self.cache.padding_block, self._chosen.device)
+        inputs = DecodeInputs(key.rows, self.inputs.blocks, self.inputs.groups, self._chosen.device)
         history = torch.zeros(
             inputs.rows, self._history.shape[1], dtype=torch.int32, device=self._chosen.device
         )

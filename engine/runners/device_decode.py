@@ -55,7 +55,7 @@ class DeviceDecoder:
         if sequence.next_is_newest and not (self._drafts and params.penalizes):
             kind = SamplingKind.of(params)
         entries = sequence.max_positions // BLOCK_SIZE + 1  # a step launched ahead included
-        tables, history = (sequence.block_table,), sequence.token_ids
+        tables, history = sequence.block_tables, sequence.token_ids
         return [
             DecodeRow(sequence, n, token, start + n, tables, entries, params, sequence.sampler, kind, history)
             for n, token in enumerate([history[start], *sequence.draft])

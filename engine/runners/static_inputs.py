@@ -15,7 +15,7 @@ from torch import Tensor
 from quengine.kernels.cuda.attention.attention_prefill import tile_rows
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, tile_entries
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles, pad_block_tables
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
 from quengine.runners.step_rows import SequenceRows
 
@@ -34,24 +34,22 @@ class DecodeInputs:
     stays at position 0 of the padding block.
     """
 
-    def __init__(
-        self, rows: int, blocks: int, padding_block: int, device: torch.device, groups: int = 1
-    ) -> None:
+    def __init__(self, rows: int, blocks: int, groups: int, device: torch.device) -> None:
         self.rows = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
-        self.blocks, self.groups, self.padding_block = blocks, groups, padding_block
+        self.blocks, self.groups = blocks, groups
         self.all = torch.zeros(self.rows * (4 + groups * blocks), dtype=torch.int32, device=device)
         self.live = self.all[: self.rows]
         self.positions = self.all[self.rows : 2 * self.rows]
         self.tokens = self.all[2 * self.rows : 4 * self.rows].view(torch.int64)
         self.tables = self.all[4 * self.rows :].view(groups, self.rows, blocks)
-        self.tables.fill_(padding_block)
+        self.tables.fill_(PADDING_BLOCK)
         self._changes: dict[int, int] = {}
 
     def assign(self, slot: int, tables: Seq[Seq[int]], entries: int) -> None:
         """Give a slot a sequence's block tables, with the padding block in the rest of their first `entries`."""
         self._changes[slot] = 1
         for group, table in enumerate(tables):
-            self.extend(slot, group, 0, [*table, *[self.padding_block] * (entries - len(table))])
+            self.extend(slot, group, 0, [*table, *[PADDING_BLOCK] * (entries - len(table))])
 
     def extend(self, slot: int, group: int, first: int, blocks: Seq[int]) -> None:
         """Set entries `first`, ... of a block table."""
@@ -67,7 +65,7 @@ class DecodeInputs:
         self._changes[slot] = 0
         self.set_input(slot, 0, 0)
         for group in range(self.groups):
-            self.extend(slot, group, 0, [self.padding_block])
+            self.extend(slot, group, 0, [PADDING_BLOCK])
 
     def send(self) -> None:
         """Send the changes since the last call, in stream order, without waiting for the device."""
@@ -85,7 +83,7 @@ class DecodeInputs:
             "decode",
             self.tokens[:rows],
             self.positions[:rows],
-            self.tables[0, :rows],
+            self.tables[:, :rows],
             shares_sequences=shares_sequences,
         )
 
@@ -127,17 +125,16 @@ class PrefillInputs:
         chunk_size: int,
         head_dim: int,
         fixed_kernels: bool,
-        padding_block: int,
+        groups: int,
         device: torch.device,
-        groups: int = 1,
     ) -> None:
-        self._ctx_size, self._chunk_size, self._padding_block = ctx_size, chunk_size, padding_block
+        self._ctx_size, self._chunk_size = ctx_size, chunk_size
         self._device = device
         self._tile_rows = cache(lambda longest: tile_rows(head_dim, longest, device, fixed_kernels))
         sizes = [self.layout(GraphKey("prefill", r, s)) for r in PREFILL_ROWS for s in PREFILL_SEQUENCES]
         self._all = torch.zeros(max(s.entries for s in sizes), dtype=torch.int32, device=device)
         shape = (groups, PREFILL_SEQUENCES[-1] + 1, -(-ctx_size // BLOCK_SIZE))
-        self.tables = torch.full(shape, padding_block, dtype=torch.int32, device=device)
+        self.tables = torch.full(shape, PADDING_BLOCK, dtype=torch.int32, device=device)
 
     def layout(self, key: GraphKey) -> PrefillLayout:
         tile = self._tile_rows(min(key.rows, self._chunk_size))
@@ -154,7 +151,7 @@ class PrefillInputs:
             "prefill",
             token_ids=ids.view(torch.int64),
             positions=positions,
-            block_tables=self.tables[0],
+            block_tables=self.tables,
             logits_rows=last.view(torch.int64),
             tiles=PrefillTiles(sequences, tiles.view(-1, TILE_FIELDS), layout.tile_rows, longest, 0, 0),
         )
@@ -162,8 +159,8 @@ class PrefillInputs:
     def send(self, key: GraphKey, rows: Seq[SequenceRows]) -> None:
         """Make these the rows of the next step, in stream order, without waiting for the device."""
         if rows:
-            tables = self._pinned(pad_block_tables([part.block_table for part in rows], self._padding_block))
-            self.tables[0, : len(rows), : tables.shape[1]].copy_(tables, non_blocking=True)
+            tables = self._pinned(pad_block_tables([part.block_tables for part in rows]))
+            self.tables[:, : len(rows), : tables.shape[2]].copy_(tables, non_blocking=True)
         layout = self.layout(key)
         entries = [0] * layout.entries
         for (first, _), part in zip(layout.parts, self._entries(key, layout, rows), strict=True):
@@ -184,7 +181,7 @@ class PrefillInputs:
         ids = [token for part in rows for token in part.ids]
         return _halves(ids), _halves(last), positions, sequences, tiles
 
-    def _pinned(self, values: list[int] | list[list[int]]) -> Tensor:
+    def _pinned(self, values: list[int] | list[list[list[int]]]) -> Tensor:
         made = torch.tensor(values, dtype=torch.int32)
         return made.pin_memory() if self._device.type == "cuda" else made
 

@@ -6,26 +6,26 @@ from typing import NamedTuple
 import torch
 
 from quengine.batch import Chunk
-from quengine.kernels.forward_batch import ForwardBatch, Phase, decode_batch, prefill_batch
+from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
 from quengine.request.sequence import Sequence
 
 
 class SequenceRows(NamedTuple):
-    """Rows of one sequence: `ids` at positions `start`, ..., in the cache's blocks `block_table`."""
+    """Rows of one sequence: `ids` at positions `start`, ..., with the sequence's block tables."""
 
     ids: Seq[int]
     start: int
-    block_table: Seq[int]
+    block_tables: BlockTables
 
 
 def prefill_rows(chunks: Seq[Chunk]) -> list[SequenceRows]:
-    return [SequenceRows(chunk.ids, chunk.start, chunk.sequence.block_table) for chunk in chunks]
+    return [SequenceRows(chunk.ids, chunk.start, chunk.sequence.block_tables) for chunk in chunks]
 
 
 def decode_rows(sequences: Seq[Sequence]) -> list[SequenceRows]:
     """Of each sequence the first token that is not in the cache, and behind it its draft."""
     return [
-        SequenceRows([s.token_ids[s.num_cached_tokens], *s.draft], s.num_cached_tokens, s.block_table)
+        SequenceRows([s.token_ids[s.num_cached_tokens], *s.draft], s.num_cached_tokens, s.block_tables)
         for s in sequences
     ]
 

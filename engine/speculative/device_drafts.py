@@ -17,10 +17,13 @@ class DeviceDraftSteps:
 
     def __init__(self, graphs: CudaGraphs) -> None:
         self._slots = DecodeSlots(graphs)
+        self._groups = graphs.inputs.groups
 
     def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
         # Those that go on come first: the steps behind the first one are then smaller.
-        rows = sorted((row for job in jobs for row in _rows_of(job)), key=lambda row: row.number > 0)
+        rows = sorted(
+            (row for job in jobs for row in _rows_of(job, self._groups)), key=lambda row: row.number > 0
+        )
         slots, _ = self._slots.place(rows)
         self._slots.launch(slots)
         going_on = list(zip(jobs, slots, strict=False))
@@ -36,12 +39,12 @@ class DeviceDraftSteps:
         return drafts
 
 
-def _rows_of(job: DraftJob) -> list[DecodeRow]:
-    """A row for each token that is to be computed; the newest has number 0."""
+def _rows_of(job: DraftJob, groups: int) -> list[DecodeRow]:
+    """A row for each token that is to be computed; the newest has number 0. All groups of layers keep all positions."""
     sampler, last = job.sampler, len(job.tokens) - 1
     # Without penalties, which count tokens that only the host has.
     params = replace(sampler.params, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-    kind, tables = SamplingKind.of(params), (job.block_table,)
+    kind, tables = SamplingKind.of(params), (job.block_table,) * groups
     entries = (job.start + len(job.tokens) + job.count) // BLOCK_SIZE + 1
     return [
         DecodeRow(sampler, last - n, token, job.start + n, tables, entries, params, sampler, kind, [])

@@ -1,6 +1,7 @@
 """A second, small model that drafts: its own weights and cache, over the blocks of the model that it drafts for.
 
-Its cache has the same number of blocks, so a sequence's block table serves both; what of a block it has computed itself
+Its cache has as many blocks as the other's first group of layers, which then keeps all positions, so that group's block
+table of a sequence serves both; what of a block it has computed itself
 is noted here. It samples as the sequence does, with the same random numbers: where the models' logits are alike they
 choose the same token. Whatever it drafts, the text does not depend on it.
 """
@@ -52,6 +53,7 @@ class HostDraftSteps:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._groups = len(runner.cache.pools)
 
     def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in jobs]
@@ -60,7 +62,7 @@ class HostDraftSteps:
             rows = []
             for index, tokens in inputs.items():
                 start = jobs[index].start if not drafts[index] else len(jobs[index].history) - 1
-                rows.append(SequenceRows(tokens, start, jobs[index].block_table))
+                rows.append(SequenceRows(tokens, start, [jobs[index].block_table] * self._groups))
             logits = self._runner.forward("decode", rows).float().cpu()
             ends = accumulate(len(tokens) for tokens in inputs.values())
             chosen = {
@@ -132,7 +134,8 @@ class DraftModel:
         with Range("draft chunk"):
             while progress.cached < end:
                 ids = sequence.token_ids[progress.cached : min(end, progress.cached + size)]
-                self._runner.forward("prefill", [SequenceRows(ids, progress.cached, progress.block_table)])
+                tables = [progress.block_table] * len(self._runner.cache.pools)
+                self._runner.forward("prefill", [SequenceRows(ids, progress.cached, tables)])
                 self._wrote(progress, progress.cached, len(ids))
                 self._confirm(progress, sequence, len(ids))
 
@@ -166,9 +169,9 @@ class DraftModel:
     def _progress(self, sequence: Sequence) -> _Progress:
         """Brought up to the tokens that the sequence took of the last draft, or begun anew with its new blocks."""
         progress = self._progresses.get(sequence)
-        if progress is None or progress.block_table is not sequence.block_table:
+        if progress is None or progress.block_table is not sequence.block_tables[0]:
             sampler = self._sampler(sequence) if progress is None else progress.sampler
-            progress = self._progresses[sequence] = _Progress(sequence.block_table, sampler)
+            progress = self._progresses[sequence] = _Progress(sequence.block_tables[0], sampler)
             self._share(progress, sequence)
             return progress
         taken = 0

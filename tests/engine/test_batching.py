@@ -1,4 +1,4 @@
-"""Many texts at once on a tiny model, over the paged cache: each is the text that it is alone."""
+"""Many sequences at once on a tiny model, over the paged cache: each is the text that it is alone."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.batch import Batch, Chunk
+from quengine.block_manager import CachePool
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.output import Completion
 from quengine.sampler import Result, Sample
@@ -71,7 +72,7 @@ def paged(llm: LLM) -> Scheduler:
 
 def limit_blocks(llm: LLM, blocks: int) -> None:
     """As if there were memory for so few blocks."""
-    llm.loaded.cache.num_blocks = blocks
+    llm.loaded.cache.pools = (CachePool(blocks),)
     llm.scheduler = llm._make_scheduler()
 
 
@@ -215,7 +216,7 @@ def test_cancels_in_queue_prefill_and_decode_free_everything_and_change_no_other
                 cancelled.add(paged(llm).decoding[0])
             for sequence in cancelled:
                 llm.scheduler.cancel(sequence)
-                assert sequence.block_table == []
+                assert sequence.block_tables == ()
         assert len(cancelled) == 3
         kept = [i for i, stream in enumerate(streams) if stream.sequence not in cancelled]
         same([streams[i].completion for i in kept], [expected[i] for i in kept])
@@ -307,7 +308,7 @@ def test_logits_are_not_computed_over_running_texts(model: Path, backend: str, a
 
 def test_what_the_cache_holds_is_told(model: Path, backend: str) -> None:
     with load(model, 3, backend, ctx_size=100) as llm:
-        assert llm.loaded.cache.num_blocks == 3 * 4
-        assert "for 384 tokens of up to 3 texts at once" in llm.loaded.notes[-1]
+        assert llm.loaded.cache.pools[0].num_blocks == 3 * 4
+        assert "for 384 tokens of up to 3 sequences at once" in llm.loaded.notes[-1]
     with pytest.raises(EngineError, match="parallel 0: must be at least 1"):
         load(model, 0, backend)

@@ -45,11 +45,11 @@ def time_batch(
         CannotRunError: the cache, as it fits in memory, does not hold so many sequences.
     """
     cache = llm.loaded.cache
-    needed = batch * -(-batch_positions(test, batch, llm.loaded.device.type) // BLOCK_SIZE) * BLOCK_SIZE
-    if needed > cache.num_blocks * BLOCK_SIZE:
+    positions = batch_positions(test, batch, llm.loaded.device.type)
+    if batch > cache.most_sequences(positions):
         raise CannotRunError(
-            f"-b {batch}: {test.name} takes {needed} positions of the cache and memory holds "
-            f"{cache.num_blocks * BLOCK_SIZE}; use a smaller -b, or --cache-type q8_0"
+            f"-b {batch}: {test.name} takes {positions} positions a sequence, and the cache that fits in memory holds "
+            f"{cache.most_sequences(positions)} such sequences; use a smaller -b, or --cache-type q8_0"
         )
     once = _time_prompts if test.prompt else _time_tokens
     if warm_up:
@@ -63,7 +63,7 @@ def time_batch(
 
 def _time_prompts(llm: LLM, test: BenchTest, batch: int) -> float:
     prompts = _prompts(llm, batch, test.depth + test.prompt)
-    llm.scheduler.forget()
+    llm.scheduler.reset()
     if test.depth:  # one token more: a prompt's last token is always computed, and these are not to be
         llm.generate([ids[: test.depth + 1] for ids in prompts], _greedy(1))
     began = time.perf_counter()

@@ -41,7 +41,7 @@ def _once(llm: LLM, test: BenchTest, batch: int) -> tuple[float, list[Completion
     vocab, count = llm.model_config.vocab_size, test.generate + (1 if test.prompt else 0)
     numbers = [random.Random(seed) for seed in range(batch)]
     prompts = [[own.randrange(vocab) for _ in range(test.depth + max(1, test.prompt))] for own in numbers]
-    llm.scheduler.forget()
+    llm.scheduler.reset()
     if test.depth:
         llm.generate([ids[: test.depth + 1] for ids in prompts], _greedy(1))
     began = time.perf_counter()

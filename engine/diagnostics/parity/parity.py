@@ -198,9 +198,10 @@ def _force_cache(a: Side, b: Side, start: int, end: int, comparison: Comparison)
     A cache in fp16 turns the last bit of a correct side into a whole step of fp16 now and then. Left alone,
     those steps add up to more than what is to be measured (docs/parity.md has the numbers).
     """
-    for rows_a, rows_b in zip(a.cached(start, end), b.cached(start, end), strict=True):
+    rows = a.cached(start, end)
+    for rows_a, rows_b in zip(rows, b.cached(start, end), strict=True):
         comparison.add_cached(rows_a, rows_b)
-        rows_b.copy_(rows_a)
+    b.set_cached(start, end, rows)
 
 
 def _free_running(a: Side, b: Side, workload: Workload, progress: Progress) -> Iterator[GreedyComparison]:

@@ -9,7 +9,6 @@ the operations come from `parity_operations`.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from quengine.diagnostics.parity.parity import ParityReport, Place
@@ -123,7 +122,7 @@ def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: Place, start: int
     recorded = _Record()
     with watched(a.decoder, recorded):
         a.eager(ids, start)
-    _give_rows(a, b, 0, start)
+    b.set_cached(0, start, a.cached(0, start))
     replay = _Replay(recorded.calls, a, b, phase, start, end)
     with watched(b.decoder, replay):
         b.eager(ids, start)
@@ -204,12 +203,6 @@ def _layer_rows(side: LLMSide, layer: int, start: int, end: int) -> list[Tensor]
     rows = side.cached(start, end)
     each = len(rows) // len(side.decoder.blk)
     return rows[layer * each : (layer + 1) * each]
-
-
-@torch.no_grad()
-def _give_rows(a: LLMSide, b: LLMSide, start: int, end: int) -> None:
-    for rows_a, rows_b in zip(a.cached(start, end), b.cached(start, end), strict=True):
-        rows_b.copy_(rows_a)
 
 
 def _of_what_is_added(call: _Call, output: Tensor) -> float:

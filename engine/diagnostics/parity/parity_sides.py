@@ -17,6 +17,7 @@ from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import Phase, decode_batch, prefill_batch
 from quengine.kernels.kv.cache_types import CacheType
+from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.llm import LLM
 from quengine.load import choose_device
 from quengine.request.sampling_params import SamplingParams
@@ -48,9 +49,13 @@ class Side(Protocol):
         ...
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        """What is stored of positions start .. end - 1 in every layer, as writable views: keys and values, or in
-        q8_0 their codes and scales.
+        """What is stored of positions start .. end - 1 in every layer: keys and values, or in q8_0 their codes and
+        scales.
         """
+        ...
+
+    def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
+        """Store what another side's `cached` gave."""
         ...
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
@@ -85,11 +90,11 @@ class LLMSide:
     def eager(self, ids: list[int], start: int) -> Tensor:
         """As `forward`, one operation of the backend after the other: no captured step."""
         cache, device = self.llm.runner.cache, self.decoder.backend.device
-        table = cache.whole_table
+        tables = cache.whole_tables
         if self._phase(ids) == "prefill":
-            batch = prefill_batch([ids], [start], [table], device, all_logits=True)
+            batch = prefill_batch([ids], [start], [tables], device, all_logits=True)
         else:
-            batch = decode_batch(ids, [start], [table], device)
+            batch = decode_batch(ids, [start], [tables], device)
         return self.decoder.forward(batch, cache.layers).cpu()
 
     def _phase(self, ids: list[int]) -> Phase:
@@ -97,7 +102,21 @@ class LLMSide:
         return "decode" if len(ids) == 1 else "prefill"
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        return [rows[start:end] for layer in self.llm.runner.cache.layers for rows in layer.tensors]
+        return [rows[slots] for rows, slots in self._stored(start, end)]
+
+    def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
+        for (stored, slots), values in zip(self._stored(start, end), rows, strict=True):
+            stored[slots] = values.to(stored.device)
+
+    def _stored(self, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every layer's tensors, each with the rows of these positions."""
+        cache, device = self.llm.runner.cache, self.decoder.backend.device
+        positions, slots = torch.arange(start, end), dict[int, Tensor]()
+        for group, table in zip(self.llm.model_config.cache_groups, cache.whole_tables, strict=True):
+            slots |= dict.fromkeys(group.layers, slot_mapping(positions, torch.tensor(table)).to(device))
+        for number, layer in enumerate(cache.layers):
+            for stored in layer.tensors:
+                yield stored, slots[number]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         completion = self.llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=count)).finish()

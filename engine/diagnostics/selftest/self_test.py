@@ -129,8 +129,8 @@ def rows_on(backend: Backend[Any], count: int, width: int, seed: int) -> Hidden:
 def step_of(ids: Sequence[int], backend: Backend[Any]) -> ForwardBatch:
     """A step of these tokens for operations other than attention: a decode step, or a prompt where it is a long one."""
     if len(ids) > LONGEST_DECODE:
-        return prefill_batch([ids], [0], [[0]], backend.device)
-    return decode_batch(ids, [0] * len(ids), [[0]] * len(ids), backend.device)
+        return prefill_batch([ids], [0], [[[0]]], backend.device)
+    return decode_batch(ids, [0] * len(ids), [[[0]]] * len(ids), backend.device)
 
 
 def _norm(backend: Backend[Any], width: int) -> RMSNorm:

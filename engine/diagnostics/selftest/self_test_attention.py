@@ -144,7 +144,7 @@ def _prompts(backend: Backend[Any], spec: AttentionSpec, layer: KVLayer) -> list
 def _newest(backend: Backend[Any], spec: AttentionSpec, layer: KVLayer, members: Sequence[int]) -> Tensor:
     """Attention of the token behind the prompts of these sequences, in one step."""
     rows = [_qkv(backend, spec.head_dim, i, PROMPTS[i], PROMPTS[i] + 1) for i in members]
-    positions, tables = [PROMPTS[i] for i in members], [TABLES[i] for i in members]
+    positions, tables = [PROMPTS[i] for i in members], [[TABLES[i]] for i in members]
     batch = decode_batch([0] * len(members), positions, tables, backend.device)
     return _attended(backend, spec, layer, torch.cat(rows), batch)
 
@@ -152,8 +152,8 @@ def _newest(backend: Backend[Any], spec: AttentionSpec, layer: KVLayer, members:
 def _chunk(backend: Backend[Any], start: int, end: int, table: Sequence[int]) -> ForwardBatch:
     """Positions start .. end - 1 of a sequence: a single one is a decode step."""
     if end - start == 1:
-        return decode_batch([0], [start], [table], backend.device)
-    return prefill_batch([[0] * (end - start)], [start], [table], backend.device)
+        return decode_batch([0], [start], [[table]], backend.device)
+    return prefill_batch([[0] * (end - start)], [start], [[table]], backend.device)
 
 
 def _table(sequence: int) -> Tensor:

@@ -386,7 +386,7 @@ def _batch(
 
 
 def _block_tables(rows: int) -> Tensor:
-    return _empty(rows, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
+    return _empty(1, rows, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
 
 
 def _rows(count: int) -> str:

@@ -356,7 +356,10 @@ class TableSide:
         return self.table[start : start + len(ids)]
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        return [self.cache[start:end]]
+        return [self.cache[start:end].clone()]
+
+    def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
+        self.cache[start:end] = rows[0]
 
     def greedy(self, *_: object) -> list[int]:
         raise AssertionError("no prompts were given")

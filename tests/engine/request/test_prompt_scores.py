@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.batch import Batch, Chunk
+from quengine.block_manager import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.reference import ReferenceBackend
@@ -144,7 +145,7 @@ def test_scores_that_are_there_stay_when_a_sequence_loses_its_blocks(
     with LLM(path, "cpu") as llm:
         expected = [of_logits(llm.logits(prompt), prompt) for prompt in prompts]
     with LLM(path, "cpu", parallel=2) as llm:
-        llm.loaded.cache.num_blocks = 5
+        llm.loaded.cache.pools = (CachePool(5),)
         llm.scheduler = llm._make_scheduler()
         lost: list[Sequence] = []
         preempt = llm.scheduler._preempt
@@ -207,7 +208,13 @@ def test_a_device_says_at_which_token_logits_are_not_finite(value: float) -> Non
 def scored_sequence(prompt: list[int], blocks: list[int], vocab_size: int, scored: bool) -> Sequence:
     stream = TextStream(lambda _: b"", ())
     sequence = Sequence(
-        prompt, GREEDY, Sampler(GREEDY.with_seed(), vocab_size), stream, frozenset(), 96, block_table=blocks
+        prompt,
+        GREEDY,
+        Sampler(GREEDY.with_seed(), vocab_size),
+        stream,
+        frozenset(),
+        96,
+        block_tables=(blocks,),
     )
     sequence.scores = PromptScores(prompt, 3) if scored else None
     return sequence

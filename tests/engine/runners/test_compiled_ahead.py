@@ -18,6 +18,7 @@ from quengine.runners.step_rows import SequenceRows, forward_batch
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_cases import META, backend_for
 from quengine.kernels.cuda.aot.aot_compile import record
+from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
@@ -58,7 +59,7 @@ with backend_for(arch) as backend:
     lengths = [*range(2, 40, 3), 48, 64, 99, 127, 128, 129, 160, 255, 257, 300, 385, 512, 700, 1100, 1664, 1999, MOST]
     for rows in [length for length in lengths if length <= longest]:
         first = 32 if rows + 32 <= ctx else 0
-        chunk = SequenceRows([0] * rows, first, [cache.padding_block] * -(-(first + rows) // 32))
+        chunk = SequenceRows([0] * rows, first, [[PADDING_BLOCK] * -(-(first + rows) // 32)])
         look(("chunk", rows), lambda: decoder.forward(forward_batch("prefill", [chunk], META), cache.layers))
     for rows in lengths:
         for count in (2, 3, 7, 16, 33, 64):

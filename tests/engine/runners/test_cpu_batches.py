@@ -18,7 +18,7 @@ from quengine.errors import EngineError
 from quengine.kernels import cpu
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import decode_batch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
 from quengine.kv_cache import KVCache
 from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
@@ -107,9 +107,9 @@ class Rig:
     def alone(self, sequence: Sequence) -> list[Tensor]:
         """Logits behind the prompt and each of the tokens after it, over a cache of its own."""
         runner, ids = self.runner(), list(sequence.token_ids)
-        table = runner.cache.whole_table
+        tables = runner.cache.whole_tables
         if len(ids) > 1:
-            first = runner.forward("prefill", [SequenceRows(ids, 0, table)])
+            first = runner.forward("prefill", [SequenceRows(ids, 0, tables)])
         else:
             first = runner.logits(ids, 0, "decode")
         logits = [first[-1]]
@@ -126,10 +126,10 @@ def take(sequence: Sequence, sample: Any) -> None:
 
 
 def place(sequences: list[Sequence], num_blocks: int) -> None:
-    free = random.Random(3).sample(range(num_blocks), num_blocks)
+    free = random.Random(3).sample(range(1, num_blocks + 1), num_blocks)
     for sequence in sequences:
         needed = -(-(len(sequence.token_ids) + STEPS) // BLOCK_SIZE)
-        sequence.block_table = [free.pop() for _ in range(needed)]
+        sequence.block_tables = ([free.pop() for _ in range(needed)],)
 
 
 def prefill(runner: ModelRunner, sequence: Sequence, chunk: int) -> None:
@@ -190,15 +190,15 @@ def test_rows_that_fill_a_step_up_change_nothing_and_nothing_changes_them(tmp_pa
     place(sequences, 30)
     for sequence in sequences:
         prefill(runner, sequence, 512)
-    owned = [i for sequence in sequences for i in sequence.block_table]
-    unowned = [i for i in range(30) if i not in owned]
+    owned = [i for sequence in sequences for i in sequence.block_tables[0]]
+    unowned = [i for i in range(1, 31) if i not in owned]
     for _ in range(STEPS):
         step(runner, sequences)  # 19 rows: a step of 20
     assert torch.equal(heard(sequences[0]), expected)
     for layer in runner.cache.layers:
         blocks = layer.k.unflatten(0, (-1, BLOCK_SIZE))
         assert blocks[unowned].isnan().all()
-        spare = blocks[runner.cache.padding_block]
+        spare = blocks[PADDING_BLOCK]
         assert spare[0].isfinite().all() and spare[1:].isnan().all()
 
 
@@ -211,7 +211,7 @@ def test_a_row_fails_alone_and_a_replayed_token_samples_nothing(tmp_path: Path) 
     for sequence in sequences:
         prefill(runner, sequence, 512)
     for layer in runner.cache.layers:
-        layer.k[sequences[0].block_table[0] * BLOCK_SIZE] = float("nan")
+        layer.k[sequences[0].block_tables[0][0] * BLOCK_SIZE] = float("nan")
     sequences[2].token_ids += [3, 4]  # more that was generated, and is to be computed again
     results = runner.decode(sequences)
     assert isinstance(results[0], EngineError) and results[2] is None
@@ -229,7 +229,7 @@ def test_eager_and_compiled_batches_have_the_same_bits(tmp_path: Path) -> None:
     batch = decode_batch(
         [s.token_ids[-1] for s in sequences],
         [s.num_cached_tokens for s in sequences],
-        [s.block_table for s in sequences],
+        [s.block_tables for s in sequences],
         torch.device("cpu"),
     )
     with torch.no_grad():
@@ -254,7 +254,7 @@ def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
     rig = Rig(write_model(tmp_path / "m.gguf", "qwen3"))
     runner, vocabulary = rig.runner(num_blocks=10), rig.decoder.config.vocab_size
     (sequence,) = rig.sequences((1,))
-    sequence.block_table = list(range(10))
+    sequence.block_tables = (list(range(1, 11)),)
     for ids, match in [([vocabulary], "the embedding has rows"), ([0] * (CTX + 1), f"a cache of {CTX}")]:
         sequence.token_ids, sequence.num_cached_tokens = ids, len(ids) - 1
         with pytest.raises(ValueError, match=match):

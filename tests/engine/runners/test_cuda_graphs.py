@@ -17,7 +17,7 @@ from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import matmul
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kv_cache import KVCache
 from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
@@ -96,8 +96,7 @@ class Rig:
 
     def rows(self, cache: KVCache) -> Tensor:
         """All that sequences have in the cache."""
-        count = self.cache.num_blocks * BLOCK_SIZE
-        return torch.cat([tensor[:count].flatten() for tensor in cache.layers[0].tensors])
+        return torch.cat([tensor[BLOCK_SIZE:].flatten() for tensor in cache.layers[0].tensors])
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Call
     """One that continues, one that begins, in blocks of any order; nothing but their rows is written."""
     rig = make_rig(5)
     rig.hold(4 * BLOCK_SIZE, 3)
-    chunks = [SequenceRows(ids_of(3, 4), 3, [4]), SequenceRows(ids_of(50, 2), 0, [1, 3])]
+    chunks = [SequenceRows(ids_of(3, 4), 3, [[4]]), SequenceRows(ids_of(50, 2), 0, [[1, 3]])]
     assert rig.compute(chunks) is None, "the first time is eager"
     ours = rig.compute(chunks)
     assert ours is not None and rig.graphs.captured == [GraphKey("prefill", 8, 2)]
@@ -156,7 +155,7 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
         for mine, other in zip(*(layer.tensors for layer in layers), strict=True):
             mine.copy_(other.normal_())
     graphs = CudaGraphs(decoder, caches[0], 1)
-    tables = [list(range(10)), list(range(12, 24)), list(range(30, 34))]
+    tables = [[list(range(1, 11))], [list(range(12, 24))], [list(range(30, 34))]]
     lengths, starts = (300, 200, 7), (0, 150, 90)
     for cut in (0, 290, 100, 0):
         parts = list(zip(lengths, starts, tables, strict=True))
@@ -199,7 +198,7 @@ def test_steps_whose_memory_was_replaced_are_captured_again(
         )
 
     rig.graphs = CudaGraphs(rig.decoder, rig.cache, 1, capture=noted)
-    chunk = [SequenceRows([5, 6], 0, [1])]
+    chunk = [SequenceRows([5, 6], 0, [[1]])]
     answers = [rig.compute(chunk) is None for _ in range(3)]
     assert answers == [True, False, False] and captured == [0]
     small, large = decode_key(128, GREEDY), decode_key(192, GREEDY)
@@ -232,11 +231,11 @@ def test_static_inputs_hold_what_a_batch_does_and_where_the_padding_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(static_inputs, "tile_rows", lambda *_: 16)
-    inputs = PrefillInputs(CTX, 40, 32, False, 7, torch.device("cpu"))
-    chunks = [SequenceRows(ids_of(0, 20), 30, [2, 5]), SequenceRows(ids_of(3, 33), 0, [1, 0])]
+    inputs = PrefillInputs(CTX, 40, 32, False, 1, torch.device("cpu"))
+    chunks = [SequenceRows(ids_of(0, 20), 30, [[2, 5]]), SequenceRows(ids_of(3, 33), 0, [[1, 0]])]
     key = GraphKey("prefill", 64, 4)
-    inputs.send(GraphKey("prefill", 1024, 16), [SequenceRows([9] * 1000, 0, [3, 4])])
-    inputs.send(key, [SequenceRows([9] * 64, 0, [3, 4])])
+    inputs.send(GraphKey("prefill", 1024, 16), [SequenceRows([9] * 1000, 0, [[3, 4]])])
+    inputs.send(key, [SequenceRows([9] * 64, 0, [[3, 4]])])
     inputs.send(key, chunks)
     expected = forward_batch("prefill", chunks, torch.device("cpu"))
     cut = cut_tiles(expected, 16)
@@ -249,8 +248,8 @@ def test_static_inputs_hold_what_a_batch_does_and_where_the_padding_goes(
     assert batch.token_ids[:53].tolist() == [*chunks[0].ids, *chunks[1].ids]
     assert batch.logits_rows.tolist() == [19, 52, 0, 0]
     assert set(tiles.sequences[53:].tolist()) == {16} and batch.positions[53:].max() < BLOCK_SIZE
-    assert batch.block_tables[16].tolist() == [7] * 3
-    assert batch.block_tables[:2, :2].tolist() == [[2, 5], [1, 0]]
+    assert batch.block_tables[0, 16].tolist() == [PADDING_BLOCK] * 3
+    assert batch.block_tables[0, :2, :2].tolist() == [[2, 5], [1, 0]]
 
 
 def test_expected_keys_are_those_that_a_server_comes_to() -> None:
@@ -283,7 +282,7 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
     def sequence(ids: list[int], blocks: list[int]) -> Sequence:
         sampler = Sampler(params, rig.decoder.config.vocab_size)
         made = Sequence(ids, params, sampler, TextStream(lambda _: b""), frozenset(), CTX)
-        made.num_cached_tokens, made.block_table = len(ids) - 1, blocks
+        made.num_cached_tokens, made.block_tables = len(ids) - 1, (blocks,)
         return made
 
     def step(used: ModelRunner, sequences: list[Sequence]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from quengine.errors import EngineError
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind, padded_rows
@@ -53,7 +53,7 @@ class FakeSequence:
     params: SamplingParams = FREE
     draft: list[int] = field(default_factory=list)
     sampler: FakeSampler = field(default_factory=FakeSampler)
-    block_table: list[int] = field(default_factory=list)
+    block_tables: tuple[list[int], ...] = field(default_factory=lambda: ([],))
     num_cached_tokens: int = 0
     max_positions: int = CTX
 
@@ -90,6 +90,7 @@ class FakeDevice:
     slots = DECODE_ROWS[-1]
     shares_sequences = False
     blocks = CTX // BLOCK_SIZE + 1
+    groups = 1
 
     def __init__(self, padding_block: int) -> None:
         self.inputs = self
@@ -165,19 +166,19 @@ class Engine:
     def prefill(self, sequence: FakeSequence, count: int) -> None:
         self.grow(sequence, count)
         for position, token in enumerate(sequence.token_ids[:count]):
-            place = sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            place = sequence.block_tables[0][position // BLOCK_SIZE], position % BLOCK_SIZE
             self.device.pool[place] = token
         sequence.num_cached_tokens = count
 
     def grow(self, sequence: FakeSequence, position: int) -> None:
         reach = min(position + 2, sequence.max_positions)
-        while len(sequence.block_table) * BLOCK_SIZE < reach:
-            sequence.block_table.append(self.free.pop(0))
+        while len(sequence.block_tables[0]) * BLOCK_SIZE < reach:
+            sequence.block_tables[0].append(self.free.pop(0))
 
     def drop(self, sequence: FakeSequence) -> None:
         """Its blocks are the next to be given away."""
-        self.free = sequence.block_table + self.free
-        sequence.block_table = []
+        self.free = sequence.block_tables[0] + self.free
+        sequence.block_tables = ([],)
         sequence.num_cached_tokens = 0
 
     def step(self, sequences: list[Any]) -> list[Result]:
@@ -296,10 +297,10 @@ def test_what_was_generated_is_computed_again_without_sampling() -> None:
     again, other = engine.start(ids), engine.start([3, 4])
     again.num_cached_tokens = 2
     engine.device.pool = {
-        place: token for place, token in engine.device.pool.items() if place[0] != again.block_table[0]
+        place: token for place, token in engine.device.pool.items() if place[0] != again.block_tables[0][0]
     }
     for position in range(2):
-        engine.device.pool[again.block_table[0], position] = ids[position]
+        engine.device.pool[again.block_tables[0][0], position] = ids[position]
     results = [engine.step([again, other])[0] for _ in range(7)]
     assert results[:5] == [None] * 5
     assert again.token_ids == as_alone([1, 2], 8)
@@ -398,18 +399,24 @@ def test_more_rows_than_are_captured_are_left_to_the_host_and_come_back() -> Non
 
 
 def test_the_inputs_send_what_changed_and_nothing_else() -> None:
-    inputs = DecodeInputs(5, 4, padding_block=99, device=torch.device("cpu"), groups=2)
-    assert inputs.rows == 8 and inputs.tables.shape == (2, 8, 4) and bool((inputs.tables == 99).all())
+    inputs = DecodeInputs(5, 4, 2, torch.device("cpu"))
+    assert (
+        inputs.rows == 8 and inputs.tables.shape == (2, 8, 4) and bool((inputs.tables == PADDING_BLOCK).all())
+    )
     inputs.assign(2, [[5, 6, 7], [1]], 4)
     inputs.set_input(2, 2**31 - 1, 70)
     inputs.extend(2, 0, 2, [8])
     inputs.send()
     assert inputs.live.tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
     assert inputs.positions[2] == 70 and inputs.tokens[2] == 2**31 - 1
-    assert inputs.tables[:, 2].tolist() == [[5, 6, 8, 99], [1, 99, 99, 99]]
+    assert inputs.tables[:, 2].tolist() == [[5, 6, 8, PADDING_BLOCK], [1, *[PADDING_BLOCK] * 3]]
     before = inputs.all.clone()
     inputs.send()
     assert torch.equal(inputs.all, before)
     inputs.release(2)
     inputs.send()
-    assert not inputs.live.any() and not inputs.positions.any() and bool((inputs.tables[:, :, 0] == 99).all())
+    assert (
+        not inputs.live.any()
+        and not inputs.positions.any()
+        and bool((inputs.tables[:, :, 0] == PADDING_BLOCK).all())
+    )

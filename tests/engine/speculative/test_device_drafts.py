@@ -70,13 +70,13 @@ class Engine:
         sequence = FakeSequence(list(ids), params)
         self.grow(sequence, len(ids))
         for position, token in enumerate(ids[:-1]):
-            self.device.pool[sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE] = token
+            self.device.pool[sequence.block_tables[0][position // BLOCK_SIZE], position % BLOCK_SIZE] = token
         sequence.num_cached_tokens = len(ids) - 1
         return sequence
 
     def grow(self, sequence: FakeSequence, positions: int) -> None:
-        while len(sequence.block_table) * BLOCK_SIZE < positions:
-            sequence.block_table.append(self.free.pop(0))
+        while len(sequence.block_tables[0]) * BLOCK_SIZE < positions:
+            sequence.block_tables[0].append(self.free.pop(0))
 
     def step(self, sequences: list[Any]) -> list[Result]:
         for sequence in sequences:
@@ -124,7 +124,7 @@ def test_texts_are_as_if_alone_whatever_was_drafted_and_whoever_comes_and_goes(
             )
             if len(sequence.token_ids) > 150 or numbers.random() < 0.05:
                 live.remove(sequence)
-                engine.free = sequence.block_table + engine.free
+                engine.free = sequence.block_tables[0] + engine.free
     assert any(len(s.token_ids) > 70 for s in begun)
     assert any(s.sampler.positions for s in begun) == (params is not FREE)
 

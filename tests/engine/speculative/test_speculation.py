@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.block_manager import CachePool
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.output import Completion
@@ -83,7 +84,7 @@ def all_free(llm: LLM) -> bool:
 
 def limit_blocks(llm: LLM, blocks: int) -> None:
     """As if there were memory for so few blocks."""
-    llm.loaded.cache.num_blocks = blocks
+    llm.loaded.cache.pools = (CachePool(blocks),)
     llm.scheduler = llm._make_scheduler()
     llm.speculation = llm._make_speculation()
 
@@ -107,7 +108,7 @@ class Drafter:
         for sequence, draft in drafts.items():
             end = len(sequence.token_ids) + len(draft)
             assert len(draft) <= asked[sequence] and end < sequence.max_positions
-            assert len(sequence.block_table) * BLOCK_SIZE >= end
+            assert len(sequence.block_tables[0]) * BLOCK_SIZE >= end
         return drafts
 
 
@@ -320,7 +321,7 @@ def test_a_cancelled_text_frees_its_blocks_and_leaves_the_others_alone(model: Pa
         for _ in range(8):
             llm.step()
         streams[1].close()
-        assert streams[1].sequence.block_table == []
+        assert streams[1].sequence.block_tables == ()
         same([streams[i].finish() for i in (0, 2)], [alone.generate(PROMPTS[i], SEEDED)[0] for i in (0, 2)])
         assert all_free(llm)
 

@@ -115,22 +115,24 @@ def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> Non
     own = [unwritten_cache(device, CONTEXT, 2) for _ in starts]
     pool = unwritten_cache(device, 3 * CONTEXT, 2)
     tables = torch.randperm(3 * CONTEXT // BLOCK_SIZE, generator=torch.Generator().manual_seed(2)).view(3, -1)
-    batch = prefill_batch([[0] * length for length in lengths], starts, tables.tolist(), device)
+    batch = prefill_batch(
+        [[0] * length for length in lengths], starts, [[table] for table in tables.tolist()], device
+    )
     for sequence, start in enumerate(starts):  # what earlier chunks have left
         if start:
             before = random_qkv(device, start, 4, 2)
             at = torch.arange(start, dtype=torch.int32, device=device)
             rope_store(before, spec, own[sequence], 0, at)
-            rope_store(before, spec, pool, 0, at, block_table=batch.block_tables[sequence].contiguous())
+            rope_store(before, spec, pool, 0, at, block_table=batch.block_tables_of(0)[sequence].contiguous())
     prompts = prefill_tiles(batch, 128)
     qkv = random_qkv(device, sum(lengths), 4, 2)
     q = rope_store(
-        qkv, spec, pool, 0, batch.positions, block_table=batch.block_tables, sequences=prompts.sequences
+        qkv, spec, pool, 0, batch.positions, block_table=batch.block_tables_of(0), sequences=prompts.sequences
     )
     assert stores_ordered(pool, prompts, len(qkv))
     room = torch.zeros(half_shape(len(qkv), 512, Form.ORDERED), dtype=torch.float16, device=device)
     attention_prefill(
-        q, spec, pool, 0, 0, block_table=batch.block_tables, prompts=prompts, ordered=room, pdl=True
+        q, spec, pool, 0, 0, block_table=batch.block_tables_of(0), prompts=prompts, ordered=room, pdl=True
     )
     together = HalfRows(room, torch.ones(len(qkv), device=device), Form.ORDERED).row_major(512)
     for sequence, (rows, start, _) in enumerate(batch.chunks()):

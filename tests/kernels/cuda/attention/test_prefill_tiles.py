@@ -36,13 +36,15 @@ def test_chunks_of_several_prompts_are_each_its_own(
     cache = sequences_of(spec, len(starts), q8_0)
     pool, tables = as_pool(cache, 1)
     qkv = random_qkv(device, spec, sum(lengths))
-    batch = prefill_batch([[0] * length for length in lengths], starts, tables.tolist(), device)
+    batch = prefill_batch(
+        [[0] * length for length in lengths], starts, [[table] for table in tables.tolist()], device
+    )
     prompts = prefill_tiles(batch, head_dim, fixed)
     q = rope_store(
-        qkv, spec, pool, 0, batch.positions, block_table=batch.block_tables, sequences=prompts.sequences
+        qkv, spec, pool, 0, batch.positions, block_table=batch.block_tables_of(0), sequences=prompts.sequences
     )
     together = attention_prefill(
-        q, spec, pool, 0, 0, torch.float32, block_table=batch.block_tables, fixed=fixed, prompts=prompts
+        q, spec, pool, 0, 0, torch.float32, block_table=batch.block_tables_of(0), fixed=fixed, prompts=prompts
     )
     for sequence, (rows, start, _) in enumerate(batch.chunks()):
         length = rows.stop - rows.start
@@ -59,7 +61,7 @@ def test_chunks_of_several_prompts_are_each_its_own(
 
 
 def test_tiles_that_see_the_most_keys_come_first() -> None:
-    tables = [[1, 2, 3], [4, 5, 6, 7]]
+    tables = [[[1, 2, 3]], [[4, 5, 6, 7]]]
     batch = prefill_batch([[0] * 70, [0] * 40], (0, 64), tables, torch.device("cpu"))
     rows = prefill_tiles(batch, 64)
     assert rows.block_rows == 64 and rows.tiles.tolist() == [
@@ -72,6 +74,5 @@ def test_tiles_that_see_the_most_keys_come_first() -> None:
     assert (rows.longest, rows.latest, rows.deepest) == (70, 64, 104)
     assert batch.logits_rows is not None
     assert batch.logits_rows.tolist() == [69, 109] and batch.block_tables.tolist() == [
-        [1, 2, 3, 0],
-        [4, 5, 6, 7],
+        [[1, 2, 3, 0], [4, 5, 6, 7]]
     ]
