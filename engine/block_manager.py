@@ -5,8 +5,8 @@ block table per group. A block is owned by every sequence whose table names it. 
 when all tokens up to their end are equal, so a shared block is never written again. A free block keeps its content, and
 can be found by it, until it is needed for another; the least recently used goes first.
 
-In a group whose attention has a window W, the token at position p sees positions p-W+1 .. p: a block that lies wholly
-before what is still to be computed sees is released, and its entry in the table becomes the padding block.
+In a group whose attention has a window W, the token at position p sees positions p-W+1 .. p. A block that no position
+still to be computed sees is released, and its entry in the table becomes the padding block.
 """
 
 from array import array
@@ -104,10 +104,14 @@ class BlockManager:
         In a group with a window, blocks that no position from `start` on sees are released, and the table reaches as
         far as the step needs. False, and no block is appended, where too few are free.
         """
-        missing = []
         for pool, table in zip(self._pools, tables, strict=True):
-            pool.release_hidden(table, start)
-            missing.append(max(0, pool.end(start, positions) - len(table)))
+            if pool.shape.window is not None:
+                pool.release_hidden(table, start)
+        # Nearly every step ends here.
+        if min(map(len, tables)) * BLOCK_SIZE >= positions:
+            return True
+        ends = [pool.end(start, positions) for pool in self._pools]
+        missing = [max(0, end - len(table)) for end, table in zip(ends, tables, strict=True)]
         if any(count > pool.num_free for pool, count in zip(self._pools, missing, strict=True)):
             return False
         for pool, table, count in zip(self._pools, tables, missing, strict=True):
@@ -134,7 +138,7 @@ class BlockManager:
     def reset(self) -> None:
         """What free blocks hold is not valid any more."""
         for pool in self._pools:
-            pool.evict_all()
+            pool.reset()
 
     def _match(self, keys: Seq[bytes]) -> int:
         """Full blocks of the longest prefix of which every group holds what the token behind it sees."""
@@ -166,7 +170,7 @@ class _Pool:
         self.shape = shape
         self.by_key: dict[bytes, int] = {}
         self._owners = [0] * (shape.num_blocks + 1)
-        self._keys: list[bytes | None] = [None] * (shape.num_blocks + 1)
+        self._keys: dict[int, bytes] = {}
         self._empty = list(range(shape.num_blocks, 0, -1))
         self._kept: dict[int, None] = {}
 
@@ -194,7 +198,7 @@ class _Pool:
     def take(self) -> int:
         """A free block for one owner, without content."""
         if not self._empty:
-            self._evict(next(iter(self._kept)))
+            self.unname(self._keys[next(iter(self._kept))])
         number = self._empty.pop()
         self._owners[number] = 1
         return number
@@ -203,15 +207,21 @@ class _Pool:
         for number in blocks:
             assert self._owners[number] > 0, f"block {number} is freed and has no owner"
             self._owners[number] -= 1
-            if self._owners[number] == 0:
-                self._set_free(number)
+            if self._owners[number]:
+                continue
+            if number in self._keys:
+                self._kept[number] = None
+            else:
+                self._empty.append(number)
 
     def release_hidden(self, table: list[int], start: int) -> None:
         """Release the blocks that no position from `start` on sees."""
-        end = self.shape.first_visible(start)
-        first = next((i for i in range(end, 0, -1) if table[i - 1] == PADDING_BLOCK), 0)
-        self.release(table[first:end])
-        table[first:end] = [PADDING_BLOCK] * (end - first)
+        first = end = self.shape.first_visible(start)
+        while first and table[first - 1] != PADDING_BLOCK:
+            first -= 1
+        if first < end:
+            self.release(table[first:end])
+            table[first:end] = [PADDING_BLOCK] * (end - first)
 
     def name(self, number: int, key: bytes) -> None:
         """Let a block be found by its content; of two with the same content the first is."""
@@ -219,24 +229,14 @@ class _Pool:
             self.by_key[key], self._keys[number] = number, key
 
     def unname(self, key: bytes) -> None:
-        number = self.by_key.pop(key, None)
-        if number is not None:
-            self._keys[number] = None
-            if self._owners[number] == 0:
+        """Let no block be found by this content."""
+        if key in self.by_key:
+            number = self.by_key.pop(key)
+            del self._keys[number]
+            if number in self._kept:
                 del self._kept[number]
                 self._empty.append(number)
 
-    def evict_all(self) -> None:
+    def reset(self) -> None:
         for number in list(self._kept):
-            self._evict(number)
-
-    def _evict(self, number: int) -> None:
-        key = self._keys[number]
-        assert key is not None and self._owners[number] == 0
-        self.unname(key)
-
-    def _set_free(self, number: int) -> None:
-        if self._keys[number] is None:
-            self._empty.append(number)
-        else:
-            self._kept[number] = None
+            self.unname(self._keys[number])

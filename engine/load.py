@@ -57,7 +57,7 @@ class LoadedModel:
         return self.runner.cache
 
     def close(self) -> None:
-        """Let the mapped files go."""
+        """Unmap the files."""
         self.checkpoint.close()
         if self.draft_checkpoint is not None:
             self.draft_checkpoint.close()
@@ -66,7 +66,7 @@ class LoadedModel:
 def load_model(
     model: str | Path, config: EngineConfig, progress: Callable[[str], None] | None = None
 ) -> LoadedModel:
-    """Resolve, open, check and load a model; `progress` is told how far the weights are, for who watches.
+    """Resolve, open, check and load a model; `progress` is called with how far the weights are.
 
     Raises:
         EngineError: no such model, its file is wrong, or more threads than this process has processors.
@@ -125,7 +125,7 @@ def _device_name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What models are loaded onto."""
+    """The device that models are loaded onto, and how."""
 
     config: EngineConfig
     device: torch.device
@@ -198,21 +198,21 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, list[str]]:
     """The device to run on, and a line for the user where "auto" had to choose against a GPU.
 
     Raises:
-        CannotRunError: a CUDA device was asked for and cannot be used; the message says why.
-        EngineError: the reference backend was asked to run on a CUDA device.
+        CannotRunError: a CUDA device was requested and cannot be used; the message says why.
+        EngineError: the reference backend was requested on a CUDA device.
     """
-    asked = config.device.startswith("cuda")
+    requested = config.device.startswith("cuda")
     if config.backend == "reference":
-        if asked:
+        if requested:
             raise EngineError(f"backend reference runs on the CPU, not on {config.device}; use --device cpu")
         return torch.device("cpu"), []
     if config.device == "cpu":
         return torch.device("cpu"), []
     problem = _cuda_problem(config.device)
     if problem is None:
-        index = int(config.device.partition(":")[2] or 0) if asked else 0
+        index = int(config.device.partition(":")[2] or 0) if requested else 0
         return torch.device("cuda", index), []
-    if asked:
+    if requested:
         raise CannotRunError(f"device {config.device} cannot be used: {problem}; use --device cpu")
     logger.info("device auto takes the CPU: %s", problem)
     # A machine without any GPU needs no explanation; one whose GPU is left idle does.
@@ -245,7 +245,7 @@ def _weights(
     with WeightLoader(checkpoint.tensors, CudaTransfer(device), checkpoint.nbytes, progress) as tensors:
         yield tensors
     if progress is not None:
-        progress("")  # what is said next stands on a line of its own
+        progress("")  # the next output begins a line of its own
     # What lay there before it was repacked is not needed again.
     torch.cuda.empty_cache()
 

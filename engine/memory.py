@@ -1,4 +1,4 @@
-"""How much memory a run needs, and how long a context fits, and how many. Refuses before anything is allocated."""
+"""How much memory a run needs, how long a context fits, and how many blocks; checked before anything is allocated."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -37,12 +37,12 @@ class CacheNeeds:
     chunk: int
     draft: ModelConfig | None = None
 
-    def pools(self, num_blocks: int = 0) -> list[CachePool]:
-        """A pool of so many blocks for each group of layers."""
+    def pools(self) -> list[CachePool]:
+        """A pool for each group of layers, without its number of blocks."""
         windows = [group.window for group in self.config.cache_groups]
         if self.draft is not None:
             windows[0] = None
-        return [CachePool(num_blocks, window, self.chunk) for window in windows]
+        return [CachePool(0, window, self.chunk) for window in windows]
 
     def block_bytes(self, cache_type: CacheType) -> list[int]:
         """Bytes of a block of each group."""

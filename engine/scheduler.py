@@ -21,7 +21,7 @@ LEAST_CHUNK = 16
 """Tokens of a prompt that a step takes however slow the machine is."""
 
 LOOKAHEAD = 1
-"""Positions behind a sequence's newest token that it already has blocks for, so that a runner can be a step ahead."""
+"""Positions behind a sequence's newest token that it already has blocks for, for a runner that is a step ahead."""
 
 
 class Scheduler:
@@ -32,7 +32,7 @@ class Scheduler:
         parallel: most sequences that run at once.
         chunk_size: most tokens of a prompt in a step while nothing else runs.
         mixed_chunk: most tokens of a prompt in a step while other sequences wait for their next token.
-        mixed_seconds: how long such a step may take, going by the last one; fewer tokens then. None: not looked at.
+        mixed_seconds: how long such a step may take, going by the last one; fewer tokens then. None: no limit.
         deterministic: what was computed token by token is never taken for, nor computed again as, part of a prompt.
         packed: a step may hold the chunks of several prompts.
         shares: blocks that hold the beginning of a prompt already are taken for it.
@@ -256,7 +256,7 @@ class Scheduler:
         return min(most, unscored.start) if unscored else most
 
     def _admit(self) -> bool:
-        """Take in the first one that waits, if there is room; nobody overtakes it."""
+        """Admit the first waiting sequence, if there is room; none overtakes it."""
         if not self.waiting or len(self._running) >= self.parallel:
             return False
         sequence = self.waiting[0]

@@ -56,7 +56,7 @@ class ForwardBatch:
             `table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE` of the cache of the group's layers. Entries of
             positions behind the group's window name the padding block.
         starts: in prefill, the position of each sequence's first row. Empty in a captured step, where only the device
-            knows it.
+            has it.
         query_lens: in prefill, each sequence's number of rows, which lie one sequence behind the other; empty likewise.
         logits_rows: int64 [n] on the device: the rows whose logits are wanted; None: all.
         shares_sequences: in decode, whether a sequence may have several rows, at positions that follow each other. All

@@ -1,7 +1,7 @@
-"""What the user asks of the text: how tokens are chosen and when to stop.
+"""A request's parameters: how tokens are chosen and when to stop.
 
-Knows ranges and defaults (those of llama.cpp), not logits, tokenizers or models: that a token id exists in
-the vocabulary is checked by the sampler, which knows its size. docs/sampling.md gives the samplers' order.
+Defaults are llama.cpp's. That a token id exists in the vocabulary is checked by the sampler. docs/sampling.md gives the
+samplers' order.
 """
 
 import math

@@ -17,16 +17,20 @@ from quengine.sampler import Sample, Sampler, TokenLogprobs
 class Sequence:
     """A prompt and what has been generated after it. The sequence decides itself when it is finished.
 
-    `token_ids` are prompt and generated ids; the first `num_cached_tokens` of them are in the cache. `block_tables`
-    name the blocks of the cache that hold it, in order, one list per group of layers: while the sequence runs the lists
-    only grow, but for entries behind a window, which become the padding block; a sequence that was preempted gets new
-    lists. `block_keys` identify the contents of its full blocks (block_manager.extend_keys). `end_ids` end the text and
-    are no part of it; so does a constraint that nothing can follow. The constraint's state is the sampler's, and is
-    advanced here. `draft` are tokens that may come to follow the newest one, to be computed with it in the next step;
-    the counts are of steps with a draft, of tokens drafted in all, of those that the sequence then took, and of bytes
-    read for drafts. `thread` is the one that made the sequence. `error` is why the sequence could not go on. With a
-    `pool` no text follows the prompt: its hidden rows are pooled, all of them computed, and the sequence ends with the
-    prompt. `scores` collects the log-probabilities of the prompt's tokens, where they are wanted.
+    Attributes:
+        token_ids: prompt and generated ids; the first `num_cached_tokens` of them are in the cache.
+        end_ids: tokens that end the text and are no part of it. So does a constraint that nothing can follow; its state
+            is the sampler's, and is advanced here.
+        block_tables: the blocks of the cache that hold it, in order, one list per group of layers. The lists only grow,
+            but for entries behind a window, which become the padding block; after a preemption there are new lists.
+        block_keys: identify the contents of its full blocks (block_manager.extend_keys).
+        error: why the sequence could not go on.
+        thread: the one that made the sequence.
+        pool: takes the hidden rows of all of the prompt, with which the sequence then ends.
+        scores: collects the log-probabilities of the prompt's tokens, where they are wanted.
+        draft: tokens that may follow the newest one, to be computed with it in the next step.
+        drafts, drafted_tokens, accepted_tokens: steps with a draft, tokens drafted, those that the sequence accepted.
+        draft_bytes: bytes read for drafts.
     """
 
     token_ids: list[int]

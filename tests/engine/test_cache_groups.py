@@ -114,12 +114,17 @@ def test_preempted_sequences_get_their_tokens(load: Load, blocks: tuple[int, int
         assert preempted and llm.scheduler.blocks.num_used == 0
 
 
-def test_drafts_that_are_rolled_back_leave_what_the_window_sees(load: Load) -> None:
+@pytest.mark.parametrize("drafts", ["look-up", "model"])
+def test_drafts_that_are_rolled_back_leave_what_the_window_sees(load: Load, path: Path, drafts: str) -> None:
+    prompt = [0, 1, 2] * 40
+    options = {"draft_ngram": 3} if drafts == "look-up" else {"draft_model": path}
     with load(False) as llm:
-        expected = llm.generate([0, 1, 2] * 40, PARAMS)
-    with load(True, draft_ngram=3, parallel=2) as llm:
-        got = llm.generate([0, 1, 2] * 40, PARAMS)
-    assert got[0].tokens == expected[0].tokens and got[0].timings.drafted_tokens > 0
+        expected = llm.generate([prompt, PROMPTS[4]], PARAMS)
+    with load(True, parallel=2, **options) as llm:
+        assert [pool.window for pool in llm.loaded.cache.pools] == [None, WINDOW]
+        got = llm.generate([prompt, PROMPTS[4]], PARAMS)
+        assert [ours.tokens for ours in got] == [theirs.tokens for theirs in expected]
+        assert sum(ours.timings.drafted_tokens for ours in got) > 0 and llm.scheduler.blocks.num_used == 0
 
 
 def test_a_sequence_owns_its_windows_blocks_and_no_others(load: Load) -> None:
@@ -131,3 +136,22 @@ def test_a_sequence_owns_its_windows_blocks_and_no_others(load: Load) -> None:
             assert len(every) == len(windowed) and len(owned) <= 4
         cached = stream.sequence.num_cached_tokens
         assert cached > 6 * BLOCK_SIZE and llm.scheduler.blocks.num_used == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_a_gpu_reads_nothing_behind_the_window_of_a_single_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_type: CacheType
+) -> None:
+    sizes = ModelSizes(embedding=64, feed_forward=64, heads=2, kv_heads=1, head_dim=32, context=CTX, blocks=2)
+    changes = {"llama.attention.sliding_window": WINDOW}
+    path = write_tiny(tmp_path / "m.gguf", kind="Q8_0", sizes=sizes, seed=4, changes=changes)
+    found = []
+    for window in (WINDOW, None):
+        groups = (CacheGroup(window, (0, 1)),)
+        monkeypatch.setattr(ModelConfig, "cache_groups", property(lambda _, groups=groups: groups))
+        with LLM(path, "cuda", CTX, chunk_size=CHUNK, cache_type=cache_type) as llm:
+            assert llm.loaded.cache.pools[0].num_blocks == (4 if window else 12)
+            found.append([llm.generate(prompt, PARAMS)[0] for prompt in PROMPTS])
+    same(*found)

@@ -135,7 +135,7 @@ def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> Non
         q, spec, pool, 0, 0, block_table=batch.block_tables_of(0), prompts=prompts, ordered=room, pdl=True
     )
     together = HalfRows(room, torch.ones(len(qkv), device=device), Form.ORDERED).row_major(512)
-    for sequence, (rows, start, _) in enumerate(batch.chunks()):
+    for sequence, (rows, start, _) in enumerate(batch.chunks(0)):
         at = torch.arange(start, start + lengths[sequence], dtype=torch.int32, device=device)
         alone = rope_store(qkv[rows], spec, own[sequence], 0, at)
         expected = attention_prefill(alone, spec, own[sequence], 0, start)

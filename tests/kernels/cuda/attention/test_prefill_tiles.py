@@ -46,7 +46,7 @@ def test_chunks_of_several_prompts_are_each_its_own(
     together = attention_prefill(
         q, spec, pool, 0, 0, torch.float32, block_table=batch.block_tables_of(0), fixed=fixed, prompts=prompts
     )
-    for sequence, (rows, start, _) in enumerate(batch.chunks()):
+    for sequence, (rows, start, _) in enumerate(batch.chunks(0)):
         length = rows.stop - rows.start
         at = torch.arange(start, start + length, dtype=torch.int32, device=device)
         alone = rope_store(qkv[rows], spec, cache, sequence, at)
