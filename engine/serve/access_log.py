@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from starlette.types import Scope
 
 from quengine.platform.log_lines import one_line
-from quengine.serve.worker.engine_port import Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 
 logger = logging.getLogger("quengine.serve.access")
 

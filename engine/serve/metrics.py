@@ -5,7 +5,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from quengine.request.output import DraftCounts
-from quengine.serve.worker.engine_port import Event, Failed, Finished, Piece
+from quengine.serve.processes.shared_engine import Event, Failed, Finished, Piece
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

@@ -17,10 +17,10 @@ from quengine.serve.app import make_app
 from quengine.serve.connections import Connections
 from quengine.serve.listener import OUT_OF_RESOURCES, Listener, bind, connection_limit, url_of
 from quengine.serve.metrics import Metrics
+from quengine.serve.processes.server_thread import Worker
+from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
-from quengine.serve.worker.engine_port import Engine
-from quengine.serve.worker.worker import Worker
 
 logger = logging.getLogger("quengine.serve")
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from quengine.sampler import TokenLogprobs
 from quengine.serve import access_log
 from quengine.serve.metrics import Metrics
+from quengine.serve.processes.server_text import TextPool
+from quengine.serve.processes.server_thread import Ask, Handle, NotServingError, QueueFullError, Worker
+from quengine.serve.processes.shared_engine import Event, Failed, Finished, Piece, ServedModel
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.fields import Fields
 from quengine.serve.settings import ServerSettings
-from quengine.serve.worker.engine_port import Event, Failed, Finished, Piece, ServedModel
-from quengine.serve.worker.text_pool import TextPool
-from quengine.serve.worker.worker import Ask, Handle, NotServingError, QueueFullError, Worker
 
 logger = logging.getLogger("quengine.serve")
 

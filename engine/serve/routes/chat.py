@@ -8,6 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_fields, unless_gone
+from quengine.serve.processes.server_thread import Ask
+from quengine.serve.processes.shared_engine import Finished, Piece
 from quengine.serve.routes.chat_messages import read_messages
 from quengine.serve.routes.extensions import callable_format, read_constraint, read_tools, tool_constraint
 from quengine.serve.routes.logprob_forms import chat_logprobs
@@ -29,8 +31,6 @@ from quengine.serve.schemas.request_form import (
 )
 from quengine.serve.schemas.sampling_fields import read_sampling
 from quengine.serve.service import Service, Text
-from quengine.serve.worker.engine_port import Finished, Piece
-from quengine.serve.worker.worker import Ask
 from quengine.structured.tool_calls import Delta, TextDelta, ToolUse, collect
 from quengine.structured.tool_calls_parser import ToolCallParser
 

@@ -8,6 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_fields, unless_gone
+from quengine.serve.processes.server_thread import Ask
+from quengine.serve.processes.shared_engine import Finished, Piece, ServedModel
 from quengine.serve.routes.extensions import read_constraint
 from quengine.serve.routes.logprob_forms import completion_logprobs, echoed_logprobs, joined_logprobs
 from quengine.serve.routes.prompts import read_prompts
@@ -27,8 +29,6 @@ from quengine.serve.schemas.request_form import (
 )
 from quengine.serve.schemas.sampling_fields import read_sampling
 from quengine.serve.service import Service, Text
-from quengine.serve.worker.engine_port import Finished, Piece, ServedModel
-from quengine.serve.worker.worker import Ask
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this route."""

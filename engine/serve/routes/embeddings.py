@@ -11,12 +11,12 @@ from starlette.responses import Response
 from quengine.request.pooling import POOLINGS
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.http import json_response, read_fields, unless_gone
+from quengine.serve.processes.server_thread import Ask
+from quengine.serve.processes.shared_engine import Finished
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.streaming import whole_texts
 from quengine.serve.schemas.fields import Fields
 from quengine.serve.service import Service
-from quengine.serve.worker.engine_port import Finished
-from quengine.serve.worker.worker import Ask
 
 ENCODINGS = ("float", "base64")
 

@@ -7,9 +7,9 @@ asked for.
 import re
 
 from quengine.errors import EngineError
+from quengine.serve.processes.shared_engine import ServedModel
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.fields import Fields
-from quengine.serve.worker.engine_port import ServedModel
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse
 from quengine.structured.tool_calls_format import ToolFormat

@@ -9,6 +9,8 @@ from starlette.responses import Response
 
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.http import json_response, read_fields, unless_gone
+from quengine.serve.processes.server_thread import Ask
+from quengine.serve.processes.shared_engine import Finished, Piece
 from quengine.serve.routes.extensions import read_constraint
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
@@ -24,8 +26,6 @@ from quengine.serve.schemas.request_form import (
 )
 from quengine.serve.schemas.sampling_fields import read_sampling
 from quengine.serve.service import Service
-from quengine.serve.worker.engine_port import Finished, Piece
-from quengine.serve.worker.worker import Ask
 
 _STOP_TYPES = {"length": "limit"}
 

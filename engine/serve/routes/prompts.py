@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Fields, token_ids, whole_number
 from quengine.serve.service import Service
-from quengine.serve.worker.text_work import TextJob, least_tokens, unpacked, utf8_size
 
 
 async def read_prompts(fields: Fields, service: Service, key: str = "prompt") -> list[list[int]]:

@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_fields, to_json, unless_gone
+from quengine.serve.processes.server_thread import Ask
+from quengine.serve.processes.shared_engine import Finished, Piece
 from quengine.serve.routes.chat import chat_prompt
 from quengine.serve.routes.extensions import callable_format, read_constraint, read_tools, tool_constraint
 from quengine.serve.routes.response_items import Event, OutputItems, messages_of
@@ -19,8 +21,6 @@ from quengine.serve.schemas.fields import Fields
 from quengine.serve.schemas.request_form import asks_of, prepare, read_max_tokens
 from quengine.serve.schemas.sampling_fields import read_sampling
 from quengine.serve.service import Service, Usage, new_id
-from quengine.serve.worker.engine_port import Finished, Piece
-from quengine.serve.worker.worker import Ask
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import Tool, ToolUse
 from quengine.structured.tool_calls_parser import ToolCallParser

@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import EventStream, to_json, unless_gone
+from quengine.serve.processes.server_thread import Ask
+from quengine.serve.processes.shared_engine import Finished, Piece
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.service import Service, Text
-from quengine.serve.worker.engine_port import Finished, Piece
-from quengine.serve.worker.worker import Ask
 
 
 class ChunkForm(Protocol):

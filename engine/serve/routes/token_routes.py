@@ -6,11 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, off_loop, read_fields, unless_gone
+from quengine.serve.processes.shared_text import TextJob
 from quengine.serve.routes.chat_messages import read_messages
 from quengine.serve.routes.extensions import read_tools
 from quengine.serve.schemas.fields import token_ids
 from quengine.serve.service import Service
-from quengine.serve.worker.text_work import TextJob
 
 
 async def tokenize(service: Service, request: Request) -> Response:

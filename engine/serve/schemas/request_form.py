@@ -9,13 +9,13 @@ from typing import Any
 from quengine.request.output import Timings
 from quengine.request.sampling_params import RANGES, Range, SamplingParams
 from quengine.serve.http import off_loop
+from quengine.serve.processes.server_thread import Ask
+from quengine.serve.processes.shared_engine import Finished
 from quengine.serve.routes.streaming import DONE, data
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Fields, whole_number
 from quengine.serve.schemas.sampling_fields import too_many
 from quengine.serve.service import Service, Usage, new_id
-from quengine.serve.worker.engine_port import Finished
-from quengine.serve.worker.worker import Ask
 
 LOGPROBS = Range(0, 20)
 MAX_TOKENS = RANGES["max_tokens"]

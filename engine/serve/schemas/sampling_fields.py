@@ -8,10 +8,10 @@ from typing import Any
 
 from quengine.errors import EngineError
 from quengine.request.sampling_params import MAX_BIAS, MAX_SEED, RANGES, Range, SamplingParams
+from quengine.serve.processes.shared_engine import ServedModel
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.fields import Fields, Scalar, shown, token_ids
 from quengine.serve.settings import Limits
-from quengine.serve.worker.engine_port import ServedModel
 from quengine.structured.constraint_spec import ConstraintSpec
 
 _ID = re.compile("[0-9]{1,9}")

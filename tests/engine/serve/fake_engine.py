@@ -19,7 +19,7 @@ from quengine.request.pooling import Pooling
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.text_stream import TextStream
 from quengine.sampler import TokenLogprobs
-from quengine.serve.worker.engine_port import (
+from quengine.serve.processes.shared_engine import (
     EngineStats,
     Event,
     Failed,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from quengine.serve.worker.process_engine import ProcessEngine
+from quengine.serve.processes.server_engine import ProcessEngine
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.hostile_bodies import BODIES, Case, case, cases
 from tests.engine.serve.serving import Served, serving

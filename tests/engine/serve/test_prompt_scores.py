@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quengine import LLM, SamplingParams
-from quengine.serve.worker.engine_port import Finished, GenerationRequest, Piece
-from quengine.serve.worker.llm_engine import LLMEngine
+from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from tests.engine.serve.serving import serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes

@@ -156,7 +156,7 @@ def test_an_engine_that_is_lost_again_and_again_ends_the_server() -> None:
 def test_an_engine_that_cannot_be_started_again_at_once_is_tried_until_losses_and_failures_are_three(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quengine.serve.worker.worker.RESTART_SECONDS", 0.01)
+    monkeypatch.setattr("quengine.serve.processes.server_thread.RESTART_SECONDS", 0.01)
     attempts: list[int] = []
 
     def make_engine() -> FakeEngine:

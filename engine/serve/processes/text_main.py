@@ -1,4 +1,4 @@
-"""Tokenizes long prompts, a process of `text_pool`: `python -m quengine.serve.worker.text_process FD MODEL`.
+"""Tokenizes long prompts, a process of `text_pool`: `python -m quengine.serve.processes.text_main FD MODEL`.
 
 The tokenizers library holds the interpreter's lock for seconds while it cuts megabytes, and takes gigabytes for them.
 Here that stops no stream. The kernel bounds the memory, `text_pool` the time.
@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from quengine.platform import collector
-from quengine.serve.worker.llm_model import LLMModel, TextSide
-from quengine.serve.worker.text_work import TextJob, TextResult, perform
+from quengine.serve.processes.shared_model import LLMModel, TextSide
+from quengine.serve.processes.shared_text import TextJob, TextResult, perform
 
 MEMORY_BYTES = 2 << 30
 KEPT_BYTES = 512 << 20

@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from quengine.models.hub.hub import resolve_model
-from quengine.serve.worker.llm_model import LLMModel, TextSide
-from quengine.serve.worker.text_pool import LONG_BYTES, SHORT_BYTES, _TextProcess
+from quengine.serve.processes.server_text import LONG_BYTES, SHORT_BYTES, _TextProcess
+from quengine.serve.processes.shared_model import LLMModel, TextSide
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.llama_cpp_vocab import LlamaCppVocab

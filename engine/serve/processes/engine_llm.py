@@ -14,7 +14,7 @@ from quengine.request.pooling import Pooling
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.sampler import TokenLogprobs
-from quengine.serve.worker.engine_port import (
+from quengine.serve.processes.shared_engine import (
     EngineStats,
     Event,
     Failed,
@@ -23,7 +23,7 @@ from quengine.serve.worker.engine_port import (
     Piece,
     SlotStats,
 )
-from quengine.serve.worker.llm_model import LLMModel, TextSide
+from quengine.serve.processes.shared_model import LLMModel, TextSide
 
 logger = logging.getLogger("quengine.serve")
 

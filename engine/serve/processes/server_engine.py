@@ -18,9 +18,10 @@ from typing import Any
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.bus_error import install
-from quengine.serve.worker import heartbeat
-from quengine.serve.worker.engine_port import EngineStats, Event, GenerationRequest
-from quengine.serve.worker.engine_wire import (
+from quengine.serve.processes import shared_heartbeat
+from quengine.serve.processes.shared_engine import EngineStats, Event, GenerationRequest
+from quengine.serve.processes.shared_model import LLMModel, TextSide
+from quengine.serve.processes.shared_wire import (
     Add,
     Broken,
     Cancel,
@@ -33,7 +34,6 @@ from quengine.serve.worker.engine_wire import (
     receive_from_engine,
     send,
 )
-from quengine.serve.worker.llm_model import LLMModel, TextSide
 
 logger = logging.getLogger("quengine.serve")
 
@@ -65,17 +65,17 @@ class ProcessEngine:
         self._pieces, self._ends = list[Event](), list[Event]()
         self._connection, theirs = multiprocessing.Pipe()
         with tempfile.TemporaryFile(buffering=0) as shared:
-            shared.truncate(heartbeat.SIZE)
+            shared.truncate(shared_heartbeat.SIZE)
             passed = [theirs.fileno(), shared.fileno()]
             verbose = ["-v"] if logger.isEnabledFor(logging.DEBUG) else []
             # A session of its own: the terminal's Ctrl-C is for the server, which lets texts end first.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "quengine.serve.worker.engine_process", *map(str, passed), *verbose],
+                [sys.executable, "-m", "quengine.serve.processes.engine_main", *map(str, passed), *verbose],
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,
             )
-            self._heartbeat = heartbeat.Heartbeat(os.dup(shared.fileno()))
+            self._heartbeat = shared_heartbeat.Heartbeat(os.dup(shared.fileno()))
         theirs.close()
         atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
         try:

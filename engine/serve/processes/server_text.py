@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from quengine.serve.processes.shared_engine import ServedModel
+from quengine.serve.processes.shared_text import TextJob, TextResult, perform
+from quengine.serve.processes.text_main import MEMORY_BYTES, OUT_OF_MEMORY, Reply
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.worker.engine_port import ServedModel
-from quengine.serve.worker.text_process import MEMORY_BYTES, OUT_OF_MEMORY, Reply
-from quengine.serve.worker.text_work import TextJob, TextResult, perform
 
 logger = logging.getLogger("quengine.serve")
 
@@ -149,7 +149,7 @@ class _TextProcess:
         command = [
             sys.executable,
             "-m",
-            "quengine.serve.worker.text_process",
+            "quengine.serve.processes.text_main",
             str(theirs.fileno()),
             str(source),
         ]

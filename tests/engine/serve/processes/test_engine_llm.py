@@ -13,8 +13,8 @@ from quengine.batch import Batch
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.runner import Result
 from quengine.sampler import Sample
-from quengine.serve.worker.engine_port import Event, Finished, GenerationRequest, Piece
-from quengine.serve.worker.llm_engine import LLMEngine
+from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest, Piece
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes

@@ -18,13 +18,13 @@ import psutil
 import pytest
 
 from quengine.request.sampling_params import SamplingParams
+from quengine.serve.processes import server_thread as worker_module
+from quengine.serve.processes.engine_main import EngineLoop
+from quengine.serve.processes.server_engine import ProcessEngine
+from quengine.serve.processes.server_thread import Ask
+from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_wire import Add, Step, receive_from_engine
 from quengine.serve.settings import Limits
-from quengine.serve.worker import worker as worker_module
-from quengine.serve.worker.engine_port import Event, Failed, Finished, GenerationRequest, Piece
-from quengine.serve.worker.engine_process import EngineLoop
-from quengine.serve.worker.engine_wire import Add, Step, receive_from_engine
-from quengine.serve.worker.process_engine import ProcessEngine
-from quengine.serve.worker.worker import Ask
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.gguf_builder import ModelSizes

@@ -1,4 +1,4 @@
-"""The engine's process, beside the server's: `python -m quengine.serve.worker.engine_process FD HEARTBEAT [-v]`.
+"""The engine's process, beside the server's: `python -m quengine.serve.processes.engine_main FD HEARTBEAT [-v]`.
 
 Computes as long as it has sequences, whatever the server does meanwhile, and ends when the server does. A device that
 is lost stays lost for its process; so this one ends then, and the server starts another. Started by `process_engine`.
@@ -18,7 +18,7 @@ from typing import Any
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.platform import bus_error, collector, log_lines
-from quengine.serve.worker.engine_port import (
+from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Engine,
     Event,
@@ -29,7 +29,8 @@ from quengine.serve.worker.engine_port import (
     refused,
     take,
 )
-from quengine.serve.worker.engine_wire import (
+from quengine.serve.processes.shared_heartbeat import Heartbeat
+from quengine.serve.processes.shared_wire import (
     Add,
     Broken,
     Cancel,
@@ -43,7 +44,6 @@ from quengine.serve.worker.engine_wire import (
     receive_in_engine,
     send,
 )
-from quengine.serve.worker.heartbeat import Heartbeat
 
 logger = logging.getLogger("quengine.serve")
 
@@ -173,7 +173,7 @@ class EngineLoop:
 def load(connection: "Connection[Any, Any]") -> Engine:
     """The engine that the server asks for. Raises EngineError where it cannot be had."""
     from quengine.llm import LLM
-    from quengine.serve.worker.llm_engine import LLMEngine
+    from quengine.serve.processes.engine_llm import LLMEngine
 
     asked = receive_in_engine(connection)
     assert isinstance(asked, Load)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from quengine.errors import CannotRunError
 from quengine.request.pooling import Pooling
 from quengine.request.sampling_params import SamplingParams
-from quengine.serve.worker.engine_port import (
+from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Engine,
     EngineStats,

@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from quengine.serve.worker.engine_port import EngineStats, Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_engine import (
+    EngineStats,
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Piece,
+)
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):

@@ -16,9 +16,9 @@ import pytest
 from quengine import LLM, EngineError
 from quengine.errors import CannotRunError
 from quengine.request.sampling_params import SamplingParams
-from quengine.serve.worker.engine_port import Event, Failed, Finished, GenerationRequest, Piece
-from quengine.serve.worker.llm_engine import LLMEngine
-from quengine.serve.worker.process_engine import EngineLostError, ProcessEngine
+from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.processes.server_engine import EngineLostError, ProcessEngine
+from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
@@ -174,7 +174,7 @@ def test_a_lost_engine_fails_its_texts_and_the_server_goes_on_with_another(path:
 
 def test_the_process_ends_when_the_server_is_gone_without_a_word(path: str) -> None:
     script = (
-        "import sys, time; from quengine.serve.worker.process_engine import ProcessEngine\n"
+        "import sys, time; from quengine.serve.processes.server_engine import ProcessEngine\n"
         f"engine = ProcessEngine({path!r}, {OPTIONS!r}); print(engine.pid, flush=True); time.sleep(60)"
     )
 
@@ -192,7 +192,7 @@ def test_the_process_ends_when_the_server_is_gone_without_a_word(path: str) -> N
 def test_the_server_beside_it_needs_no_torch(path: str) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "import quengine.serve.server, quengine.serve.worker.process_engine as p\n"
+        "import quengine.serve.server, quengine.serve.processes.server_engine as p\n"
         f"text = p.TextSide.of_file(Path({path!r})); text.tokenizer.encode('a')\n"
         "sys.exit('torch' in sys.modules)"
     )
