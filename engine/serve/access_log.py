@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -32,7 +33,7 @@ class RequestRecord:
     completion_tokens: int = 0
     error: str = ""
 
-    def submitted(self, requests: tuple[GenerationRequest, ...]) -> None:
+    def submitted(self, requests: Sequence[GenerationRequest]) -> None:
         """A prompt of several completions is counted once."""
         self.prompt_tokens = sum(len(request.prompt) for request in requests if request.index == 0)
 

@@ -15,11 +15,13 @@ from quengine.platform import collector
 from quengine.serve import access_log
 from quengine.serve.connections import SlowReaderError
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.fields import Fields, parse_object
+from quengine.serve.schemas.reading import read_body
+from quengine.serve.schemas.requests import Body
 from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")
 
+B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 
@@ -45,8 +47,8 @@ def error_response(error: ApiError) -> Response:
     return response
 
 
-async def read_fields(request: Request, limits: Limits) -> Fields:
-    """The JSON object of a request's body. Raises ApiError for one too large, too slow, or no JSON."""
+async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
+    """The body of a request. Raises ApiError for one too large, too slow, or not of its route's form."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limits.body:
         raise _too_large(limits)
@@ -62,7 +64,7 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
     except ClientDisconnect:
         raise ClientGoneError from None
     with collector.paused():  # a million small objects need no collections between them
-        return Fields(parse_object(bytes(body)))
+        return read_body(kind, bytes(body))
 
 
 def _too_large(limits: Limits) -> ApiError:

@@ -4,7 +4,6 @@ Turns what the worker says into HTTP's terms: statuses, Retry-After, errors that
 """
 
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +12,10 @@ from quengine.sampler import TokenLogprobs
 from quengine.serve import access_log
 from quengine.serve.metrics import Metrics
 from quengine.serve.processes.server_text import TextPool
-from quengine.serve.processes.server_thread import Ask, Handle, NotServingError, QueueFullError, Worker
-from quengine.serve.processes.shared_engine import Event, Failed, Finished, Piece, ServedModel
+from quengine.serve.processes.server_thread import Handle, NotServingError, QueueFullError, Worker
+from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.fields import Fields
 from quengine.serve.settings import ServerSettings
 
 logger = logging.getLogger("quengine.serve")
@@ -30,8 +29,8 @@ _WHY_NOT = {
 
 
 @dataclass
-class Text:
-    """One text as far as it has come."""
+class Output:
+    """What one request has come to so far."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -43,33 +42,6 @@ class Text:
     def end(self) -> Finished:
         assert self.finished is not None
         return self.finished
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of a whole request."""
-
-    prompt: int
-    cached: int
-    generated: int
-
-    @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], ends: Sequence[Finished]) -> "Usage":
-        """`prompts` are counted once each, however many texts they have."""
-        return cls(
-            sum(map(len, prompts)),
-            max((end.timings.cached_tokens for end in ends), default=0),
-            sum(end.timings.generated_tokens for end in ends),
-        )
-
-    @property
-    def body(self) -> dict[str, object]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.generated,
-            "total_tokens": self.prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
 
 
 class Service:
@@ -104,9 +76,8 @@ class Service:
     def unavailable(self, state: str) -> ApiError:
         return ApiError(503, _WHY_NOT.get(state, state), code=state, retry_after=5)
 
-    def check_model_name(self, fields: Fields) -> None:
-        """Raises ApiError for a request that wants another model than this."""
-        name = fields.text("model")
+    def check_model_name(self, name: str) -> None:
+        """Raises ApiError for a request of another model than this; a request may name none."""
         if name and name not in self.settings.model_names:
             names = ", ".join(self.settings.model_names)
             raise ApiError(
@@ -149,12 +120,12 @@ class Service:
         if sequences > most:
             raise bad_request(f"{sequences} texts in one request: this server holds at most {most} at a time")
 
-    def submit(self, asks: Sequence[Ask]) -> Handle:
-        """Queue all texts of a request. Raises ApiError where there is no room, or nobody to compute."""
-        self.check_count(len(asks))
+    def submit(self, requests: Sequence[GenerationRequest]) -> Handle:
+        """Queue all completions of an HTTP request. Raises ApiError where the queue or the engine takes none."""
+        self.check_count(len(requests))
         try:
-            handle = self.worker.submit(asks)
-            access_log.current().submitted(handle.requests)
+            handle = self.worker.submit(requests)
+            access_log.current().submitted(requests)
             return handle
         except NotServingError as error:
             raise self.unavailable(error.state) from None
@@ -191,23 +162,19 @@ class Service:
                 self.worker.cancel(handle)
                 self.metrics.cancelled(left)
 
-    async def texts(self, handle: Handle) -> list[Text]:
-        """All texts of a request, whole, in the order of the asks."""
-        texts = [Text() for _ in handle.requests]
+    async def outputs(self, handle: Handle) -> list[Output]:
+        """All completions of an HTTP request, whole, in the order of the requests."""
+        outputs = [Output() for _ in handle.requests]
         async for choice, event in self.events(handle):
-            text = texts[choice]
+            output = outputs[choice]
             if isinstance(event, Piece):
-                text.text += event.text
-                text.tokens += event.tokens
-                text.logprobs += event.logprobs
-                text.prompt_logprobs += event.prompt_logprobs
+                output.text += event.text
+                output.tokens += event.tokens
+                output.logprobs += event.logprobs
+                output.prompt_logprobs += event.prompt_logprobs
             else:
-                text.finished = event
-        return texts
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}{secrets.token_hex(12)}"
+                output.finished = event
+        return outputs
 
 
 def _failure(event: Failed) -> ApiError:

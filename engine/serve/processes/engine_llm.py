@@ -23,7 +23,7 @@ from quengine.serve.processes.shared_engine import (
     Piece,
     SlotStats,
 )
-from quengine.serve.processes.shared_model import LLMModel, TextSide
+from quengine.serve.processes.shared_model import ServedModel, TextSide
 
 logger = logging.getLogger("quengine.serve")
 
@@ -34,7 +34,7 @@ class LLMEngine:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         loaded = llm.loaded
-        self.model = LLMModel(
+        self.model = ServedModel(
             TextSide(loaded.checkpoint, llm.tokenizer, llm.chat_template, llm.constraints),
             llm.ctx_size,
             loaded.notes,

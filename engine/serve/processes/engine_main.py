@@ -23,11 +23,10 @@ from quengine.serve.processes.shared_engine import (
     Engine,
     Event,
     Failed,
-    Finished,
     GenerationRequest,
     Piece,
+    add,
     refused,
-    take,
 )
 from quengine.serve.processes.shared_heartbeat import Heartbeat
 from quengine.serve.processes.shared_wire import (
@@ -133,7 +132,7 @@ class EngineLoop:
         self._preparing = {future: given for future, given in self._preparing.items() if given != request_id}
 
     def _add(self, request: GenerationRequest) -> Failed | None:
-        failed = take(self._engine, request)
+        failed = add(self._engine, request)
         if failed is None:
             self._running.add(request.id)
         return failed
@@ -158,16 +157,12 @@ class EngineLoop:
         return [*kept, *(Failed(request_id, message) for request_id in lost)]
 
     def _send(self, events: list[Event]) -> None:
-        pieces = tuple(event for event in events if isinstance(event, Piece))
-        finished = tuple(event for event in events if isinstance(event, Finished))
-        failed = tuple(event for event in events if isinstance(event, Failed))
-        self._running.difference_update(end.request_id for end in finished)
-        self._running.difference_update(end.request_id for end in failed)
+        self._running.difference_update(event.request_id for event in events if not isinstance(event, Piece))
         now = time.monotonic()
         stats = None
         if now - self._told_at > STATS_SECONDS or not self._running:
             self._told_at, stats = now, self._engine.stats()
-        send(self._connection, Step(pieces, finished, failed, stats))
+        send(self._connection, Step(events, stats))
 
 
 def load(connection: "Connection[Any, Any]") -> Engine:

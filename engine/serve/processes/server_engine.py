@@ -20,7 +20,7 @@ from quengine.models.hub.hub import resolve_model
 from quengine.platform.bus_error import install
 from quengine.serve.processes import shared_heartbeat
 from quengine.serve.processes.shared_engine import EngineStats, Event, GenerationRequest
-from quengine.serve.processes.shared_model import LLMModel, TextSide
+from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.processes.shared_wire import (
     Add,
     Broken,
@@ -62,7 +62,7 @@ class ProcessEngine:
         self, model: str, options: Mapping[str, Any], progress: Callable[[str], None] = lambda _: None
     ) -> None:
         self._stats = EngineStats()
-        self._pieces, self._ends = list[Event](), list[Event]()
+        self._events: list[Event] = []
         self._connection, theirs = multiprocessing.Pipe()
         with tempfile.TemporaryFile(buffering=0) as shared:
             shared.truncate(shared_heartbeat.SIZE)
@@ -88,7 +88,7 @@ class ProcessEngine:
             self.close()
             raise
         cache_type = str(options.get("cache_type", "f16"))
-        self.model = LLMModel(text, ready.ctx_size, ready.notes, ready.device, cache_type)
+        self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type)
         self.capacity = ready.capacity
 
     @property
@@ -108,11 +108,10 @@ class ProcessEngine:
 
     def step(self) -> list[Event]:
         """All that has come since the last call; waits for the end of a step where there is nothing."""
-        if not self._pieces and not self._ends:
+        if not self._events:
             self._take_in(self._hear())
         self._take_in_what_is_there()
-        events = self._pieces + self._ends
-        self._pieces, self._ends = [], []
+        events, self._events = self._events, []
         return events
 
     def stats(self) -> EngineStats:
@@ -126,8 +125,7 @@ class ProcessEngine:
 
     def _take_in(self, message: FromEngine) -> None:
         if isinstance(message, Step):
-            self._pieces += message.pieces
-            self._ends += [*message.finished, *message.failed]
+            self._events += message.events
             self._stats = message.stats or self._stats
 
     def kill(self) -> None:

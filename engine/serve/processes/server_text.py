@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from quengine.serve.processes.shared_engine import ServedModel
+from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, TextResult, perform
 from quengine.serve.processes.text_main import MEMORY_BYTES, OUT_OF_MEMORY, Reply
 from quengine.serve.schemas.errors import ApiError, bad_request

@@ -5,17 +5,13 @@ Knows who waits, who runs and who has gone; not what a request means, nor HTTP. 
 """
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from quengine.errors import CannotRunError
-from quengine.request.pooling import Pooling
-from quengine.request.sampling_params import SamplingParams
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Engine,
@@ -24,7 +20,7 @@ from quengine.serve.processes.shared_engine import (
     Failed,
     GenerationRequest,
     Piece,
-    take,
+    add,
 )
 
 logger = logging.getLogger("quengine.serve")
@@ -55,18 +51,6 @@ class NotServingError(Exception):
         self.state = state
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One text wanted, its fields those of `GenerationRequest`."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    index: int = 0
-    show_special: bool | frozenset[int] = False
-    score_prompt: bool = False
-    pooling: Pooling | None = None
-
-
 class Handle:
     """What one HTTP request waits for: the events of its texts, in order, tagged with which text they are of."""
 
@@ -78,7 +62,7 @@ class Handle:
         self._arrived = asyncio.Event()
 
     async def events(self) -> list[tuple[int, Event]]:
-        """All that has come since the last call, at least one; (position among the asks, event)."""
+        """All that has come since the last call, at least one; (position among the requests, event)."""
         await self._arrived.wait()
         self._arrived.clear()
         events, self._events = self._events, []
@@ -120,7 +104,6 @@ class Worker:
         self._make_engine = make_engine
         self._observe = observe
         self._stopped = stopped
-        self._ids = itertools.count(1)
         self._wake = threading.Condition()
         self._waiting: deque[tuple[Handle, GenerationRequest]] = deque()
         self._running: dict[int, Handle] = {}
@@ -159,36 +142,21 @@ class Worker:
             return f"the engine has been in one step for {taken:.0f} s"
         return None
 
-    def submit(self, asks: Sequence[Ask]) -> Handle:
-        """Queue texts of one HTTP request, all of them or none.
+    def submit(self, requests: Sequence[GenerationRequest]) -> Handle:
+        """Queue the requests of one HTTP request, all of them or none.
 
         Raises:
             NotServingError: starting, draining, or the engine is being made anew.
             QueueFullError: the queue has no room for all of them.
         """
-        now = time.perf_counter()
         with self._wake:
             if self.state != "ready":
                 raise NotServingError(self.state)
             # A free slot is as good as a place in the queue: it takes its request at the next step.
             room = self.max_queue + max(0, self.slots - len(self._running)) - len(self._waiting)
-            if len(asks) > room:
+            if len(requests) > room:
                 raise QueueFullError
-            handle = Handle(
-                [
-                    GenerationRequest(
-                        next(self._ids),
-                        a.prompt,
-                        a.params.with_seed(),
-                        a.index,
-                        a.show_special,
-                        now,
-                        a.score_prompt,
-                        a.pooling,
-                    )
-                    for a in asks
-                ]
-            )
+            handle = Handle(requests)
             self._waiting.extend((handle, request) for request in handle.requests)
             self._wake.notify()
         return handle
@@ -308,7 +276,7 @@ class Worker:
             admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
             self._running.update({request.id: handle for handle, request in admitted})
         # At once: the engine tells of nothing while it has nothing to compute.
-        self._deliver([event for _, request in admitted if (event := take(engine, request)) is not None])
+        self._deliver([event for _, request in admitted if (event := add(engine, request)) is not None])
         if self._running:
             self._step(engine)
         return True

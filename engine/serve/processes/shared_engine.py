@@ -1,22 +1,22 @@
-"""The boundary between the server and what computes: requests go in, events come out, one step at a time.
+"""Server and engine process: the boundary between them. Requests go in, events come out, one step at a time.
 
-An engine may compute one sequence or many in a step; the worker does not care. Nothing here knows HTTP, and an
-engine on the other side of this boundary may live in another process or on another machine.
+An engine may compute one sequence or many in a step, in this process or another.
 """
 
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
 
 from quengine.errors import EngineError
-from quengine.models.tokenizer.token_length import TokenLength
 from quengine.request.output import Timings
 from quengine.request.pooling import Pooling
 from quengine.request.sampling_params import SamplingParams
 from quengine.sampler import TokenLogprobs
-from quengine.structured.tool_calls_format import ToolFormat
+from quengine.serve.processes.shared_model import ServedModel
 
 logger = logging.getLogger("quengine.serve")
 
@@ -24,36 +24,34 @@ STATS_SECONDS = 0.1
 """Between two looks at what an engine holds, while it computes."""
 
 
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One sequence to compute.
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """One sequence to compute: made by a route, and sent to the engine as it is.
 
     Attributes:
-        id: told apart by it, as long as the engine lives.
         prompt: token ids; they fit the context and are in the vocabulary.
         params: with a seed.
         index: which completion of the prompt under its seed.
         show_special: keep the names of control tokens in the text; of these ones, or of all.
-        arrived: `time.perf_counter()` when the request came.
         score_prompt: give the log-probabilities of the prompt's tokens too; `params.logprobs` is set then.
         pooling: no text is wanted but the prompt's embedding, pooled so.
+        arrived: `time.perf_counter()` when the request was made.
+        id: unique in the server's process.
     """
 
-    id: int
     prompt: Sequence[int]
     params: SamplingParams
-    index: int
-    show_special: bool | frozenset[int]
-    arrived: float
+    index: int = 0
+    show_special: bool | frozenset[int] = False
     score_prompt: bool = False
     pooling: Pooling | None = None
+    arrived: float = msgspec.field(default_factory=time.perf_counter)
+    id: int = msgspec.field(default_factory=itertools.count(1).__next__)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What a step added to one text. `logprobs` has an entry a token where they were asked for.
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    """What a step added to one completion. `logprobs` has an entry a token where they were asked for.
 
-    A text's first piece has in `prompt_logprobs` an entry for each token of the prompt but the first, if asked for.
+    The first piece has in `prompt_logprobs` an entry for each token of the prompt but the first, if they are wanted.
     """
 
     request_id: int
@@ -63,12 +61,11 @@ class Piece:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The end of a text: `reason` "stop" (end token, stop token or stop string) or "length".
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The end of a completion: `reason` "stop" (end token, stop token or stop string) or "length".
 
-    `stop_text` is the stop string that was met, if it was one. `seed` gives the same text again. `embedding` is what
-    was wanted instead of a text, a vector of unit length.
+    `stop_text` is the stop string that ended it, if one did. `seed` gives the same text again. `embedding` is the
+    prompt's, a vector of unit length, where that was wanted instead of a text.
     """
 
     request_id: int
@@ -79,8 +76,7 @@ class Finished:
     embedding: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, tag=True):
     """One request cannot go on; the others do. `fault` is "request" (it is to blame) or "engine"."""
 
     request_id: int
@@ -91,8 +87,7 @@ class Failed:
 Event = Piece | Finished | Failed
 
 
-@dataclass(frozen=True)
-class SlotStats:
+class SlotStats(msgspec.Struct, frozen=True):
     """How far one running sequence is, in tokens. `computed` are those in the cache, prompt included."""
 
     request_id: int
@@ -101,8 +96,7 @@ class SlotStats:
     generated: int
 
 
-@dataclass(frozen=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True):
     """What the engine holds. `cache_used` and `cache_size` are positions of keys and values."""
 
     slots: tuple[SlotStats, ...] = ()
@@ -110,84 +104,11 @@ class EngineStats:
     cache_size: int = 0
 
 
-class ServedModel(Protocol):
-    """The text side of a model. Safe to use from any thread while the engine computes."""
-
-    @property
-    def ctx_size(self) -> int:
-        """Positions of one sequence, prompt and answer together."""
-        ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def template(self) -> str | None:
-        """Source of the chat template, None where the model has none."""
-        ...
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """What /v1/models and /props tell of the model, as JSON values."""
-        ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """Lines for who started the server: device, context, memory."""
-        ...
-
-    @property
-    def bos_id(self) -> int | None: ...
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-
-    @property
-    def token_length(self) -> TokenLength | None:
-        """How much of a text one token can stand for; None where that has no bound."""
-        ...
-
-    @property
-    def source(self) -> Path | None:
-        """The file or folder from which another process has the same text side; None where there is none."""
-        ...
-
-    def encode(self, text: str, bos: bool, special: bool) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
-
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None where that is not known."""
-        ...
-
-    def prepare(self, params: SamplingParams) -> None:
-        """Compile what `params` hold a text to, so that a step need not wait for it.
-
-        Raises EngineError where that cannot be done.
-        """
-        ...
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
-    ) -> str:
-        """The prompt of a conversation as text. Raises EngineError where the template refuses it."""
-        ...
-
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
-    ) -> list[int]:
-        """The prompt of a conversation as token ids, in which messages hold no control tokens."""
-        ...
-
-
 class Engine(Protocol):
     """What computes. Only the worker's thread calls it, but for `silent_seconds` and `kill`.
 
-    An error that concerns one sequence is a `Failed` event. Whatever `step` raises means that the engine is
-    lost, with everything in it; it is then closed and made anew.
+    An error that concerns one sequence is a `Failed` event. Whatever `step` raises means that the engine has failed
+    with all its sequences; it is then closed, and another is made.
     """
 
     @property
@@ -203,7 +124,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, request_id: int) -> None:
-        """Forget a sequence, in prefill or decode, with all that it holds."""
+        """Release a sequence, in prefill or decode, with all that it holds."""
         ...
 
     def step(self) -> list[Event]:
@@ -214,7 +135,7 @@ class Engine(Protocol):
 
     @property
     def silent_seconds(self) -> float:
-        """How long there has been no sign of life of the engine's process; 0 for one in this process."""
+        """Seconds since the last heartbeat of the engine's process; 0 for one in this process."""
         ...
 
     def kill(self) -> None:
@@ -224,8 +145,8 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def take(engine: Engine, request: GenerationRequest) -> Failed | None:
-    """Give an engine a sequence; why it cannot be computed, if so."""
+def add(engine: Engine, request: GenerationRequest) -> Failed | None:
+    """Give an engine a sequence; the reason why it cannot be computed, if so."""
     try:
         engine.add(request)
     except Exception as error:
@@ -234,7 +155,7 @@ def take(engine: Engine, request: GenerationRequest) -> Failed | None:
 
 
 def refused(request_id: int, error: BaseException) -> Failed:
-    """What an error becomes that keeps a sequence from being computed at all."""
+    """The event of an error that keeps a sequence from being computed at all."""
     if isinstance(error, EngineError):
         return Failed(request_id, str(error), "request")
     logger.error("a request could not be taken in", exc_info=error)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from quengine.errors import EngineError
-from quengine.serve.processes.shared_engine import ServedModel
+from quengine.serve.processes.shared_model import ServedModel
 
 Kind = Literal["encode", "encode_chat", "render_chat", "tokenize"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from quengine.platform import collector
-from quengine.serve.processes.shared_model import LLMModel, TextSide
+from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.processes.shared_text import TextJob, TextResult, perform
 
 MEMORY_BYTES = 2 << 30
@@ -39,7 +39,7 @@ def _held_bytes() -> int:
 
 def serve(connection: "Connection[Any, Any]", path: Path) -> None:
     """Does jobs until the server is gone, or this process has grown too large. Raises MemoryError."""
-    model = LLMModel(TextSide.of_file(path), 0, (), "", "")
+    model = ServedModel(TextSide.of_file(path), 0, (), "", "")
     collector.working()
     last = False
     while not last:

@@ -7,17 +7,18 @@ from typing import Any
 
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.fields import Fields, token_ids, whole_number
+from quengine.serve.schemas.reading import token_ids, whole_number
 from quengine.serve.service import Service
 
 
-async def read_prompts(fields: Fields, service: Service, key: str = "prompt") -> list[list[int]]:
+async def read_prompts(
+    service: Service, given: str | list[Any], key: str, parse_special: bool
+) -> list[list[int]]:
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError."""
-    special = fields.flag("parse_special")
-    values = _separate(fields.any(key), key)
+    values = _separate(given, key)
     service.check_count(len(values))
     prompts = [_parts(value, service, key) for value in values]
-    job = TextJob("encode", prompts, special=special is not False, most_tokens=service.most_prompt_tokens)
+    job = TextJob("encode", prompts, special=parse_special, most_tokens=service.most_prompt_tokens)
     return await _ids(service, job, key)
 
 
@@ -50,11 +51,11 @@ async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
     return prompts
 
 
-def _separate(value: Any, key: str) -> list[Any]:
+def _separate(value: str | list[Any], key: str) -> list[Any]:
     """One entry a prompt: an array of ids, or of ids and texts mixed, is one; one of texts or arrays several."""
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list) or not value:
+    if not value:
         raise bad_request(f"{key} must be a string, token ids, or an array of these", key)
     one = any(whole_number(part) is not None for part in value)
     return [value] if one else value

@@ -8,10 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import EventStream, to_json, unless_gone
-from quengine.serve.processes.server_thread import Ask
-from quengine.serve.processes.shared_engine import Finished, Piece
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service, Text
+from quengine.serve.service import Output, Service
 
 
 class ChunkForm(Protocol):
@@ -24,7 +23,7 @@ class ChunkForm(Protocol):
     def finished(self, choice: int, end: Finished) -> bytes: ...
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        """After all texts; `ends` in the order of the asks."""
+        """After all completions; `ends` in the order of the requests."""
         ...
 
 
@@ -36,23 +35,27 @@ def data(value: Any) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-async def whole_texts(service: Service, request: Request, asks: Sequence[Ask]) -> list[Text]:
-    """Compute the asks to their ends. Raises ApiError, and ClientGoneError when nobody waits any more."""
-    handle = service.submit(asks)
+async def whole_answer(
+    service: Service, request: Request, requests: Sequence[GenerationRequest]
+) -> list[Output]:
+    """Compute the requests to their ends. Raises ApiError, and ClientGoneError when the client has gone."""
+    handle = service.submit(requests)
     try:
-        return await unless_gone(request.receive, service.texts(handle))
+        return await unless_gone(request.receive, service.outputs(handle))
     except BaseException:
         service.worker.cancel(handle)
         raise
 
 
-async def stream_texts(service: Service, request: Request, asks: Sequence[Ask], form: ChunkForm) -> Response:
-    """Stream the asks. The answer begins with the first token, so that what fails before has a status of its own.
+async def stream_answer(
+    service: Service, request: Request, requests: Sequence[GenerationRequest], form: ChunkForm
+) -> Response:
+    """Stream the requests. The answer begins with the first token, so that what fails before has a status of its own.
 
-    Raises ApiError, and ClientGoneError when nobody waits any more.
+    Raises ApiError, and ClientGoneError when the client has gone.
     """
-    handle = service.submit(asks)
-    chunks = _chunks(service.events(handle), form, len(asks))
+    handle = service.submit(requests)
+    chunks = _chunks(service.events(handle), form, len(requests))
     try:
         first = await unless_gone(request.receive, _first(chunks))
     except BaseException:

@@ -152,7 +152,7 @@ def test_a_step_that_fails_fails_its_request_alone(path: Path, monkeypatch: pyte
 
 def request(request_id: int, prompt: list[int], tokens: int = 12) -> GenerationRequest:
     params = SamplingParams(temperature=1.2, seed=4, max_tokens=tokens, ignore_eos=True)
-    return GenerationRequest(request_id, prompt, params, 0, False, 0.0)
+    return GenerationRequest(prompt, params, id=request_id)
 
 
 def collect(engine: LLMEngine, events: list[Event]) -> tuple[dict[int, list[int]], dict[int, str]]:

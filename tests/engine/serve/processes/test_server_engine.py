@@ -41,7 +41,7 @@ def engine(path: str) -> Iterator[ProcessEngine]:
 
 
 def request(number: int, prompt: list[int], params: SamplingParams, **more: object) -> GenerationRequest:
-    return GenerationRequest(number, prompt, params.with_seed(), 0, False, time.perf_counter(), **more)  # type: ignore[arg-type]
+    return GenerationRequest(prompt, params.with_seed(), id=number, **more)  # type: ignore[arg-type]
 
 
 def events_of(engine: ProcessEngine | LLMEngine, asked: list[GenerationRequest]) -> dict[int, list[Event]]:

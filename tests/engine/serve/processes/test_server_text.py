@@ -14,7 +14,7 @@ import pytest
 
 from quengine.models.hub.hub import resolve_model
 from quengine.serve.processes.server_text import LONG_BYTES, SHORT_BYTES, _TextProcess
-from quengine.serve.processes.shared_model import LLMModel, TextSide
+from quengine.serve.processes.shared_model import ServedModel, TextSide
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.llama_cpp_vocab import LlamaCppVocab
@@ -30,7 +30,7 @@ class RealText(FakeEngine):
     def __init__(self, ctx_size: int = CONTEXT) -> None:
         super().__init__(ctx_size, chunk=ctx_size)
         text = TextSide.of_file(resolve_model("smollm2-135m"))
-        self.model: Any = LLMModel(text, ctx_size, (), "cpu", "f16")
+        self.model: Any = ServedModel(text, ctx_size, (), "cpu", "f16")
 
 
 @pytest.fixture(scope="module")
