@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,7 @@ from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")
 
+_encode = msgspec.json.Encoder().encode
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
@@ -30,8 +32,11 @@ class ClientGoneError(Exception):
 
 
 def to_json(value: Any) -> bytes:
-    """Compact UTF-8. A surrogate alone, which a client may send escaped, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    """Compact UTF-8. A lone surrogate, as a name of the command line may hold, becomes a question mark."""
+    try:
+        return _encode(value)
+    except (OverflowError, UnicodeError):  # or a number beyond 64 bits, which a client gave
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
