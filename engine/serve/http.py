@@ -1,4 +1,4 @@
-"""Bodies in, JSON and event streams out, and what becomes of a client that leaves meanwhile."""
+"""Reading bodies, writing JSON and event streams, and cancelling the work of clients that leave."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 def error_response(error: ApiError) -> Response:
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     response = json_response(error.body, error.status, headers)
-    if error.status == 401:  # a line each: browsers read no list, and the page's user is asked for a password
+    if error.status == 401:  # a line each: browsers read no list, and then prompt for a password
         response.headers.append("WWW-Authenticate", "Bearer")
         response.headers.append("WWW-Authenticate", 'Basic realm="quengine: any name, the key as password"')
     return response
@@ -77,10 +77,7 @@ def _too_large(limits: Limits) -> ApiError:
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """What `function` gives, computed in a thread: tokenizing and templates take their time.
-
-    Raises ApiError where it raises EngineError: the text, or the template, is to blame.
-    """
+    """The result of `function`, computed in a thread. Raises ApiError where it raises EngineError."""
     try:
         return await asyncio.to_thread(function)
     except EngineError as error:
@@ -88,7 +85,7 @@ async def off_loop(function: Callable[[], T]) -> T:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; it is cancelled, and ClientGoneError raised, when the client leaves first."""
+    """The result of `work`; it is cancelled, and ClientGoneError raised, when the client leaves first."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_gone(receive))
     try:
@@ -173,6 +170,6 @@ class Catch:
 
 
 def _internal(error: Exception, scope: Scope) -> ApiError:
-    """What a client is told of a fault of ours. The log has its causes; with `-v`, its traceback."""
+    """The answer to a fault of this program. The log has its causes; with `-v`, its traceback."""
     logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
     return ApiError(500, f"internal error: {type(error).__name__}")

@@ -1,6 +1,6 @@
-"""What every route works with: the worker, the model's text side, the settings; and the way from asks to texts.
+"""What every route works with: the worker, the model, the settings; and the way from requests to their outputs.
 
-Turns what the worker says into HTTP's terms: statuses, Retry-After, errors that name both numbers.
+Errors of the worker become statuses of HTTP, with Retry-After and both numbers of a limit.
 """
 
 import logging
@@ -30,7 +30,7 @@ _WHY_NOT = {
 
 @dataclass
 class Output:
-    """What one request has come to so far."""
+    """The text of one request so far."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -45,8 +45,6 @@ class Output:
 
 
 class Service:
-    """See the module docstring."""
-
     def __init__(self, settings: ServerSettings, worker: Worker, metrics: Metrics) -> None:
         self.settings = settings
         self.limits = settings.limits
@@ -54,11 +52,11 @@ class Service:
         self.metrics = metrics
         self.text_pool = TextPool()
         self.created = int(time.time())
-        metrics.gauge("running", "Texts being computed.", lambda: worker.running)
-        metrics.gauge("waiting", "Texts in the queue.", lambda: worker.waiting)
-        metrics.gauge("slots", "Texts that can be computed at once.", lambda: worker.slots)
+        metrics.gauge("running", "Requests being computed.", lambda: worker.running)
+        metrics.gauge("waiting", "Requests in the queue.", lambda: worker.waiting)
+        metrics.gauge("slots", "Requests that can be computed at once.", lambda: worker.slots)
         metrics.gauge("cache_used_tokens", "Positions in the cache.", lambda: worker.stats.cache_used)
-        metrics.gauge("cache_size_tokens", "Positions there is room for.", lambda: worker.stats.cache_size)
+        metrics.gauge("cache_size_tokens", "Positions that the cache has.", lambda: worker.stats.cache_size)
         metrics.gauge("busy_seconds", "Time spent in steps.", lambda: worker.busy_seconds)
 
     @property
@@ -86,19 +84,12 @@ class Service:
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Of one prompt: what the server is told to take, and what leaves the context room for a token."""
+        """Of one prompt: the server's limit, and what leaves the context room for a token."""
         limit, room = self.limits.prompt, self.model.ctx_size - 1
         return room if limit is None else min(limit, room)
 
-    def check_prompt(self, prompt: Sequence[int], param: str) -> None:
-        """Raises ApiError for a prompt that is empty, over the limit, or leaves no room for a token."""
-        if not prompt:
-            raise bad_request("the prompt has no tokens", param)
-        if len(prompt) > self.most_prompt_tokens:
-            raise self.prompt_error(len(prompt), param)
-
     def prompt_error(self, count: int, param: str, size: int | None = None) -> ApiError:
-        """A prompt is too long. `size`: its bytes, where it was not tokenized and `count` is the least it can have."""
+        """A prompt is too long. `size`: its bytes, where it was not tokenized and `count` is a lower bound."""
         context, limit = self.model.ctx_size, self.limits.prompt
         has, length = f"the prompt has {count} tokens", self.model.token_length
         if size is not None and length is not None:
@@ -118,7 +109,9 @@ class Service:
         """Raises ApiError for a request of more sequences than this server ever holds at once."""
         most = self.worker.slots + self.limits.queue
         if sequences > most:
-            raise bad_request(f"{sequences} texts in one request: this server holds at most {most} at a time")
+            raise bad_request(
+                f"{sequences} completions in one request: this server holds at most {most} at a time"
+            )
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Handle:
         """Queue all completions of an HTTP request. Raises ApiError where the queue or the engine takes none."""
@@ -138,13 +131,13 @@ class Service:
             ) from None
 
     def _retry_after(self) -> int:
-        """Seconds: a guess from how long the queue is for its slots."""
+        """Seconds, estimated from the queue's length and the slots."""
         return max(1, min(60, self.worker.waiting // max(1, self.worker.slots)))
 
     async def events(self, handle: Handle) -> AsyncGenerator[tuple[int, Piece | Finished], None]:
-        """What the engine makes of a request, until all its texts have ended; (which text, event).
+        """The events of an HTTP request until all its completions have ended; (which completion, event).
 
-        What has gathered since the last write is one piece. Leaving early cancels. Raises ApiError when a text
+        What has gathered since the last write is one piece. Closing it early cancels. Raises ApiError when a completion
         fails; the others of the request are then cancelled too.
         """
         left, record = len(handle.requests), access_log.current()
@@ -185,7 +178,7 @@ def _failure(event: Failed) -> ApiError:
 
 
 def _joined(events: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
-    """The events with neighbouring pieces of each text made one."""
+    """The events, with the pieces of each completion joined."""
     pieces: dict[int, list[Piece]] = {}
     ends: list[tuple[int, Event]] = []
     for choice, event in events:

@@ -1,7 +1,4 @@
-"""An LLM behind the server's boundary: it computes as many sequences at once as it was loaded for.
-
-The one module of the server that knows LLM, its scheduler and its sequences.
-"""
+"""Engine process: an LLM as the server's `Engine`. It computes as many sequences at once as it was loaded for."""
 
 import logging
 from collections.abc import Mapping
@@ -29,8 +26,6 @@ logger = logging.getLogger("quengine.serve")
 
 
 class LLMEngine:
-    """An LLM as an `Engine`."""
-
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         loaded = llm.loaded
@@ -75,16 +70,16 @@ class LLMEngine:
         ids = {sequence: request_id for request_id, sequence in self._requests.items()}
         before = {request_id: len(sequence.generated) for request_id, sequence in self._requests.items()}
         try:
-            texts = self._llm.step()
+            advanced = self._llm.step()
         except Exception as error:
             return self._step_failed(error, ids)
         events: list[Event] = []
-        for sequence, text in texts:
+        for sequence, text in advanced:
             events += self._events(ids[sequence], sequence, before[ids[sequence]], text)
         return events
 
     def _events(self, request_id: int, sequence: LLMSequence, start: int, text: str) -> list[Event]:
-        """What a step did to one sequence, whose generated tokens from `start` on are new."""
+        """The events of a step for one sequence, whose generated tokens from `start` on are new."""
         if sequence.error is not None:
             self._check_device()
             del self._requests[request_id]
@@ -117,7 +112,7 @@ class LLMEngine:
         self._llm.close()
 
     def _step_failed(self, error: Exception, ids: Mapping[LLMSequence, int]) -> list[Event]:
-        """Let go of the sequence whose step failed; of several, find out which it is, each by itself.
+        """Fail the sequence whose step failed; of several, find out which it is, each by itself.
 
         Raises `error` again where no step can work any more.
         """
@@ -127,7 +122,7 @@ class LLMEngine:
             raise error
         self._check_device()
         if len(batch.sequences) > 1:
-            logger.warning("a step of %d texts failed; each is tried alone", len(batch.sequences))
+            logger.warning("a step of %d sequences failed; each is tried alone", len(batch.sequences))
             scheduler.retry_alone()
             return []
         (sequence,) = batch.sequences
@@ -136,7 +131,7 @@ class LLMEngine:
         return self._events(ids[sequence], sequence, 0, "")
 
     def _check_device(self) -> None:
-        """Raises where the device is lost."""
+        """Raises where the device has failed."""
         if self._llm.loaded.device.type == "cuda":
             torch.cuda.synchronize(self._llm.loaded.device)
 

@@ -1,7 +1,7 @@
-"""The engine's process, beside the server's: `python -m quengine.serve.processes.engine_main FD HEARTBEAT [-v]`.
+"""Engine process: `python -m quengine.serve.processes.engine_main FD HEARTBEAT [-v]`, started by `server_engine`.
 
-Computes as long as it has sequences, whatever the server does meanwhile, and ends when the server does. A device that
-is lost stays lost for its process; so this one ends then, and the server starts another. Started by `process_engine`.
+It computes as long as it has sequences, whatever the server does meanwhile, and ends when the server does. A device
+that has failed stays so for its process, so this one ends then, and the server starts another.
 """
 
 import logging
@@ -33,7 +33,6 @@ from quengine.serve.processes.shared_wire import (
     Add,
     Broken,
     Cancel,
-    Kind,
     Load,
     Progress,
     Ready,
@@ -50,65 +49,65 @@ _COMPILING = 2  # constraints at once
 
 
 class EngineLoop:
-    """An engine that takes orders from `connection` between its steps, and sends there what they come to."""
+    """Runs an engine: takes messages from `connection` between its steps, and sends the events of each step there."""
 
     def __init__(self, connection: "Connection[Any, Any]", engine: Engine) -> None:
         self._connection = connection
         self._engine = engine
-        self._orders: deque[ToEngine | Future[GenerationRequest]] = deque()
-        self._ordered = threading.Condition()
+        self._received: deque[ToEngine | Future[GenerationRequest]] = deque()
+        self._wake = threading.Condition()
         self._compilers = ThreadPoolExecutor(_COMPILING)
         self._preparing: dict[Future[GenerationRequest], int] = {}
         self._running: set[int] = set()
-        self._told_at = 0.0
+        self._stats_at = 0.0
 
     def run(self) -> None:
-        """Until the server is gone, which ends the process. Raises what the engine raises when it is lost."""
+        """Until the server is gone, which ends the process. Raises what the engine raises when it fails."""
         threading.Thread(target=self._listen, daemon=True).start()
         while True:
-            with self._ordered:
-                while not (self._orders or self._running):
-                    self._ordered.wait()
-                orders = list(self._orders)
-                self._orders.clear()
-            events: list[Event] = [event for order in orders if (event := self._obey(order)) is not None]
+            with self._wake:
+                while not (self._received or self._running):
+                    self._wake.wait()
+                received = list(self._received)
+                self._received.clear()
+            events: list[Event] = [event for each in received if (event := self._handle(each)) is not None]
             if self._running:
                 events += self._engine.step()
-            self._tell(events)
+            self._send(events)
 
     def _listen(self) -> None:
         try:
             while True:
-                self._order(receive_in_engine(self._connection))
+                self._receive(receive_in_engine(self._connection))
         except (EOFError, OSError):
-            os._exit(0)  # whatever is computed, nobody waits for it
+            os._exit(0)  # nothing receives what is computed
         except BaseException:
             # Without this thread the server would wait for ever; a process that has ended is replaced.
             logger.exception("the engine cannot read what the server sends")
             os._exit(1)
 
-    def _order(self, order: "ToEngine | Future[GenerationRequest]") -> None:
-        with self._ordered:
-            self._orders.append(order)
-            self._ordered.notify()
+    def _receive(self, message: "ToEngine | Future[GenerationRequest]") -> None:
+        with self._wake:
+            self._received.append(message)
+            self._wake.notify()
 
-    def _obey(self, order: "ToEngine | Future[GenerationRequest]") -> Failed | None:
-        if isinstance(order, Future):
-            return self._prepared(order)
-        if isinstance(order, Cancel):
-            self._cancel(order.request_id)
-        elif isinstance(order, Add):
+    def _handle(self, message: "ToEngine | Future[GenerationRequest]") -> Failed | None:
+        if isinstance(message, Future):
+            return self._prepared(message)
+        if isinstance(message, Cancel):
+            self._cancel(message.request_id)
+        elif isinstance(message, Add):
             try:
-                request = order.request
+                request = message.request
             except Exception as error:
-                return refused(order.request_id, error)
+                return refused(message.request_id, error)
             if request.params.constraint is None:
                 return self._add(request)
             self._prepare(request)
         return None
 
     def _prepare(self, request: GenerationRequest) -> None:
-        """Compile what the text is held to while others are computed; it is added then."""
+        """Compile the request's constraint while others are computed; it is added then."""
 
         def prepared() -> GenerationRequest:
             self._engine.model.prepare(request.params)
@@ -116,7 +115,7 @@ class EngineLoop:
 
         future = self._compilers.submit(prepared)
         self._preparing[future] = request.id
-        future.add_done_callback(self._order)
+        future.add_done_callback(self._receive)
 
     def _prepared(self, future: Future[GenerationRequest]) -> Failed | None:
         request_id = self._preparing.pop(future, None)
@@ -137,57 +136,56 @@ class EngineLoop:
             self._running.add(request.id)
         return failed
 
-    def _tell(self, events: list[Event]) -> None:
+    def _send(self, events: list[Event]) -> None:
         try:
-            self._send(events)
+            self._send_step(events)
         except (OverflowError, UnicodeError, TypeError):
-            self._send(self._without_unsendable(events))
+            self._send_step(self._without_unsendable(events))
 
     def _without_unsendable(self, events: list[Event]) -> list[Event]:
         """The events with those requests failed of which an event has no form on the wire; the others go on."""
-        lost = {event.request_id for event in events if not can_be_sent(event)}
-        for request_id in lost:
-            logger.error(
-                "an answer of request %d cannot be sent: it holds what is no text or number", request_id
-            )
+        message = "the answer cannot be sent: it holds what is no text or number"
+        failed = {event.request_id for event in events if not can_be_sent(event)}
+        for request_id in failed:
+            logger.error("request %d: %s", request_id, message)
             with suppress(KeyError):  # it may have ended with this step
                 self._cancel(request_id)
-        message = "the answer cannot be sent: it holds what is no text or number"
-        kept = [event for event in events if event.request_id not in lost]
-        return [*kept, *(Failed(request_id, message) for request_id in lost)]
+        kept = [event for event in events if event.request_id not in failed]
+        return [*kept, *(Failed(request_id, message) for request_id in failed)]
 
-    def _send(self, events: list[Event]) -> None:
+    def _send_step(self, events: list[Event]) -> None:
         self._running.difference_update(event.request_id for event in events if not isinstance(event, Piece))
         now = time.monotonic()
         stats = None
-        if now - self._told_at > STATS_SECONDS or not self._running:
-            self._told_at, stats = now, self._engine.stats()
+        if now - self._stats_at > STATS_SECONDS or not self._running:
+            self._stats_at, stats = now, self._engine.stats()
         send(self._connection, Step(events, stats))
 
 
 def load(connection: "Connection[Any, Any]") -> Engine:
-    """The engine that the server asks for. Raises EngineError where it cannot be had."""
+    """The engine of the server's first message. Raises EngineError where it cannot be loaded."""
     from quengine.llm import LLM
     from quengine.serve.processes.engine_llm import LLMEngine
 
-    asked = receive_in_engine(connection)
-    assert isinstance(asked, Load)
-    llm = LLM(asked.model, progress=lambda text: send(connection, Progress(text)), **asked.options)
+    wanted = receive_in_engine(connection)
+    assert isinstance(wanted, Load)
+    llm = LLM(wanted.model, progress=lambda text: send(connection, Progress(text)), **wanted.options)
     llm.warm_up()
-    send(
-        connection, Ready(llm.config.parallel, llm.ctx_size, str(llm.loaded.device), tuple(llm.loaded.notes))
-    )
+    notes = tuple(llm.loaded.notes)
+    send(connection, Ready(llm.config.parallel, llm.ctx_size, str(llm.loaded.device), notes))
     return LLMEngine(llm)
 
 
-def _kind(error: Exception) -> Kind:
-    if isinstance(error, CannotRunError):
-        return "CannotRunError"
-    return "EngineError" if isinstance(error, EngineError) else "lost"
+def broken(error: Exception) -> Broken:
+    """The last message to the server."""
+    if isinstance(error, EngineError):
+        return Broken("CannotRunError" if isinstance(error, CannotRunError) else "EngineError", str(error))
+    logger.error("the engine has failed", exc_info=error)
+    return Broken("failed", f"{type(error).__name__}: {error}")
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()
@@ -200,17 +198,13 @@ def main() -> int:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except Exception as error:
-        ours = isinstance(error, EngineError)
-        if not ours:
-            logger.exception("the engine is lost")
-        message = str(error) if ours else f"{type(error).__name__}: {error}"
         with suppress(OSError):  # the server is gone as well
-            send(connection, Broken(_kind(error), message))
+            send(connection, broken(error))
     return 1
 
 
 if __name__ == "__main__":
-    # Not `sys.exit`: a lost device may hang whatever would still be let go of.
+    # Not `sys.exit`: after a device has failed, freeing what it holds may hang.
     code = main()
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,7 @@
-"""An engine in a process of its own, as the server's worker sees it.
+"""Server process: an engine that runs in a process of its own (`engine_main`), for the worker's thread.
 
 The engine computes while the server writes to its clients: neither waits for the other's turn in one interpreter. When
-the device or the process is lost, `step` raises, and a new one is a new process, which may use the device again. Knows
-how to start, ask and end it; what runs there is `engine_process`.
+the device or the process fails, `step` raises, and the next engine is a new process, which may use the device again.
 """
 
 import atexit
@@ -41,7 +40,7 @@ END_SECONDS = 5.0
 """How long the process may take to end by itself."""
 
 
-class EngineLostError(RuntimeError):
+class EngineFailedError(RuntimeError):
     """The engine's process has ended, or is of no use any more."""
 
 
@@ -51,7 +50,7 @@ class ProcessEngine:
     Args:
         model: as `LLM` takes it.
         options: what else `LLM` is given, by name; numbers, strings, booleans and None.
-        progress: told how far the weights are.
+        progress: called with a line that says how far the weights are loaded.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -68,7 +67,7 @@ class ProcessEngine:
             shared.truncate(shared_heartbeat.SIZE)
             passed = [theirs.fileno(), shared.fileno()]
             verbose = ["-v"] if logger.isEnabledFor(logging.DEBUG) else []
-            # A session of its own: the terminal's Ctrl-C is for the server, which lets texts end first.
+            # A session of its own: the terminal's Ctrl-C is for the server, which lets requests end first.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "quengine.serve.processes.engine_main", *map(str, passed), *verbose],
                 stdin=subprocess.DEVNULL,
@@ -79,7 +78,7 @@ class ProcessEngine:
         theirs.close()
         atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
         try:
-            self._say(Load(model, options))
+            self._send(Load(model, options))
             install()  # this process reads the mapped vocabulary as long as it serves
             text = TextSide.of_file(resolve_model(model))  # while the process begins
             ready = self._loaded(progress)
@@ -101,29 +100,29 @@ class ProcessEngine:
         return self._heartbeat.age
 
     def add(self, request: GenerationRequest) -> None:
-        self._say(Add.of(request))
+        self._send(Add.of(request))
 
     def cancel(self, request_id: int) -> None:
-        self._say(Cancel(request_id))
+        self._send(Cancel(request_id))
 
     def step(self) -> list[Event]:
-        """All that has come since the last call; waits for the end of a step where there is nothing."""
+        """The events since the last call; waits for the end of a step where there are none."""
         if not self._events:
-            self._take_in(self._hear())
-        self._take_in_what_is_there()
+            self._take(self._receive())
+        self._take_received()
         events, self._events = self._events, []
         return events
 
     def stats(self) -> EngineStats:
-        """As of the last message. Raises EngineLostError where the process has ended."""
-        self._take_in_what_is_there()
+        """As of the last message. Raises EngineFailedError where the process has ended."""
+        self._take_received()
         return self._stats
 
-    def _take_in_what_is_there(self) -> None:
+    def _take_received(self) -> None:
         while self._connection.poll():
-            self._take_in(self._hear())
+            self._take(self._receive())
 
-    def _take_in(self, message: FromEngine) -> None:
+    def _take(self, message: FromEngine) -> None:
         if isinstance(message, Step):
             self._events += message.events
             self._stats = message.stats or self._stats
@@ -142,23 +141,23 @@ class ProcessEngine:
 
     def _loaded(self, progress: Callable[[str], None]) -> Ready:
         while True:
-            message = self._hear()
+            message = self._receive()
             if isinstance(message, Progress):
                 progress(message.text)
             elif isinstance(message, Ready):
                 return message
 
-    def _say(self, message: Load | Add | Cancel) -> None:
+    def _send(self, message: Load | Add | Cancel) -> None:
         try:
             send(self._connection, message)
         except OSError:
-            raise EngineLostError(self._how_it_ended()) from None
+            raise EngineFailedError(self._how_it_ended()) from None
 
-    def _hear(self) -> FromEngine:
+    def _receive(self) -> FromEngine:
         try:
             message = receive_from_engine(self._connection)
         except (EOFError, OSError):
-            raise EngineLostError(self._how_it_ended()) from None
+            raise EngineFailedError(self._how_it_ended()) from None
         if isinstance(message, Broken):
             raise _ERRORS[message.kind](message.message)
         return message
@@ -178,5 +177,5 @@ class ProcessEngine:
 _ERRORS: dict[Kind, type[Exception]] = {
     "EngineError": EngineError,
     "CannotRunError": CannotRunError,
-    "lost": EngineLostError,
+    "failed": EngineFailedError,
 }

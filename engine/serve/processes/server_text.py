@@ -1,4 +1,4 @@
-"""Tokenizing and chat templates for the event loop: short requests in a thread, long ones in a process of their own.
+"""Server process: tokenizing and chat templates for the event loop, short requests in a thread, long ones in a process.
 
 Long and very long requests have a process each, which does one at a time: a prompt of a document never waits for one of
 megabytes. A process starts with the first request that needs it (half a second).
@@ -44,7 +44,7 @@ class TextPool:
         self._long, self._very_long = _Lane("long"), _Lane("very long")
 
     async def perform(self, model: ServedModel, job: TextJob) -> TextResult:
-        """What comes of a job; leaving early ends it.
+        """The result of a job; cancelling ends it.
 
         Raises:
             ApiError: the text or the template is to blame, it took too much time or memory, or too many wait.
@@ -103,7 +103,7 @@ class _Lane:
             logger.debug("process %d started for %s prompts", process.pid, self._name)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(seconds, process.out_of_time)
-        answer = loop.run_in_executor(self._thread, process.ask, message)
+        answer = loop.run_in_executor(self._thread, process.request, message)
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -112,12 +112,12 @@ class _Lane:
             answer.exception()
             raise
         except (EOFError, OSError):
-            raise self._lost(process, len(message), seconds) from None
+            raise self._ended(process, len(message), seconds) from None
         finally:
             timer.cancel()
 
-    def _lost(self, process: "_TextProcess", size: int, seconds: float) -> ApiError:
-        """What became of a process that gave no answer."""
+    def _ended(self, process: "_TextProcess", size: int, seconds: float) -> ApiError:
+        """The error of a process that gave no answer."""
         code = process.close()
         logger.warning(
             "the process that tokenizes %s prompts ended (%d) over %d bytes", self._name, code, size
@@ -141,7 +141,7 @@ class _Lane:
 
 
 class _TextProcess:
-    """A running `text_process`."""
+    """A running `text_main`."""
 
     def __init__(self, source: Path) -> None:
         self.late = False
@@ -166,7 +166,7 @@ class _TextProcess:
     def alive(self) -> bool:
         return not self._connection.closed and self._process.poll() is None
 
-    def ask(self, message: bytes) -> TextResult:
+    def request(self, message: bytes) -> TextResult:
         """In a thread. Raises EOFError or OSError where the process ends before it answers."""
         self._connection.send_bytes(message)
         reply = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)

@@ -69,12 +69,12 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats | None = None
 
 
-Kind = Literal["EngineError", "CannotRunError", "lost"]
-"""The exception that the server is to raise: one of this project's, or its own for all others."""
+Kind = Literal["EngineError", "CannotRunError", "failed"]
+"""The exception that the server raises: one of this project's, or its own for all others."""
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, last: why it cannot be had."""
+    """From the engine, last: why it has ended."""
 
     kind: Kind
     message: str

@@ -1,7 +1,7 @@
-"""Tokenizes long prompts, a process of `text_pool`: `python -m quengine.serve.processes.text_main FD MODEL`.
+"""Text process: `python -m quengine.serve.processes.text_main FD MODEL`, started by `server_text` for long prompts.
 
 The tokenizers library holds the interpreter's lock for seconds while it cuts megabytes, and takes gigabytes for them.
-Here that stops no stream. The kernel bounds the memory, `text_pool` the time.
+Here that stops no stream. The kernel bounds the memory, `server_text` the time.
 """
 
 import os
@@ -51,7 +51,7 @@ def serve(connection: "Connection[Any, Any]", path: Path) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     with suppress(ValueError, OSError):  # a system may have no such limit
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

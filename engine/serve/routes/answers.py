@@ -52,7 +52,7 @@ def stream_end(
     ends: Sequence[Finished],
     include_usage: bool,
 ) -> bytes:
-    """The last events of a stream: one without choices where usage was asked for, and [DONE]."""
+    """The last events of a stream: one without choices where usage is wanted, and [DONE]."""
     tail = {**head, "choices": [], **answer_tail(requests, ends)}
     return (data(tail) if include_usage else b"") + DONE
 

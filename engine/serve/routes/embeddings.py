@@ -44,7 +44,7 @@ async def embeddings(service: Service, request: Request) -> Response:
 
 
 def _encoded(end: Finished, encoding: str) -> list[float] | str:
-    """`base64`: of 32-bit floats, little-endian, as OpenAI's clients ask for by default."""
+    """`base64`: of 32-bit floats, little-endian, the default of OpenAI's clients."""
     assert end.embedding is not None
     if encoding == "float":
         return list(end.embedding)

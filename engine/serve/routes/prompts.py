@@ -46,13 +46,13 @@ async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
     if result.tokens is not None:
         raise service.prompt_error(result.tokens, param, result.size)
     prompts = [unpacked(ids) for ids in result.ids]
-    for prompt in prompts:
-        service.check_prompt(prompt, param)
+    if not all(prompts):
+        raise bad_request("the prompt has no tokens", param)
     return prompts
 
 
 def _separate(value: str | list[Any], key: str) -> list[Any]:
-    """One entry a prompt: an array of ids, or of ids and texts mixed, is one; one of texts or arrays several."""
+    """One entry a prompt: an array of ids, or of ids and strings, is one prompt; one of strings or arrays is several."""
     if isinstance(value, str):
         return [value]
     if not value:
@@ -62,7 +62,7 @@ def _separate(value: str | list[Any], key: str) -> list[Any]:
 
 
 def _parts(value: Any, service: Service, key: str) -> list[str | int]:
-    """A prompt's texts and ids. Raises ApiError for one that is too long by its bytes alone."""
+    """A prompt's strings and ids. Raises ApiError for one that is too long by its bytes alone."""
     given = value if isinstance(value, list) else [value]
     model = service.model
     texts = [part for part in given if isinstance(part, str)]

@@ -19,14 +19,14 @@ REF = "#/components/schemas/{name}"
 
 
 def _ref(name: str, rule: str | None = None) -> Meta:
-    """A type whose schema is a component of the document; `rule`: what errors say of it."""
+    """A type whose schema is a component of the document; `rule`: for errors."""
     return Meta(
         extra_json_schema={"$ref": REF.format(name=name)}, extra=None if rule is None else {"rule": rule}
     )
 
 
 def _only(*values: Any) -> Meta:
-    """A field whose effect is not supported: only values that ask for none of it pass."""
+    """A field whose effect is not supported: only values that switch it off pass."""
     schema: dict[str, Any] = {"enum": list(values)} if values else {"type": "null"}
     words = " or ".join(map(json.dumps, values))  # typing keeps equal annotations once, and 0 == False
     return Meta(extra={"only": values, "words": words}, extra_json_schema=schema)

@@ -121,10 +121,10 @@ def test_what_the_engine_cannot_send_fails_its_request_alone() -> None:
     engine = GarblingEngine(step_s=0.0)
     loop, params = EngineLoop(theirs, engine), SamplingParams(max_tokens=4).with_seed()
     for number in (1, 2, 3):
-        loop._obey(Add.of(GenerationRequest([1, 2], params, id=number)))
+        loop._handle(Add.of(GenerationRequest([1, 2], params, id=number)))
     ends: dict[int, Event] = {}
     for _ in range(4):
-        loop._tell(engine.step())
+        loop._send(engine.step())
         step = receive_from_engine(ours)
         assert isinstance(step, Step)
         ends |= {event.request_id: event for event in step.events if not isinstance(event, Piece)}

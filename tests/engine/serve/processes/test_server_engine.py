@@ -17,7 +17,7 @@ from quengine import LLM, EngineError
 from quengine.errors import CannotRunError
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
-from quengine.serve.processes.server_engine import EngineLostError, ProcessEngine
+from quengine.serve.processes.server_engine import EngineFailedError, ProcessEngine
 from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.engine.serve.serving import serving
@@ -135,7 +135,7 @@ def test_an_engine_that_is_killed_says_by_what_and_ends_with_the_server(path: st
     engine.add(request(1, [1], SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)))
     engine.step()
     os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineLostError, match="ended by signal 9"):
+    with pytest.raises(EngineFailedError, match="ended by signal 9"):
         while True:
             engine.step()
     engine.close()
