@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -84,7 +84,7 @@ async def off_loop(function: Callable[[], T]) -> T:
         raise bad_request(str(error)) from None
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`; it is cancelled, and ClientGoneError raised, when the client leaves first."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_gone(receive))

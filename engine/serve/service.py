@@ -6,9 +6,7 @@ Errors of the worker become statuses of HTTP, with Retry-After and both numbers 
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
 
-from quengine.sampler import TokenLogprobs
 from quengine.serve import access_log
 from quengine.serve.metrics import Metrics
 from quengine.serve.processes.server_text import TextPool
@@ -26,22 +24,6 @@ _WHY_NOT = {
     "restarting": "the engine failed and is starting again",
     "stopped": "the engine has stopped",
 }
-
-
-@dataclass
-class Output:
-    """The text of one request so far."""
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finished: Finished | None = None
-
-    @property
-    def end(self) -> Finished:
-        assert self.finished is not None
-        return self.finished
 
 
 class Service:
@@ -155,19 +137,15 @@ class Service:
                 self.worker.cancel(handle)
                 self.metrics.cancelled(left)
 
-    async def outputs(self, handle: Handle) -> list[Output]:
-        """All completions of an HTTP request, whole, in the order of the requests."""
-        outputs = [Output() for _ in handle.requests]
-        async for choice, event in self.events(handle):
-            output = outputs[choice]
-            if isinstance(event, Piece):
-                output.text += event.text
-                output.tokens += event.tokens
-                output.logprobs += event.logprobs
-                output.prompt_logprobs += event.prompt_logprobs
-            else:
-                output.finished = event
-        return outputs
+    async def outputs(self, handle: Handle) -> list[tuple[Piece, Finished]]:
+        """The pieces of each request as one, and its end, in the order of the requests."""
+        events = _joined([each async for each in self.events(handle)])
+        pieces = {choice: event for choice, event in events if isinstance(event, Piece)}
+        ends = {choice: event for choice, event in events if isinstance(event, Finished)}
+        return [
+            (pieces.get(choice, Piece(request.id, (), "")), ends[choice])
+            for choice, request in enumerate(handle.requests)
+        ]
 
 
 def _failure(event: Failed) -> ApiError:
@@ -177,7 +155,7 @@ def _failure(event: Failed) -> ApiError:
     return ApiError(500, event.message)
 
 
-def _joined(events: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
+def _joined(events: Sequence[tuple[int, Event]]) -> list[tuple[int, Event]]:
     """The events, with the pieces of each completion joined."""
     pieces: dict[int, list[Piece]] = {}
     ends: list[tuple[int, Event]] = []

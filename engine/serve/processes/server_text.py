@@ -16,7 +16,7 @@ import msgspec
 
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, TextResult, perform
-from quengine.serve.processes.text_main import MEMORY_BYTES, OUT_OF_MEMORY, Reply
+from quengine.serve.processes.text_main import MEMORY_BYTES, OUT_OF_MEMORY
 from quengine.serve.schemas.errors import ApiError, bad_request
 
 logger = logging.getLogger("quengine.serve")
@@ -169,10 +169,10 @@ class _TextProcess:
     def request(self, message: bytes) -> TextResult:
         """In a thread. Raises EOFError or OSError where the process ends before it answers."""
         self._connection.send_bytes(message)
-        reply = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
-        if reply.last:
+        result = msgspec.msgpack.decode(self._connection.recv_bytes(), type=TextResult)
+        if result.last:
             self.close()
-        return reply.result
+        return result
 
     def out_of_time(self) -> None:
         self.late = True

@@ -50,6 +50,7 @@ class TextResult(msgspec.Struct, frozen=True):
         tokens: of the first prompt that is too long; at least so many where `size` is given.
         size: bytes of a text that was too long to be tokenized at all.
         error: the text or the template is to blame.
+        last: the process that did the job ends with it.
     """
 
     ids: list[bytes] = []
@@ -57,6 +58,7 @@ class TextResult(msgspec.Struct, frozen=True):
     tokens: int | None = None
     size: int | None = None
     error: str | None = None
+    last: bool = False
 
 
 def perform(model: ServedModel, job: TextJob) -> TextResult:

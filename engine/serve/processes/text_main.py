@@ -17,20 +17,13 @@ import msgspec
 
 from quengine.platform import collector
 from quengine.serve.processes.shared_model import ServedModel, TextSide
-from quengine.serve.processes.shared_text import TextJob, TextResult, perform
+from quengine.serve.processes.shared_text import TextJob, perform
 
 MEMORY_BYTES = 2 << 30
 KEPT_BYTES = 512 << 20
 """A process that holds more after a job ends, for the memory is not given back otherwise."""
 OUT_OF_MEMORY = 3
 """Exit code."""
-
-
-class Reply(msgspec.Struct, frozen=True):
-    """A job's result. `last`: the process ends with it."""
-
-    result: TextResult
-    last: bool
 
 
 def _held_bytes() -> int:
@@ -46,7 +39,7 @@ def serve(connection: "Connection[Any, Any]", path: Path) -> None:
         job = msgspec.json.decode(connection.recv_bytes(), type=TextJob)
         result = perform(model, msgspec.structs.replace(job, long=True))
         last = _held_bytes() > KEPT_BYTES
-        connection.send_bytes(msgspec.msgpack.encode(Reply(result, last)))
+        connection.send_bytes(msgspec.msgpack.encode(msgspec.structs.replace(result, last=last)))
         del job, result
 
 

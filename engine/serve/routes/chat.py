@@ -15,10 +15,10 @@ from quengine.serve.routes.constraints import callable_format, read_constraint, 
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.prompts import chat_ids
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
-from quengine.serve.routes.streaming import data, stream_answer, whole_answer
+from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.requests import ChatRequest
-from quengine.serve.service import Output, Service
+from quengine.serve.service import Service
 from quengine.structured.tool_calls import Delta, TextDelta, collect
 from quengine.structured.tool_calls_parser import ToolCallParser
 
@@ -94,27 +94,27 @@ def _body(
     service: Service,
     requests: Sequence[GenerationRequest],
     answers: Sequence[ChatAnswer],
-    outputs: Sequence[Output],
+    outputs: Sequence[tuple[Piece, Finished]],
 ) -> dict[str, Any]:
     return {
         **answer_head(service, "chatcmpl-", "chat.completion"),
         "choices": [
             {
                 "index": index,
-                "message": answers[index].message(output.text),
-                "logprobs": chat_logprobs(output.logprobs, service.model)
+                "message": answers[index].message(piece.text),
+                "logprobs": chat_logprobs(piece.logprobs, service.model)
                 if requests[index].params.logprobs is not None
                 else None,
-                "finish_reason": answers[index].reason(output.end),
+                "finish_reason": answers[index].reason(end),
             }
-            for index, output in enumerate(outputs)
+            for index, (piece, end) in enumerate(outputs)
         ],
-        **answer_tail(requests, [output.end for output in outputs]),
+        **answer_tail(requests, [end for _, end in outputs]),
     }
 
 
 @dataclass
-class _Chunks:
+class _Chunks(ChunkForm):
     """A stream of chat.completion.chunk objects."""
 
     service: Service

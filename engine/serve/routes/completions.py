@@ -15,9 +15,9 @@ from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.logprob_forms import completion_logprobs, echoed_logprobs, joined_logprobs
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
-from quengine.serve.routes.streaming import data, stream_answer, whole_answer
+from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.requests import CompletionRequest
-from quengine.serve.service import Output, Service
+from quengine.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this route."""
@@ -51,34 +51,37 @@ async def _prepared(service: Service, body: CompletionRequest) -> list[Generatio
 
 
 def _body(
-    service: Service, requests: Sequence[GenerationRequest], echoed: Sequence[str], outputs: Sequence[Output]
+    service: Service,
+    requests: Sequence[GenerationRequest],
+    echoed: Sequence[str],
+    outputs: Sequence[tuple[Piece, Finished]],
 ) -> dict[str, Any]:
     return {
         **answer_head(service, "cmpl-", "text_completion"),
         "choices": [
             {
                 "index": index,
-                "text": echoed[index] + output.text,
-                "logprobs": _logprobs(requests[index], output, service.model),
-                "finish_reason": output.end.reason,
+                "text": echoed[index] + piece.text,
+                "logprobs": _logprobs(requests[index], piece, service.model),
+                "finish_reason": end.reason,
             }
-            for index, output in enumerate(outputs)
+            for index, (piece, end) in enumerate(outputs)
         ],
-        **answer_tail(requests, [output.end for output in outputs]),
+        **answer_tail(requests, [end for _, end in outputs]),
     }
 
 
-def _logprobs(request: GenerationRequest, output: Output, model: ServedModel) -> dict[str, Any] | None:
+def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> dict[str, Any] | None:
     if request.params.logprobs is None:
         return None
     if not request.score_prompt:
-        return completion_logprobs(output.logprobs, model, 0)[0]
-    prompt, offset = echoed_logprobs(request.prompt, output.prompt_logprobs, model)
-    return joined_logprobs(prompt, completion_logprobs(output.logprobs, model, offset)[0])
+        return completion_logprobs(piece.logprobs, model, 0)[0]
+    prompt, offset = echoed_logprobs(request.prompt, piece.prompt_logprobs, model)
+    return joined_logprobs(prompt, completion_logprobs(piece.logprobs, model, offset)[0])
 
 
 @dataclass
-class _Chunks:
+class _Chunks(ChunkForm):
     """A stream of text_completion objects."""
 
     service: Service

@@ -33,9 +33,9 @@ async def embeddings(service: Service, request: Request) -> Response:
                 {
                     "object": "embedding",
                     "index": index,
-                    "embedding": _encoded(output.end, body.encoding_format),
+                    "embedding": _encoded(end, body.encoding_format),
                 }
-                for index, output in enumerate(outputs)
+                for index, (_, end) in enumerate(outputs)
             ],
             "model": service.model_name,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},

@@ -1,7 +1,7 @@
 """POST /completion: llama-server's own route, with its names."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
-from quengine.serve.routes.streaming import data, stream_answer, whole_answer
+from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.requests import NativeRequest
 from quengine.serve.service import Service
 
@@ -27,10 +27,10 @@ async def completion(service: Service, request: Request) -> Response:
     if body.stream:
         return await stream_answer(service, request, requests, form)
     answers = []
-    for index, output in enumerate(await whole_answer(service, request, requests)):
-        answer = form.last(index, output.end) | form.probabilities(index, output.logprobs)
-        answer |= {"content": output.text, "has_new_line": "\n" in output.text}
-        answers.append(answer | {"tokens": output.tokens if body.return_tokens else []})
+    for index, (piece, end) in enumerate(await whole_answer(service, request, requests)):
+        answer = form.last(index, end) | form.probabilities(index, piece.logprobs)
+        answer |= {"content": piece.text, "has_new_line": "\n" in piece.text}
+        answers.append(answer | {"tokens": piece.tokens if body.return_tokens else []})
     return json_response(answers if len(answers) > 1 else answers[0])
 
 
@@ -45,16 +45,13 @@ async def _prepared(service: Service, body: NativeRequest) -> list[GenerationReq
 
 
 @dataclass
-class _Form:
+class _Form(ChunkForm):
     """Bodies and chunks, which have the same fields."""
 
     service: Service
     requests: Sequence[GenerationRequest]
     _predicted: dict[int, int] = field(default_factory=dict)
     _lines: set[int] = field(default_factory=set)
-
-    def begin(self) -> bytes:
-        return b""
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         self._predicted[choice] = self._predicted.get(choice, 0) + len(piece.tokens)
@@ -73,10 +70,6 @@ class _Form:
 
     def finished(self, choice: int, end: Finished) -> bytes:
         return data(self.last(choice, end) | {"content": "", "tokens": []})
-
-    def end(self, ends: Sequence[Finished]) -> bytes:
-        del ends
-        return b""
 
     def probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:
         if self.requests[choice].params.logprobs is None:
@@ -110,13 +103,14 @@ class _Form:
 
 def generation_settings(params: SamplingParams, ctx_size: int) -> dict[str, Any]:
     """The sampling parameters as llama-server names them."""
-    values = asdict(params)
     max_tokens = -1 if params.max_tokens is None else params.max_tokens
     seed = -1 if params.seed is None else params.seed
     banned = float("-inf")
     biases = [[token, False if bias == banned else bias] for token, bias in params.logit_bias.items()]
     copied = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n")
-    return {key: values[key] for key in (*copied, "presence_penalty", "frequency_penalty", "ignore_eos")} | {
+    return {
+        key: getattr(params, key) for key in (*copied, "presence_penalty", "frequency_penalty", "ignore_eos")
+    } | {
         "n_predict": max_tokens,
         "max_tokens": max_tokens,
         "seed": seed,

@@ -52,7 +52,7 @@ async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
 
 
 def _separate(value: str | list[Any], key: str) -> list[Any]:
-    """One entry a prompt: an array of ids, or of ids and strings, is one prompt; one of strings or arrays is several."""
+    """One entry a prompt: an array of ids, or of ids and strings, is one prompt; one of strings or arrays several."""
     if isinstance(value, str):
         return [value]
     if not value:

@@ -15,7 +15,7 @@ from quengine.serve.routes.constraints import callable_format, read_constraint, 
 from quengine.serve.routes.prompts import chat_ids
 from quengine.serve.routes.response_items import Event, OutputItems, messages_of
 from quengine.serve.routes.sampling import requests_of, sampling_params
-from quengine.serve.routes.streaming import stream_answer, whole_answer
+from quengine.serve.routes.streaming import ChunkForm, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.requests import ResponseRequest
 from quengine.serve.service import Service
@@ -28,9 +28,9 @@ async def responses(service: Service, request: Request) -> Response:
     form = await unless_gone(request.receive, _prepared(service, body))
     if body.stream:
         return await stream_answer(service, request, [form.request], form)
-    (output,) = await whole_answer(service, request, [form.request])
-    form.take(output.text)
-    return json_response(form.ended(output.end))
+    ((piece, end),) = await whole_answer(service, request, [form.request])
+    form.take(piece.text)
+    return json_response(form.ended(end))
 
 
 async def _prepared(service: Service, body: ResponseRequest) -> "_Form":
@@ -60,7 +60,7 @@ def _text_constraint(body: ResponseRequest) -> ConstraintSpec | None:
     return spec or other
 
 
-class _Form:
+class _Form(ChunkForm):
     """The response object, and the events that build it."""
 
     def __init__(
@@ -100,10 +100,6 @@ class _Form:
         events = self._output.finish(end.reason == "length")
         response = self._response(end)
         return self._events([*events, (response["status"], {"response": response})])
-
-    def end(self, ends: Sequence[Finished]) -> bytes:
-        del ends
-        return b""
 
     def _response(self, end: Finished | None) -> dict[str, Any]:
         """The object, whole with `end`."""
