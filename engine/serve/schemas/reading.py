@@ -25,7 +25,6 @@ Path = tuple[str | int, ...]
 _ERROR = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$(.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _ABSENT = re.compile(r"Object missing required field `(.+)`")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _OF_TYPES = re.compile("Expected |Invalid |Number out of range|Integer value out of range")
 
 
@@ -86,6 +85,7 @@ def whole_number(value: object) -> int | None:
 class _Plan(NamedTuple):
     """The fields of a struct that are looked at before it is made."""
 
+    names: frozenset[str]
     whole: frozenset[str]
     only: Mapping[str, tuple[Any, ...]]
     nested: Mapping[str, type[Fields]]
@@ -100,18 +100,22 @@ def _plan(kind: type[Fields]) -> _Plan:
         for each in _alternatives(field.type):
             if isinstance(each, inspect.IntType):
                 whole.add(field.encode_name)
-            elif isinstance(each, inspect.StructType):
+            elif isinstance(each, inspect.StructType) and issubclass(each.cls, Fields):
                 nested[field.encode_name] = each.cls
-        if isinstance(field.type, inspect.Metadata) and "only" in (field.type.extra or {}):
-            only[field.encode_name] = field.type.extra["only"]
-    return _Plan(frozenset(whole), only, nested)
+        extra = (isinstance(field.type, inspect.Metadata) and field.type.extra) or {}
+        if "only" in extra:
+            only[field.encode_name] = extra["only"]
+    return _Plan(frozenset(kind.__struct_fields__), frozenset(whole), only, nested)
 
 
 def _given(kind: type[Fields], values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The fields that are not null. Raises ApiError for a value whose effect is not supported."""
+    """The fields that are not null. Raises ApiError for a field that is unknown, or whose effect is not supported."""
     plan = _plan(kind)
     given = {key: value for key, value in values.items() if value is not None}
     for key, value in given.items():
+        if key not in plan.names:
+            name = f"{path}{key}"[:80]
+            raise bad_request(f"unknown parameter: {name}", name, "unknown_parameter")
         if key in plan.only:
             _check_only(f"{path}{key}", value, plan.only[key])
         elif key in plan.whole and isinstance(value, float):
@@ -143,9 +147,6 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, at: Path) 
     assert found is not None
     message, place = found[1], found[2] or ""
     steps = tuple(int(index) if index else key for key, index in _STEP.findall(place))
-    if unknown := _UNKNOWN.fullmatch(message):
-        name = _name((*at, *steps, unknown[1]))[:80]
-        return bad_request(f"unknown parameter: {name}", name, "unknown_parameter")
     if absent := _ABSENT.fullmatch(message):
         steps = (*steps, absent[1])
     name, info = _name((*at, *steps)), _at(inspect.type_info(kind), steps)

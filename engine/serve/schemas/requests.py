@@ -35,7 +35,9 @@ def _only(*values: Any) -> Meta:
 def _of(name: str) -> Meta:
     """A number in the range that the engine's parameter of this name has."""
     allowed = RANGES[name]
-    return Meta(ge=allowed.low, gt=allowed.above, le=allowed.high, description=_ABOUT[name])
+    if allowed.above is not None:
+        return Meta(gt=allowed.above, le=allowed.high, description=_ABOUT[name])
+    return Meta(ge=allowed.low, le=allowed.high, description=_ABOUT[name])
 
 
 _ABOUT = {
