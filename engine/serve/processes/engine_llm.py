@@ -7,7 +7,6 @@ import torch
 
 from quengine.errors import EngineError
 from quengine.llm import LLM
-from quengine.request.pooling import Pooling
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.sampler import TokenLogprobs
@@ -43,25 +42,16 @@ class LLMEngine:
 
     def add(self, request: GenerationRequest) -> None:
         if request.pooling is not None:
-            self._add_embedding(request, request.pooling)
+            sequence = self._llm.embedding_sequence(list(request.prompt), request.pooling)
         else:
-            self._add_text(request)
-
-    def _add_embedding(self, request: GenerationRequest, pooling: Pooling) -> None:
-        sequence = self._llm.embedding_sequence(list(request.prompt), pooling)
+            sequence = self._llm.stream(
+                request.prompt, request.params, index=request.index, show_special=request.show_special
+            ).sequence
         sequence.arrived = request.arrived
+        if request.score_prompt and request.params.logprobs is not None:
+            sequence.scores = PromptScores(request.prompt, request.params.logprobs)
         self._llm.scheduler.add(sequence)
         self._requests[request.id] = sequence
-
-    def _add_text(self, request: GenerationRequest) -> None:
-        stream = self._llm.stream(
-            request.prompt, request.params, index=request.index, show_special=request.show_special
-        )
-        stream.sequence.arrived = request.arrived
-        if request.score_prompt and request.params.logprobs is not None:
-            stream.sequence.scores = PromptScores(request.prompt, request.params.logprobs)
-        self._llm.scheduler.add(stream.sequence)
-        self._requests[request.id] = stream.sequence
 
     def cancel(self, request_id: int) -> None:
         self._llm.scheduler.cancel(self._requests.pop(request_id))
