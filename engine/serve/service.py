@@ -125,7 +125,8 @@ class Service:
         left, record = len(handle.requests), access_log.current()
         try:
             while left:
-                for choice, event in _joined(await handle.events()):
+                events = await handle.events()
+                for choice, event in events if len(events) == 1 else _joined(events):
                     if isinstance(event, Failed):
                         record.error = event.message
                         raise _failure(event)

@@ -74,7 +74,9 @@ class LLMEngine:
             self._check_device()
             del self._requests[request_id]
             return [_failed(request_id, sequence.error)]
-        scores = _prompt_logprobs(sequence, start)
+        scores: tuple[TokenLogprobs, ...] = ()
+        if sequence.scores is not None and not start and sequence.first_token:  # once, with the first token
+            scores = tuple(sequence.scores.logprobs)
         events: list[Event] = []
         tokens = tuple(sequence.generated[start:])
         if tokens or text or scores:
@@ -124,13 +126,6 @@ class LLMEngine:
         """Raises where the device has failed."""
         if self._llm.loaded.device.type == "cuda":
             torch.cuda.synchronize(self._llm.loaded.device)
-
-
-def _prompt_logprobs(sequence: LLMSequence, start: int) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities of the prompt, once: with the first token, before which `start` tokens were generated."""
-    if sequence.scores is None or start or not sequence.first_token:
-        return ()
-    return tuple(sequence.scores.logprobs)
 
 
 def _failed(request_id: int, error: Exception) -> Failed:

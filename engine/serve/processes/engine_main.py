@@ -137,10 +137,15 @@ class EngineLoop:
         return failed
 
     def _send(self, events: list[Event]) -> None:
+        self._running.difference_update(event.request_id for event in events if not isinstance(event, Piece))
+        now = time.monotonic()
+        stats = None
+        if now - self._stats_at > STATS_SECONDS or not self._running:
+            self._stats_at, stats = now, self._engine.stats()
         try:
-            self._send_step(events)
+            send(self._connection, Step(events, stats))
         except (OverflowError, UnicodeError, TypeError):
-            self._send_step(self._without_unsendable(events))
+            self._send(self._without_unsendable(events))
 
     def _without_unsendable(self, events: list[Event]) -> list[Event]:
         """The events with those requests failed of which an event has no form on the wire; the others go on."""
@@ -152,14 +157,6 @@ class EngineLoop:
                 self._cancel(request_id)
         kept = [event for event in events if event.request_id not in failed]
         return [*kept, *(Failed(request_id, message) for request_id in failed)]
-
-    def _send_step(self, events: list[Event]) -> None:
-        self._running.difference_update(event.request_id for event in events if not isinstance(event, Piece))
-        now = time.monotonic()
-        stats = None
-        if now - self._stats_at > STATS_SECONDS or not self._running:
-            self._stats_at, stats = now, self._engine.stats()
-        send(self._connection, Step(events, stats))
 
 
 def load(connection: "Connection[Any, Any]") -> Engine:

@@ -108,24 +108,19 @@ class ProcessEngine:
     def step(self) -> list[Event]:
         """The events since the last call; waits for the end of a step where there are none."""
         if not self._events:
-            self._take(self._receive())
-        self._take_received()
+            self._receive()
+        self._receive_all()
         events, self._events = self._events, []
         return events
 
     def stats(self) -> EngineStats:
         """As of the last message. Raises EngineFailedError where the process has ended."""
-        self._take_received()
+        self._receive_all()
         return self._stats
 
-    def _take_received(self) -> None:
+    def _receive_all(self) -> None:
         while self._connection.poll():
-            self._take(self._receive())
-
-    def _take(self, message: FromEngine) -> None:
-        if isinstance(message, Step):
-            self._events += message.events
-            self._stats = message.stats or self._stats
+            self._receive()
 
     def kill(self) -> None:
         self._process.kill()
@@ -154,11 +149,15 @@ class ProcessEngine:
             raise EngineFailedError(self._how_it_ended()) from None
 
     def _receive(self) -> FromEngine:
+        """Wait for a message; a step's events and statistics are kept."""
         try:
             message = receive_from_engine(self._connection)
         except (EOFError, OSError):
             raise EngineFailedError(self._how_it_ended()) from None
-        if isinstance(message, Broken):
+        if isinstance(message, Step):
+            self._events += message.events
+            self._stats = message.stats or self._stats
+        elif isinstance(message, Broken):
             raise _ERRORS[message.kind](message.message)
         return message
 
