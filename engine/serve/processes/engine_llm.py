@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import torch
 
-from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence as LLMSequence
@@ -13,11 +12,11 @@ from quengine.sampler import TokenLogprobs
 from quengine.serve.processes.shared_engine import (
     EngineStats,
     Event,
-    Failed,
     Finished,
     GenerationRequest,
     Piece,
     SlotStats,
+    failed,
 )
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 
@@ -73,7 +72,7 @@ class LLMEngine:
         if sequence.error is not None:
             self._check_device()
             del self._requests[request_id]
-            return [_failed(request_id, sequence.error)]
+            return [failed(request_id, sequence.error, "engine")]
         scores: tuple[TokenLogprobs, ...] = ()
         if sequence.scores is not None and not start and sequence.first_token:  # once, with the first token
             scores = tuple(sequence.scores.logprobs)
@@ -126,10 +125,3 @@ class LLMEngine:
         """Raises where the device has failed."""
         if self._llm.loaded.device.type == "cuda":
             torch.cuda.synchronize(self._llm.loaded.device)
-
-
-def _failed(request_id: int, error: Exception) -> Failed:
-    if isinstance(error, EngineError):
-        return Failed(request_id, str(error))
-    logger.error("a step failed", exc_info=error)
-    return Failed(request_id, f"{type(error).__name__}: {error}")

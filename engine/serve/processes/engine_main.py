@@ -26,7 +26,7 @@ from quengine.serve.processes.shared_engine import (
     GenerationRequest,
     Piece,
     add,
-    refused,
+    failed,
 )
 from quengine.serve.processes.shared_heartbeat import Heartbeat
 from quengine.serve.processes.shared_wire import (
@@ -100,7 +100,7 @@ class EngineLoop:
             try:
                 request = message.request
             except Exception as error:
-                return refused(message.request_id, error)
+                return failed(message.request_id, error, "request")
             if request.params.constraint is None:
                 return self._add(request)
             self._prepare(request)
@@ -122,7 +122,7 @@ class EngineLoop:
         if request_id is None:  # cancelled
             return None
         error = future.exception()
-        return self._add(future.result()) if error is None else refused(request_id, error)
+        return self._add(future.result()) if error is None else failed(request_id, error, "request")
 
     def _cancel(self, request_id: int) -> None:
         if request_id in self._running:
@@ -131,10 +131,10 @@ class EngineLoop:
         self._preparing = {future: given for future, given in self._preparing.items() if given != request_id}
 
     def _add(self, request: GenerationRequest) -> Failed | None:
-        failed = add(self._engine, request)
-        if failed is None:
+        failure = add(self._engine, request)
+        if failure is None:
             self._running.add(request.id)
-        return failed
+        return failure
 
     def _send(self, events: list[Event]) -> None:
         self._running.difference_update(event.request_id for event in events if not isinstance(event, Piece))
@@ -150,13 +150,13 @@ class EngineLoop:
     def _without_unsendable(self, events: list[Event]) -> list[Event]:
         """The events with those requests failed of which an event has no form on the wire; the others go on."""
         message = "the answer cannot be sent: it holds what is no text or number"
-        failed = {event.request_id for event in events if not can_be_sent(event)}
-        for request_id in failed:
+        unsendable = {event.request_id for event in events if not can_be_sent(event)}
+        for request_id in unsendable:
             logger.error("request %d: %s", request_id, message)
             with suppress(KeyError):  # it may have ended with this step
                 self._cancel(request_id)
-        kept = [event for event in events if event.request_id not in failed]
-        return [*kept, *(Failed(request_id, message) for request_id in failed)]
+        kept = [event for event in events if event.request_id not in unsendable]
+        return [*kept, *(Failed(request_id, message) for request_id in unsendable)]
 
 
 def load(connection: "Connection[Any, Any]") -> Engine:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -150,13 +150,13 @@ def add(engine: Engine, request: GenerationRequest) -> Failed | None:
     try:
         engine.add(request)
     except Exception as error:
-        return refused(request.id, error)
+        return failed(request.id, error, "request")
     return None
 
 
-def refused(request_id: int, error: BaseException) -> Failed:
-    """The event of an error that keeps a sequence from being computed at all."""
+def failed(request_id: int, error: BaseException, to_blame: Literal["request", "engine"]) -> Failed:
+    """The event of an error. `to_blame`: for an EngineError; of any other the engine is, and the log has it."""
     if isinstance(error, EngineError):
-        return Failed(request_id, str(error), "request")
-    logger.error("a request could not be taken in", exc_info=error)
+        return Failed(request_id, str(error), to_blame)
+    logger.error("request %d failed", request_id, exc_info=error)
     return Failed(request_id, f"{type(error).__name__}: {error}")
