@@ -1,6 +1,6 @@
 """An engine without a model, for load tests: token = hash of request and position, many sequences at once.
 
-Whoever knows a request can say what its text must be (`expected_tokens`), so that a token that is lost, doubled or
+The tokens of a request are known beforehand (`expected_tokens`), so that one that is missing, doubled or
 in another stream's text shows. Its vocabulary is words `w0 ` .. `w9999 `; text is encoded as its bytes.
 """
 

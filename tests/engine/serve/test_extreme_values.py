@@ -110,7 +110,7 @@ def check_all(served: Served, given: Iterator[Case]) -> None:
 
 
 def check_all_while_busy(served: Served, given: Iterator[Case]) -> None:
-    """As `check_all`; the server is asked after each ten."""
+    """As `check_all`; the server is checked after each ten."""
     client = Client(served)
     for number, one in enumerate(given):
         client.check(one)

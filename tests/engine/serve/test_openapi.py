@@ -216,7 +216,7 @@ def test_the_schemas_are_schemas_and_every_reference_is_there() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_keys_are_in_the_document_where_they_are_asked_for() -> None:
+def test_keys_are_in_the_document_where_they_are_needed() -> None:
     assert "securitySchemes" not in DOCUMENT["components"]
     keyed = document(ServerSettings(("fake",), api_keys=("k",)))
     assert set(keyed["components"]["securitySchemes"]) == {"bearer", "header", "basic"}

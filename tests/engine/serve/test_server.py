@@ -1,4 +1,4 @@
-"""Limits, bodies, states, draining, and the routes that tell of the server."""
+"""Limits, bodies, states, draining, and the routes that describe the server."""
 
 import json
 import re
@@ -128,7 +128,7 @@ def test_draining_refuses_what_is_new_finishes_what_runs_and_then_stops() -> Non
         assert served.wait_until(lambda: served.server.should_exit)
 
 
-def test_a_drain_that_takes_too_long_ends_texts_with_an_error() -> None:
+def test_a_drain_that_takes_too_long_ends_requests_with_an_error() -> None:
     limits = Limits(drain_s=0.2)
     with serving(lambda: FakeEngine(step_s=0.01), limits=limits) as served, raw_connection(served) as running:
         running.sendall(raw_completion("a", 4000))
@@ -167,7 +167,7 @@ def test_text_goes_to_tokens_and_back() -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[0].content"
 
 
-def test_the_server_tells_of_itself() -> None:
+def test_the_server_describes_itself() -> None:
     with serving(lambda: FakeEngine(step_s=0.01, capacity=2)) as served, served.http() as client:
         with raw_connection(served) as running:
             running.sendall(raw_completion("abc", 4000))

@@ -123,7 +123,7 @@ def test_a_reader_that_sleeps_is_cut_off_and_the_others_go_on(caplog: pytest.Log
         assert served.wait_until(lambda: idle(served))
 
 
-def test_a_lost_engine_fails_what_runs_is_made_anew_and_serves_again() -> None:
+def test_a_failed_engine_fails_what_runs_is_replaced_and_serves_again() -> None:
     made: list[FakeEngine] = []
 
     def make_engine() -> FakeEngine:
@@ -143,7 +143,7 @@ def test_a_lost_engine_fails_what_runs_is_made_anew_and_serves_again() -> None:
         assert len(made) == 2
 
 
-def test_an_engine_that_is_lost_again_and_again_ends_the_server() -> None:
+def test_an_engine_that_fails_again_and_again_ends_the_server() -> None:
     with serving(FakeEngine) as served, served.http() as client:
         for _ in range(3):
             served.wait_until(lambda: served.server.worker.state == "ready")

@@ -186,7 +186,7 @@ def four(path: Path) -> Iterator[LLMEngine]:
 PROMPTS = {1: [5, 6, 7], 2: list(range(70)), 3: [9], 4: list(range(70, 100))}
 
 
-def test_four_texts_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LLM) -> None:
+def test_four_sequences_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LLM) -> None:
     assert four.capacity == 4
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
@@ -204,7 +204,7 @@ def test_four_texts_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LLM) -
     assert ends == dict.fromkeys(PROMPTS, "length") and max(sizes) == 4
 
 
-def test_a_cancelled_text_is_gone_at_the_next_step_and_its_blocks_with_it(four: LLMEngine) -> None:
+def test_a_cancelled_sequence_is_gone_at_the_next_step_and_its_blocks_with_it(four: LLMEngine) -> None:
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
     events = four.step()
@@ -217,7 +217,7 @@ def test_a_cancelled_text_is_gone_at_the_next_step_and_its_blocks_with_it(four: 
     assert set(ends) == {3, 4} and len(tokens[3]) == len(tokens[4]) == 12
 
 
-def test_a_text_whose_logits_are_not_finite_fails_alone(four: LLMEngine) -> None:
+def test_a_sequence_whose_logits_are_not_finite_fails_alone(four: LLMEngine) -> None:
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
     sampler = four._requests[4].sampler
@@ -232,7 +232,7 @@ def test_a_text_whose_logits_are_not_finite_fails_alone(four: LLMEngine) -> None
     assert [ends[i] for i in (1, 2, 3)] == ["length"] * 3
 
 
-def test_of_a_step_that_fails_as_a_whole_the_text_to_blame_is_found(four: LLMEngine) -> None:
+def test_of_a_step_that_fails_as_a_whole_the_sequence_to_blame_is_found(four: LLMEngine) -> None:
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
     decode = four._llm.runner.decode

@@ -100,7 +100,7 @@ def test_what_the_engine_cannot_read_fails_its_request_alone(
     assert isinstance(event, Failed) and "ValidationError" in event.message
     with served.http() as client:
         assert client.post("/v1/completions", json=BODY).status_code == 200
-    assert len(engines) == 1, "the engine was not made anew"
+    assert len(engines) == 1, "the engine was not replaced"
 
 
 class GarblingEngine(FakeEngine):
@@ -132,7 +132,7 @@ def test_what_the_engine_cannot_send_fails_its_request_alone() -> None:
     assert engine.stats().slots == ()
 
 
-def test_health_tells_of_an_engine_that_is_stopped_and_again_when_it_goes_on(
+def test_health_reports_an_engine_that_is_stopped_and_again_when_it_goes_on(
     served: Served, engines: list[ProcessEngine]
 ) -> None:
     with served.http() as client:
@@ -161,7 +161,7 @@ def test_nothing_is_held_when_the_last_client_has_left(served: Served) -> None:
             assert served.wait_until(lambda: held(client) == 0, 20)
 
 
-def test_an_idle_engine_that_is_killed_is_made_anew_before_anybody_asks(
+def test_an_idle_engine_that_is_killed_is_replaced_before_the_next_request(
     served: Served, engines: list[ProcessEngine]
 ) -> None:
     made = len(engines)
@@ -172,7 +172,7 @@ def test_an_idle_engine_that_is_killed_is_made_anew_before_anybody_asks(
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
-def test_health_is_well_through_a_step_that_takes_long_and_tells_of_one_that_hangs(
+def test_health_is_well_through_a_step_that_takes_long_and_reports_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     release = threading.Event()
