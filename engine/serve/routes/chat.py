@@ -10,10 +10,9 @@ from starlette.responses import Response
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
-from quengine.serve.routes.chat_messages import read_messages
 from quengine.serve.routes.constraints import callable_format, read_constraint, read_tools, tool_constraint
 from quengine.serve.routes.logprob_forms import chat_logprobs
-from quengine.serve.routes.prompts import chat_ids
+from quengine.serve.routes.prompts import chat_ids, read_messages
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request

@@ -1,5 +1,7 @@
-"""Raw prompts: text, token ids, or several of either. Control tokens that text spells are read as such, as
-llama-server and vLLM do, unless `parse_special` is false."""
+"""Prompts of requests, to token ids: raw ones (text, token ids, or several of either) and conversations.
+
+Control tokens that raw text spells are read as such, as llama-server and vLLM do, unless `parse_special` is false.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +9,8 @@ from typing import Any
 
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.reading import token_ids, whole_number
+from quengine.serve.schemas.reading import read_part, token_ids, whole_number
+from quengine.serve.schemas.requests import Content, Message
 from quengine.serve.service import Service
 
 
@@ -76,3 +79,22 @@ def _token_id(part: Any, vocab_size: int, key: str) -> int:
     if whole_number(part) is None:
         raise bad_request(f"{key}: {json.dumps(part)[:40]} is neither text nor a token id", key)
     return token_ids([part], key, vocab_size)[0]
+
+
+def read_messages(values: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of the field `messages`. Raises ApiError for what no template is given."""
+    return [
+        template_message(value, message.content)
+        for value, message in zip(values, read_part(list[Message], values, "messages"), strict=True)
+    ]
+
+
+def template_message(value: dict[str, Any], content: Content | None) -> dict[str, Any]:
+    """A message as templates read it, with all else that it has; parts of its content are joined by line breaks."""
+    role = "system" if value["role"] == "developer" else value["role"]
+    given = {key: part for key, part in value.items() if part is not None}
+    return {**given, "role": role, "content": content_text(content)}
+
+
+def content_text(content: Content | None) -> str:
+    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""

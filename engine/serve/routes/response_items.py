@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quengine.serve.routes.answers import new_id
-from quengine.serve.routes.chat_messages import content_text, template_message
+from quengine.serve.routes.prompts import content_text, template_message
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.reading import read_part
 from quengine.serve.schemas.requests import FunctionCallItem, InputItem, MessageItem

@@ -5,8 +5,8 @@ from starlette.responses import Response
 
 from quengine.serve.http import json_response, off_loop, read_request, unless_gone
 from quengine.serve.processes.shared_text import TextJob
-from quengine.serve.routes.chat_messages import read_messages
 from quengine.serve.routes.constraints import read_tools
+from quengine.serve.routes.prompts import read_messages
 from quengine.serve.schemas.reading import token_ids
 from quengine.serve.schemas.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from quengine.serve.service import Service
