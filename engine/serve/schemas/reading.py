@@ -6,7 +6,7 @@ those of the struct's types (`requests`).
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -208,8 +208,12 @@ def _own_rule(info: inspect.Type) -> str | None:
 
 
 def _rule(info: inspect.Type) -> str:
-    words = dict.fromkeys(map(_words, _alternatives(info)))
-    return _own_rule(info) or f"must be {' or '.join(filter(None, words))}"
+    return _own_rule(info) or f"must be {_either(map(_words, _alternatives(info)))}"
+
+
+def _either(alternatives: Iterable[str]) -> str:
+    *first, last = dict.fromkeys(filter(None, alternatives)) or ("another value",)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _words(info: inspect.Type) -> str:
@@ -225,10 +229,12 @@ def _words(info: inspect.Type) -> str:
         case inspect.BoolType():
             return "true or false"
         case inspect.ListType():
-            most = "" if info.max_length is None else f" of at most {info.max_length} items"
-            return "an array of at least one item" if info.min_length else f"an array{most}"
+            if info.max_length is not None:
+                return f"an array of at most {info.max_length} items"
+            what = "string" if isinstance(info.item_type, inspect.StrType) else "item"
+            return f"an array of at least one {what}" if info.min_length else f"an array of {what}s"
         case inspect.LiteralType():
-            return " or ".join(map(str, info.values))
+            return _either(map(str, info.values))
     return "an object"
 
 

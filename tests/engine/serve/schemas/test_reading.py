@@ -34,7 +34,12 @@ def chat(**fields: Any) -> ChatRequest:
         ("top_k", 1.5, "top_k = 1.5: must be a whole number from -1 to 2147483647", "invalid_value"),
         ("repeat_penalty", 0, "repeat_penalty = 0: must be a number above 0 and at most 1000000", None),
         ("stream", "yes", 'stream = "yes": must be true or false', "invalid_value"),
-        ("stop", 5, "stop = 5: must be a string of at least one character or an array", "invalid_value"),
+        (
+            "stop",
+            5,
+            "stop = 5: must be a string of at least one character or an array of strings",
+            "invalid_value",
+        ),
         ("tools", 3, "tools = 3: must be an array of at most 128 items", "invalid_value"),
         ("mirostat", 2, "mirostat is not supported; only 0 is accepted", "unsupported"),
         ("mirostat", False, "mirostat is not supported; only 0 is accepted", "unsupported"),
@@ -59,7 +64,7 @@ def test_a_wrong_field_is_named_with_its_value_and_rule(
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
-        (list[Message], [{"role": "x", "content": ""}], 'f[0].role = "x": must be system or developer or'),
+        (list[Message], [{"role": "x", "content": ""}], 'f[0].role = "x": must be system, developer, user,'),
         (list[Message], [{"role": "user"}], "f[0].content is missing"),
         (list[Message], [{"role": "assistant"}], "f[0]: content is missing"),
         (list[Message], [{"role": "user", "content": 5}], "f[0].content = 5: must be a string or an array"),
@@ -77,7 +82,7 @@ def test_a_wrong_field_is_named_with_its_value_and_rule(
         (
             list[InputItem],
             [{"type": "reasoning"}],
-            'f[0].type = "reasoning": must be message or function_call',
+            'f[0].type = "reasoning": must be message, function_call or',
         ),
     ],
 )
