@@ -1,4 +1,4 @@
-"""The settings of the server: address, keys, names, limits. One frozen record, checked once."""
+"""How the server is asked to be: address, keys, names, limits. One frozen record, checked once."""
 
 import ipaddress
 import math
@@ -11,20 +11,20 @@ from quengine.request.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests and connections. Times in seconds.
+    """The most that one request may ask for, and how long it may take its time. Times in seconds.
 
     Attributes:
         body: bytes of a request's body.
         prompt: tokens of a prompt; None: what the context holds.
-        n: completions of one prompt.
+        n: texts of one prompt.
         stops: stop strings.
         biases: entries of logit_bias.
-        queue: completions that wait for a slot, of all requests together.
+        queue: texts that wait for a slot, of all requests together.
         connections: open at once.
         header_s: for a request's headers to arrive, from their first byte.
         idle_s: for a connection to send nothing between requests.
         read_s: for a request's body to arrive.
-        write_s: for one write to be taken by its reader.
+        write_s: for one write to be taken by who reads.
         drain_s: for running requests to end after SIGTERM.
     """
 
@@ -60,9 +60,9 @@ class ServerSettings:
 
     Attributes:
         model_names: what requests may call the model; the first is what answers call it.
-        parallel: most completions computed at once.
-        api_keys: any of them opens every route; none: no key is needed.
-        insecure: allow an address that other machines reach, without a key.
+        parallel: most texts computed at once.
+        api_keys: any of them opens every route; none: no key is asked for.
+        insecure: allow an address that others reach, without a key.
         allowed_hosts: more names that the Host header may give; "*": any.
         cors_origins: origins whose pages may read answers; "*": any; none: CORS is off.
         access_log: log a line for each request.
