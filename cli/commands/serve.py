@@ -19,8 +19,8 @@ from quengine.platform.input_files import read_text
 
 if TYPE_CHECKING:
     from quengine.request.pooling import Pooling
+    from quengine.serve.processes.shared_engine import Engine
     from quengine.serve.settings import ServerSettings
-    from quengine.serve.worker.engine_port import Engine
 
 _ACCESS = "Who may ask"
 _LIMITS = "Limits"
@@ -200,7 +200,7 @@ def serve(
 
 
 def _make_engine(model: str, asked: dict[str, Any]) -> "Engine":
-    from quengine.serve.worker.process_engine import ProcessEngine
+    from quengine.serve.processes.server_engine import ProcessEngine
 
     progress = ProgressLine()
     try:

@@ -1,8 +1,7 @@
-"""An engine in a process of its own, as the server's worker sees it.
+"""Server process: an engine that runs in a process of its own (`engine_main`), for the worker's thread.
 
 The engine computes while the server writes to its clients: neither waits for the other's turn in one interpreter. When
-the device or the process is lost, `step` raises, and a new one is a new process, which may use the device again. Knows
-how to start, ask and end it; what runs there is `engine_process`.
+the device or the process fails, `step` raises, and the next engine is a new process, which may use the device again.
 """
 
 import atexit
@@ -18,9 +17,10 @@ from typing import Any
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.bus_error import install
-from quengine.serve.worker import heartbeat
-from quengine.serve.worker.engine_port import EngineStats, Event, GenerationRequest
-from quengine.serve.worker.engine_wire import (
+from quengine.serve.processes import shared_heartbeat
+from quengine.serve.processes.shared_engine import EngineStats, Event, GenerationRequest
+from quengine.serve.processes.shared_model import ServedModel, TextSide
+from quengine.serve.processes.shared_wire import (
     Add,
     Broken,
     Cancel,
@@ -33,7 +33,6 @@ from quengine.serve.worker.engine_wire import (
     receive_from_engine,
     send,
 )
-from quengine.serve.worker.llm_model import LLMModel, TextSide
 
 logger = logging.getLogger("quengine.serve")
 
@@ -41,7 +40,7 @@ END_SECONDS = 5.0
 """How long the process may take to end by itself."""
 
 
-class EngineLostError(RuntimeError):
+class EngineFailedError(RuntimeError):
     """The engine's process has ended, or is of no use any more."""
 
 
@@ -51,7 +50,7 @@ class ProcessEngine:
     Args:
         model: as `LLM` takes it.
         options: what else `LLM` is given, by name; numbers, strings, booleans and None.
-        progress: told how far the weights are.
+        progress: called with a line that says how far the weights are loaded.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -62,24 +61,24 @@ class ProcessEngine:
         self, model: str, options: Mapping[str, Any], progress: Callable[[str], None] = lambda _: None
     ) -> None:
         self._stats = EngineStats()
-        self._pieces, self._ends = list[Event](), list[Event]()
+        self._events: list[Event] = []
         self._connection, theirs = multiprocessing.Pipe()
         with tempfile.TemporaryFile(buffering=0) as shared:
-            shared.truncate(heartbeat.SIZE)
+            shared.truncate(shared_heartbeat.SIZE)
             passed = [theirs.fileno(), shared.fileno()]
             verbose = ["-v"] if logger.isEnabledFor(logging.DEBUG) else []
-            # A session of its own: the terminal's Ctrl-C is for the server, which lets texts end first.
+            # A session of its own: the terminal's Ctrl-C is for the server, which lets requests end first.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "quengine.serve.worker.engine_process", *map(str, passed), *verbose],
+                [sys.executable, "-m", "quengine.serve.processes.engine_main", *map(str, passed), *verbose],
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,
             )
-            self._heartbeat = heartbeat.Heartbeat(os.dup(shared.fileno()))
+            self._heartbeat = shared_heartbeat.Heartbeat(os.dup(shared.fileno()))
         theirs.close()
         atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
         try:
-            self._say(Load(model, options))
+            self._send(Load(model, options))
             install()  # this process reads the mapped vocabulary as long as it serves
             text = TextSide.of_file(resolve_model(model))  # while the process begins
             ready = self._loaded(progress)
@@ -88,7 +87,7 @@ class ProcessEngine:
             self.close()
             raise
         cache_type = str(options.get("cache_type", "f16"))
-        self.model = LLMModel(text, ready.ctx_size, ready.notes, ready.device, cache_type)
+        self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type)
         self.capacity = ready.capacity
 
     @property
@@ -101,34 +100,27 @@ class ProcessEngine:
         return self._heartbeat.age
 
     def add(self, request: GenerationRequest) -> None:
-        self._say(Add.of(request))
+        self._send(Add.of(request))
 
     def cancel(self, request_id: int) -> None:
-        self._say(Cancel(request_id))
+        self._send(Cancel(request_id))
 
     def step(self) -> list[Event]:
-        """All that has come since the last call; waits for the end of a step where there is nothing."""
-        if not self._pieces and not self._ends:
-            self._take_in(self._hear())
-        self._take_in_what_is_there()
-        events = self._pieces + self._ends
-        self._pieces, self._ends = [], []
+        """The events since the last call; waits for the end of a step where there are none."""
+        if not self._events:
+            self._receive()
+        self._receive_all()
+        events, self._events = self._events, []
         return events
 
     def stats(self) -> EngineStats:
-        """As of the last message. Raises EngineLostError where the process has ended."""
-        self._take_in_what_is_there()
+        """As of the last message. Raises EngineFailedError where the process has ended."""
+        self._receive_all()
         return self._stats
 
-    def _take_in_what_is_there(self) -> None:
+    def _receive_all(self) -> None:
         while self._connection.poll():
-            self._take_in(self._hear())
-
-    def _take_in(self, message: FromEngine) -> None:
-        if isinstance(message, Step):
-            self._pieces += message.pieces
-            self._ends += [*message.finished, *message.failed]
-            self._stats = message.stats or self._stats
+            self._receive()
 
     def kill(self) -> None:
         self._process.kill()
@@ -144,24 +136,28 @@ class ProcessEngine:
 
     def _loaded(self, progress: Callable[[str], None]) -> Ready:
         while True:
-            message = self._hear()
+            message = self._receive()
             if isinstance(message, Progress):
                 progress(message.text)
             elif isinstance(message, Ready):
                 return message
 
-    def _say(self, message: Load | Add | Cancel) -> None:
+    def _send(self, message: Load | Add | Cancel) -> None:
         try:
             send(self._connection, message)
         except OSError:
-            raise EngineLostError(self._how_it_ended()) from None
+            raise EngineFailedError(self._how_it_ended()) from None
 
-    def _hear(self) -> FromEngine:
+    def _receive(self) -> FromEngine:
+        """Wait for a message; a step's events and statistics are kept."""
         try:
             message = receive_from_engine(self._connection)
         except (EOFError, OSError):
-            raise EngineLostError(self._how_it_ended()) from None
-        if isinstance(message, Broken):
+            raise EngineFailedError(self._how_it_ended()) from None
+        if isinstance(message, Step):
+            self._events += message.events
+            self._stats = message.stats or self._stats
+        elif isinstance(message, Broken):
             raise _ERRORS[message.kind](message.message)
         return message
 
@@ -180,5 +176,5 @@ class ProcessEngine:
 _ERRORS: dict[Kind, type[Exception]] = {
     "EngineError": EngineError,
     "CannotRunError": CannotRunError,
-    "lost": EngineLostError,
+    "failed": EngineFailedError,
 }

@@ -18,13 +18,12 @@ import psutil
 import pytest
 
 from quengine.request.sampling_params import SamplingParams
+from quengine.serve.processes import server_thread as worker_module
+from quengine.serve.processes.engine_main import EngineLoop
+from quengine.serve.processes.server_engine import ProcessEngine
+from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_wire import Add, Step, receive_from_engine
 from quengine.serve.settings import Limits
-from quengine.serve.worker import worker as worker_module
-from quengine.serve.worker.engine_port import Event, Failed, Finished, GenerationRequest, Piece
-from quengine.serve.worker.engine_process import EngineLoop
-from quengine.serve.worker.engine_wire import Add, Step, receive_from_engine
-from quengine.serve.worker.process_engine import ProcessEngine
-from quengine.serve.worker.worker import Ask
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.gguf_builder import ModelSizes
@@ -62,12 +61,12 @@ def unwritable(params: SamplingParams) -> SamplingParams:
     return made
 
 
-def events_of(served: Served, asks: list[Ask]) -> list[Event]:
+def events_of(served: Served, requests: list[GenerationRequest]) -> list[Event]:
     """The first events of a request that is given to the worker past the server's door."""
     service = served.server.service
 
     async def submit() -> list[tuple[int, Event]]:
-        return await asyncio.wait_for(service.worker.submit(asks).events(), 20)
+        return await asyncio.wait_for(service.worker.submit(requests).events(), 20)
 
     loop = service.worker._loop
     return [event for _, event in asyncio.run_coroutine_threadsafe(submit(), loop).result(30)]
@@ -78,11 +77,11 @@ def test_what_does_not_fit_the_wire_fails_its_request_at_once_and_the_idle_worke
 ) -> None:
     bad = unwritable(SamplingParams(max_tokens=3).with_seed())
     for _ in range(2):
-        (event,) = events_of(served, [Ask([1, 2], bad)])
+        (event,) = events_of(served, [GenerationRequest([1, 2], bad)])
         assert isinstance(event, Failed) and "Unicode" in event.message
     huge = SamplingParams(max_tokens=3).with_seed()
     object.__setattr__(huge, "top_k", 2**64)
-    (event,) = events_of(served, [Ask([1, 2], huge)])
+    (event,) = events_of(served, [GenerationRequest([1, 2], huge)])
     assert isinstance(event, Failed) and "Overflow" in event.message
     with served.http() as client:
         assert client.post("/v1/completions", json=BODY).status_code == 200
@@ -97,11 +96,11 @@ def test_what_the_engine_cannot_read_fails_its_request_alone(
 
     with monkeypatch.context() as patched:
         patched.setattr(Add, "of", garbled)
-        (event,) = events_of(served, [Ask([1, 2], SamplingParams(max_tokens=3).with_seed())])
+        (event,) = events_of(served, [GenerationRequest([1, 2], SamplingParams(max_tokens=3).with_seed())])
     assert isinstance(event, Failed) and "ValidationError" in event.message
     with served.http() as client:
         assert client.post("/v1/completions", json=BODY).status_code == 200
-    assert len(engines) == 1, "the engine was not made anew"
+    assert len(engines) == 1, "the engine was not replaced"
 
 
 class GarblingEngine(FakeEngine):
@@ -110,7 +109,9 @@ class GarblingEngine(FakeEngine):
     def step(self) -> list[Event]:
         events = super().step()
         return [
-            replace(event, text="\udc00") if isinstance(event, Piece) and event.request_id == 2 else event
+            msgspec.structs.replace(event, text="\udc00")
+            if isinstance(event, Piece) and event.request_id == 2
+            else event
             for event in events
         ]
 
@@ -120,18 +121,18 @@ def test_what_the_engine_cannot_send_fails_its_request_alone() -> None:
     engine = GarblingEngine(step_s=0.0)
     loop, params = EngineLoop(theirs, engine), SamplingParams(max_tokens=4).with_seed()
     for number in (1, 2, 3):
-        loop._obey(Add.of(GenerationRequest(number, [1, 2], params, 0, False, 0.0)))
+        loop._handle(Add.of(GenerationRequest([1, 2], params, id=number)))
     ends: dict[int, Event] = {}
     for _ in range(4):
-        loop._tell(engine.step())
+        loop._send(engine.step())
         step = receive_from_engine(ours)
         assert isinstance(step, Step)
-        ends |= {end.request_id: end for end in (*step.finished, *step.failed)}
+        ends |= {event.request_id: event for event in step.events if not isinstance(event, Piece)}
     assert [type(ends[number]) for number in (1, 2, 3)] == [Finished, Failed, Finished]
     assert engine.stats().slots == ()
 
 
-def test_health_tells_of_an_engine_that_is_stopped_and_again_when_it_goes_on(
+def test_health_reports_an_engine_that_is_stopped_and_again_when_it_goes_on(
     served: Served, engines: list[ProcessEngine]
 ) -> None:
     with served.http() as client:
@@ -160,7 +161,7 @@ def test_nothing_is_held_when_the_last_client_has_left(served: Served) -> None:
             assert served.wait_until(lambda: held(client) == 0, 20)
 
 
-def test_an_idle_engine_that_is_killed_is_made_anew_before_anybody_asks(
+def test_an_idle_engine_that_is_killed_is_replaced_before_the_next_request(
     served: Served, engines: list[ProcessEngine]
 ) -> None:
     made = len(engines)
@@ -171,7 +172,7 @@ def test_an_idle_engine_that_is_killed_is_made_anew_before_anybody_asks(
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
-def test_health_is_well_through_a_step_that_takes_long_and_tells_of_one_that_hangs(
+def test_health_is_well_through_a_step_that_takes_long_and_reports_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     release = threading.Event()

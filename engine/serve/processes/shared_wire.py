@@ -1,6 +1,6 @@
-"""What the server and an engine in another process say to each other: MessagePack, checked against these types.
+"""Server and engine process: the messages between them, in MessagePack, checked against these types.
 
-The server's side is `process_engine`, the other `engine_process`. Both are of one installation: there are no versions.
+The server's side is `server_engine`, the other `engine_main`. Both are of one installation: there are no versions.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from quengine.serve.worker.engine_port import EngineStats, Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_engine import (
+    EngineStats,
+    Event,
+    GenerationRequest,
+)
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
@@ -38,13 +42,13 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: forget a sequence, which may have ended meanwhile."""
+    """To the engine: release a sequence, which may have ended meanwhile."""
 
     request_id: int
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, while it loads: a line for who watches."""
+    """From the engine, while it loads: a line that says how far it is."""
 
     text: str
 
@@ -59,20 +63,18 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """From the engine: what a step came to. A sequence's pieces come before its end. `stats` now and then."""
+    """From the engine: the events of a step. `stats` now and then."""
 
-    pieces: tuple[Piece, ...] = ()
-    finished: tuple[Finished, ...] = ()
-    failed: tuple[Failed, ...] = ()
+    events: list[Event] = []
     stats: EngineStats | None = None
 
 
-Kind = Literal["EngineError", "CannotRunError", "lost"]
-"""The exception that the server is to raise: one of this project's, or its own for all others."""
+Kind = Literal["EngineError", "CannotRunError", "failed"]
+"""The exception that the server raises: one of this project's, or its own for all others."""
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, last: why it cannot be had."""
+    """From the engine, last: why it has ended."""
 
     kind: Kind
     message: str

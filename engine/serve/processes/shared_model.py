@@ -1,6 +1,6 @@
-"""The text side of a model that is served: tokens, chat template, what texts are held to, and what is told of it.
+"""Every process of the server: a model's tokenizer, chat template, constraints and description.
 
-Needs the model's file and no weights, so that it can be had beside an engine in another process.
+It needs the model's file and no weights, so that any process can have it beside an engine in another one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,19 @@ class TextSide:
         return cls(checkpoint, tokenizer, checkpoint.chat_template(), constraints)
 
 
-class LLMModel:
-    """A `ServedModel`. `ctx_size`, `notes`, `device` and `cache_type` are those of the engine that computes it."""
+class ServedModel:
+    """All of a served model but its weights. Safe to use from any thread while the engine computes.
+
+    `ctx_size` (positions of one sequence), `notes`, `device` and `cache_type` are those of the engine.
+
+    Attributes:
+        template: source of the chat template; None where the model has none.
+        facts: of /v1/models and /props, as JSON values.
+        notes: lines for the terminal: device, context, memory.
+        token_length: how much of a text one token can stand for; None where that has no bound.
+        source: the file or folder from which another process has the same model; None where there is none.
+        tool_format: how the model writes tool calls; None where no form is known.
+    """
 
     def __init__(
         self, text: TextSide, ctx_size: int, notes: Sequence[str], device: str, cache_type: str
@@ -45,9 +56,9 @@ class LLMModel:
         config, template = text.checkpoint.config, text.chat_template
         self.ctx_size = ctx_size
         self.vocab_size = config.vocab_size
-        self.template = None if template is None else template.source
-        self.notes: Sequence[str] = notes
-        self.bos_id = text.tokenizer.bos_id
+        self.template: str | None = None if template is None else template.source
+        self.notes = notes
+        self.bos_id: int | None = text.tokenizer.bos_id
         self.tool_format = None if self.template is None else ToolFormat.of(self.template, text.tokenizer)
         self.eos_ids = text.tokenizer.eos_ids
         self.token_length = text.tokenizer.token_length
@@ -74,18 +85,21 @@ class LLMModel:
         return self._text.tokenizer.token_bytes(token)
 
     def prepare(self, params: SamplingParams) -> None:
+        """Compile the constraint, so that no step waits for it. Raises EngineError where that cannot be done."""
         if params.constraint is not None:
             self._text.constraints.compile(params.constraint, params.stop_token_ids)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> str:
+        """The prompt of a conversation as text. Raises EngineError where the template refuses it."""
         template = self._chat_template()
         return template.render(self._as_read(messages), tools=tools, variables=variables)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> list[int]:
+        """The prompt of a conversation as token ids, in which messages hold no control tokens."""
         template = self._chat_template()
         given = self._as_read(messages)
         return encode_chat(self._text.tokenizer, template, given, tools=tools, variables=variables)

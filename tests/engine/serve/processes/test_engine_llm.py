@@ -12,8 +12,8 @@ from quengine import LLM, EngineError, SamplingParams
 from quengine.batch import Batch
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.sampler import Result, Sample
-from quengine.serve.worker.engine_port import Event, Finished, GenerationRequest, Piece
-from quengine.serve.worker.llm_engine import LLMEngine
+from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest, Piece
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes
@@ -151,7 +151,7 @@ def test_a_step_that_fails_fails_its_request_alone(path: Path, monkeypatch: pyte
 
 def request(request_id: int, prompt: list[int], tokens: int = 12) -> GenerationRequest:
     params = SamplingParams(temperature=1.2, seed=4, max_tokens=tokens, ignore_eos=True)
-    return GenerationRequest(request_id, prompt, params, 0, False, 0.0)
+    return GenerationRequest(prompt, params, id=request_id)
 
 
 def collect(engine: LLMEngine, events: list[Event]) -> tuple[dict[int, list[int]], dict[int, str]]:
@@ -185,7 +185,7 @@ def four(path: Path) -> Iterator[LLMEngine]:
 PROMPTS = {1: [5, 6, 7], 2: list(range(70)), 3: [9], 4: list(range(70, 100))}
 
 
-def test_four_texts_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LLM) -> None:
+def test_four_sequences_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LLM) -> None:
     assert four.capacity == 4
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
@@ -203,7 +203,7 @@ def test_four_texts_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LLM) -
     assert ends == dict.fromkeys(PROMPTS, "length") and max(sizes) == 4
 
 
-def test_a_cancelled_text_is_gone_at_the_next_step_and_its_blocks_with_it(four: LLMEngine) -> None:
+def test_a_cancelled_sequence_is_gone_at_the_next_step_and_its_blocks_with_it(four: LLMEngine) -> None:
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
     events = four.step()
@@ -216,7 +216,7 @@ def test_a_cancelled_text_is_gone_at_the_next_step_and_its_blocks_with_it(four: 
     assert set(ends) == {3, 4} and len(tokens[3]) == len(tokens[4]) == 12
 
 
-def test_a_text_whose_logits_are_not_finite_fails_alone(four: LLMEngine) -> None:
+def test_a_sequence_whose_logits_are_not_finite_fails_alone(four: LLMEngine) -> None:
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
     sampler = four._requests[4].sampler
@@ -231,7 +231,7 @@ def test_a_text_whose_logits_are_not_finite_fails_alone(four: LLMEngine) -> None
     assert [ends[i] for i in (1, 2, 3)] == ["length"] * 3
 
 
-def test_of_a_step_that_fails_as_a_whole_the_text_to_blame_is_found(four: LLMEngine) -> None:
+def test_of_a_step_that_fails_as_a_whole_the_sequence_to_blame_is_found(four: LLMEngine) -> None:
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
     decode = four._llm.runner.decode

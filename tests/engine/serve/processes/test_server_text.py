@@ -13,8 +13,8 @@ import openai
 import pytest
 
 from quengine.models.hub.hub import resolve_model
-from quengine.serve.worker.llm_model import LLMModel, TextSide
-from quengine.serve.worker.text_pool import LONG_BYTES, SHORT_BYTES, _TextProcess
+from quengine.serve.processes.server_text import LONG_BYTES, SHORT_BYTES, _TextProcess
+from quengine.serve.processes.shared_model import ServedModel, TextSide
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.llama_cpp_vocab import LlamaCppVocab
@@ -30,7 +30,7 @@ class RealText(FakeEngine):
     def __init__(self, ctx_size: int = CONTEXT) -> None:
         super().__init__(ctx_size, chunk=ctx_size)
         text = TextSide.of_file(resolve_model("smollm2-135m"))
-        self.model: Any = LLMModel(text, ctx_size, (), "cpu", "f16")
+        self.model: Any = ServedModel(text, ctx_size, (), "cpu", "f16")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_openais_client_reads_that_as_the_context_that_is_full(served: Served) -
 def test_a_million_prompts_are_refused_before_any_is_tokenized(served: Served) -> None:
     with served.http() as client:
         answer = client.post("/v1/completions", json={"prompt": ["1"] * 500_000})
-    assert answer.status_code == 400 and "500000 texts in one request" in answer.text
+    assert answer.status_code == 400 and "500000 completions in one request" in answer.text
 
 
 @pytest.mark.parametrize("count", [10, 4000, 80_000], ids=["short", "long", "very long"])

@@ -1,8 +1,7 @@
-"""A sign of life in memory that two processes share: one writes the time there again and again, the other reads it.
+"""Server and engine process: a heartbeat in shared memory. The engine's process writes the time, the server reads it.
 
-A thread of its own writes, so the sign stays fresh through a long step or while kernels are compiled, and grows old
-when the process is stopped, swapped out, or nothing in its interpreter runs any more. Nothing is sent, so nothing
-fills up while nobody reads.
+A thread of its own writes, so the stamp stays fresh through a long step or while kernels are compiled, and grows old
+when the process is stopped, swapped out, or nothing in its interpreter runs any more.
 """
 
 import mmap

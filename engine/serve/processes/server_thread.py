@@ -1,22 +1,18 @@
-"""The thread that the engine runs in, and the queue in front of it.
+"""Server process: the thread that drives the engine, and the queue in front of it.
 
-Knows who waits, who runs and who has gone; not what a request means, nor HTTP. The event loop's side (`submit`,
-`cancel`, `drain`) never waits for a step; the thread's side (`_run` and below) never touches a connection.
+The event loop's side (`submit`, `cancel`, `drain`) never waits for a step; the thread's side (`_run` and below) never
+touches a connection.
 """
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from quengine.errors import CannotRunError
-from quengine.request.pooling import Pooling
-from quengine.request.sampling_params import SamplingParams
-from quengine.serve.worker.engine_port import (
+from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Engine,
     EngineStats,
@@ -24,23 +20,23 @@ from quengine.serve.worker.engine_port import (
     Failed,
     GenerationRequest,
     Piece,
-    take,
+    add,
 )
 
 logger = logging.getLogger("quengine.serve")
 
 RESTART_SECONDS = 1.0
-"""Between attempts to make a lost engine anew."""
+"""Between attempts to replace a failed engine."""
 LOOK_SECONDS = 0.5
-"""Between two looks at an idle engine: what it holds, and whether it is still there."""
+"""Between two reads of an idle engine's statistics, which raise where its process has ended."""
 STOP_SECONDS = 2.0
-"""How long a step under way may go on when the server stops; then the engine's process is killed."""
+"""For the current step to end when the server stops; then the engine's process is killed."""
 SILENT_SECONDS = 4.0
-"""Without a sign of life of the engine's process for so long, it is said not to answer."""
+"""Without a heartbeat of the engine's process for so long, it is reported as not answering."""
 STEP_SECONDS = 60.0
-"""A step that takes longer is said to hang. Kernels that have to be compiled first take up to a minute."""
+"""A step that takes longer is reported. Kernels that have to be compiled first take up to a minute."""
 MAX_RESTARTS = 3
-"""Times in a row that a lost engine is made anew without having finished a step."""
+"""Failures in a row, without a finished step between them, after which the engine is not replaced again."""
 
 
 class QueueFullError(Exception):
@@ -55,20 +51,8 @@ class NotServingError(Exception):
         self.state = state
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One text wanted, its fields those of `GenerationRequest`."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    index: int = 0
-    show_special: bool | frozenset[int] = False
-    score_prompt: bool = False
-    pooling: Pooling | None = None
-
-
 class Handle:
-    """What one HTTP request waits for: the events of its texts, in order, tagged with which text they are of."""
+    """The events of one HTTP request's completions, in order, each with the position of its completion."""
 
     def __init__(self, requests: Sequence[GenerationRequest]) -> None:
         self.requests = tuple(requests)
@@ -78,7 +62,7 @@ class Handle:
         self._arrived = asyncio.Event()
 
     async def events(self) -> list[tuple[int, Event]]:
-        """All that has come since the last call, at least one; (position among the asks, event)."""
+        """The events since the last call, at least one; (position among the requests, event)."""
         await self._arrived.wait()
         self._arrived.clear()
         events, self._events = self._events, []
@@ -95,10 +79,10 @@ class Worker:
     """Runs an engine in a thread of its own and hands its events to the event loop.
 
     Args:
-        make_engine: builds the engine, in the thread; called again when the engine is lost.
+        make_engine: builds the engine, in the thread; called again when the engine has failed.
         parallel: most sequences given to the engine at once (never more than its capacity).
         max_queue: most sequences that may wait.
-        observe: told of every event, in the event loop.
+        observe: called with every event, in the event loop.
         stopped: called in the event loop when the thread is done; the error if it could not go on.
     """
 
@@ -120,7 +104,6 @@ class Worker:
         self._make_engine = make_engine
         self._observe = observe
         self._stopped = stopped
-        self._ids = itertools.count(1)
         self._wake = threading.Condition()
         self._waiting: deque[tuple[Handle, GenerationRequest]] = deque()
         self._running: dict[int, Handle] = {}
@@ -151,7 +134,7 @@ class Worker:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing may come of requests that are taken, although the state is "ready"; None where all is well."""
+        """Why the engine may not answer although the state is "ready"; None where all is well."""
         engine, began = self.engine, self._step_began
         if engine is not None and (silent := engine.silent_seconds) > SILENT_SECONDS:
             return f"the engine has not answered for {silent:.0f} s"
@@ -159,42 +142,27 @@ class Worker:
             return f"the engine has been in one step for {taken:.0f} s"
         return None
 
-    def submit(self, asks: Sequence[Ask]) -> Handle:
-        """Queue texts of one HTTP request, all of them or none.
+    def submit(self, requests: Sequence[GenerationRequest]) -> Handle:
+        """Queue the requests of one HTTP request, all of them or none.
 
         Raises:
-            NotServingError: starting, draining, or the engine is being made anew.
+            NotServingError: starting, draining, or the engine is being replaced.
             QueueFullError: the queue has no room for all of them.
         """
-        now = time.perf_counter()
         with self._wake:
             if self.state != "ready":
                 raise NotServingError(self.state)
-            # A free slot is as good as a place in the queue: it takes its request at the next step.
+            # A free slot counts as room in the queue: it takes its request at the next step.
             room = self.max_queue + max(0, self.slots - len(self._running)) - len(self._waiting)
-            if len(asks) > room:
+            if len(requests) > room:
                 raise QueueFullError
-            handle = Handle(
-                [
-                    GenerationRequest(
-                        next(self._ids),
-                        a.prompt,
-                        a.params.with_seed(),
-                        a.index,
-                        a.show_special,
-                        now,
-                        a.score_prompt,
-                        a.pooling,
-                    )
-                    for a in asks
-                ]
-            )
+            handle = Handle(requests)
             self._waiting.extend((handle, request) for request in handle.requests)
             self._wake.notify()
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """Free all that a request holds: at once what waits, at the next step what is computed."""
+        """Release all that a request holds: at once what waits, at the next step what is computed."""
         handle.cancelled = True
         ids = {request.id for request in handle.requests}
         with self._wake:
@@ -213,7 +181,7 @@ class Worker:
         return not self._waiting and not self._running
 
     def stop(self) -> None:
-        """Give up what is left and end the thread after the step under way, which has STOP_SECONDS for it."""
+        """Fail what is left and end the thread after the current step, which has STOP_SECONDS to end."""
         with self._wake:
             if self._stopping:
                 return
@@ -229,7 +197,7 @@ class Worker:
             engine.kill()
 
     async def join(self, seconds: float) -> None:
-        """Wait until the thread has ended, but no longer than so: it may be loading, or in a long step."""
+        """Wait until the thread has ended, at most so long: it may be loading, or in a long step."""
         end = time.monotonic() + seconds
         while self._thread.is_alive() and time.monotonic() < end:
             await asyncio.sleep(0.01)
@@ -242,7 +210,7 @@ class Worker:
             self._serve_until_stopped()
         except BaseException as error:
             problem = error
-        self._give_up("the server is shutting down" if problem is None else f"the engine failed: {problem}")
+        self._fail_all("the server is shutting down" if problem is None else f"the engine failed: {problem}")
         self.state = "stopped"
         if self.engine is not None:
             self.engine.close()
@@ -262,10 +230,12 @@ class Worker:
                 if self._stopping:
                     return
                 failures += 1
-                logger.exception("the engine is lost")
+                logger.exception("the engine has failed")
                 if self.state != "draining":
                     self.state = "restarting"
-                self._lose(f"the engine failed ({type(error).__name__}: {error}) and is starting again")
+                self._fail_running(
+                    f"the engine failed ({type(error).__name__}: {error}) and is starting again"
+                )
                 self.engine = None
                 engine.close()
                 if failures >= MAX_RESTARTS:
@@ -275,9 +245,9 @@ class Worker:
             del engine  # its memory is needed for the next one
 
     def _make_engine_again(self, failures: int) -> Engine | None:
-        """A new engine after so many failures; None where it is time to stop.
+        """A new engine after this number of failures; None where it is time to stop.
 
-        A device that was lost may take a while to come back. Raises what the last attempt raised.
+        A device that has failed may take a while to come back. Raises what the last attempt raised.
         """
         while True:
             try:
@@ -292,7 +262,7 @@ class Worker:
                     return None
 
     def _turn(self, engine: Engine) -> bool:
-        """Wait for work, then let go, take in and compute one step; False when it is time to stop."""
+        """Wait for work, then cancel, add and compute one step; False when it is time to stop."""
         while not self._has_work():
             self.stats = engine.stats()  # raises where the engine's process has ended meanwhile
             with self._wake:
@@ -307,8 +277,8 @@ class Worker:
             free = min(self.parallel, engine.capacity) - len(self._running)
             admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
             self._running.update({request.id: handle for handle, request in admitted})
-        # At once: the engine tells of nothing while it has nothing to compute.
-        self._deliver([event for _, request in admitted if (event := take(engine, request)) is not None])
+        # At once: the engine reports nothing while it has nothing to compute.
+        self._deliver([event for _, request in admitted if (event := add(engine, request)) is not None])
         if self._running:
             self._step(engine)
         return True
@@ -331,7 +301,7 @@ class Worker:
     _stats_at = 0.0
 
     def _deliver(self, events: list[Event]) -> None:
-        """Hand a step's events over in one call, and free the places of what has ended."""
+        """Hand a step's events to the event loop in one call, and free the slots of what has ended."""
         pairs = []
         with self._wake:
             for event in events:
@@ -349,18 +319,18 @@ class Worker:
             self._observe(event)
             handle.put(event)
 
-    def _lose(self, message: str) -> None:
-        """Fail what was running. What waits has lost nothing, and stays."""
+    def _fail_running(self, message: str) -> None:
+        """Fail what was running; what waits stays."""
         with self._wake:
             self._cancels.clear()
-            lost = list(self._running)
-        self._deliver([Failed(request_id, message) for request_id in lost])
+            running = list(self._running)
+        self._deliver([Failed(request_id, message) for request_id in running])
 
-    def _give_up(self, message: str) -> None:
+    def _fail_all(self, message: str) -> None:
         with self._wake:
             self._running.update({request.id: handle for handle, request in self._waiting})
             self._waiting.clear()
-        self._lose(message)
+        self._fail_running(message)
 
     def _call(self, function: Callable[[], None]) -> None:
         try:

@@ -16,9 +16,9 @@ import pytest
 from quengine import LLM, EngineError
 from quengine.errors import CannotRunError
 from quengine.request.sampling_params import SamplingParams
-from quengine.serve.worker.engine_port import Event, Failed, Finished, GenerationRequest, Piece
-from quengine.serve.worker.llm_engine import LLMEngine
-from quengine.serve.worker.process_engine import EngineLostError, ProcessEngine
+from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.processes.server_engine import EngineFailedError, ProcessEngine
+from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
@@ -41,13 +41,13 @@ def engine(path: str) -> Iterator[ProcessEngine]:
 
 
 def request(number: int, prompt: list[int], params: SamplingParams, **more: object) -> GenerationRequest:
-    return GenerationRequest(number, prompt, params.with_seed(), 0, False, time.perf_counter(), **more)  # type: ignore[arg-type]
+    return GenerationRequest(prompt, params.with_seed(), id=number, **more)  # type: ignore[arg-type]
 
 
-def events_of(engine: ProcessEngine | LLMEngine, asked: list[GenerationRequest]) -> dict[int, list[Event]]:
+def events_of(engine: ProcessEngine | LLMEngine, requests: list[GenerationRequest]) -> dict[int, list[Event]]:
     """What each request comes to, all of them at once."""
-    found: dict[int, list[Event]] = {given.id: [] for given in asked}
-    for given in asked:
+    found: dict[int, list[Event]] = {given.id: [] for given in requests}
+    for given in requests:
         engine.add(given)
     while not all(events and not isinstance(events[-1], Piece) for events in found.values()):
         for event in engine.step():
@@ -55,8 +55,8 @@ def events_of(engine: ProcessEngine | LLMEngine, asked: list[GenerationRequest])
     return found
 
 
-def told(events: list[Event]) -> list[object]:
-    """Everything but the times, with the pieces put together: one process may tell of two steps at once."""
+def comparable(events: list[Event]) -> list[object]:
+    """Everything but the times, with the pieces put together: one process may report two steps at once."""
     pieces = [event for event in events if isinstance(event, Piece)]
     whole: list[object] = ["".join(piece.text for piece in pieces)]
     whole += [
@@ -72,15 +72,13 @@ def told(events: list[Event]) -> list[object]:
     return whole
 
 
-def test_everything_that_is_asked_comes_to_what_it_comes_to_in_one_process(
-    engine: ProcessEngine, path: str
-) -> None:
+def test_every_request_has_the_events_that_it_has_in_one_process(engine: ProcessEngine, path: str) -> None:
     sampled = SamplingParams(
         temperature=1.3, seed=7, max_tokens=9, logprobs=2, logit_bias={5: -float("inf"), 9: 1.5}, stop=("zz",)
     )
     held = SamplingParams(seed=3, max_tokens=20, constraint=ConstraintSpec.regex("(ab|cd){3}"))
     cannot = SamplingParams(seed=3, max_tokens=20, constraint=ConstraintSpec.grammar("start: missing"))
-    asked = [
+    requests = [
         request(1, [5, 6, 7], SamplingParams(temperature=0, max_tokens=12)),
         request(2, [9, 8], sampled, score_prompt=True),
         request(3, list(range(30)), sampled, pooling="mean"),
@@ -88,17 +86,17 @@ def test_everything_that_is_asked_comes_to_what_it_comes_to_in_one_process(
     later = [request(4, [3, 4], held), request(5, [3, 4], cannot), request(6, list(range(300)), sampled)]
     with LLM(path, "cpu", threads=1, parallel=3) as llm:
         here = LLMEngine(llm)
-        expected = events_of(here, asked)
+        expected = events_of(here, requests)
         expected[4] = events_of(here, later[:1])[4]
-    got = events_of(engine, asked) | events_of(engine, later)
+    got = events_of(engine, requests) | events_of(engine, later)
     for number in (1, 2, 3, 4):
-        assert told(got[number]) == told(expected[number])
+        assert comparable(got[number]) == comparable(expected[number])
     assert [type(event) for event in (*got[5], *got[6])] == [Failed, Failed]
     assert all(event.fault == "request" for event in (*got[5], *got[6]) if isinstance(event, Failed))
-    assert "missing" in told(got[5])[3] and "300 tokens" in str(told(got[6])[3])
+    assert "missing" in comparable(got[5])[3] and "300 tokens" in str(comparable(got[6])[3])
 
 
-def test_the_text_side_is_that_of_the_model(engine: ProcessEngine, path: str) -> None:
+def test_the_served_model_is_that_of_the_engine(engine: ProcessEngine, path: str) -> None:
     with LLM(path, "cpu", threads=1, parallel=3) as llm:
         here = LLMEngine(llm).model
         assert engine.capacity == 3 and dict(engine.model.facts) == dict(here.facts)
@@ -106,7 +104,7 @@ def test_the_text_side_is_that_of_the_model(engine: ProcessEngine, path: str) ->
         assert engine.model.encode("a cat", True, False) == here.encode("a cat", True, False)
 
 
-def test_a_cancelled_sequence_is_told_of_no_more_and_holds_nothing(engine: ProcessEngine) -> None:
+def test_a_cancelled_sequence_has_no_more_events_and_holds_nothing(engine: ProcessEngine) -> None:
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     for number in (11, 12):
@@ -135,14 +133,14 @@ def test_an_engine_that_is_killed_says_by_what_and_ends_with_the_server(path: st
     engine.add(request(1, [1], SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)))
     engine.step()
     os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineLostError, match="ended by signal 9"):
+    with pytest.raises(EngineFailedError, match="ended by signal 9"):
         while True:
             engine.step()
     engine.close()
     assert not psutil.pid_exists(engine.pid)
 
 
-def test_a_lost_engine_fails_its_texts_and_the_server_goes_on_with_another(path: str) -> None:
+def test_a_failed_engine_fails_its_requests_and_the_server_goes_on_with_another(path: str) -> None:
     engines: list[ProcessEngine] = []
     hold = threading.Event()
 
@@ -174,7 +172,7 @@ def test_a_lost_engine_fails_its_texts_and_the_server_goes_on_with_another(path:
 
 def test_the_process_ends_when_the_server_is_gone_without_a_word(path: str) -> None:
     script = (
-        "import sys, time; from quengine.serve.worker.process_engine import ProcessEngine\n"
+        "import sys, time; from quengine.serve.processes.server_engine import ProcessEngine\n"
         f"engine = ProcessEngine({path!r}, {OPTIONS!r}); print(engine.pid, flush=True); time.sleep(60)"
     )
 
@@ -192,7 +190,7 @@ def test_the_process_ends_when_the_server_is_gone_without_a_word(path: str) -> N
 def test_the_server_beside_it_needs_no_torch(path: str) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "import quengine.serve.server, quengine.serve.worker.process_engine as p\n"
+        "import quengine.serve.server, quengine.serve.processes.server_engine as p\n"
         f"text = p.TextSide.of_file(Path({path!r})); text.tokenizer.encode('a')\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -1,4 +1,4 @@
-"""Tokenizing and chat templates for the event loop: short requests in a thread, long ones in a process of their own.
+"""Server process: tokenizing and chat templates for the event loop, short requests in a thread, long ones in a process.
 
 Long and very long requests have a process each, which does one at a time: a prompt of a document never waits for one of
 megabytes. A process starts with the first request that needs it (half a second).
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.processes.shared_text import TextJob, TextResult, perform
+from quengine.serve.processes.text_main import MEMORY_BYTES, OUT_OF_MEMORY
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.worker.engine_port import ServedModel
-from quengine.serve.worker.text_process import MEMORY_BYTES, OUT_OF_MEMORY, Reply
-from quengine.serve.worker.text_work import TextJob, TextResult, perform
 
 logger = logging.getLogger("quengine.serve")
 
@@ -44,7 +44,7 @@ class TextPool:
         self._long, self._very_long = _Lane("long"), _Lane("very long")
 
     async def perform(self, model: ServedModel, job: TextJob) -> TextResult:
-        """What comes of a job; leaving early ends it.
+        """The result of a job; cancelling ends it.
 
         Raises:
             ApiError: the text or the template is to blame, it took too much time or memory, or too many wait.
@@ -103,7 +103,7 @@ class _Lane:
             logger.debug("process %d started for %s prompts", process.pid, self._name)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(seconds, process.out_of_time)
-        answer = loop.run_in_executor(self._thread, process.ask, message)
+        answer = loop.run_in_executor(self._thread, process.request, message)
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -112,12 +112,12 @@ class _Lane:
             answer.exception()
             raise
         except (EOFError, OSError):
-            raise self._lost(process, len(message), seconds) from None
+            raise self._ended(process, len(message), seconds) from None
         finally:
             timer.cancel()
 
-    def _lost(self, process: "_TextProcess", size: int, seconds: float) -> ApiError:
-        """What became of a process that gave no answer."""
+    def _ended(self, process: "_TextProcess", size: int, seconds: float) -> ApiError:
+        """The error of a process that gave no answer."""
         code = process.close()
         logger.warning(
             "the process that tokenizes %s prompts ended (%d) over %d bytes", self._name, code, size
@@ -141,7 +141,7 @@ class _Lane:
 
 
 class _TextProcess:
-    """A running `text_process`."""
+    """A running `text_main`."""
 
     def __init__(self, source: Path) -> None:
         self.late = False
@@ -149,7 +149,7 @@ class _TextProcess:
         command = [
             sys.executable,
             "-m",
-            "quengine.serve.worker.text_process",
+            "quengine.serve.processes.text_main",
             str(theirs.fileno()),
             str(source),
         ]
@@ -166,13 +166,13 @@ class _TextProcess:
     def alive(self) -> bool:
         return not self._connection.closed and self._process.poll() is None
 
-    def ask(self, message: bytes) -> TextResult:
+    def request(self, message: bytes) -> TextResult:
         """In a thread. Raises EOFError or OSError where the process ends before it answers."""
         self._connection.send_bytes(message)
-        reply = msgspec.msgpack.decode(self._connection.recv_bytes(), type=Reply)
-        if reply.last:
+        result = msgspec.msgpack.decode(self._connection.recv_bytes(), type=TextResult)
+        if result.last:
             self.close()
-        return reply.result
+        return result
 
     def out_of_time(self) -> None:
         self.late = True

@@ -1,6 +1,6 @@
-"""What requests need of a model's text side and may take long: tokenizing and chat templates, in a thread or a process.
+"""Server and text process: jobs of tokenizing and of chat templates, and their results.
 
-A job is plain JSON values, and so is what comes of it, but for token ids, which are packed.
+Both are plain JSON values, but for token ids, which are packed.
 """
 
 from array import array
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from quengine.errors import EngineError
-from quengine.serve.worker.engine_port import ServedModel
+from quengine.serve.processes.shared_model import ServedModel
 
 Kind = Literal["encode", "encode_chat", "render_chat", "tokenize"]
 
@@ -19,13 +19,14 @@ class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """One thing to do.
 
     Attributes:
-        kind: encode `prompts`, or `messages` through the chat template; only render these; or answer /tokenize.
+        kind: encode `prompts`, or `messages` through the chat template; only render these; or answer /tokenize for
+            the one text in `prompts`.
         prompts: each of texts and token ids, in order; checked.
         bos: begin a text with BOS where the model asks for it.
         special: text may spell control tokens.
         pieces: with each token's text.
         most_tokens: a prompt of more is not given, only counted.
-        long: a chat is rendered once ahead, and not tokenized where its bytes are too many; set by `text_process`.
+        long: a chat is rendered once ahead, and not tokenized where its bytes are too many; set by `text_main`.
     """
 
     kind: Kind
@@ -41,7 +42,7 @@ class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TextResult(msgspec.Struct, frozen=True):
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
         ids: packed token ids of each prompt (`unpacked`).
@@ -49,6 +50,7 @@ class TextResult(msgspec.Struct, frozen=True):
         tokens: of the first prompt that is too long; at least so many where `size` is given.
         size: bytes of a text that was too long to be tokenized at all.
         error: the text or the template is to blame.
+        last: the process that did the job ends with it.
     """
 
     ids: list[bytes] = []
@@ -56,10 +58,11 @@ class TextResult(msgspec.Struct, frozen=True):
     tokens: int | None = None
     size: int | None = None
     error: str | None = None
+    last: bool = False
 
 
 def perform(model: ServedModel, job: TextJob) -> TextResult:
-    """What comes of a job. Raises MemoryError, and whatever is this program's fault."""
+    """Do a job. Raises MemoryError, and any error that is neither the text's nor the template's."""
     try:
         return _PERFORM[job.kind](model, job)
     except EngineError as error:
@@ -114,15 +117,13 @@ def _render_chat(model: ServedModel, job: TextJob) -> TextResult:
 
 
 def _tokenize(model: ServedModel, job: TextJob) -> TextResult:
-    ids = [token for prompt in job.prompts for part in prompt for token in _tokens(model, part, job)]
+    ((content,),) = job.prompts
+    assert isinstance(content, str)
+    ids = model.encode(content, job.bos, job.special)
     tokens = (
         [{"id": token, "piece": _piece(model.token_bytes(token))} for token in ids] if job.pieces else ids
     )
     return TextResult(text=msgspec.json.encode({"tokens": tokens}))
-
-
-def _tokens(model: ServedModel, part: str | int, job: TextJob) -> list[int]:
-    return [part] if isinstance(part, int) else model.encode(part, job.bos, job.special)
 
 
 def _piece(raw: bytes) -> str | list[int]:

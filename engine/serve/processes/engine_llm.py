@@ -1,40 +1,33 @@
-"""An LLM behind the server's boundary: it computes as many sequences at once as it was loaded for.
-
-The one module of the server that knows LLM, its scheduler and its sequences.
-"""
+"""Engine process: an LLM as the server's `Engine`. It computes as many sequences at once as it was loaded for."""
 
 import logging
 from collections.abc import Mapping
 
 import torch
 
-from quengine.errors import EngineError
 from quengine.llm import LLM
-from quengine.request.pooling import Pooling
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.sampler import TokenLogprobs
-from quengine.serve.worker.engine_port import (
+from quengine.serve.processes.shared_engine import (
     EngineStats,
     Event,
-    Failed,
     Finished,
     GenerationRequest,
     Piece,
     SlotStats,
+    failed,
 )
-from quengine.serve.worker.llm_model import LLMModel, TextSide
+from quengine.serve.processes.shared_model import ServedModel, TextSide
 
 logger = logging.getLogger("quengine.serve")
 
 
 class LLMEngine:
-    """An LLM as an `Engine`."""
-
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         loaded = llm.loaded
-        self.model = LLMModel(
+        self.model = ServedModel(
             TextSide(loaded.checkpoint, llm.tokenizer, llm.chat_template, llm.constraints),
             llm.ctx_size,
             loaded.notes,
@@ -48,25 +41,16 @@ class LLMEngine:
 
     def add(self, request: GenerationRequest) -> None:
         if request.pooling is not None:
-            self._add_embedding(request, request.pooling)
+            sequence = self._llm.embedding_sequence(list(request.prompt), request.pooling)
         else:
-            self._add_text(request)
-
-    def _add_embedding(self, request: GenerationRequest, pooling: Pooling) -> None:
-        sequence = self._llm.embedding_sequence(list(request.prompt), pooling)
+            sequence = self._llm.stream(
+                request.prompt, request.params, index=request.index, show_special=request.show_special
+            ).sequence
         sequence.arrived = request.arrived
+        if request.score_prompt and request.params.logprobs is not None:
+            sequence.scores = PromptScores(request.prompt, request.params.logprobs)
         self._llm.scheduler.add(sequence)
         self._requests[request.id] = sequence
-
-    def _add_text(self, request: GenerationRequest) -> None:
-        stream = self._llm.stream(
-            request.prompt, request.params, index=request.index, show_special=request.show_special
-        )
-        stream.sequence.arrived = request.arrived
-        if request.score_prompt and request.params.logprobs is not None:
-            stream.sequence.scores = PromptScores(request.prompt, request.params.logprobs)
-        self._llm.scheduler.add(stream.sequence)
-        self._requests[request.id] = stream.sequence
 
     def cancel(self, request_id: int) -> None:
         self._llm.scheduler.cancel(self._requests.pop(request_id))
@@ -75,21 +59,23 @@ class LLMEngine:
         ids = {sequence: request_id for request_id, sequence in self._requests.items()}
         before = {request_id: len(sequence.generated) for request_id, sequence in self._requests.items()}
         try:
-            texts = self._llm.step()
+            advanced = self._llm.step()
         except Exception as error:
             return self._step_failed(error, ids)
         events: list[Event] = []
-        for sequence, text in texts:
+        for sequence, text in advanced:
             events += self._events(ids[sequence], sequence, before[ids[sequence]], text)
         return events
 
     def _events(self, request_id: int, sequence: LLMSequence, start: int, text: str) -> list[Event]:
-        """What a step did to one sequence, whose generated tokens from `start` on are new."""
+        """The events of a step for one sequence, whose generated tokens from `start` on are new."""
         if sequence.error is not None:
             self._check_device()
             del self._requests[request_id]
-            return [_failed(request_id, sequence.error)]
-        scores = _prompt_logprobs(sequence, start)
+            return [failed(request_id, sequence.error, "engine")]
+        scores: tuple[TokenLogprobs, ...] = ()
+        if sequence.scores is not None and not start and sequence.first_token:  # once, with the first token
+            scores = tuple(sequence.scores.logprobs)
         events: list[Event] = []
         tokens = tuple(sequence.generated[start:])
         if tokens or text or scores:
@@ -117,7 +103,7 @@ class LLMEngine:
         self._llm.close()
 
     def _step_failed(self, error: Exception, ids: Mapping[LLMSequence, int]) -> list[Event]:
-        """Let go of the sequence whose step failed; of several, find out which it is, each by itself.
+        """Fail the sequence whose step failed; of several, find out which it is, each by itself.
 
         Raises `error` again where no step can work any more.
         """
@@ -127,7 +113,7 @@ class LLMEngine:
             raise error
         self._check_device()
         if len(batch.sequences) > 1:
-            logger.warning("a step of %d texts failed; each is tried alone", len(batch.sequences))
+            logger.warning("a step of %d sequences failed; each is tried alone", len(batch.sequences))
             scheduler.retry_alone()
             return []
         (sequence,) = batch.sequences
@@ -136,20 +122,6 @@ class LLMEngine:
         return self._events(ids[sequence], sequence, 0, "")
 
     def _check_device(self) -> None:
-        """Raises where the device is lost."""
+        """Raises where the device has failed."""
         if self._llm.loaded.device.type == "cuda":
             torch.cuda.synchronize(self._llm.loaded.device)
-
-
-def _prompt_logprobs(sequence: LLMSequence, start: int) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities of the prompt, once: with the first token, before which `start` tokens were generated."""
-    if sequence.scores is None or start or not sequence.first_token:
-        return ()
-    return tuple(sequence.scores.logprobs)
-
-
-def _failed(request_id: int, error: Exception) -> Failed:
-    if isinstance(error, EngineError):
-        return Failed(request_id, str(error))
-    logger.error("a step failed", exc_info=error)
-    return Failed(request_id, f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
-"""Tokenizes long prompts, a process of `text_pool`: `python -m quengine.serve.worker.text_process FD MODEL`.
+"""Text process: `python -m quengine.serve.processes.text_main FD MODEL`, started by `server_text` for long prompts.
 
 The tokenizers library holds the interpreter's lock for seconds while it cuts megabytes, and takes gigabytes for them.
-Here that stops no stream. The kernel bounds the memory, `text_pool` the time.
+Here that stops no stream. The kernel bounds the memory, `server_text` the time.
 """
 
 import os
@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from quengine.platform import collector
-from quengine.serve.worker.llm_model import LLMModel, TextSide
-from quengine.serve.worker.text_work import TextJob, TextResult, perform
+from quengine.serve.processes.shared_model import ServedModel, TextSide
+from quengine.serve.processes.shared_text import TextJob, perform
 
 MEMORY_BYTES = 2 << 30
 KEPT_BYTES = 512 << 20
@@ -26,32 +26,25 @@ OUT_OF_MEMORY = 3
 """Exit code."""
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """A job's result. `last`: the process ends with it."""
-
-    result: TextResult
-    last: bool
-
-
 def _held_bytes() -> int:
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def serve(connection: "Connection[Any, Any]", path: Path) -> None:
     """Does jobs until the server is gone, or this process has grown too large. Raises MemoryError."""
-    model = LLMModel(TextSide.of_file(path), 0, (), "", "")
+    model = ServedModel(TextSide.of_file(path), 0, (), "", "")
     collector.working()
     last = False
     while not last:
         job = msgspec.json.decode(connection.recv_bytes(), type=TextJob)
         result = perform(model, msgspec.structs.replace(job, long=True))
         last = _held_bytes() > KEPT_BYTES
-        connection.send_bytes(msgspec.msgpack.encode(Reply(result, last)))
+        connection.send_bytes(msgspec.msgpack.encode(msgspec.structs.replace(result, last=last)))
         del job, result
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
     with suppress(ValueError, OSError):  # a system may have no such limit
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
