@@ -1,7 +1,5 @@
 """The `engine` program: the commands, the global flags, and what every kind of failure looks like.
 
-Knows how a failure is shown and which exit code it has; does not know what any command does.
-
 Exit codes: 0 success; 1 user error (bad flag, bad file, unknown model), or parity outside its budgets; 2 cannot run
 on this machine (no such device, too little memory, a full disk, a model's file truncated while it is in use, a failed
 self-test); 3 a bug in the engine; 130 stopped with Ctrl-C; 141 the reader of the output went away. A process that a

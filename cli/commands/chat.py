@@ -10,15 +10,18 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from quengine.cli import options
+from quengine.cli.flags import ConstraintFlags, Model, System, takes_options
 from quengine.cli.loading import load_llm
 from quengine.cli.report import print_report
 from quengine.cli.terminal import write_text
+from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -36,60 +39,19 @@ HELP = """\
   Ctrl-C stops an answer. Alt-Enter starts a new line. A message that begins with / is typed with //."""
 
 
+@takes_options
 def chat(
-    model: options.Model,
-    max_tokens: options.MaxTokens = -1,
-    system: options.System = None,
-    temp: options.Temperature = 0.8,
-    top_k: options.TopK = 40,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.05,
-    typical: options.TypicalP = 1.0,
-    repeat_penalty: options.RepeatPenalty = 1.0,
-    repeat_last_n: options.RepeatLastN = 64,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = -1,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
-    json_schema: options.JsonSchema = None,
-    grammar: options.Grammar = None,
-    ctx_size: options.CtxSize = None,
-    cache_type: options.CacheTypeName = "f16",
-    deterministic: options.Deterministic = False,
-    mmap: options.Mmap = True,
-    draft_model: options.DraftModel = None,
-    draft_ngram: options.DraftNgram = 0,
-    draft_tokens: options.DraftTokens = None,
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    backend: options.BackendName = "auto",
+    model: Model,
+    params: SamplingParams,
+    constraint: ConstraintFlags,
+    config: EngineConfig,
+    system: System = None,
 ) -> None:
     """Talk with a model; /help lists the commands."""
-    params = options.sampling_params(
-        max_tokens=max_tokens,
-        temp=temp,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        typical=typical,
-        repeat_penalty=repeat_penalty,
-        repeat_last_n=repeat_last_n,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=logit_bias,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        json_schema=json_schema,
-        grammar=grammar,
-    )
+    params = replace(params, constraint=constraint.spec())
     from quengine.request.chat_session import ChatSession
 
-    held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)
-    asked = (model, device, ctx_size, threads, backend, held)
-    with load_llm(*asked, drafts=drafts, deterministic=deterministic, mmap=mmap, reuse_prefix=True) as llm:
+    with load_llm(model, replace(config, reuse_prefix=True)) as llm:
         if llm.chat_template is None:
             raise EngineError(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "

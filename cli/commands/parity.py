@@ -8,15 +8,17 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quengine.cli import options
+from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
+from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.options import Flag, Only, Range, check_ranges
 from quengine.platform import collector
 from quengine.platform.input_files import read_text
 
@@ -35,112 +37,127 @@ _WORTH_SAYING = 10.0
 """Seconds from which on a run is announced with how long it takes."""
 
 
-def parity(
-    model: Annotated[
-        str | None,
-        typer.Option("-m", "--model", help="The model of the sides that name no file.", show_default=False),
-    ] = None,
+@dataclass(frozen=True)
+class ParityFlags:
+    """What is compared, on which texts and prompts, and how it is reported."""
+
     a: Annotated[
         str | None,
-        typer.Option(
+        Flag(
             "--a",
+            "What the other is measured against: reference, cpu, cuda or cuda:N for --model there, FILE for another "
+            "model, FILE@DEVICE for one there. (default: reference; cpu on a machine with a GPU)",
             metavar="SIDE",
-            help="What the other is measured against: reference, cpu, cuda or cuda:N for --model there, FILE for "
-            "another model, FILE@DEVICE for one there. (default: reference; cpu on a machine with a GPU)",
         ),
-    ] = None,
+    ] = None
     b: Annotated[
         str | None,
-        typer.Option(
+        Flag(
             "--b",
+            "The side under test, written alike. (default: cpu; cuda on a machine with a GPU)",
             metavar="SIDE",
-            help="The side under test, written alike. (default: cpu; cuda on a machine with a GPU)",
         ),
-    ] = None,
-    file: Annotated[
-        list[Path] | None,
-        typer.Option("-f", "--file", help="A text to compare on instead of the built-in ones; repeatable."),
-    ] = None,
+    ] = None
+    files: Annotated[
+        tuple[Path, ...],
+        Flag("-f --file", "A text to compare on instead of the built-in ones; repeatable."),
+    ] = ()
     texts: Annotated[
         int | None,
-        typer.Option("--texts", help="How many built-in texts; 15 adds all in one. (default: 14)", min=0),
-    ] = None,
+        Range(0),
+        Flag("--texts", "How many built-in texts; 15 adds all in one. (default: 14)"),
+    ] = None
     prompts: Annotated[
-        int | None,
-        typer.Option("--prompts", help="Built-in prompts to continue greedily, at most 50. (default: 50)"),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Tokens generated after each prompt. (default: 128)")
-    ] = None,
+        int | None, Flag("--prompts", "Built-in prompts to continue greedily, at most 50. (default: 50)")
+    ] = None
+    tokens: Annotated[int | None, Flag("--tokens", "Tokens generated after each prompt. (default: 128)")] = (
+        None
+    )
     quick: Annotated[
+        bool, Flag("--quick", "6 texts and 5 prompts of 32 tokens, where nothing else is said.")
+    ] = False
+    locate: Annotated[
         bool,
-        typer.Option("--quick", help="6 texts and 5 prompts of 32 tokens, where nothing else is said."),
-    ] = False,
-    find: Annotated[
-        bool,
-        typer.Option(
-            "--locate", help="Show the comparison operation by operation even where all is within its budget."
-        ),
-    ] = False,
-    window: Annotated[
-        int, typer.Option("--window", help="Longer texts are cut into windows of this many tokens.")
-    ] = 1024,
-    threads: options.Threads = None,
-    cache_type: options.CacheTypeName = "f16",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+        Flag("--locate", "Show the comparison operation by operation even where all is within its budget."),
+    ] = False
+    window: Annotated[int, Flag("--window", "Longer texts are cut into windows of this many tokens.")] = 1024
+    as_json: Annotated[bool, Flag("--json", "Print one JSON object.")] = False
+
+    def __post_init__(self) -> None:
+        if self.files and self.texts is not None:
+            raise EngineError("--texts counts built-in texts and --file replaces them; give one of the two")
+        check_ranges(self, "--{name} {value}")
+
+
+@takes_options
+def parity(
+    flags: ParityFlags,
+    config: Annotated[EngineConfig, Only("threads", "cache_type")],
+    model: Annotated[
+        str | None, Flag("-m --model", "The model of the sides that name no file.", show_default=False)
+    ] = None,
 ) -> None:
     """Compare the logits and the greedy text of two ways to run a model, or of two files (--a FILE --b FILE)."""
-    if file and texts is not None:
-        raise EngineError("--texts counts built-in texts and --file replaces them; give one of the two")
-    held = options.cache_type(cache_type)
-    given = [read_text(path, "cannot read the text from") for path in file] if file else None
-    from quengine.diagnostics.parity.parity import compare_sides
+    if model is None and flags.a is None and flags.b is None:
+        raise EngineError("nothing to compare: give --model MODEL, or two files with --a FILE --b FILE")
+    texts = [read_text(path, "cannot read the text from") for path in flags.files]
     from quengine.diagnostics.parity.parity_files import compare_files
-    from quengine.diagnostics.parity.parity_locate import locate
     from quengine.diagnostics.parity.parity_sides import SidePair, parse_sides
-    from quengine.diagnostics.parity.parity_workload import (
-        FULL,
-        QUICK,
-        built_in_texts,
-        estimate_seconds,
-        plan_workload,
-    )
 
     collector.working()
-    extent = QUICK if quick else FULL
-    if model is None and a is None and b is None:
-        raise EngineError("nothing to compare: give --model MODEL, or two files with --a FILE --b FILE")
-    side_a, side_b = parse_sides(a, b, model)
+    side_a, side_b = parse_sides(flags.a, flags.b, model)
     other = None if side_a.model == side_b.model else side_a.model
     files = None if other is None else compare_files(side_a.model, side_b.model)
-    progress = ProgressLine()
-    workload = plan_workload(
-        side_b.model,
-        built_in_texts(extent.texts if texts is None else texts) if given is None else given,
-        extent.prompts if prompts is None else prompts,
-        extent.tokens if tokens is None else tokens,
-        window,
-        other,
-    )
-    began = time.perf_counter()
+    workload = _workload(flags, texts, side_b.model, other)
+    began, progress = time.perf_counter(), ProgressLine()
     progress(f"loading {side_a.name} and {side_b.name}")
     try:
-        with SidePair(side_a, side_b, workload.ctx_size, threads, held) as sides:
-            progress("trying both sides to see how long this takes")
-            seconds = estimate_seconds(sides.a, sides.b, workload)
-            progress.clear()
-            if seconds > _WORTH_SAYING:
-                print(_duration(seconds, workload, quick), file=sys.stderr)
-            report = compare_sides(sides.a, sides.b, workload, progress, held)
-            found = Findings(report, locate(sides.a, sides.b, report, progress), files)
-            progress.clear()
+        with SidePair(side_a, side_b, replace(config, ctx_size=workload.ctx_size)) as sides:
+            found = _compared(sides, workload, config, files, flags.quick, progress)
             # Over a q8_0 cache only the comparison operation by operation is as strict as over f16.
-            shown = find or held != "f16" or bool(found.failures)
-            _print(found, sides, workload, time.perf_counter() - began, as_json, shown)
+            operations = flags.locate or config.cache_type != "f16" or bool(found.failures)
+            _print(found, sides, workload, time.perf_counter() - began, flags.as_json, operations)
     finally:
         progress.clear()
     if found.failures:
         raise typer.Exit(OUTSIDE_BUDGET)
+
+
+def _workload(
+    flags: ParityFlags, texts: list[str], model: str | Path, other: str | Path | None
+) -> "Workload":
+    from quengine.diagnostics.parity.parity_workload import FULL, QUICK, built_in_texts, plan_workload
+
+    extent = QUICK if flags.quick else FULL
+    if not texts:
+        texts = built_in_texts(extent.texts if flags.texts is None else flags.texts)
+    prompts = extent.prompts if flags.prompts is None else flags.prompts
+    tokens = extent.tokens if flags.tokens is None else flags.tokens
+    return plan_workload(model, texts, prompts, tokens, flags.window, other)
+
+
+def _compared(
+    sides: "SidePair",
+    workload: "Workload",
+    config: EngineConfig,
+    files: "FileComparison | None",
+    quick: bool,
+    progress: ProgressLine,
+) -> "Findings":
+    """Compare both sides, after saying how long it takes."""
+    from quengine.diagnostics.parity.parity import compare_sides
+    from quengine.diagnostics.parity.parity_locate import locate
+    from quengine.diagnostics.parity.parity_workload import estimate_seconds
+
+    progress("trying both sides to see how long this takes")
+    seconds = estimate_seconds(sides.a, sides.b, workload)
+    progress.clear()
+    if seconds > _WORTH_SAYING:
+        print(_duration(seconds, workload, quick), file=sys.stderr)
+    report = compare_sides(sides.a, sides.b, workload, progress, config.cache_type)
+    located = locate(sides.a, sides.b, report, progress)
+    progress.clear()
+    return Findings(report, located, files)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Knows how a model is loaded and fed; not what is measured.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -16,7 +16,6 @@ from torch import Tensor
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import Phase, decode_batch, prefill_batch
-from quengine.kernels.kv.cache_types import CacheType
 from quengine.llm import LLM
 from quengine.load import choose_device
 from quengine.request.sampling_params import SamplingParams
@@ -125,17 +124,10 @@ class SidePair(AbstractContextManager["SidePair"]):
         CannotRunError: a side cannot run on this machine.
     """
 
-    def __init__(
-        self,
-        a: SideSpec,
-        b: SideSpec,
-        ctx_size: int,
-        threads: int | None = None,
-        cache_type: CacheType = "f16",
-    ) -> None:
-        self.a = _load(a, ctx_size, threads, cache_type)
+    def __init__(self, a: SideSpec, b: SideSpec, config: EngineConfig) -> None:
+        self.a = _load(a, config)
         try:
-            self.b = _load(b, ctx_size, threads, cache_type)
+            self.b = _load(b, config)
         except BaseException:
             self.a.llm.close()
             raise
@@ -199,9 +191,9 @@ def _parse(flag: str, text: str | None, model: str | None, default: str) -> Side
     return SideSpec(f"{file}@{device}", file, device)
 
 
-def _load(side: SideSpec, ctx_size: int, threads: int | None, cache_type: CacheType) -> LLMSide:
+def _load(side: SideSpec, config: EngineConfig) -> LLMSide:
     if side.device == REFERENCE:
-        llm = LLM(side.model, "cpu", ctx_size, threads, backend=REFERENCE, cache_type=cache_type)
+        config = replace(config, device="cpu", backend=REFERENCE)
     else:
-        llm = LLM(side.model, side.device, ctx_size, threads, cache_type=cache_type)
-    return LLMSide(side.name, llm, side.device)
+        config = replace(config, device=side.device)
+    return LLMSide(side.name, LLM(side.model, **vars(config)), side.device)
