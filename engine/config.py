@@ -159,10 +159,9 @@ def configured_by(
     def decorate(
         init: Callable[[Any, str | Path, EngineConfig], None],
     ) -> Callable[Concatenate[Any, str | Path, Fields], None]:
-        def __init__(self: Any, model: str | Path, *args: Fields.args, **fields: Fields.kwargs) -> None:
+        def configured(self: Any, model: str | Path, *args: Fields.args, **fields: Fields.kwargs) -> None:
             init(self, model, make(*args, **fields))
 
-        __init__.__doc__ = init.__doc__
-        return __init__
+        return configured
 
     return decorate

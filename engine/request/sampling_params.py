@@ -5,7 +5,7 @@ gives the order of the samplers.
 """
 
 import math
-import secrets
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
@@ -158,7 +158,7 @@ class SamplingParams:
 
         A drawn seed has 32 bits, so that a person can type it again.
         """
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
 
 
 RANGES: Mapping[str, Range] = ranges(SamplingParams)
