@@ -12,23 +12,13 @@ import os
 import signal
 import sys
 import warnings
+from importlib import import_module
 from types import FrameType
 from typing import Annotated, TextIO
 
 import typer
 
 from quengine.cli import process, streams
-from quengine.cli.commands.bench import bench
-from quengine.cli.commands.chat import chat
-from quengine.cli.commands.doctor import doctor
-from quengine.cli.commands.generate import generate
-from quengine.cli.commands.list import list_models
-from quengine.cli.commands.parity import parity
-from quengine.cli.commands.pull import PullCommand, pull
-from quengine.cli.commands.rm import remove
-from quengine.cli.commands.serve import serve
-from quengine.cli.commands.show import show
-from quengine.cli.commands.tokenize import tokenize
 from quengine.errors import EngineError, visible
 from quengine.platform import collector, log_lines
 
@@ -49,6 +39,21 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 logger = logging.getLogger("quengine")
+
+COMMANDS = {
+    "generate": "generate",
+    "chat": "chat",
+    "serve": "serve",
+    "bench": "bench",
+    "parity": "parity",
+    "tokenize": "tokenize",
+    "show": "show",
+    "pull": "pull",
+    "list": "list_models",
+    "rm": "remove",
+    "doctor": "doctor",
+}
+"""The function of each command, in the file of the command's name."""
 
 app = typer.Typer(
     name="engine",
@@ -82,20 +87,14 @@ def options(
     warnings.showwarning = _show_warning
 
 
-for _name, _command in (
-    ("generate", generate),
-    ("chat", chat),
-    ("serve", serve),
-    ("bench", bench),
-    ("parity", parity),
-    ("tokenize", tokenize),
-    ("show", show),
-    ("pull", pull),
-    ("list", list_models),
-    ("rm", remove),
-    ("doctor", doctor),
-):
-    app.command(_name, cls=PullCommand if _command is pull else None)(_command)
+def _register(args: list[str]) -> None:
+    """Give `app` the command that `args` name, whose file alone is imported then, or else all of them."""
+    named = next((arg for arg in args if not arg.startswith("-")), None)
+    present = {command.name for command in app.registered_commands}
+    for name in [named] if named in COMMANDS else COMMANDS:
+        if name not in present:
+            file = import_module(f"quengine.cli.commands.{name}")
+            app.command(name, cls=getattr(file, "Command", None))(getattr(file, COMMANDS[name]))
 
 
 def _show_warning(
@@ -174,6 +173,7 @@ def run(args: list[str]) -> int:
     """Runs one command line (without the program's name) and returns the exit code."""
     logger.setLevel(logging.WARNING)
     try:
+        _register(args)
         outcome = typer.main.get_command(app).main(args or ["--help"], "engine", standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -207,7 +207,6 @@ def main() -> int:
     """The `engine` program, in a process of its own; `quengine.cli.__main__` starts it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-    collector.starting()
     streams.prepare()
     try:
         process.prepare(sys.argv[1:])
