@@ -1,7 +1,6 @@
 """Where a device's time goes: the trace that torch's profiler writes, read into a table of kernels.
 
-Times are the device's own, from its activity records; host times of asynchronous launches are never used. Does not
-know: models, how the work was started, or how the table is printed.
+Times are the device's own, from its activity records; host times of asynchronous launches are never used.
 Reference: the Chrome trace event format; categories as torch.profiler writes them ("kernel", "gpu_memcpy", ...).
 """
 

@@ -1,7 +1,4 @@
-"""Runs a benchmark's test under torch's profiler, on a CUDA device: steady decode steps, or a whole prompt.
-
-Does not know: what the numbers mean, or how they are shown.
-"""
+"""Runs a benchmark's test under torch's profiler, on a CUDA device: steady decode steps, or a whole prompt."""
 
 import json
 import tempfile

@@ -1,7 +1,4 @@
-"""What `engine doctor` reports: versions, processor, memory, devices, cache.
-
-Collects; does not print. The self-test of the kernels is run by `self_test_run`.
-"""
+"""What `engine doctor` reports beside the self-test: versions, processor, memory, devices, cache."""
 
 import platform
 import shutil
