@@ -82,7 +82,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
 def _parameters(name: str, annotation: Any, default: Any) -> Iterator[inspect.Parameter]:
     """What typer has to see of a command's parameter, or of a field: its flag, or the flags of a dataclass."""
     kind, notes = _unpacked(annotation)
-    if is_dataclass(kind):
+    if _is_group(kind):
         for field in _flagged(kind, notes):
             yield from _parameters(f"{name}.{field.name}", field.type, field.default)
         return
@@ -104,7 +104,7 @@ def _parameters(name: str, annotation: Any, default: Any) -> Iterator[inspect.Pa
 def _value(name: str, annotation: Any, given: Mapping[str, Any]) -> Any:
     """What a parameter, or a field, becomes by the values `given` for its flags; MISSING: its default."""
     kind, notes = _unpacked(annotation)
-    if is_dataclass(kind):
+    if _is_group(kind):
         values = {
             each.name: _value(f"{name}.{each.name}", each.type, given) for each in _flagged(kind, notes)
         }
@@ -138,9 +138,13 @@ def _flagged(kind: Any, notes: Iterable[Any]) -> Iterator[Field[Any]]:
     only = next((note.names for note in notes if isinstance(note, Only)), None)
     for field in fields(kind):
         of_field, flags = _unpacked(field.type)
-        has_flag = is_dataclass(of_field) or any(isinstance(flag, Flag) for flag in flags)
+        has_flag = _is_group(of_field) or any(isinstance(flag, Flag) for flag in flags)
         if has_flag and (only is None or field.name in only):
             yield field
+
+
+def _is_group(kind: Any) -> bool:
+    return is_dataclass(kind)
 
 
 def _repeats(kind: Any) -> bool:

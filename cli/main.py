@@ -1,9 +1,7 @@
 """The `engine` program: the commands, the global flags, and what every kind of failure looks like.
 
-Exit codes: 0 success; 1 user error (bad flag, bad file, unknown model), or parity outside its budgets; 2 cannot run
-on this machine (no such device, too little memory, a full disk, a model's file truncated while it is in use, a failed
-self-test); 3 a bug in the engine; 130 stopped with Ctrl-C; 141 the reader of the output went away. A process that a
-signal ends before it can handle it has 128 plus the signal's number in a shell.
+Exit code 2 is also for too little memory, a full disk and a model's file that is truncated while it is in use. A
+process that a signal ends before it can handle it has 128 plus the signal's number in a shell.
 """
 
 import contextlib
@@ -105,7 +103,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Our own warnings are for the user; those of the libraries underneath only when asked for."""
+    """Our own warnings are for the user; those of the libraries underneath only with -v."""
     del file, line
     ours = "quengine" in filename or category.__module__.startswith("quengine")
     text = str(message) if ours else f"{filename}:{lineno}: {category.__name__}: {message}"
@@ -117,7 +115,7 @@ def _print_error(message: str, hint: str = "") -> None:
     label = "engine: error:"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         label = f"\x1b[31m{label}\x1b[0m"
-    with contextlib.suppress(OSError):  # standard error takes nothing: the exit code still says it
+    with contextlib.suppress(OSError):  # standard error is closed: the exit code remains
         print(f"{label} {line}", file=sys.stderr)
         if hint:
             print(hint, file=sys.stderr)

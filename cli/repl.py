@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HELP = """\
   /help          this list
-  /reset         forget the conversation, keep the system message
+  /reset         clear the conversation, keep the system message
   /system TEXT   set the system message; without TEXT show it, with "" remove it
   /save FILE     write the conversation to a file
   /load FILE     go on with a saved conversation
@@ -54,8 +54,8 @@ class Repl:
         """Talk until /exit or the end of input."""
         if self.interactive:
             llm = self.session.llm
-            _say(f"{llm.model_config.name}, context {llm.ctx_size} tokens, seed {self.session.params.seed}")
-            _say("/help lists the commands, Ctrl-D leaves")
+            _note(f"{llm.model_config.name}, context {llm.ctx_size} tokens, seed {self.session.params.seed}")
+            _note("/help lists the commands, Ctrl-D leaves")
         lines = _terminal_lines() if self.interactive else _piped_lines()
         for line in lines:
             if line.split(maxsplit=1)[:1] in (["/exit"], ["/quit"]):
@@ -65,7 +65,7 @@ class Repl:
             except EngineError as error:
                 if not self.interactive:
                     raise
-                _say(f"error: {error}")
+                _note(f"error: {error}")
 
     def _take(self, line: str) -> None:
         if not line.strip():
@@ -94,48 +94,48 @@ class Repl:
         """Why the answer ended, where it was not the model that ended it."""
         session = self.session
         if not session.messages or session.messages[-1]["role"] != "assistant":
-            _say("no answer; the message is forgotten")
+            _note("no answer; the message is dropped")
         elif stopped:
-            _say("stopped")
+            _note("stopped")
         elif session.last is not None and session.last.finish_reason == "length":
             full = session.used_tokens >= session.llm.ctx_size
-            _say("the context is full; /reset begins anew" if full else "cut by --max-tokens")
+            _note("the context is full; /reset begins anew" if full else "cut by --max-tokens")
 
     def _help(self, _: str) -> None:
         print(HELP, file=sys.stderr)
 
     def _reset(self, _: str) -> None:
         self.session.reset()
-        _say("conversation forgotten")
+        _note("conversation cleared")
 
     def _system(self, text: str) -> None:
         if text:
             self.session.set_system("" if text in ('""', "''") else text)
         shown = self.session.system
-        _say("no system message" if shown is None else f"system message: {shown}")
+        _note("no system message" if shown is None else f"system message: {shown}")
 
     def _save(self, text: str) -> None:
         path = _path("save", text)
         self.session.save(path)
-        _say(f"saved {len(self.session.messages)} messages to {path}")
+        _note(f"saved {len(self.session.messages)} messages to {path}")
 
     def _load(self, text: str) -> None:
         path = _path("load", text)
         self.session.load(path)
-        _say(f"loaded {len(self.session.messages)} messages from {path}")
+        _note(f"loaded {len(self.session.messages)} messages from {path}")
 
     def _stats(self, _: str) -> None:
         last, llm, used = self.session.last, self.session.llm, self.session.used_tokens
         if last is None:
-            _say("no answer yet")
+            _note("no answer yet")
             return
         print_report(last, llm)
-        _say(f"context    {used} of {llm.ctx_size} tokens used, {100 * used / llm.ctx_size:.0f}%")
+        _note(f"context    {used} of {llm.ctx_size} tokens used, {100 * used / llm.ctx_size:.0f}%")
 
 
 @contextlib.contextmanager
 def _one_interrupt() -> Iterator[None]:
-    """The first Ctrl-C interrupts what runs inside; further ones are for nobody, so that cleaning up can end."""
+    """The first Ctrl-C interrupts what runs inside; further ones are ignored, so that cleaning up can end."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -149,7 +149,7 @@ def _one_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _say(text: str) -> None:
+def _note(text: str) -> None:
     print(f"  {text}", file=sys.stderr)
 
 
@@ -162,7 +162,7 @@ def _path(command: str, text: str) -> Path:
         raise EngineError(f"/{command} needs one file name (quote one with spaces)")
     try:
         return Path(words[0]).expanduser()
-    except RuntimeError as error:  # ~ of nobody, or without a home folder
+    except RuntimeError as error:  # ~ of an unknown user, or without a home folder
         raise EngineError(f"/{command} {text}: {error}") from None
 
 
@@ -193,7 +193,7 @@ def _terminal_lines() -> Iterator[str]:
         try:
             yield prompt.prompt("> ")
         except KeyboardInterrupt:
-            _say("Ctrl-D or /exit leaves")
+            _note("Ctrl-D or /exit leaves")
         except EOFError:
             return
 
@@ -210,6 +210,6 @@ def _history() -> "History":
         path.touch(mode=0o600)
     except (OSError, RuntimeError) as error:  # the latter where there is no home folder
         why = error.strerror if isinstance(error, OSError) else error
-        _say(f"what you type is not kept for the next time: {path}: {why}")
+        _note(f"what you type is not kept for the next time: {path}: {why}")
         return InMemoryHistory()
     return FileHistory(str(path))

@@ -162,6 +162,6 @@ def configured_by(
         def configured(self: Any, model: str | Path, *args: Fields.args, **fields: Fields.kwargs) -> None:
             init(self, model, make(*args, **fields))
 
-        return configured
+        return configured  # type: ignore[return-value]  # `model` may be given by name, too
 
     return decorate

@@ -148,7 +148,7 @@ def test_an_empty_answer_says_so(model: str, monkeypatch: pytest.MonkeyPatch, ca
     assert run(["chat", "-m", model, *COMMON, "--logit-bias", f"{end}+1e6"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "\n"
-    assert "no answer; the message is forgotten" in captured.err
+    assert "no answer; the message is dropped" in captured.err
 
 
 def test_a_model_without_a_template_says_so(

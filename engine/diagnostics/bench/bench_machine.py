@@ -4,12 +4,12 @@ import datetime
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quengine.diagnostics.selftest.doctor import versions
 from quengine.platform.machine import (
     cpu_model,
     cuda_devices,
@@ -99,13 +99,6 @@ def describe_machine(device: str) -> dict[str, Any]:
             "system": platform.platform(),
             "gpu": asdict(cuda_devices()[index]) if device.startswith("cuda") else None,
         },
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": versions(_PACKAGES),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,6 +1,6 @@
 """One row of a benchmark: what was timed, on which model, and every number that was measured."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import mean, stdev
 from typing import Any
 
@@ -137,5 +137,5 @@ class BenchRow:
                 "accept_length": self.drafts.accept_length,
             }
         if self.profile:
-            fields["profile"] = [profile.as_dict() for profile in self.profile]
+            fields["profile"] = [asdict(profile) for profile in self.profile]
         return fields if machine is None else {**fields, **machine}

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,6 @@ class Profile:
     graph_launches: int
     copies: Mapping[str, int]
     kernels: tuple[KernelTime, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For machines; the table's rows under "kernels"."""
-        return asdict(self)
 
 
 def read_profile(events: Iterable[TraceEvent], what: str, steps: int) -> Profile:

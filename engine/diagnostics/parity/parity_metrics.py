@@ -219,10 +219,11 @@ def _tiles(stream: Iterable[Tensor]) -> Iterator[Tensor]:
         held.append(block)
         rows = max(1, TILE_ELEMENTS // block.shape[1])
         if sum(map(len, held)) >= rows:
-            *whole, rest = torch.cat(held).split(rows)
-            yield from whole if len(rest) < rows else [*whole, rest]
-            held = [rest] if len(rest) < rows else []
-    if held:
+            joined = torch.cat(held)
+            full = len(joined) // rows * rows
+            yield from (joined[start : start + rows] for start in range(0, full, rows))
+            held = [joined[full:]]
+    if sum(map(len, held)):
         yield torch.cat(held)
 
 
