@@ -102,7 +102,7 @@ def test_commands_change_the_conversation(
         {"role": "user", "content": "/etc/hosts is a file"},
     ]
     err = capsys.readouterr().err
-    for said in ("saved 3 messages", "loaded 3 messages", "system message: be kind", "/stats", "forgotten"):
+    for said in ("saved 3 messages", "loaded 3 messages", "system message: be kind", "/stats", "cleared"):
         assert said in err
 
 
