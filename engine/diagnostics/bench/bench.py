@@ -5,7 +5,6 @@ device's own limits come from `bench_machine`.
 """
 
 import os
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch
 from quengine.diagnostics.bench.bench_machine import bandwidth, matrix_rate, peak, reset_peak
 from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest
 from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
-from quengine.diagnostics.bench.bench_time import batch_positions, time_batch, time_drafts
+from quengine.diagnostics.bench.bench_time import batch_positions, random_prompts, time_batch, time_drafts
 from quengine.diagnostics.bench.bench_work import bytes_per_token, prompt_operations
 from quengine.diagnostics.bench.profile import Profile, TraceFile
 from quengine.diagnostics.bench.profile_run import (
@@ -36,8 +35,6 @@ from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 from quengine.platform.machine import physical_cores
 
 Progress = Callable[[str], None]
-
-_SEED = 1
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ def _timed(
 
 
 def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
-    """Where the timeline goes; refuses now what cannot be profiled or written after minutes."""
+    """The file of the timeline. Raises CannotRunError where nothing can be profiled here, or the file written."""
     if plan.profiled:
         check_can_profile(device)
     if plan.trace is None:
@@ -139,7 +136,7 @@ def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
 
 def _profiles(llm: LLM, test: BenchTest, label: str, trace: TraceFile | None) -> tuple[Profile, ...]:
     """The kernels of a test: of its prompt, and of a decode step after it."""
-    ids, found = test_ids(llm, test), []
+    (ids,), found = random_prompts(llm, 1, test.depth + max(test.prompt, 1)), []
     if test.prompt:
         found.append(profile_prompt(llm, ids, test.depth))
     if test.generate:
@@ -163,13 +160,6 @@ def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
                 f"{test.name}{many} takes {positions} positions and {checkpoint.path.name} was made for "
                 f"{context}; use smaller -p, -n, -pg or -d"
             )
-
-
-def test_ids(llm: LLM, test: BenchTest) -> list[int]:
-    """The random tokens of a test: its depth, then its prompt or the one token that generation starts from."""
-    numbers = random.Random(_SEED)
-    vocab = llm.model_config.vocab_size
-    return [numbers.randrange(vocab) for _ in range(test.depth + max(test.prompt, 1))]
 
 
 def _row(
@@ -202,14 +192,13 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
     for tensor in checkpoint.tensors.values():
         weights[tensor.format.name] += prod(tensor.shape)
     total = weights.total()
-    # Norms are always F32 and no news.
+    # Norms are always F32, and are not named.
     named = [kind for kind, count in weights.most_common() if count >= total / 1000]
     return ModelFacts(checkpoint.path.stem, str(checkpoint.path), checkpoint.nbytes, total, "+".join(named))
 
 
 def synthetic_model(preset: str, progress: Progress) -> Path:
-    """A model of the preset's shape with random weights, written to the user's cache unless it is there
-    already.
+    """A model of the preset's shape with random weights, written to the user's cache unless it is there already.
 
     Raises:
         EngineError: no such preset.

@@ -90,13 +90,13 @@ def _repeated(
 
 def _time_requests(llm: LLM, test: BenchTest, batch: int) -> tuple[float, list[Completion]]:
     """Seconds of `batch` whole requests, after their depth; a prompt's first token is one more than it counts."""
-    prompts = _prompts(llm, batch, test.depth + max(1, test.prompt))
+    prompts = random_prompts(llm, batch, test.depth + max(1, test.prompt))
     count = test.generate + (1 if test.prompt else 0)
     llm.scheduler.forget()
     if test.depth:  # one token more: a prompt's last token is always computed, and these are not to be
-        llm.generate([ids[: test.depth + 1] for ids in prompts], _greedy(1))
+        llm.generate([ids[: test.depth + 1] for ids in prompts], greedy(1))
     began = time.perf_counter()
-    completions = llm.generate(prompts, _greedy(count))
+    completions = llm.generate(prompts, greedy(count))
     seconds = time.perf_counter() - began
     whole = test.depth // BLOCK_SIZE * BLOCK_SIZE
     for timings in (completion.timings for completion in completions):
@@ -108,7 +108,7 @@ def _time_requests(llm: LLM, test: BenchTest, batch: int) -> tuple[float, list[C
 
 
 def _time_tokens(llm: LLM, test: BenchTest, batch: int) -> float:
-    streams = [llm.stream(ids, _greedy(None)) for ids in _prompts(llm, batch, test.depth + 1)]
+    streams = [llm.stream(ids, greedy(None)) for ids in random_prompts(llm, batch, test.depth + 1)]
     try:
         for stream in streams:
             stream.start()
@@ -137,11 +137,13 @@ def _step(llm: LLM, streams: list[CompletionStream]) -> None:
             raise stream.sequence.error
 
 
-def _prompts(llm: LLM, batch: int, length: int) -> list[list[int]]:
+def random_prompts(llm: LLM, batch: int, length: int) -> list[list[int]]:
+    """Random token ids, the same in every run and others for each of `batch` sequences."""
     vocab = llm.model_config.vocab_size
     numbers = [random.Random(seed) for seed in range(batch)]
     return [[own.randrange(vocab) for _ in range(length)] for own in numbers]
 
 
-def _greedy(count: int | None) -> SamplingParams:
+def greedy(count: int | None) -> SamplingParams:
+    """Parameters of a request of exactly `count` tokens; None: until the context is full."""
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
