@@ -85,7 +85,7 @@ def options(
     warnings.showwarning = _show_warning
 
 
-def _register(args: list[str]) -> None:
+def register_commands(args: list[str]) -> None:
     """Give `app` the command that `args` name, whose file alone is imported then, or else all of them."""
     named = next((arg for arg in args if not arg.startswith("-")), None)
     present = {command.name for command in app.registered_commands}
@@ -171,7 +171,7 @@ def run(args: list[str]) -> int:
     """Runs one command line (without the program's name) and returns the exit code."""
     logger.setLevel(logging.WARNING)
     try:
-        _register(args)
+        register_commands(args)
         outcome = typer.main.get_command(app).main(args or ["--help"], "engine", standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -205,6 +205,7 @@ def main() -> int:
     """The `engine` program, in a process of its own; `quengine.cli.__main__` starts it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    collector.starting()
     streams.prepare()
     try:
         process.prepare(sys.argv[1:])

@@ -88,7 +88,10 @@ def test_a_wrong_flag_is_one_line(
     assert message.lower() in capsys.readouterr().err.lower()
 
 
-def test_help_shows_spelling_default_and_panel(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_spelling_default_and_panel(
+    run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert run("--help") == (0, None)
     shown = " ".join(capsys.readouterr().out.split())
     for part in ("--count,--n-count", "How many; -1: all. [default: -1]", "How it runs", "FILE", "--no-map"):
