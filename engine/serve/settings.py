@@ -21,21 +21,10 @@ _COUNT = Range(0)
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that one request may ask for, and how long it may take its time. Times in seconds.
+    """The most that one request may take, and how long: each flag says of what. Times are in seconds.
 
-    Attributes:
-        body: bytes of a request's body.
-        prompt: tokens of a prompt; None: what the context holds.
-        n: completions of one prompt.
-        stops: stop strings.
-        biases: entries of logit_bias.
-        queue: sequences that wait for a slot, of all requests together.
-        connections: open at once.
-        header_s: for a request's headers to arrive, from their first byte.
-        idle_s: for a connection to send nothing between requests.
-        read_s: for a request's body to arrive.
-        write_s: for one write to be taken by the client.
-        drain_s: for running requests to end after SIGTERM.
+    `header_s` counts from a request's first byte, `queue` the sequences of all requests together; a `prompt` of None is
+    what the context holds.
     """
 
     body: Annotated[int, Range(1), Flag("--max-body", "Bytes of a body.", _LIMITS)] = 4 << 20
@@ -73,19 +62,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Everything of the server that is not the engine's.
+    """Everything of the server that is not the engine's; each flag says what it is.
 
-    Attributes:
-        model_names: what requests may call the model; the first is what answers call it.
-        parallel: most sequences computed at once.
-        access_log: log a line for each request.
-        pooling: of embeddings, where a request says nothing.
-        api_keys: any of them opens every route; none: no key is needed.
-        api_key_file: a file of more keys, one a line.
-        insecure: allow an address that others reach, without a key.
-        allowed_hosts: more names that the Host header may give; "*": any.
-        cors_origins: origins whose pages may read answers; "*": any; none: CORS is off.
-        defaults: of sampling, where a request says nothing.
+    The first of `model_names` is what answers call the model. Any of `api_keys`, to which those of `api_key_file` are
+    added, opens every route; without one no key is needed. "*" allows any host, or any origin; without origins CORS is
+    off. `pooling` and `defaults` hold where a request names no other.
 
     Raises:
         EngineError: a value is out of range, the keys cannot be read, or the address is not loopback and there is no

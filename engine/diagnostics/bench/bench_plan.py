@@ -66,16 +66,9 @@ def expand_tests(
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """Everything to be timed: each model, with each thread count, in each test.
+    """Everything to be timed: each model, with each thread count (None: the physical cores), in each test.
 
-    Attributes:
-        models: as `LLM` takes them.
-        repetitions: times each test is run.
-        batches: numbers of sequences computed at once.
-        threads: numbers of CPU threads; None: the physical cores.
-        profile: also time each kernel of every test (CUDA).
-        trace: the file for those times as a timeline.
-        config: of the engine. The tests decide its positions, sequences and threads.
+    The tests decide the positions, sequences and threads of `config`.
 
     Raises:
         EngineError: a value is out of its range, or two of them exclude each other.

@@ -116,9 +116,7 @@ class Comparison:
             self.rows.append(position_differences(*tile))
 
     def add_cached(self, a: Tensor, b: Tensor) -> None:
-        """Take keys, or values, [T, heads, head_dim] that the two sides cached for the same positions of a
-        layer.
-        """
+        """Take keys, or values, [T, heads, head_dim] that the two sides cached for the same positions of a layer."""
         self.cached.append(nmse_rows(a, b, a))
 
     def worst(self) -> int:
@@ -231,10 +229,9 @@ def _tiles(stream: Iterable[Tensor]) -> Iterator[Tensor]:
 class Divergence:
     """A greedy choice that differs: `token_a` where `token_b` was generated, `index` tokens after the prompt.
 
-    `margin` is the distance of a's two largest logits there, `max_difference` the largest |a - b| of any
-    logit there. When b's token has b's largest logit, margin <= 2 * max_difference follows; a wider margin
-    says that the token was not chosen from these logits. `first` marks where the two free-running texts
-    part.
+    `margin` is the distance of a's two largest logits there, `max_difference` the largest |a - b| of any logit there.
+    When b's token has b's largest logit, margin <= 2 * max_difference follows; a wider margin says that the token was
+    not chosen from these logits. `first` marks where the two free-running texts part.
     """
 
     prompt: int
