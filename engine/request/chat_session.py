@@ -63,7 +63,7 @@ class ChatSession:
         """Say `text`; yields the answer as it comes, and remembers both.
 
         Closing the generator early (Ctrl-C) keeps the answer as far as it came. A turn without any answer is
-        forgotten.
+        dropped.
 
         Raises:
             EngineError: the conversation does not fit the context, the template refuses it, or the model failed.
