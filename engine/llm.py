@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from quengine.completion_stream import CompletionStream
-from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig
+from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig, configured_by
 from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
-from quengine.kernels.kv.cache_types import CacheType
 from quengine.load import load_model
 from quengine.memory import attended_bytes
 from quengine.models.template.chat_template import encode_chat
@@ -47,63 +46,18 @@ class LLM:
 
     Args:
         model: an alias, `hf:user/repo:QUANT`, a GGUF file or a Hugging Face checkpoint folder.
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        ctx_size: positions of the cache; None: the model's own, cut to what fits.
-        threads: CPU threads; None: the physical cores.
-        backend: "auto", or "reference" for the float64 definition.
-        chunk_size: the most prompt tokens computed at once; None: what suits the device.
-        reuse_prefix: take blocks of 32 positions that hold the beginning of a prompt already (conversations).
-        cache_type: how keys and values are stored, "f16" or "q8_0".
-        deterministic: the same logits to the last bit for every chunk size and batch.
-        parallel: most sequences computed at once. Each may take `ctx_size` positions, from blocks that all share; equal
-            beginnings are computed once, whatever `reuse_prefix` says.
-        draft_model: a small model with the same vocabulary, which drafts tokens that this one checks several of in a
-            step. The text stays the same (docs/speculative.md).
-        draft_ngram: look runs of up to so many tokens up in the text itself, for what followed them, as drafts; 0: not.
-        draft_tokens: tokens of a draft at most; None: what suits the device.
-        mmap: on the CPU, compute with the pages of the mapped file; else with a copy in huge pages.
-        progress: called with a line of text as weights are loaded onto a GPU, or copied.
+
+    All further arguments are the fields of `EngineConfig`: `LLM(model, "cpu", ctx_size=4096, parallel=8)`.
 
     Raises:
         EngineError: an argument or the model is wrong.
         CannotRunError: this machine has no such device or too little memory.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        device: str = "auto",
-        ctx_size: int | None = None,
-        threads: int | None = None,
-        backend: str = "auto",
-        *,
-        chunk_size: int | None = None,
-        reuse_prefix: bool = False,
-        cache_type: CacheType = "f16",
-        deterministic: bool = False,
-        parallel: int = 1,
-        draft_model: str | Path | None = None,
-        draft_ngram: int = 0,
-        draft_tokens: int | None = None,
-        mmap: bool = True,
-        progress: Callable[[str], None] | None = None,
-    ) -> None:
-        self.config = EngineConfig(
-            device,
-            ctx_size,
-            threads,
-            backend,
-            chunk_size,
-            reuse_prefix,
-            cache_type,
-            deterministic,
-            parallel,
-            draft_model,
-            draft_ngram,
-            draft_tokens,
-            mmap,
-        )
-        self.loaded = load_model(model, self.config, progress)
+    @configured_by(EngineConfig)
+    def __init__(self, model: str | Path, config: EngineConfig) -> None:
+        self.config = config
+        self.loaded = load_model(model, config, config.progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template()

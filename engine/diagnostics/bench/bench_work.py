@@ -1,7 +1,4 @@
-"""How much work a benchmark's test is, counted from the model's shape: bytes read, floating-point operations.
-
-Does not know: how long it took.
-"""
+"""How much work a benchmark's test is, counted from the model's shape: bytes read, floating-point operations."""
 
 from quengine.llm import LLM
 

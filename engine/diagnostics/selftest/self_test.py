@@ -1,7 +1,7 @@
 """Checks a backend's kernels on this machine against the float64 definition: every weight format in every use.
 
-Uses small random weights made here, so it needs no model. Knows the Backend protocol and the table of block
-formats; not how a backend computes. Attention and sampling: `self_test_attention`, `self_test_sampling`.
+Uses small random weights made here, so it needs no model. Attention and sampling: `self_test_attention`,
+`self_test_sampling`.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,9 +72,7 @@ def check_use(backend: Backend[Any], name: str, use: Use) -> KernelCheck:
         return KernelCheck(
             name, use.name, nmse(use.run(backend, FORMATS[name]), _definition(use, name)), use.limit
         )
-    except (
-        Exception
-    ) as error:  # a compiler's, a driver's: whatever stops a kernel is what this test looks for
+    except Exception as error:  # whatever stops a kernel is what this test looks for
         return failure(name, use.name, error)
 
 

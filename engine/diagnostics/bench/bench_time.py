@@ -6,22 +6,20 @@ Every sequence has random tokens of its own, so that none shares what another co
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from quengine.config import MIXED_CHUNK, MIXED_SECONDS
-from quengine.diagnostics.bench.bench_row import BenchTest
-from quengine.errors import CannotRunError, EngineError
+from quengine.diagnostics.bench.bench_plan import BenchTest
+from quengine.errors import CannotRunError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.llm import LLM, CompletionStream
+from quengine.request.output import Completion, DraftCounts
 from quengine.request.sampling_params import SamplingParams
 from quengine.scheduler import LEAST_CHUNK
 
+_Timed = TypeVar("_Timed")
+
 _WARM_UP_STEPS = 8
-
-
-def check_depth(test: BenchTest) -> None:
-    """Raises EngineError where a prompt cannot be timed behind such a depth."""
-    if test.prompt and test.depth % BLOCK_SIZE:
-        raise EngineError(f"-d {test.depth}: must be a multiple of {BLOCK_SIZE}, whole blocks of the cache")
 
 
 def batch_positions(test: BenchTest, batch: int, device: str) -> int:
@@ -34,7 +32,7 @@ def batch_positions(test: BenchTest, batch: int, device: str) -> int:
 
 
 def time_batch(
-    llm: LLM, test: BenchTest, batch: int, repetitions: int, warm_up: bool, tell: Callable[[str], None]
+    llm: LLM, test: BenchTest, batch: int, repetitions: int, warm_up: bool, progress: Callable[[str], None]
 ) -> Iterator[float]:
     """Seconds of each repetition of `batch` sequences. The tokens of the depth are computed before, and not timed.
 
@@ -51,32 +49,66 @@ def time_batch(
             f"-b {batch}: {test.name} takes {positions} positions a sequence, and the cache that fits in memory holds "
             f"{cache.most_sequences(positions)} such sequences; use a smaller -b, or --cache-type q8_0"
         )
-    once = _time_prompts if test.prompt else _time_tokens
+
+    def once() -> float:
+        return _time_requests(llm, test, batch)[0] if test.prompt else _time_tokens(llm, test, batch)
+
+    return _repeated(once, llm, repetitions, warm_up, progress)
+
+
+def time_drafts(
+    llm: LLM, test: BenchTest, batch: int, repetitions: int, warm_up: bool, progress: Callable[[str], None]
+) -> tuple[tuple[float, ...], DraftCounts]:
+    """Seconds of each repetition of `batch` requests, and what was drafted and accepted in all of them.
+
+    A step gives each sequence as many tokens as were accepted, so whole requests are timed. Their random prompts hold
+    little to look up; what a model generates after them often repeats itself. benchmarks/speculative.py times prompts
+    of natural language. Whole blocks of the depth are computed before, and not timed. A test without a prompt gives
+    each sequence one token of it.
+    """
+    seconds, drafts = [], DraftCounts()
+    for taken, completions in _repeated(
+        lambda: _time_requests(llm, test, batch), llm, repetitions, warm_up, progress
+    ):
+        seconds.append(taken)
+        for completion in completions:
+            drafts += completion.timings.draft_counts
+    return tuple(seconds), drafts
+
+
+def _repeated(
+    once: Callable[[], _Timed], llm: LLM, repetitions: int, warm_up: bool, progress: Callable[[str], None]
+) -> Iterator[_Timed]:
     if warm_up:
-        tell("warming up")
+        progress("warming up")
         for _ in range(llm.runner.settles_after):
-            once(llm, test, batch)
+            once()
     for repetition in range(repetitions):
-        tell(f"{repetition + 1} of {repetitions}")
-        yield once(llm, test, batch)
+        progress(f"{repetition + 1} of {repetitions}")
+        yield once()
 
 
-def _time_prompts(llm: LLM, test: BenchTest, batch: int) -> float:
-    prompts = _prompts(llm, batch, test.depth + test.prompt)
+def _time_requests(llm: LLM, test: BenchTest, batch: int) -> tuple[float, list[Completion]]:
+    """Seconds of `batch` whole requests, after their depth; a prompt's first token is one more than it counts."""
+    prompts = random_prompts(llm, batch, test.depth + max(1, test.prompt))
+    count = test.generate + (1 if test.prompt else 0)
     llm.scheduler.reset()
     if test.depth:  # one token more: a prompt's last token is always computed, and these are not to be
-        llm.generate([ids[: test.depth + 1] for ids in prompts], _greedy(1))
+        llm.generate([ids[: test.depth + 1] for ids in prompts], greedy(1))
     began = time.perf_counter()
-    completions = llm.generate(prompts, _greedy(test.generate + 1))
+    completions = llm.generate(prompts, greedy(count))
     seconds = time.perf_counter() - began
-    cached = {completion.timings.cached_tokens for completion in completions}
-    if cached != {test.depth}:
-        raise RuntimeError(f"timed prompts with {sorted(cached)} tokens in the cache, not {test.depth}")
-    return seconds
+    whole = test.depth // BLOCK_SIZE * BLOCK_SIZE
+    for timings in (completion.timings for completion in completions):
+        if (timings.cached_tokens, timings.generated_tokens) != (whole, count):
+            raise RuntimeError(
+                f"timed {timings.generated_tokens} tokens after {timings.cached_tokens}, not {count} after {whole}"
+            )
+    return seconds, completions
 
 
 def _time_tokens(llm: LLM, test: BenchTest, batch: int) -> float:
-    streams = [llm.stream(ids, _greedy(None)) for ids in _prompts(llm, batch, test.depth + 1)]
+    streams = [llm.stream(ids, greedy(None)) for ids in random_prompts(llm, batch, test.depth + 1)]
     try:
         for stream in streams:
             stream.start()
@@ -105,11 +137,13 @@ def _step(llm: LLM, streams: list[CompletionStream]) -> None:
             raise stream.sequence.error
 
 
-def _prompts(llm: LLM, batch: int, length: int) -> list[list[int]]:
+def random_prompts(llm: LLM, batch: int, length: int) -> list[list[int]]:
+    """Random token ids, the same in every run and others for each of `batch` sequences."""
     vocab = llm.model_config.vocab_size
     numbers = [random.Random(seed) for seed in range(batch)]
     return [[own.randrange(vocab) for _ in range(length)] for own in numbers]
 
 
-def _greedy(count: int | None) -> SamplingParams:
+def greedy(count: int | None) -> SamplingParams:
+    """Parameters of a request of exactly `count` tokens; None: until the context is full."""
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
