@@ -4,8 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quengine.errors import CannotRunError
 from quengine.config import DEFAULT_CHUNK
+from quengine.errors import CannotRunError
 from quengine.memory import WORKSPACE, CacheNeeds, choose_context, gib
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.errors import shown
