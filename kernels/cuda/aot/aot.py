@@ -27,12 +27,15 @@ from quengine.kernels.cuda.aot.aot_cases import (
 )
 from quengine.kernels.cuda.aot.aot_compile import SAME_PTX, SHARED_LIMIT, Launch, compile_launch, record
 from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
+from quengine.kernels.cuda.attention.kv_store import CachePointers
+from quengine.kernels.cuda.attention.rope import RotationPointers
 
 UNWRITTEN = frozenset(
     f"{plane}{part}" for plane in ("low", "high", "scales", "supers") for part in ("", "_a", "_b", "_ptr")
 ) | {
-    *("norm_ptr", "weight_ptr", "w_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr", "query_scale_ptr"),
-    *("position_ptr", "table_ptr", "k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr"),
+    *("norm_ptr", "weight_ptr", "w_ptr", "position_ptr", "table_ptr", "k_ptr", "v_ptr"),
+    *(f"rotation.{field}" for field in RotationPointers._fields),
+    *(f"cache.{field}" for field in CachePointers._fields),
 }
 """Pointers that no kernel shortly before writes through: weights and tables, and what an earlier step has left (its
 position, its rows of the cache). A kernel may read these before it waits."""
