@@ -7,19 +7,24 @@ reads the same on every backend. Each is given the step, a `ForwardBatch`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
 
 Hidden: TypeAlias = Any
 """What a backend hands from one of its operations to the next, [T, width] in meaning: a plain tensor on the
 reference and CPU backends; a device backend may carry rounded planes or partial sums along. The decoder only
 passes it on."""
+
+
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+"""What a gated feed-forward applies to its gate: SiLU (SwiGLU), or GELU in its tanh form (GeGLU)."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,9 @@ class AttentionSpec:
     `cos`, `sin` are [ctx, rope_dim / 2] fp32, one row a position. `rope_layout` says which elements rotate
     together: "pairs" (0,1), (2,3), ... or "halves" (0, d/2), (1, d/2 + 1), ... `mask_band` is the causal mask
     made once at load (see kernels/attention.py). `query_scale` [ctx] fp32 multiplies the rotated query of each
-    position. `q_norm`, `k_norm` are per-head norm weights [head_dim], applied before the rotation.
+    position. `q_norm`, `k_norm` are norms that are applied before the rotation: of each head by itself, with weights
+    [head_dim], or of all heads of a row together, with weights [heads * head_dim] and [kv_heads * head_dim].
+    `cache_group` is the group of layers whose block tables this layer uses (ForwardBatch.block_tables_of).
     """
 
     heads: int
@@ -65,6 +72,7 @@ class AttentionSpec:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    cache_group: int = 0
 
 
 class Weight(Protocol):
@@ -98,33 +106,37 @@ class Backend(Protocol[WeightT]):
         ...
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> WeightT:
-        """Take the two matrices [F, K] of a gated feed-forward, for `norm_swiglu`."""
+        """Take the two matrices [F, K] of a gated feed-forward, for `norm_glu`."""
         ...
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         """Take one-dimensional tensors (norm weights, biases), concatenated, as [n] on the device."""
         ...
 
-    def embed(self, batch: ForwardBatch, weight: WeightT) -> Hidden:
-        """Rows `batch.token_ids` of a one-part weight: [T, K]."""
+    def embed(self, batch: ForwardBatch, weight: WeightT, scale: float = 1.0) -> Hidden:
+        """Rows `batch.token_ids` of a one-part weight, times `scale`: [T, K]."""
         ...
 
     def norm_linear(
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: Tensor,
-        eps: float,
+        norm: RMSNorm | None,
         weight: WeightT,
         bias: Tensor | None = None,
     ) -> Hidden:
-        """RMSNorm of x [T, K], then the matmul with weight [N, K], plus bias [N]: [T, N]."""
+        """`norm` of x [T, K], or x itself, then the matmul with weight [N, K], plus bias [N]: [T, N]."""
         ...
 
-    def norm_swiglu(
-        self, batch: ForwardBatch, x: Hidden, norm: Tensor, eps: float, gate_up: WeightT
+    def norm_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: RMSNorm | None,
+        gate_up: WeightT,
+        activation: Activation = "silu",
     ) -> Hidden:
-        """RMSNorm of x [T, K], gate_up [2F, K] (gate rows first), silu(gate) * up: [T, F]."""
+        """`norm` of x [T, K], or x itself, gate_up [2F, K] (gate rows first), activation(gate) * up: [T, F]."""
         ...
 
     def linear_add(
@@ -133,13 +145,13 @@ class Backend(Protocol[WeightT]):
         x: Hidden,
         weight: WeightT,
         residual: Hidden,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        next_norm: RMSNorm | None = None,
+        post_norm: RMSNorm | None = None,
     ) -> Hidden:
-        """x [T, K] times weight [N, K], plus residual [T, N].
+        """`post_norm` of x [T, K] times weight [N, K], or the product itself, plus residual [T, N].
 
-        `norm`, `eps`: the RMSNorm through which the result is read next, for a backend that begins it here. The next
-        operation is given the same norm all the same. The result may be written over the residual.
+        `next_norm`: the norm through which the result is read next, for a backend that computes a part of it here. The
+        next operation is given the same norm all the same. The result may be written over the residual.
         """
         ...
 
@@ -158,10 +170,10 @@ class Backend(Protocol[WeightT]):
         """
         ...
 
-    def rms_norm(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
-        """RMSNorm of x [T, K] as plain rows, which embeddings pool: [T, K] in the backend's dtype."""
+    def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:
+        """`norm` of x [T, K] as plain rows, which embeddings pool: [T, K] in the backend's dtype."""
         ...
 
-    def logits(self, batch: ForwardBatch, x: Hidden, norm: Tensor, eps: float, weight: WeightT) -> Tensor:
+    def logits(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: WeightT) -> Tensor:
         """Final norm and output matmul of x [n, K]: [n, V]."""
         ...

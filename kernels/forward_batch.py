@@ -74,11 +74,16 @@ class ForwardBatch:
     def device(self) -> torch.device:
         return self.token_ids.device
 
-    def chunks(self) -> Iterator[tuple[slice, int, Tensor]]:
+    def block_tables_of(self, group: int) -> Tensor:
+        """The block tables [S, most blocks] of a group of layers."""
+        assert group == 0, "all layers keep every position"
+        return self.block_tables
+
+    def chunks(self, group: int) -> Iterator[tuple[slice, int, Tensor]]:
         """Of each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""
         ends = accumulate(self.query_lens)
         for start, length, end, table in zip(
-            self.starts, self.query_lens, ends, self.block_tables, strict=True
+            self.starts, self.query_lens, ends, self.block_tables_of(group), strict=True
         ):
             yield slice(end - length, end), start, table
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.attention import attention, mask_slice
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.rms_norm import rms_norm
+from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from quengine.kernels.rope_store import first_visible, rope_store
-from quengine.kernels.swiglu import swiglu
 
 _ROWS_AT_A_TIME = 4096
 
@@ -63,29 +63,33 @@ class ReferenceBackend:
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([self._dense(part).flatten() for part in parts])
 
-    def embed(self, batch: ForwardBatch, weight: ReferenceWeight) -> Tensor:
+    def embed(self, batch: ForwardBatch, weight: ReferenceWeight, scale: float = 1.0) -> Tensor:
         ids = batch.token_ids
         if weight.dense is not None:
-            return weight.dense[ids]
+            return weight.dense[ids] * scale
         (part,) = weight.parts
-        return dequantize(part.format, part.data[ids]).to(self.dtype)
+        return dequantize(part.format, part.data[ids]).to(self.dtype) * scale
 
     def norm_linear(
         self,
         _batch: ForwardBatch,
         x: Tensor,
-        norm: Tensor,
-        eps: float,
+        norm: RMSNorm | None,
         weight: ReferenceWeight,
         bias: Tensor | None = None,
     ) -> Tensor:
-        y = self._matmul(rms_norm(x, norm, eps), weight)
+        y = self._matmul(_normed(x, norm), weight)
         return y if bias is None else y + bias
 
-    def norm_swiglu(
-        self, _batch: ForwardBatch, x: Tensor, norm: Tensor, eps: float, gate_up: ReferenceWeight
+    def norm_glu(
+        self,
+        _batch: ForwardBatch,
+        x: Tensor,
+        norm: RMSNorm | None,
+        gate_up: ReferenceWeight,
+        activation: Activation = "silu",
     ) -> Tensor:
-        return swiglu(self._matmul(rms_norm(x, norm, eps), gate_up))
+        return glu(self._matmul(_normed(x, norm), gate_up), activation)
 
     def linear_add(
         self,
@@ -93,17 +97,18 @@ class ReferenceBackend:
         x: Tensor,
         weight: ReferenceWeight,
         residual: Tensor,
-        norm: Tensor | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
-        eps: float = 0.0,  # noqa: ARG002
+        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        post_norm: RMSNorm | None = None,
     ) -> Tensor:
-        return self._matmul(x, weight) + residual
+        return _normed(self._matmul(x, weight), post_norm) + residual
 
     def attention(self, batch: ForwardBatch, qkv: Tensor, spec: AttentionSpec, layer: KVLayer) -> Tensor:
         q = rope_store(qkv, spec, layer, batch)
         if batch.phase == "prefill":
-            parts = [(q[rows], start, table) for rows, start, table in batch.chunks()]
+            parts = [(q[rows], start, table) for rows, start, table in batch.chunks(spec.cache_group)]
         else:
-            parts = list(zip(q[:, None], batch.positions.tolist(), batch.block_tables, strict=True))
+            tables = batch.block_tables_of(spec.cache_group)
+            parts = list(zip(q[:, None], batch.positions.tolist(), tables, strict=True))
         return torch.cat([self._attend(rows, spec, layer, start, table) for rows, start, table in parts])
 
     def _attend(self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: int, table: Tensor) -> Tensor:
@@ -119,13 +124,11 @@ class ReferenceBackend:
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
 
-    def rms_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, norm, eps)
+    def rms_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return _normed(x, norm)
 
-    def logits(
-        self, _batch: ForwardBatch, x: Tensor, norm: Tensor, eps: float, weight: ReferenceWeight
-    ) -> Tensor:
-        return self._matmul(rms_norm(x, norm, eps), weight)
+    def logits(self, _batch: ForwardBatch, x: Tensor, norm: RMSNorm, weight: ReferenceWeight) -> Tensor:
+        return self._matmul(_normed(x, norm), weight)
 
     def _dense(self, part: QuantTensor) -> Tensor:
         return dequantize(part.format, part.data).reshape(part.shape).to(self.dtype)
@@ -139,3 +142,7 @@ class ReferenceBackend:
             for row in range(0, part.shape[0], _ROWS_AT_A_TIME)
         ]
         return torch.cat(tiles, dim=1)
+
+
+def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps)

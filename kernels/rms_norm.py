@@ -1,9 +1,16 @@
-"""RMSNorm: the torch definition that every faster kernel is compared with.
+"""RMSNorm: the torch definition that every faster kernel is compared with."""
 
-Knows nothing of residual streams or of the rounding that may follow it; kernels that fuse those compose this.
-"""
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, eq=False)
+class RMSNorm:
+    """The weights of a norm, [D] on the device, and what is added to the mean square."""
+
+    weight: torch.Tensor
+    eps: float
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -25,22 +25,30 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
     first_value = spec.heads + spec.kv_heads
     q, k, v = heads[:, : spec.heads], heads[:, spec.heads : first_value], heads[:, first_value:]
     if spec.q_norm is not None and spec.k_norm is not None:
-        q, k = rms_norm(q, spec.q_norm, spec.eps), rms_norm(k, spec.k_norm, spec.eps)
+        q, k = _qk_norm(q, spec.q_norm, spec.eps), _qk_norm(k, spec.k_norm, spec.eps)
     cos, sin = (table[positions].to(qkv.dtype) for table in (spec.cos, spec.sin))
     q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
     if spec.query_scale is not None:
         q = q * spec.query_scale[positions, None, None].to(qkv.dtype)
-    write_rows(layer, slot_mapping(positions, row_tables(batch)), k, v)
+    write_rows(layer, slot_mapping(positions, row_tables(batch, spec.cache_group)), k, v)
     return q
 
 
-def row_tables(batch: ForwardBatch) -> Tensor:
+def row_tables(batch: ForwardBatch, group: int) -> Tensor:
     """The block table of each token of a step [T, blocks], or the one that all have [blocks]."""
+    tables = batch.block_tables_of(group)
     if batch.phase == "decode":
-        return batch.block_tables
+        return tables
     if len(batch.query_lens) == 1:
-        return batch.block_tables[0]
-    return batch.block_tables.repeat_interleave(torch.tensor(batch.query_lens, device=batch.device), 0)
+        return tables[0]
+    return tables.repeat_interleave(torch.tensor(batch.query_lens, device=batch.device), 0)
+
+
+def _qk_norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Of heads [T, n, head_dim]: of each by itself for weights [head_dim], of a row's together for [n * head_dim]."""
+    if weight.numel() == heads.shape[-1]:
+        return rms_norm(heads, weight, eps)
+    return rms_norm(heads.flatten(1), weight, eps).view_as(heads)
 
 
 def first_visible(spec: AttentionSpec, end: int) -> int:

@@ -16,6 +16,7 @@ from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import rope_table
 from quengine.models.config import ModelConfig
 from quengine.models.layers import Attention, FeedForward, LayerTensors
@@ -31,9 +32,9 @@ class Block:
         self.ffn = FeedForward(config, tensors, backend)
 
     def __call__(
-        self, batch: ForwardBatch, x: Hidden, cache: KVLayer, next_norm: Tensor, rows: Tensor | None = None
+        self, batch: ForwardBatch, x: Hidden, cache: KVLayer, next_norm: RMSNorm, rows: Tensor | None = None
     ) -> Hidden:
-        """`next_norm`: weights of the norm behind this layer, the next one's or the output's. `rows`: see Attention."""
+        """`next_norm`: the norm behind this layer, the next one's or the output's. `rows`: see Attention."""
         x = self.attention(batch, x, cache, self.ffn.ffn_norm, rows)
         return self.ffn(batch, x, next_norm)
 
@@ -62,7 +63,7 @@ class Decoder:
         self.chunk_size = chunk_size
         top = LayerTensors(tensors, "")
         self.token_embd = backend.weight(top.take("token_embd"))
-        self.output_norm = backend.vector(top.take("output_norm"))
+        self.output_norm = RMSNorm(backend.vector(top.take("output_norm")), config.rms_eps)
         self.output = backend.weight(top.take("output")) if top.has("output") else self.token_embd
         shared = self._attention_spec(ctx_size)
         self.blk = [
@@ -88,10 +89,10 @@ class Decoder:
     def hidden(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
         """The rows that the output matrix would read, of all tokens: [T, embedding length]."""
         x = self._layers(batch, cache, None)
-        return self.backend.rms_norm(x, self.output_norm, self.config.rms_eps)
+        return self.backend.rms_norm(x, self.output_norm)
 
     def _logits(self, batch: ForwardBatch, x: Hidden) -> Tensor:
-        return self.backend.logits(batch, x, self.output_norm, self.config.rms_eps, self.output)
+        return self.backend.logits(batch, x, self.output_norm, self.output)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[KVLayer], rows: Tensor | None) -> Hidden:
         """`rows`: those that go on behind the last layer's attention."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.config import ModelConfig
 
 
@@ -35,9 +36,8 @@ class Attention:
         self, config: ModelConfig, tensors: LayerTensors, backend: Backend[Any], spec: AttentionSpec
     ) -> None:
         self.backend = backend
-        self.eps = config.rms_eps
         self.spec = spec
-        self.attn_norm = backend.vector(tensors.take("attn_norm"))
+        self.attn_norm = RMSNorm(backend.vector(tensors.take("attn_norm")), config.rms_eps)
         self.attn_qkv = backend.weight(tensors.take("attn_q", "attn_k", "attn_v"))
         self.attn_qkv_bias: Tensor | None = None
         if tensors.has("attn_q", "bias"):
@@ -45,14 +45,14 @@ class Attention:
         self.attn_output = backend.weight(tensors.take("attn_output"))
 
     def __call__(
-        self, batch: ForwardBatch, x: Hidden, cache: KVLayer, next_norm: Tensor, rows: Tensor | None = None
+        self, batch: ForwardBatch, x: Hidden, cache: KVLayer, next_norm: RMSNorm, rows: Tensor | None = None
     ) -> Hidden:
-        """`next_norm`: weights of the norm that reads the result. `rows`: those that go on behind the attention."""
-        qkv = self.backend.norm_linear(batch, x, self.attn_norm, self.eps, self.attn_qkv, self.attn_qkv_bias)
+        """`next_norm`: the norm that reads the result. `rows`: those that go on behind the attention."""
+        qkv = self.backend.norm_linear(batch, x, self.attn_norm, self.attn_qkv, self.attn_qkv_bias)
         mixed = self.backend.attention(batch, qkv, self.spec, cache)
         if rows is not None:
             mixed, x = self.backend.gather_rows(mixed, rows), self.backend.gather_rows(x, rows)
-        return self.backend.linear_add(batch, mixed, self.attn_output, x, next_norm, self.eps)
+        return self.backend.linear_add(batch, mixed, self.attn_output, x, next_norm)
 
     @property
     def nbytes(self) -> int:
@@ -64,15 +64,14 @@ class FeedForward:
 
     def __init__(self, config: ModelConfig, tensors: LayerTensors, backend: Backend[Any]) -> None:
         self.backend = backend
-        self.eps = config.rms_eps
-        self.ffn_norm = backend.vector(tensors.take("ffn_norm"))
+        self.ffn_norm = RMSNorm(backend.vector(tensors.take("ffn_norm")), config.rms_eps)
         self.ffn_gate_up = backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
         self.ffn_down = backend.weight(tensors.take("ffn_down"))
 
-    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Tensor) -> Hidden:
-        """`next_norm`: weights of the norm that reads the result."""
-        gated = self.backend.norm_swiglu(batch, x, self.ffn_norm, self.eps, self.ffn_gate_up)
-        return self.backend.linear_add(batch, gated, self.ffn_down, x, next_norm, self.eps)
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm) -> Hidden:
+        """`next_norm`: the norm that reads the result."""
+        gated = self.backend.norm_glu(batch, x, self.ffn_norm, self.ffn_gate_up)
+        return self.backend.linear_add(batch, gated, self.ffn_down, x, next_norm)
 
     @property
     def nbytes(self) -> int:

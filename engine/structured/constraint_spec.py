@@ -5,9 +5,8 @@
     ConstraintSpec.regex(r"[0-9]{4}-[0-9]{2}")
     ConstraintSpec.grammar(text)                          GBNF or Lark; --grammar, llama-server's `grammar`
 
-A specification is a value: it can be compared, hashed and kept in SamplingParams. Knows sizes and syntax of JSON; not
-tokens, and not whether a grammar makes sense: that is `constraint.ConstraintCompiler`'s, which knows the vocabulary.
-docs/constrained.md says what is accepted.
+A specification is a value: it can be compared, hashed and kept in SamplingParams. Sizes and the syntax of JSON are
+checked here, grammars by `constraint.ConstraintCompiler`, which has the vocabulary. See docs/constrained.md.
 """
 
 import json

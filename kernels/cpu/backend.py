@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
-from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer
+from quengine.kernels.backend import Activation, AttentionSpec, Hidden, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.step import Buffers, Step, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import glu
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 
 
 @dataclass(frozen=True)
@@ -75,32 +77,41 @@ class CpuBackend:
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts])
 
-    def embed(self, batch: ForwardBatch, weight: CpuWeight) -> Hidden:
+    def embed(self, batch: ForwardBatch, weight: CpuWeight, scale: float = 1.0) -> Hidden:
         if self._recorder is not None:
+            assert scale == 1.0
             return self._recorder.embed(weight, batch.token_ids)
         (part,) = weight.parts
-        return cpu.embed(part, batch.token_ids)
+        x = cpu.embed(part, batch.token_ids)
+        return x if scale == 1.0 else x.mul_(scale)
 
     def norm_linear(
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: Tensor,
-        eps: float,
+        norm: RMSNorm | None,
         weight: CpuWeight,
         bias: Tensor | None = None,
     ) -> Hidden:
         if self._recorder is not None:
-            return self._recorder.norm_linear(x, norm, eps, weight, bias)
+            assert norm is not None
+            return self._recorder.norm_linear(x, norm.weight, norm.eps, weight, bias)
         addend = None if bias is None else bias.unsqueeze(0)
-        return _linear(batch, cpu.rms_norm(x, norm, eps), weight, addend)
+        return _linear(batch, _normed(x, norm), weight, addend)
 
-    def norm_swiglu(
-        self, batch: ForwardBatch, x: Hidden, norm: Tensor, eps: float, gate_up: CpuWeight
+    def norm_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: RMSNorm | None,
+        gate_up: CpuWeight,
+        activation: Activation = "silu",
     ) -> Hidden:
         if self._recorder is not None:
-            return self._recorder.norm_swiglu(x, norm, eps, gate_up)
-        return cpu.swiglu(_linear(batch, cpu.rms_norm(x, norm, eps), gate_up))
+            assert norm is not None and activation == "silu"
+            return self._recorder.norm_swiglu(x, norm.weight, norm.eps, gate_up)
+        y = _linear(batch, _normed(x, norm), gate_up)
+        return cpu.swiglu(y) if activation == "silu" else glu(y, activation)
 
     def linear_add(
         self,
@@ -108,13 +119,14 @@ class CpuBackend:
         x: Hidden,
         weight: CpuWeight,
         residual: Hidden,
-        norm: Tensor | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
-        eps: float = 0.0,  # noqa: ARG002
+        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        post_norm: RMSNorm | None = None,
     ) -> Hidden:
         if self._recorder is not None:
+            assert post_norm is None
             return self._recorder.linear_add(x, weight, residual)
         # Last, not first: a residual stream may hold values beside which the products' own sums would lose their bits.
-        return _linear(batch, x, weight).add_(residual)
+        return _normed(_linear(batch, x, weight), post_norm).add_(residual)
 
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
         if self._recorder is not None:
@@ -125,7 +137,7 @@ class CpuBackend:
         else:
             chunks = [
                 cpu.prefill_attention(q[rows], layer, start, spec.scale, spec.window, table)
-                for rows, start, table in batch.chunks()
+                for rows, start, table in batch.chunks(spec.cache_group)
             ]
             mixed = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
         return mixed.reshape(len(q), -1)
@@ -133,16 +145,20 @@ class CpuBackend:
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]
 
-    def rms_norm(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
-        return cpu.rms_norm(x, norm, eps)
+    def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:
+        return _normed(x, norm)
 
-    def logits(self, batch: ForwardBatch, x: Hidden, norm: Tensor, eps: float, weight: CpuWeight) -> Tensor:
+    def logits(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: CpuWeight) -> Tensor:
         if self._recorder is not None:
-            return self._recorder.logits(x, norm, eps, weight)
-        x = cpu.rms_norm(x, norm, eps)
+            return self._recorder.logits(x, norm.weight, norm.eps, weight)
+        x = _normed(x, norm)
         # A row that goes on alone is multiplied as a decode step's is: the logits that a sequence's text follows from.
         decodes = len(x) == 1 or batch.phase == "decode"
         return cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
+
+
+def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    return x if norm is None else cpu.rms_norm(x, norm.weight, norm.eps)
 
 
 def _linear(batch: ForwardBatch, x: Tensor, weight: CpuWeight, addend: Tensor | None = None) -> Tensor:

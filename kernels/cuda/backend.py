@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import (
@@ -49,6 +49,7 @@ from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_rou
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 
 HOPPER = (9, 0)
 
@@ -111,19 +112,19 @@ class CudaBackend:
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
-    def embed(self, batch: ForwardBatch, weight: PackedWeight) -> Tensor:
+    def embed(self, batch: ForwardBatch, weight: PackedWeight, scale: float = 1.0) -> Tensor:
+        assert scale == 1.0
         return embedding(weight, batch.token_ids, pdl=self.pdl)
 
     def norm_linear(
         self,
         batch: ForwardBatch,
         x: Residual,
-        norm: Tensor,
-        eps: float,
+        norm: RMSNorm | None,
         weight: PackedWeight,
         bias: Tensor | None = None,
     ) -> Tensor | Products:
-        rows = self._normed(batch, x, norm, eps)
+        rows = self._normed(batch, x, norm)
         if bias is not None and isinstance(rows, RoundedActivations) and rows.rows == 1:
             return self._matmul(batch, rows, weight, bias.view(1, -1))
         if bias is None and not isinstance(rows, RoundedActivations):
@@ -131,10 +132,16 @@ class CudaBackend:
         y = self._matmul(batch, rows, weight, None)
         return y if bias is None else y.add_(bias)
 
-    def norm_swiglu(
-        self, batch: ForwardBatch, x: Residual, norm: Tensor, eps: float, gate_up: PackedWeight
+    def norm_glu(
+        self,
+        batch: ForwardBatch,
+        x: Residual,
+        norm: RMSNorm | None,
+        gate_up: PackedWeight,
+        activation: Activation = "silu",
     ) -> Rows:
-        rows = self._normed(batch, x, norm, eps)
+        assert activation == "silu"
+        rows = self._normed(batch, x, norm)
         if isinstance(rows, RoundedActivations):
             return matvec_swiglu(rows, gate_up, scratch=self._rounding_scratch(), pdl=self.pdl)
         return matmul_swiglu(rows, gate_up, self._workspace(batch), self.pdl)
@@ -145,17 +152,22 @@ class CudaBackend:
         x: Rows,
         weight: PackedWeight,
         residual: Residual,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        next_norm: RMSNorm | None = None,
+        post_norm: RMSNorm | None = None,
     ) -> Residual:
+        assert post_norm is None
         stream = residual.hidden if isinstance(residual, NormedRows) else residual
         rows = self._rounded(x)
-        if norm is None or (isinstance(rows, RoundedActivations) and not can_begin_norm(weight)):
+        if next_norm is None or (isinstance(rows, RoundedActivations) and not can_begin_norm(weight)):
             return self._matmul(batch, rows, weight, stream)
         if isinstance(rows, RoundedActivations):
-            return matvec_norm(rows, weight, stream, norm, eps, self._rounding_scratch(), self.pdl)
+            return matvec_norm(
+                rows, weight, stream, next_norm.weight, next_norm.eps, self._rounding_scratch(), self.pdl
+            )
         room = self._workspace(batch)
-        return NormedRows(*matmul_norm(rows, weight, room, stream, norm, eps, pdl=self.pdl))
+        return NormedRows(
+            *matmul_norm(rows, weight, room, stream, next_norm.weight, next_norm.eps, pdl=self.pdl)
+        )
 
     def attention(
         self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
@@ -178,26 +190,24 @@ class CudaBackend:
         assert not isinstance(x, RoundedActivations), "nothing is gathered of a single token"
         return (x.hidden if isinstance(x, NormedRows) else x)[rows]
 
-    def rms_norm(self, x: Residual, norm: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
         stream = x.hidden if isinstance(x, NormedRows) else x
-        return rms_norm(stream, norm, eps, pdl=self.pdl, fixed=self.fixed_kernels)
+        return rms_norm(stream, norm.weight, norm.eps, pdl=self.pdl, fixed=self.fixed_kernels)
 
-    def logits(
-        self, batch: ForwardBatch, x: Residual, norm: Tensor, eps: float, weight: PackedWeight
-    ) -> Tensor:
-        return self._matmul(batch, self._normed(batch, x, norm, eps), weight, None)
+    def logits(self, batch: ForwardBatch, x: Residual, norm: RMSNorm, weight: PackedWeight) -> Tensor:
+        return self._matmul(batch, self._normed(batch, x, norm), weight, None)
 
     def _prefill(
         self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
     ) -> Rows:
         """Attention of the chunks of a step, whose rows are cut into tiles."""
         tokens, width, tiles = len(batch), spec.heads * spec.head_dim, self._tiles_of(batch, spec)
-        positions, tables = batch.positions, batch.block_tables
+        positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
         if not isinstance(qkv, Products):
             q = rope_store(qkv, spec, layer, positions, tables, tiles.sequences, pdl=self.pdl)
             out = torch.empty(tokens, width, dtype=torch.float32, device=self.device)
             return attention_prefill(
-                q, spec, layer, tables, tiles, out, fixed=self.fixed_kernels, pdl=self.pdl
+                q, spec, layer, tables, tiles, out, batch_invariant=self.fixed_kernels, pdl=self.pdl
             )
         room = self._workspace(batch)
         q = rope_store(
@@ -206,9 +216,7 @@ class CudaBackend:
         out, form = q.view(tokens, width), Form.ROW_MAJOR
         if stores_wgmma_layout(layer, tiles) and room.form(tokens, width) is Form.ORDERED:
             out, form = room.half_rows(tokens, width).values, Form.ORDERED
-        attention_prefill(
-            q, spec, layer, tables, tiles, out, wgmma_layout=form is Form.ORDERED, pdl=self.pdl
-        )
+        attention_prefill(q, spec, layer, tables, tiles, out, wgmma_layout=form is Form.ORDERED, pdl=self.pdl)
         return room.as_they_are(out, tokens, form)
 
     def _tiles_of(self, batch: ForwardBatch, spec: AttentionSpec) -> PrefillTiles:
@@ -231,7 +239,7 @@ class CudaBackend:
         rows = qkv.shape[0]
         unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
         alone, workspace = replace(spec, window=1), self._decode_workspace(spec, rows)
-        tables, positions = batch.block_tables, batch.positions
+        tables, positions = batch.block_tables_of(spec.cache_group), batch.positions
         attention_decode(qkv, alone, layer, positions, workspace, unused, self.pdl, tables, coarse=True)
         return qkv
 
@@ -239,7 +247,7 @@ class CudaBackend:
         self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer, pdl: bool
     ) -> Rows:
         """Attention of single rows, each with its block table, as the matmul behind it reads it."""
-        positions, tables = batch.positions, batch.block_tables
+        positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
         qkv = qkv.finish() if isinstance(qkv, Products) else qkv
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
         workspace = self._decode_workspace(spec, rows)
@@ -251,13 +259,14 @@ class CudaBackend:
         out = room.as_they_are(half.values, rows, half.form)
         return attention_decode_half(qkv, spec, layer, positions, workspace, out, pdl, tables)
 
-    def _normed(self, batch: ForwardBatch, x: Residual, norm: Tensor, eps: float) -> Rows:
+    def _normed(self, batch: ForwardBatch, x: Residual, norm: RMSNorm | None) -> Rows:
+        assert norm is not None
         if isinstance(x, NormedRows):
             return x.normed
         if self._takes_q_dot(x.shape[0]):
-            return rms_norm_round(x, norm, eps, pdl=self.pdl)
+            return rms_norm_round(x, norm.weight, norm.eps, pdl=self.pdl)
         room = self._workspace(batch).half_rows(*x.shape)
-        return rms_norm_half(x, norm, eps, room, self.pdl, self.fixed_kernels)
+        return rms_norm_half(x, norm.weight, norm.eps, room, self.pdl, self.fixed_kernels)
 
     def _rounded(self, x: Rows) -> Rows:
         return round_activations(x) if isinstance(x, Tensor) and self._takes_q_dot(x.shape[0]) else x

@@ -152,7 +152,7 @@ def test_locate_prints_every_operation_of_a_healthy_model(
     out = capsys.readouterr().out
     assert out.count("every operation is within its budget") == 2
     assert "prefill, operation by operation" in out and "decode, operation by operation" in out
-    for word in ("norm+qkv", "attention", "output+residual", "norm+swiglu", "down+residual", "keys, values"):
+    for word in ("norm+qkv", "attention", "output+residual", "norm+glu", "down+residual", "keys, values"):
         assert out.count(word) == 2
     assert "*" not in out
 
@@ -323,7 +323,7 @@ def test_a_flipped_scale_shows_in_the_logits_and_where_it_goes_wrong(
     assert run(["parity", "--a", model, "--b", wrong, "-f", text, *QUICK]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("  decode: NMSE median") for line in lines)
-    assert "  decode: goes wrong first in layer 1, norm+swiglu" in lines
+    assert "  decode: goes wrong first in layer 1, norm+glu" in lines
 
 
 def test_two_quantizations_are_compared_and_outside_the_budget(

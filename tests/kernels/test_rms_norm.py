@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from quengine.kernels.glu import glu
 from quengine.kernels.rms_norm import rms_norm
-from quengine.kernels.swiglu import swiglu
 
 
 @pytest.mark.parametrize("width", [1, 7, 576, 4097])
@@ -48,4 +48,11 @@ def test_swiglu_takes_the_gate_from_the_first_half() -> None:
     gate = torch.randn(4, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     up = torch.randn(4, 10, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     expected = gate / (1 + torch.exp(-gate)) * up
-    torch.testing.assert_close(swiglu(torch.cat((gate, up), dim=-1)), expected, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(glu(torch.cat((gate, up), dim=-1)), expected, rtol=1e-13, atol=1e-14)
+
+
+def test_geglu_is_torchs_tanh_gelu_of_the_gate_times_up() -> None:
+    gate, up = torch.linspace(-9, 9, 40, dtype=torch.float64).view(2, 20), torch.full((2, 20), 0.7).double()
+    cube = gate + 0.044715 * gate**3
+    expected = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * cube)) * up
+    torch.testing.assert_close(glu(torch.cat([gate, up], 1), "gelu_tanh"), expected)

@@ -11,19 +11,20 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.backend import Activation, AttentionSpec, Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.decoder import Decoder
 
 Operation = Literal[
-    "embed", "norm+qkv", "attention", "output+residual", "norm+swiglu", "down+residual", "logits"
+    "embed", "norm+qkv", "attention", "output+residual", "norm+glu", "down+residual", "logits"
 ]
 LAYER_OPERATIONS: tuple[Operation, ...] = (
     "norm+qkv",
     "attention",
     "output+residual",
-    "norm+swiglu",
+    "norm+glu",
     "down+residual",
 )
 
@@ -104,30 +105,36 @@ class _WatchedBackend:
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return self._backend.vector(parts)
 
-    def embed(self, batch: ForwardBatch, weight: Any) -> Hidden:
-        return self._watch("embed", (), lambda: self._backend.embed(batch, weight))
+    def embed(self, batch: ForwardBatch, weight: Any, scale: float = 1.0) -> Hidden:
+        return self._watch("embed", (), lambda: self._backend.embed(batch, weight, scale))
 
     def norm_linear(
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: Tensor,
-        eps: float,
+        norm: RMSNorm | None,
         weight: Any,
         bias: Tensor | None = None,
     ) -> Hidden:
         return self._watch(
-            "norm+qkv", (x,), lambda x: self._backend.norm_linear(batch, x, norm, eps, weight, bias)
+            "norm+qkv", (x,), lambda x: self._backend.norm_linear(batch, x, norm, weight, bias)
         )
 
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
         self._gated = False
         return self._watch("attention", (qkv,), lambda qkv: self._backend.attention(batch, qkv, spec, layer))
 
-    def norm_swiglu(self, batch: ForwardBatch, x: Hidden, norm: Tensor, eps: float, gate_up: Any) -> Hidden:
+    def norm_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: RMSNorm | None,
+        gate_up: Any,
+        activation: Activation = "silu",
+    ) -> Hidden:
         self._gated = True
         return self._watch(
-            "norm+swiglu", (x,), lambda x: self._backend.norm_swiglu(batch, x, norm, eps, gate_up)
+            "norm+glu", (x,), lambda x: self._backend.norm_glu(batch, x, norm, gate_up, activation)
         )
 
     def linear_add(
@@ -136,25 +143,23 @@ class _WatchedBackend:
         x: Hidden,
         weight: Any,
         residual: Hidden,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        next_norm: RMSNorm | None = None,
+        post_norm: RMSNorm | None = None,
     ) -> Hidden:
         # The same operation twice a layer: behind the attention, and behind the feed-forward's gate.
         name: Operation = "down+residual" if self._gated else "output+residual"
         return self._watch(
             name,
             (x, residual),
-            lambda x, residual: self._backend.linear_add(batch, x, weight, residual, norm, eps),
+            lambda x, residual: self._backend.linear_add(batch, x, weight, residual, next_norm, post_norm),
         )
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return self._backend.gather_rows(x, rows)
 
-    def rms_norm(self, x: Hidden, norm: Tensor, eps: float) -> Tensor:
-        return self._backend.rms_norm(x, norm, eps)
+    def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:
+        return self._backend.rms_norm(x, norm)
 
-    def logits(self, batch: ForwardBatch, x: Hidden, norm: Tensor, eps: float, weight: Any) -> Tensor:
-        logits: Tensor = self._watch(
-            "logits", (x,), lambda x: self._backend.logits(batch, x, norm, eps, weight)
-        )
+    def logits(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: Any) -> Tensor:
+        logits: Tensor = self._watch("logits", (x,), lambda x: self._backend.logits(batch, x, norm, weight))
         return logits

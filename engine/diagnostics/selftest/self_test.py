@@ -17,6 +17,7 @@ from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
+from quengine.kernels.rms_norm import RMSNorm
 
 ROWS, COLS = 40, 768
 """Of the test matrix: several blocks of every format wide, and no multiple of a kernel's tile high."""
@@ -132,9 +133,9 @@ def step_of(ids: Sequence[int], backend: Backend[Any]) -> ForwardBatch:
     return decode_batch(ids, [0] * len(ids), [[0]] * len(ids), backend.device)
 
 
-def _norm(backend: Backend[Any], width: int) -> Tensor:
+def _norm(backend: Backend[Any], width: int) -> RMSNorm:
     values = torch.rand(width, generator=torch.Generator().manual_seed(9)) + 0.5
-    return backend.vector([floats(values)])
+    return RMSNorm(backend.vector([floats(values)]), EPS)
 
 
 def _embedding(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
@@ -148,7 +149,7 @@ def _matmul(tokens: int) -> Run:
     def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
         weight = backend.weight([random_tensor(fmt, ROWS, COLS, torch.Generator().manual_seed(2))])
         x, norm = rows_on(backend, tokens, COLS, tokens), _norm(backend, COLS)
-        return backend.logits(step_of(range(tokens), backend), x, norm, EPS, weight)
+        return backend.logits(step_of(range(tokens), backend), x, norm, weight)
 
     return run
 
@@ -163,9 +164,9 @@ def _feed_forward(tokens: int) -> Run:
         output = backend.weight([floats(torch.randn(ROWS, COLS, generator=random))])
         x, norm = rows_on(backend, tokens, COLS, 4), _norm(backend, COLS)
         batch = step_of(range(tokens), backend)
-        gated = backend.norm_swiglu(batch, x, norm, EPS, gate_up)
-        x = backend.linear_add(batch, gated, down, x, norm, EPS)
-        return backend.logits(batch, x, norm, EPS, output)
+        gated = backend.norm_glu(batch, x, norm, gate_up)
+        x = backend.linear_add(batch, gated, down, x, norm)
+        return backend.logits(batch, x, norm, output)
 
     return run
 

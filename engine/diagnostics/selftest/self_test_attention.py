@@ -27,6 +27,7 @@ from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_b
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, slot_mapping
 from quengine.kernels.reference import ReferenceBackend
+from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeSpec, rope_table
 
 PROMPT, CONTEXT = 70, 96
@@ -85,9 +86,8 @@ def _normed(backend: Backend[Any], width: int, tokens: int) -> Hidden:
     norm, matrix = torch.rand(width, generator=random) + 0.5, torch.randn(48, width, generator=random)
     x = rows_on(backend, tokens, width, 5)
     batch = _chunk(backend, 0, tokens, _WHOLE)
-    return backend.norm_linear(
-        batch, x, backend.vector([floats(norm)]), EPS, backend.weight([floats(matrix)])
-    )
+    weights = RMSNorm(backend.vector([floats(norm)]), EPS)
+    return backend.norm_linear(batch, x, weights, backend.weight([floats(matrix)]))
 
 
 def _check_attention(

@@ -52,7 +52,7 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
 
     Raises ValueError when a position is not in the cache, or the cache is neither fp16 nor q8_0.
     """
-    rows, ctx, table = qkv.shape[0], layer.k.shape[0], row_tables(batch)
+    rows, ctx, table = qkv.shape[0], layer.k.shape[0], row_tables(batch, spec.cache_group)
     check_types(layer)
     positions = batch.positions.long()
     first, last = int(positions.min()), int(positions.max())

@@ -27,6 +27,7 @@ from quengine.kernels.forward_batch import ForwardBatch, Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
 
 META = torch.device("meta")
@@ -295,7 +296,7 @@ def _layer(
     bias: bool = False,
 ) -> None:
     """One layer's operations, in the decoder's order. `value`, `down`: the types of these two matrices."""
-    norm, x = _empty(hidden), _empty(len(batch), hidden)
+    norm, x = RMSNorm(_empty(hidden), EPS), _empty(len(batch), hidden)
     sizes = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     qkv = backend.weight(
         [_tensor(name, sizes[0], hidden), _tensor(name, sizes[1], hidden), _tensor(value, sizes[1], hidden)]
@@ -304,13 +305,11 @@ def _layer(
     output = backend.weight([_tensor(name, hidden, sizes[0])])
     gate_up = backend.gate_up_weight(_tensor(name, ffn, hidden), _tensor(name, ffn, hidden))
     down_weight = backend.weight([_tensor(down, hidden, ffn)])
-    products = backend.norm_linear(batch, x, norm, EPS, qkv, added)
+    products = backend.norm_linear(batch, x, norm, qkv, added)
     mixed = backend.attention(batch, products, heads.spec(), heads.layer("f16"))
-    x = backend.linear_add(batch, mixed, output, x, norm, EPS)
-    x = backend.linear_add(
-        batch, backend.norm_swiglu(batch, x, norm, EPS, gate_up), down_weight, x, norm, EPS
-    )
-    backend.norm_linear(batch, x, norm, EPS, qkv, added)  # as the next layer does, whose norm has been begun
+    x = backend.linear_add(batch, mixed, output, x, norm)
+    x = backend.linear_add(batch, backend.norm_glu(batch, x, norm, gate_up), down_weight, x, norm)
+    backend.norm_linear(batch, x, norm, qkv, added)  # as the next layer does, whose norm has been begun
 
 
 def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, backend: MetaBackend) -> None:
@@ -318,7 +317,7 @@ def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, 
     x = backend.embed(batch, backend.weight([_tensor(name, vocab, hidden)]))
     weight = backend.weight([_tensor(output, vocab, hidden)])
     for rows in (x[:1], x):
-        backend.logits(batch, rows, _empty(hidden), EPS, weight)
+        backend.logits(batch, rows, RMSNorm(_empty(hidden), EPS), weight)
 
 
 def _attention(heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend) -> None:
@@ -342,8 +341,9 @@ def _matmul(name: str, size: int, batch: ForwardBatch, backend: MetaBackend) -> 
 
 def _norm(width: int, rows: int, backend: MetaBackend) -> None:
     weight = backend.weight([_tensor("F16", 64, width)])
-    backend.rms_norm(_empty(rows, width), _empty(width), EPS)
-    backend.norm_linear(_step(rows), _empty(rows, width), _empty(width), EPS, weight)
+    norm = RMSNorm(_empty(width), EPS)
+    backend.rms_norm(_empty(rows, width), norm)
+    backend.norm_linear(_step(rows), _empty(rows, width), norm, weight)
 
 
 def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cuda.attention.attention_arguments import DecodeArguments, DecodeOutputs, DecodeWorkspace
+from quengine.kernels.cuda.attention.attention_arguments import (
+    DecodeArguments,
+    DecodeOutputs,
+    DecodeWorkspace,
+)
 from quengine.kernels.cuda.attention.attention_tiles import launch_tiles
 from quengine.kernels.cuda.attention.attention_warps import launch_warps, takes
 from quengine.kernels.cuda.gemm.half import HalfRows
@@ -46,9 +50,7 @@ def attention_decode(
     assert out.shape == (qkv.shape[0], spec.heads * spec.head_dim)
     assert out.dtype == torch.float32 and out.is_contiguous()
     outputs = DecodeOutputs(out, out, out, out)
-    _launch(
-        DecodeArguments(qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl)
-    )
+    _launch(DecodeArguments(qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl))
     return out
 
 

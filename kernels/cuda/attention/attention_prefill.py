@@ -2,11 +2,11 @@
 
 Online softmax over key tiles on the matrix units, fp16 operands and fp32 sums. Positions are compared (causal, window)
 only in the key tiles that the diagonal or the window's edge crosses, and tiles wholly outside are not visited. Where a
-row's bits may not depend on its chunk (`fixed`), all tiles run through one loop: to compilers, a loop with a mask and
+row's bits may not depend on its chunk (`batch_invariant`), all tiles run through one loop: to compilers, a loop with a mask and
 one without are two, with sums in two orders. Rotation and the cache write come before (rope_store.py).
 
 Two kernels: attention_prefill_wgmma.py wins on Hopper for fp16 caches, heads of 128 and chunks of more than 128 rows;
-the one here takes every other GPU, head, cache and chunk, and all of them with `fixed`.
+the one here takes every other GPU, head, cache and chunk, and all of them with `batch_invariant`.
 """
 
 from functools import cache
@@ -108,7 +108,7 @@ def _attend_tiles(
 def _attention_prefill_kernel(
     q_ptr, cache, table_ptr, tile_ptr, out_ptr, scale, cache_rows, blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr,
-    TILE: tl.constexpr, FIXED: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (query head, tile of rows)."""
     if PDL:
@@ -154,7 +154,7 @@ def _attention_prefill_kernel(
         tl.zeros([BLOCK_ROWS, PADDED], tl.float32),
     )
     full_high = low
-    if not FIXED:
+    if not BATCH_INVARIANT:
         full_low = low
         full_high = (first + 1) // BLOCK_KEYS * BLOCK_KEYS
         if WINDOW > 0:
@@ -183,7 +183,7 @@ def attention_prefill(
     block_tables: Tensor,
     tiles: PrefillTiles,
     out: Tensor,
-    fixed: bool = False,
+    batch_invariant: bool = False,
     wgmma_layout: bool = False,
     pdl: bool = False,
 ) -> Tensor:
@@ -192,7 +192,7 @@ def attention_prefill(
     q: [T, heads, head_dim] fp16, rotated (`rope_store` makes it and has written the chunks' keys and values).
     block_tables: int32 [sequences, blocks]. tiles: from `prefill_tiles`. out: [T, heads * head_dim], fp16 or fp32,
     written and returned; fp16 may be q itself, since a program reads the queries whose results it writes, and no
-    others. `fixed`: a row's bits are the same whatever chunk it is in: key tiles of one size lie at its multiples, and
+    others. `batch_invariant`: a row's bits are the same whatever chunk it is in: key tiles of one size lie at its multiples, and
     one in which a row sees nothing leaves its state as it is. `wgmma_layout`: `out` is the values of an fp16 operand in
     that layout (half.py), where `stores_wgmma_layout` allows it.
     Source: Dao 2023 (FlashAttention-2).
@@ -202,9 +202,9 @@ def attention_prefill(
     assert q.is_contiguous() and q.dtype == torch.float16 and heads == spec.heads and heads % kv_heads == 0
     assert tiles.sequences.shape == (tokens,) and tiles.deepest <= block_tables.shape[1] * BLOCK_SIZE
     check_block_tables(block_tables)
-    shape = _shape_of(tiles, head_dim, q.device, fixed)
+    shape = _shape_of(tiles, head_dim, q.device, batch_invariant)
     assert tiles.block_rows == shape.block_rows
-    if _takes_wgmma(shape, layer, fixed):
+    if _takes_wgmma(shape, layer, batch_invariant):
         launch_wgmma(q, spec, layer, block_tables, tiles.tiles, out, wgmma_layout, pdl)
         return out
     assert not wgmma_layout
@@ -212,7 +212,7 @@ def attention_prefill(
         q, cache_pointers(layer), block_tables, tiles.tiles, out,
         spec.scale * LOG2_E, layer.k.shape[0], block_tables.shape[1],
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WINDOW=spec.window or 0, Q8=layer.k_scale is not None,
-        TILE=shape, FIXED=fixed, ASM=uses_assembly(), PDL=pdl, num_warps=shape.warps, launch_pdl=pdl,
+        TILE=shape, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(), PDL=pdl, num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -222,22 +222,28 @@ def stores_wgmma_layout(layer: KVLayer, tiles: PrefillTiles) -> bool:
     return _takes_wgmma(_shape_of(tiles, layer.k.shape[2], layer.k.device), layer)
 
 
-def prefill_tiles(batch: ForwardBatch, head_dim: int, fixed: bool = False) -> PrefillTiles:
+def prefill_tiles(batch: ForwardBatch, head_dim: int, batch_invariant: bool = False) -> PrefillTiles:
     """What `rope_store` and `attention_prefill` read of the chunks of a step."""
-    return cut_tiles(batch, tile_rows(head_dim, max(batch.query_lens), batch.device, fixed))
+    return cut_tiles(batch, tile_rows(head_dim, max(batch.query_lens), batch.device, batch_invariant))
 
 
-def tile_rows(head_dim: int, rows: int, device: torch.device, fixed: bool = False) -> int:
+def tile_rows(head_dim: int, rows: int, device: torch.device, batch_invariant: bool = False) -> int:
     """Rows of a tile of chunks of up to `rows` rows."""
-    return prefill_shape(head_dim, BATCH_INVARIANT_ROWS if fixed else rows, is_hopper(device)).block_rows
+    return prefill_shape(
+        head_dim, BATCH_INVARIANT_ROWS if batch_invariant else rows, is_hopper(device)
+    ).block_rows
 
 
-def _shape_of(tiles: PrefillTiles, head_dim: int, device: torch.device, fixed: bool = False) -> PrefillShape:
-    return prefill_shape(head_dim, BATCH_INVARIANT_ROWS if fixed else tiles.longest, is_hopper(device))
+def _shape_of(
+    tiles: PrefillTiles, head_dim: int, device: torch.device, batch_invariant: bool = False
+) -> PrefillShape:
+    return prefill_shape(
+        head_dim, BATCH_INVARIANT_ROWS if batch_invariant else tiles.longest, is_hopper(device)
+    )
 
 
-def _takes_wgmma(shape: PrefillShape, layer: KVLayer, fixed: bool = False) -> bool:
-    return shape.wgmma and not fixed and layer.k_scale is None
+def _takes_wgmma(shape: PrefillShape, layer: KVLayer, batch_invariant: bool = False) -> bool:
+    return shape.wgmma and not batch_invariant and layer.k_scale is None
 
 
 def prefill_shape(head_dim: int, rows: int, hopper: bool) -> PrefillShape:

@@ -79,7 +79,15 @@ def _copy_all(
         tile = last_tile - i
         mbarrier.wait(keys_free.index(stage), free)
         _copy_tile(
-            k_rows, keys.index(stage), keys_ready.index(stage), table_ptr, blocks, first, head_row, tile, WINDOW
+            k_rows,
+            keys.index(stage),
+            keys_ready.index(stage),
+            table_ptr,
+            blocks,
+            first,
+            head_row,
+            tile,
+            WINDOW,
         )
         mbarrier.wait(values_free.index(stage), free)
         _copy_tile(

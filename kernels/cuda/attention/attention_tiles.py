@@ -1,8 +1,8 @@
 """Decode attention by tiles in shared memory: the kernel for every kind of head and cache.
 
 It serves what attention_warps.py does not: q8_0 caches, heads of other sizes than 64 and 128 (256, 96, 80), groups of
-more than 8, partial rotation in halves, and the interpreter. A program serves one key-value head and one KV split. Tiles
-of keys and values pass through shared memory, some of them ahead of the one that is attended to.
+more than 8, partial rotation in halves, and the interpreter. A program serves one key-value head and one KV split.
+Tiles of keys and values pass through shared memory, some of them ahead of the one that is attended to.
 
 Accuracy without fp32 matrix units: an fp32 operand is split into two fp16 terms (value and remainder, 22 bits), which
 share one 16-row matrix instruction, the terms of up to 8 heads above each other.
@@ -186,9 +186,7 @@ def _finish(
     sums_ptr = outputs.sums + sequence * (HEADS * HEAD_DIM // 16)
     own = (values_ptr, low_ptr, scale_ptr, sums_ptr)
     if splits == 1:
-        _store_heads(
-            acc / row_sum[:, None], head, live, own, sequence, out_stride, HEAD_DIM, QUANTIZE, FORM
-        )
+        _store_heads(acc / row_sum[:, None], head, live, own, sequence, out_stride, HEAD_DIM, QUANTIZE, FORM)
     else:
         acc_ptr = workspace.acc + sequence * (HEADS * SPLITS * HEAD_DIM)
         state_ptr = workspace.state + sequence * (HEADS * SPLITS * 2)

@@ -1,9 +1,9 @@
-"""Decode attention in registers: each warp of a program takes keys of its own, and their results are combined at the end.
+"""Decode attention in registers: each warp of a program takes keys of its own, and they are combined at the end.
 
-The same work as attention_tiles.py's kernel (one KV split of one key-value head a program), for fp16 caches, heads of 64
-or 128 and groups of up to 8, where it is the faster one at every depth. There, tiles pass through shared memory between
-barriers; here a warp loads keys and values as the operands of the matrix instruction (attention_operands.py), and scores
-and weights stay in the registers where that leaves them.
+The same work as attention_tiles.py's kernel (one KV split of one key-value head a program), for fp16 caches, heads of
+64 or 128 and groups of up to 8, where it is the faster one. There, tiles pass through shared memory between barriers;
+here a warp loads keys and values as the operands of the matrix instruction (attention_operands.py), and scores and
+weights stay in the registers where that leaves them.
 """
 
 from typing import NamedTuple
@@ -248,7 +248,9 @@ def _attention_warps_kernel(
         warp, r, c, m = threads(HEAD_DIM // 8, WARPS)
         d = 64 * (m // 8) + 8 * r + m % 8
         owner = (warp == 0) & (part == 0)
-        v_new = gl.load(qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head) * HEAD_DIM + d, mask=owner, other=0.0)
+        v_new = gl.load(
+            qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head) * HEAD_DIM + d, mask=owner, other=0.0
+        )
         v_new = v_new.to(gl.float16)
         gl.store(v_ptr + new_row * HEAD_DIM + d, v_new, mask=owner & (c == 0) & inside)
 

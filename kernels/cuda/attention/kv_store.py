@@ -1,7 +1,7 @@
 """How a kernel writes and reads rows of the paged key-value cache: fp16, or q8_0 as kernels/kv/kv_q8_0.py defines it.
 
-In memory a layer is [kv_heads, rows, head_dim]: a block of BLOCK_SIZE positions of one head is one contiguous run, and a
-sequence's block table says where each of its blocks lies.
+In memory a layer is [kv_heads, rows, head_dim]: a block of BLOCK_SIZE positions of one head is one contiguous run,
+and a sequence's block table says where each of its blocks lies.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ BLOCK_BITS = tl.constexpr(BLOCK_SIZE.bit_length() - 1)
 
 
 class CachePointers(NamedTuple):
-    """One layer's cache as a kernel takes it. In an fp16 cache the values stand in for the scales, which are not read."""
+    """One layer's cache as a kernel takes it. In an fp16 cache k and v stand in for the scales, which are not read."""
 
     k: Tensor
     v: Tensor
@@ -64,7 +64,12 @@ def table_rows(table_ptr, blocks, key, ASM: tl.constexpr):
     if ASM:
         # A load would become a stage of the software pipeline of its own, and tiles be fetched one stage later.
         entry = tl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", [entry_ptr.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+            "ld.global.nc.b32 $0, [$1];",
+            "=r,l",
+            [entry_ptr.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     else:
         entry = tl.load(entry_ptr)

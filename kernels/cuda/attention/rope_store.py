@@ -66,7 +66,9 @@ def _rope_store_kernel(
         if ROPE.norm:  # a normalized head has no scale, but its eps has
             eps /= scale * scale
     if first_head < HEADS:
-        q = _load_queries_or_keys(head_ptr, live, cos_ptr, sin_ptr, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE)
+        q = _load_queries_or_keys(
+            head_ptr, live, cos_ptr, sin_ptr, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE
+        )
         if ROW_SCALE and not ROPE.norm:
             q *= scale
         if ROPE.query_scale:

@@ -1,10 +1,10 @@
 """How Triton kernels are launched: the one place that goes past Triton's launcher, or takes launches away from it.
 
-A launch by Triton takes 14 to 30 us of the host's time: it binds and classifies each argument, looks its settings up in
-the environment and compares every constant that the kernel's source names. What a CUDA graph replays pays none of it:
-decode steps, and prompts of up to 1024 tokens. Eager steps do, some ten launches a layer: longer prompts, whose GPU time
-hides it for a large model and not for a small one, or on a slow host. So `DirectLaunch` keeps a compiled kernel by what Triton
-would specialize it on, and launches it directly: about 10 us.
+A launch by Triton takes 14 to 30 us of the host's time: it binds and classifies each argument, looks its settings up
+in the environment and compares every constant that the kernel's source names. What a CUDA graph replays pays none of
+it: decode steps, and prompts of up to 1024 tokens. Eager steps do, some ten launches a layer: longer prompts, whose GPU
+time hides it for a large model, but not for a small one or on a slow host. So `DirectLaunch` keeps a compiled kernel by
+what Triton would specialize it on, and launches it directly: about 10 us.
 
 Of a tensor that TMA reads (`Copied`), a kernel is given a tensor map: 128 bytes that follow from address, shape and
 block alone. Triton encodes one anew at every launch; here they are kept.

@@ -6,6 +6,7 @@ logits wrong. Each is made in one place of one side, on a model with the block f
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,7 @@ def test_decode_that_disagrees_with_prefill_on_positions_fails_where_both_meet(
 def test_a_norm_with_another_epsilon_fails(reference: LLMSide, model: Path, workload: Workload) -> None:
     def spoil(llm: LLM) -> None:
         for block in llm.runner.decoder.blk:
-            block.ffn.eps = 1e-2
+            block.ffn.ffn_norm = replace(block.ffn.ffn_norm, eps=1e-2)
 
     assert not judged(reference, model, workload, spoil).within
 

@@ -98,7 +98,7 @@ def test_a_healthy_pair_has_every_operation_of_every_layer_within_its_budget(
         ("blk.1.attn_q.weight", "layer 1, norm+qkv"),
         ("blk.0.attn_v.weight", "layer 0, norm+qkv"),
         ("blk.2.attn_output.weight", "layer 2, output+residual"),
-        ("blk.1.ffn_up.weight", "layer 1, norm+swiglu"),
+        ("blk.1.ffn_up.weight", "layer 1, norm+glu"),
         ("blk.2.ffn_down.weight", "layer 2, down+residual"),
         ("output.weight", "logits"),
     ],
@@ -143,14 +143,14 @@ def test_wrong_rotation_is_the_first_layers_attention(reference: LLMSide, model:
 def test_an_operation_that_gives_nan_is_found(
     reference: LLMSide, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    swiglu = CpuBackend.norm_swiglu
+    swiglu = CpuBackend.norm_glu
 
     def broken(self: CpuBackend, x: object, *rest: object) -> object:
         result = swiglu(self, x, *rest)  # type: ignore[arg-type]
         return result * float("nan") if isinstance(result, torch.Tensor) else result
 
-    monkeypatch.setattr(CpuBackend, "norm_swiglu", broken)
-    assert first_places(located(reference, model))["decode"] == "layer 0, norm+swiglu"
+    monkeypatch.setattr(CpuBackend, "norm_glu", broken)
+    assert first_places(located(reference, model))["decode"] == "layer 0, norm+glu"
 
 
 def test_a_recorded_step_that_is_not_its_operations_is_found(reference: LLMSide, model: Path) -> None:

@@ -82,10 +82,10 @@ def test_a_wrong_layout_fails_in_every_quantized_format_and_use(twist):
 
 def test_activations_rounded_to_eight_bits_fail():
     class Rounded(ReferenceBackend):
-        def logits(self, batch, x, norm, eps, weight):
+        def logits(self, batch, x, norm, weight):
             groups = x.view(len(x), -1, 32)
             step = groups.abs().amax(-1, keepdim=True) / 127
-            return super().logits(batch, (groups / step).round().mul(step).view_as(x), norm, eps, weight)
+            return super().logits(batch, (groups / step).round().mul(step).view_as(x), norm, weight)
 
     done = [check for check in checks(Rounded(keep=True), ["Q4_K", "F16"]) if check.test.endswith("token")]
     assert len(done) == 4 and not any(check.passed for check in done)
@@ -102,7 +102,7 @@ def test_a_result_that_is_not_finite_fails():
 
 def test_a_kernel_that_cannot_be_run_is_a_failure_with_its_reason():
     class Refusing(ReferenceBackend):
-        def norm_swiglu(self, *_):
+        def norm_glu(self, *_):
             raise RuntimeError("no kernel image is available\nfor this device")
 
     failed = [check for check in checks(Refusing(keep=True), ["Q6_K"]) if not check.passed]

@@ -72,7 +72,7 @@ def test_a_cache_that_is_written_wrong_under_a_right_result_fails() -> None:
 def test_a_norm_without_its_weights_fails() -> None:
     class Unweighted(ReferenceBackend):
         def norm_linear(self, batch: Any, x: Any, norm: Any, *rest: Any) -> Any:
-            return super().norm_linear(batch, x, norm * 0 + 1, *rest)
+            return super().norm_linear(batch, x, replace(norm, weight=norm.weight * 0 + 1), *rest)
 
     norms = {name for name in OPERATIONS if name.startswith("RMSNorm")}
     assert failed(Unweighted(keep=True)) == {(name, test) for name in norms for test in ("1 token", "prompt")}

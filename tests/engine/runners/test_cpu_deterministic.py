@@ -66,8 +66,7 @@ def test_only_the_last_row_of_a_prompt_leaves_the_last_layer(
         batch = one_sequence(PROMPT)
         x = decoder._layers(batch, layers, None)
         assert len(x) == len(PROMPT)
-        norm, eps = decoder.output_norm, decoder.config.rms_eps
-        assert torch.equal(picked, backend.logits(batch, x[-1:], norm, eps, decoder.output))
+        assert torch.equal(picked, backend.logits(batch, x[-1:], decoder.output_norm, decoder.output))
         assert len(forward(decoder, PROMPT, layers, all_logits=True)) == len(PROMPT)
 
 

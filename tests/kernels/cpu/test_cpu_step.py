@@ -17,11 +17,11 @@ from quengine.kernels.cpu.ops.swiglu import swiglu_launch
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Program
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import glu as swiglu
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table
 from quengine.kernels.rope_store import rope_store
-from quengine.kernels.swiglu import swiglu
 from tests.forward import one_sequence
 from tests.kernels.weights import nmse, random_weight
 

@@ -65,6 +65,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_cases import MISTRAL, _prefill, backend_for
 from quengine.kernels.cuda.aot.aot_compile import record
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 
 def matrix(rows, cols):
     fmt = FORMATS["Q4_K"]
@@ -72,17 +73,18 @@ def matrix(rows, cols):
     return QuantTensor("any", fmt, (rows, cols), data)
 
 def layer(backend):
-    stream, norm = torch.empty(2048, 4096, device="meta"), torch.empty(4096, device="meta")
+    stream = torch.empty(2048, 4096, device="meta")
+    norm = RMSNorm(torch.empty(4096, device="meta"), 1e-5)
     batch = _prefill(2048)
     qkv, output = backend.weight([matrix(MISTRAL.width, 4096)]), backend.weight([matrix(4096, 4096)])
     gate_up = backend.gate_up_weight(matrix(14336, 4096), matrix(14336, 4096))
     down = backend.weight([matrix(4096, 14336)])
     backend.weight([matrix(32000, 4096)])
-    qkv = backend.norm_linear(batch, stream, norm, 1e-5, qkv)
+    qkv = backend.norm_linear(batch, stream, norm, qkv)
     x = backend.attention(batch, qkv, MISTRAL.spec(), MISTRAL.layer("f16"))
-    x = backend.linear_add(batch, x, output, stream, norm, 1e-5)
+    x = backend.linear_add(batch, x, output, stream, norm)
     assert x.hidden is stream, "the residual stream is held twice"
-    x = backend.linear_add(batch, backend.norm_swiglu(batch, x, norm, 1e-5, gate_up), down, x, norm, 1e-5)
+    x = backend.linear_add(batch, backend.norm_glu(batch, x, norm, gate_up), down, x, norm)
     assert x.hidden is stream, "the residual stream is held twice"
 
 with backend_for(90) as backend:

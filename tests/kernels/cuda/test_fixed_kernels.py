@@ -19,9 +19,9 @@ from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul, matmul_no
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.glu import glu as swiglu
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.swiglu import swiglu
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint

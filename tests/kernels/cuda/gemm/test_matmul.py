@@ -22,9 +22,9 @@ from quengine.kernels.cuda.weights.expand import dequantize_part
 from quengine.kernels.cuda.weights.launch_table import FusedGeometry, WgmmaGeometry, wgmma_geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart, pack
+from quengine.kernels.glu import glu as swiglu
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
-from quengine.kernels.swiglu import swiglu
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 
 FP16_ROUNDING = 5e-7

@@ -15,9 +15,9 @@ from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
 from quengine.kernels.cuda.weights.packed import pack
+from quengine.kernels.glu import glu as swiglu
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.swiglu import swiglu
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 
 FP32_NOISE = 1e-12

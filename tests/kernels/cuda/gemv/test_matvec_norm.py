@@ -13,10 +13,10 @@ from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.packed import pack
+from quengine.kernels.glu import glu as swiglu
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
-from quengine.kernels.swiglu import swiglu
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 
 EPS = 1e-5
