@@ -2,7 +2,7 @@
 
 The matrix instruction is m16n8k16. Its rows are keys, in the scores, and columns of the head, in the sum of values;
 its 8 columns are 4 query heads, each in two fp16 terms (value and remainder, 22 bits) side by side, so that groups of 4
-heads leave none of it idle; 8 heads are two of them. Keys and values are loaded as operands, in an order of columns that
+heads leave none of it idle; 8 heads are two. Keys and values are loaded as operands, in an order of columns that
 makes every load 16 bytes: a sum over columns is the same in any order that both operands share, and the order of output
 columns is undone when heads are stored. A thread is (warp, r, c), lane 4 r + c; its elements of an operand lie in the
 last dimension of a tensor [threads, n]. `HEADS`: 4 or 8, heads there is room for.

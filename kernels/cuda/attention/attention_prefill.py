@@ -2,8 +2,8 @@
 
 Online softmax over key tiles on the matrix units, fp16 operands and fp32 sums. Positions are compared (causal, window)
 only in the key tiles that the diagonal or the window's edge crosses, and tiles wholly outside are not visited. Where a
-row's bits may not depend on its chunk (`batch_invariant`), all tiles run through one loop: to compilers, a loop with a mask and
-one without are two, with sums in two orders. Rotation and the cache write come before (rope_store.py).
+row's bits may not depend on its chunk (`batch_invariant`), all tiles run through one loop: to compilers, a loop with a
+mask and one without are two, with sums in two orders. Rotation and the cache write come before (rope_store.py).
 
 Two kernels: attention_prefill_wgmma.py wins on Hopper for fp16 caches, heads of 128 and chunks of more than 128 rows;
 the one here takes every other GPU, head, cache and chunk, and all of them with `batch_invariant`.
@@ -192,9 +192,9 @@ def attention_prefill(
     q: [T, heads, head_dim] fp16, rotated (`rope_store` makes it and has written the chunks' keys and values).
     block_tables: int32 [sequences, blocks]. tiles: from `prefill_tiles`. out: [T, heads * head_dim], fp16 or fp32,
     written and returned; fp16 may be q itself, since a program reads the queries whose results it writes, and no
-    others. `batch_invariant`: a row's bits are the same whatever chunk it is in: key tiles of one size lie at its multiples, and
-    one in which a row sees nothing leaves its state as it is. `wgmma_layout`: `out` is the values of an fp16 operand in
-    that layout (half.py), where `stores_wgmma_layout` allows it.
+    others. `batch_invariant`: a row's bits are the same whatever chunk it is in: key tiles of one size lie at its
+    multiples, and one in which a row sees nothing leaves its state as it is. `wgmma_layout`: `out` is the values of an
+    fp16 operand in that layout (half.py), where `stores_wgmma_layout` allows it.
     Source: Dao 2023 (FlashAttention-2).
     """
     tokens, heads, head_dim = q.shape
@@ -202,7 +202,7 @@ def attention_prefill(
     assert q.is_contiguous() and q.dtype == torch.float16 and heads == spec.heads and heads % kv_heads == 0
     assert tiles.sequences.shape == (tokens,) and tiles.deepest <= block_tables.shape[1] * BLOCK_SIZE
     check_block_tables(block_tables)
-    shape = _shape_of(tiles, head_dim, q.device, batch_invariant)
+    shape = _shape_of(tiles.longest, head_dim, q.device, batch_invariant)
     assert tiles.block_rows == shape.block_rows
     if _takes_wgmma(shape, layer, batch_invariant):
         launch_wgmma(q, spec, layer, block_tables, tiles.tiles, out, wgmma_layout, pdl)
@@ -212,34 +212,30 @@ def attention_prefill(
         q, cache_pointers(layer), block_tables, tiles.tiles, out,
         spec.scale * LOG2_E, layer.k.shape[0], block_tables.shape[1],
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WINDOW=spec.window or 0, Q8=layer.k_scale is not None,
-        TILE=shape, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(), PDL=pdl, num_warps=shape.warps, launch_pdl=pdl,
+        TILE=shape, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(), PDL=pdl,
+        num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
 def stores_wgmma_layout(layer: KVLayer, tiles: PrefillTiles) -> bool:
     """Whether `attention_prefill` of these chunks can write the WGMMA layout."""
-    return _takes_wgmma(_shape_of(tiles, layer.k.shape[2], layer.k.device), layer)
+    return _takes_wgmma(_shape_of(tiles.longest, layer.k.shape[2], layer.k.device), layer)
 
 
 def prefill_tiles(batch: ForwardBatch, head_dim: int, batch_invariant: bool = False) -> PrefillTiles:
     """What `rope_store` and `attention_prefill` read of the chunks of a step."""
-    return cut_tiles(batch, tile_rows(head_dim, max(batch.query_lens), batch.device, batch_invariant))
+    rows = tile_rows(head_dim, max(batch.query_lens), batch.device, batch_invariant)
+    return cut_tiles(batch, rows)
 
 
 def tile_rows(head_dim: int, rows: int, device: torch.device, batch_invariant: bool = False) -> int:
     """Rows of a tile of chunks of up to `rows` rows."""
-    return prefill_shape(
-        head_dim, BATCH_INVARIANT_ROWS if batch_invariant else rows, is_hopper(device)
-    ).block_rows
+    return _shape_of(rows, head_dim, device, batch_invariant).block_rows
 
 
-def _shape_of(
-    tiles: PrefillTiles, head_dim: int, device: torch.device, batch_invariant: bool = False
-) -> PrefillShape:
-    return prefill_shape(
-        head_dim, BATCH_INVARIANT_ROWS if batch_invariant else tiles.longest, is_hopper(device)
-    )
+def _shape_of(rows: int, head_dim: int, device: torch.device, batch_invariant: bool = False) -> PrefillShape:
+    return prefill_shape(head_dim, BATCH_INVARIANT_ROWS if batch_invariant else rows, is_hopper(device))
 
 
 def _takes_wgmma(shape: PrefillShape, layer: KVLayer, batch_invariant: bool = False) -> bool:
