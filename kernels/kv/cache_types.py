@@ -1,6 +1,6 @@
 """The types a key-value cache can be stored in, how many bytes a row of each takes, and how many rows a block has.
 
-A row is one head's key, or value, at one position. Knows no tensors.
+A row is one head's key, or value, at one position.
 """
 
 from typing import Literal, get_args

@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor, float16, int8, int32
 
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, check_head_dim
-from quengine.kernels.kv.kv_q8_0 import GROUP
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, Q8_0_GROUP, check_head_dim
 
-Q8_GROUP = tl.constexpr(GROUP)
+Q8_GROUP = tl.constexpr(Q8_0_GROUP)
 BLOCK = tl.constexpr(BLOCK_SIZE)
 BLOCK_BITS = tl.constexpr(BLOCK_SIZE.bit_length() - 1)
 
