@@ -14,11 +14,11 @@ import torch
 from timing import COPY_BYTES_PER_SECOND, graph_us
 
 import quengine.kernels.cuda.attention.attention_arguments as arguments
-import quengine.kernels.cuda.attention.attention_decode as decode
 import quengine.kernels.cuda.attention.attention_prefill as prefill
 import quengine.kernels.cuda.attention.attention_tiles as tiles
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.half import Form, HalfRows
 from quengine.kernels.cuda.gemv.activations import RoundedActivations
@@ -82,9 +82,9 @@ def time_decode(
 
     def launch(layer: KVLayer) -> None:
         if single:
-            decode.attention_decode_round(qkv, spec, layer, positions, workspace, rounded, pdl, tables)
+            attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
         else:
-            decode.attention_decode_half(qkv, spec, layer, positions, workspace, half, pdl, tables)
+            attention_decode(qkv, spec, layer, positions, tables, workspace, half, True, pdl)
 
     return graph_us([lambda layer=layer: launch(layer) for layer in layers])
 

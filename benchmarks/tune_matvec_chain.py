@@ -21,7 +21,7 @@ from benchmarks.cuda_timing import graph_time
 from benchmarks.matvec_chain import LAYERS, layer, layer_calls
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
-from quengine.kernels.cuda.attention.attention_decode import attention_decode_round
+from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.gemv.activations import RoundedActivations
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
@@ -71,8 +71,8 @@ class Chain:
             cache.k.normal_()
             cache.v.normal_()
             before, *behind = [lambda w=weight, c=call: c(w) for call in calls.values()]
-            attend = lambda c=cache: attention_decode_round(  # noqa: E731
-                qkv, spec, c, position, workspace, out, pdl, table
+            attend = lambda c=cache: attention_decode(  # noqa: E731
+                qkv, spec, c, position, table, workspace, out, False, pdl
             )
             self.launches += [before, attend, *behind]
 

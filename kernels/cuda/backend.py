@@ -17,11 +17,7 @@ from torch import Tensor
 from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
-from quengine.kernels.cuda.attention.attention_decode import (
-    attention_decode,
-    attention_decode_half,
-    attention_decode_round,
-)
+from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.attention_prefill import (
     attention_prefill,
     prefill_tiles,
@@ -240,7 +236,7 @@ class CudaBackend:
         unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
         alone, workspace = replace(spec, window=1), self._decode_workspace(spec, rows)
         tables, positions = batch.block_tables_of(spec.cache_group), batch.positions
-        attention_decode(qkv, alone, layer, positions, workspace, unused, self.pdl, tables, coarse=True)
+        attention_decode(qkv, alone, layer, positions, tables, workspace, unused, True, self.pdl)
         return qkv
 
     def _decode(
@@ -253,11 +249,11 @@ class CudaBackend:
         workspace = self._decode_workspace(spec, rows)
         if self._takes_q_dot(rows):
             rounded = RoundedActivations.empty(rows, width, self.device)
-            return attention_decode_round(qkv, spec, layer, positions, workspace, rounded, pdl, tables)
+            return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
         room = self._workspace(batch)
         half = room.half_rows(rows, width)
         out = room.as_they_are(half.values, rows, half.form)
-        return attention_decode_half(qkv, spec, layer, positions, workspace, out, pdl, tables)
+        return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl)
 
     def _normed(self, batch: ForwardBatch, x: Residual, norm: RMSNorm | None) -> Rows:
         assert norm is not None

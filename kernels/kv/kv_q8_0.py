@@ -23,5 +23,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """codes int8 [..., head_dim], scales [..., head_dim / 32] -> the fp32 values they stand for."""
-    groups: torch.Tensor = codes.float().reshape(*codes.shape[:-1], -1, Q8_0_GROUP) * scales.float()[..., None]
+    groups: torch.Tensor = (
+        codes.float().reshape(*codes.shape[:-1], -1, Q8_0_GROUP) * scales.float()[..., None]
+    )
     return groups.flatten(-2)

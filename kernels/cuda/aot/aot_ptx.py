@@ -87,9 +87,7 @@ def _reachable(body: list[_Instruction], labels: dict[str, set[int]]) -> Iterato
             yield at
 
 
-def _from(
-    start: int, body: list[_Instruction], labels: dict[str, set[int]], ends: set[int]
-) -> Iterator[int]:
+def _from(start: int, body: list[_Instruction], labels: dict[str, set[int]], ends: set[int]) -> Iterator[int]:
     """Instructions that can run from `start` on, up to a wait and to any of `ends`, with these."""
     seen: set[int] = set()
     waiting = [start]

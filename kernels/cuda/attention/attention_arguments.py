@@ -58,6 +58,10 @@ class DecodeOutputs(NamedTuple):
     scale: Tensor
     sums: Tensor
 
+    @classmethod
+    def unquantized(cls, data: Tensor) -> "DecodeOutputs":
+        return cls(data, data, data, data)
+
 
 class HeadShape(NamedTuple):
     """Key-value heads, query heads of each, elements of a head: what a kernel is compiled for."""
@@ -84,9 +88,9 @@ class DecodeArguments:
     outputs: DecodeOutputs
     coarse: bool
     pdl: bool
-    quantize: bool = False
-    form: Form | None = None
-    out_stride: int = 0
+    quantize: bool
+    form: Form | None
+    out_stride: int
 
     def __post_init__(self) -> None:
         spec, batch, acc = self.spec, self.qkv.shape[0], self.workspace.acc

@@ -8,7 +8,7 @@ import torch
 from quengine.kernels.attention import attention
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
-from quengine.kernels.cuda.attention.attention_decode import attention_decode, attention_decode_round
+from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.attention_tiles import combine_heads
 from quengine.kernels.cuda.gemv.activations import RoundedActivations
 from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
@@ -75,7 +75,7 @@ def check(
     workspace = DecodeWorkspace.allocate(batch, spec.heads, spec.kv_heads, spec.head_dim, DEVICE)
     out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=DEVICE)
     at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
-    attention_decode(qkv, spec, cache.layer, at, workspace, out, False, cache.tables)
+    attention_decode(qkv, spec, cache.layer, at, cache.tables, workspace, out)
     assert not workspace.arrivals.any(), "the arrival counters must be zero for the next launch"
     k_after, v_after = cache.read()
     for b, position in enumerate(positions):
@@ -151,14 +151,12 @@ def test_result_does_not_depend_on_the_batch() -> None:
     together = torch.empty(3, 256, device=DEVICE)
     workspace = DecodeWorkspace.allocate(3, 4, 2, 64, DEVICE)
     cache = cache_of(3, 2, 64)
-    attention_decode(qkv, spec, cache.layer, positions, workspace, together, False, cache.tables)
+    attention_decode(qkv, spec, cache.layer, positions, cache.tables, workspace, together)
     cache = cache_of(3, 2, 64)
     for b in range(3):
         alone = torch.empty(1, 256, device=DEVICE)
         own = cache.sequence(b)
-        attention_decode(
-            qkv[b : b + 1], spec, cache.layer, positions[b : b + 1], workspace, alone, False, own
-        )
+        attention_decode(qkv[b : b + 1], spec, cache.layer, positions[b : b + 1], own, workspace, alone)
         assert torch.equal(alone[0], together[b])
 
 
@@ -171,10 +169,10 @@ def test_rounded_output_is_the_output_rounded(heads: int, kv_heads: int, head_di
     workspace = DecodeWorkspace.allocate(2, heads, kv_heads, head_dim, DEVICE)
     plain = torch.empty(2, heads * head_dim, device=DEVICE)
     cache = cache_of(2, kv_heads, head_dim)
-    attention_decode(qkv, spec, cache.layer, positions, workspace, plain, False, cache.tables)
+    attention_decode(qkv, spec, cache.layer, positions, cache.tables, workspace, plain)
     rounded = RoundedActivations.empty(2, heads * head_dim, DEVICE)
     cache = cache_of(2, kv_heads, head_dim)
-    attention_decode_round(qkv, spec, cache.layer, positions, workspace, rounded, False, cache.tables)
+    attention_decode(qkv, spec, cache.layer, positions, cache.tables, workspace, rounded)
     step = rounded.scale.repeat_interleave(32, dim=1)
     assert bool(((rounded.dequantize() - plain).abs() <= step * 0.51).all())
     sums = rounded.ints().int().view(2, -1, 16).sum(-1)
@@ -190,9 +188,7 @@ def test_queries_are_scaled_by_their_position() -> None:
     outputs = []
     for variant in (replace(spec, query_scale=scales), replace(spec, scale=spec.scale * float(scales[50]))):
         out, cache = torch.empty(1, 128, device=DEVICE), cache_of(1, 1, 64)
-        outputs.append(
-            attention_decode(qkv, variant, cache.layer, position, workspace, out, False, cache.tables)
-        )
+        outputs.append(attention_decode(qkv, variant, cache.layer, position, cache.tables, workspace, out))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
 
 

@@ -6,11 +6,7 @@ import torch
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention import attention_arguments, attention_tiles, attention_warps
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
-from quengine.kernels.cuda.attention.attention_decode import (
-    attention_decode,
-    attention_decode_half,
-    attention_decode_round,
-)
+from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.half import Form, HalfRows
@@ -48,7 +44,7 @@ def decode(
     out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=qkv.device)
     pdl = qkv.device.type == "cuda" and has_dependent_launch(qkv.device)
     tables = cache.tables if tables is None else tables
-    attention_decode(qkv, spec, cache.layer, at, workspace, out, pdl, tables, coarse)
+    attention_decode(qkv, spec, cache.layer, at, tables, workspace, out, coarse, pdl)
     assert not workspace.arrivals.any()
     return out
 
@@ -144,7 +140,7 @@ def test_a_batch_may_leave_half_rows(
     rows.values.fill_(float("nan"))
     rows.unscale.fill_(1)
     workspace = DecodeWorkspace.allocate(2, spec.heads, spec.kv_heads, spec.head_dim, device)
-    attention_decode_half(qkv, spec, pool.layer, positions, workspace, rows, False, pool.tables)
+    attention_decode(qkv, spec, pool.layer, positions, pool.tables, workspace, rows, coarse=True)
     assert torch.equal(rows.dequantize(128), plain.half().float())
 
 
@@ -185,7 +181,7 @@ def test_quantized_output_is_the_same_too(head_dim: int, device: torch.device) -
     results = []
     for held in (cache, cache.shuffled()):
         out = RoundedActivations.empty(2, 2 * head_dim, device)
-        attention_decode_round(qkv, spec, held.layer, positions, workspace, out, False, held.tables)
+        attention_decode(qkv, spec, held.layer, positions, held.tables, workspace, out)
         results.append(out)
     assert torch.equal(results[0].dequantize(), results[1].dequantize())
     assert torch.equal(results[0].sums, results[1].sums)
