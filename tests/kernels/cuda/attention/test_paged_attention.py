@@ -125,7 +125,7 @@ def test_coarse_splits_are_the_same_sums(device: torch.device, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("form", [Form.ORDERED, Form.TILED])
-def test_a_batch_may_leave_half_rows(
+def test_a_batch_may_leave_an_fp16_operand(
     form: Form, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One split, and two that are combined."""
