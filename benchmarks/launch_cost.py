@@ -42,7 +42,7 @@ def step(llm: LLM, tokens: int) -> tuple[float, float]:
     began = time.perf_counter()
     for start in range(0, tokens, runner.decoder.chunk_size):
         chunk = ids[start : start + runner.decoder.chunk_size]
-        batch = prefill_batch([chunk], [start], [table], runner.decoder.backend.device)
+        batch = prefill_batch([chunk], [start], [[table]], runner.decoder.backend.device)
         runner.decoder.forward(batch, runner.cache.layers)
     launched = time.perf_counter()
     torch.cuda.synchronize()

@@ -80,6 +80,14 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class CacheGroup:
+    """Layers whose keys and values are kept alike: of the last `window` positions, or of all (None)."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder's shape.
 
@@ -131,6 +139,11 @@ class ModelConfig:
         from quengine.models.hf.config_hf import read_hf_config
 
         return read_hf_config(config)
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The groups of layers that share block tables."""
+        return (CacheGroup(self.sliding_window, tuple(range(self.block_count))),)
 
     @property
     def rope(self) -> "RopeSpec":

@@ -30,9 +30,9 @@ def one_sequence(
     blocks_of = list(range(blocks)) if table is None else [int(block) for block in table]
     where = torch.device(device)
     if phase == "prefill" or (phase is None and len(tokens) > 1):
-        return prefill_batch([tokens], [start], [blocks_of], where, all_logits)
+        return prefill_batch([tokens], [start], [[blocks_of]], where, all_logits)
     assert len(tokens) == 1
-    return decode_batch(tokens, [start], [blocks_of], where)
+    return decode_batch(tokens, [start], [[blocks_of]], where)
 
 
 def forward(

@@ -16,6 +16,15 @@ Q8_0_GROUP = 32
 BLOCK_SIZE = 32
 """Positions in a block of a paged cache."""
 
+PADDING_BLOCK = 0
+"""The block that no sequence owns: rows without a sequence write to it, and entries of a block table whose positions
+are not read name it."""
+
+
+def blocks_for(positions: int) -> int:
+    """Blocks that hold so many positions."""
+    return -(-positions // BLOCK_SIZE)
+
 
 def row_bytes(cache_type: CacheType, head_dim: int) -> int:
     """Bytes of one row: 2 a value in f16; a code of 1 and a sixteenth of a scale, 2 for every 32, in q8_0.

@@ -1,7 +1,4 @@
-"""How much work a benchmark's test is, counted from the model's shape: bytes read, floating-point operations.
-
-Does not know: how long it took.
-"""
+"""How much work a benchmark's test is, counted from the model's shape: bytes read, floating-point operations."""
 
 from quengine.llm import LLM
 
@@ -30,8 +27,11 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
         rows = chunks if block is decoder.blk[-1] else prompt
         matrices += 2 * block.attention.attn_qkv.rows * block.attention.attn_qkv.cols * prompt
         matrices += sum(2 * weight.rows * weight.cols for weight in behind) * rows
-    window = config.sliding_window or depth + prompt
-    seen = sum(min(position + 1, window) for position in range(depth, depth + prompt))
-    attention = 4 * config.head_count * config.head_dim * seen * len(decoder.blk)
+    seen = sum(
+        len(group.layers) * min(position + 1, group.window or position + 1)
+        for group in config.cache_groups
+        for position in range(depth, depth + prompt)
+    )
+    attention = 4 * config.head_count * config.head_dim * seen
     logits = 2 * decoder.output.rows * decoder.output.cols * chunks
     return int(matrices + attention + logits)

@@ -371,7 +371,7 @@ def _prefill(rows: int) -> ForwardBatch:
 
 def _batch(phase: Phase, rows: int, sequences: int, **given: Any) -> ForwardBatch:
     ids, positions = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.int32)
-    tables = _empty(sequences, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
+    tables = _empty(1, sequences, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
     return ForwardBatch(phase, ids, positions, tables, **given)
 
 

@@ -98,8 +98,8 @@ def test_preempted_texts_are_the_same(alone: LLM, many: LLM, params: SamplingPar
     params = replace(params, max_tokens=70)
     prompts = [[(10 * number + i) % 250 for i in range(12 + 3 * number)] for number in range(6)]
     expected = alone.generate(prompts, params)
-    blocks, scheduler = many.loaded.cache.num_blocks, many.scheduler
-    many.loaded.cache.num_blocks = 6  # as if there were memory for so few
+    pools, scheduler = many.loaded.cache.pools, many.scheduler
+    many.loaded.cache.pools = (replace(pools[0], num_blocks=6),)  # as if there were memory for so few
     try:
         many.scheduler = many._make_scheduler()
         assert isinstance(many.scheduler, Scheduler)
@@ -114,11 +114,11 @@ def test_preempted_texts_are_the_same(alone: LLM, many: LLM, params: SamplingPar
         same(many.generate(prompts, params), expected)
         assert preempted and max(preempted) > 20
     finally:
-        many.loaded.cache.num_blocks, many.scheduler = blocks, scheduler
+        many.loaded.cache.pools, many.scheduler = pools, scheduler
 
 
 def test_a_shared_beginning_has_the_bits_of_one_computed(alone: LLM, many: LLM) -> None:
-    many.scheduler.forget()
+    many.scheduler.reset()
     many.generate(SHARED, GREEDY)
     for prompt in ([*SHARED[:64], 1, 2, 3], SHARED):
         got = many.generate(prompt, GREEDY)

@@ -128,11 +128,13 @@ def run_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A step of chunks, each of `lengths` rows of qkv at its position in `starts` and with its row of `tables`: rotate,
     store and attend. The rotated queries fp16, and fp32 [T, heads * head_dim]."""
-    batch = prefill_batch([[0] * length for length in lengths], starts, tables.tolist(), qkv.device)
+    batch = prefill_batch(
+        [[0] * length for length in lengths], starts, [[table] for table in tables.tolist()], qkv.device
+    )
     tiles = prefill_tiles(batch, spec.head_dim, batch_invariant)
-    q = rope_store(qkv, spec, layer, batch.positions, batch.block_tables, tiles.sequences)
+    q = rope_store(qkv, spec, layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
     out = torch.full((len(qkv), spec.heads * spec.head_dim), float("nan"), device=qkv.device)
-    return q, attention_prefill(q, spec, layer, batch.block_tables, tiles, out, batch_invariant)
+    return q, attention_prefill(q, spec, layer, batch.block_tables_of(0), tiles, out, batch_invariant)
 
 
 def run_chunks(

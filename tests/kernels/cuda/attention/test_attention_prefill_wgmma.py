@@ -61,7 +61,7 @@ def test_chunks_are_as_defined(
 ) -> None:
     spec = long_spec(device, heads, kv_heads, window)
     cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, 128)
-    last = prefill_batch([[0] * chunks[-1]], [0], cache.tables.tolist(), device)
+    last = prefill_batch([[0] * chunks[-1]], [0], [[table] for table in cache.tables.tolist()], device)
     assert stores_wgmma_layout(cache.layer, prefill_tiles(last, 128))
     qkv = random_qkv(device, sum(chunks), heads, kv_heads)
     out = run_chunks(spec, cache.layer, qkv, chunks, cache.tables)
@@ -80,7 +80,7 @@ def in_wgmma_layout(
     shape = half_shape(len(q), spec.heads * 128, Form.ORDERED)
     room = torch.zeros(shape, dtype=torch.float16, device=q.device)
     return attention_prefill(
-        q, spec, cache.layer, batch.block_tables, tiles, room, wgmma_layout=True, pdl=True
+        q, spec, cache.layer, batch.block_tables_of(0), tiles, room, wgmma_layout=True, pdl=True
     )
 
 
@@ -99,12 +99,16 @@ def test_blocks_anywhere_and_the_wgmma_layout_have_the_same_bits(
     for length in (205, 400):
         results = []
         for cache in (own, pool):
-            batch = prefill_batch([[0] * length], [start], cache.tables.tolist(), device)
+            batch = prefill_batch(
+                [[0] * length], [start], [[table] for table in cache.tables.tolist()], device
+            )
             tiles = prefill_tiles(batch, 128)
             rows = qkv[start : start + length]
-            q = rope_store(rows, spec, cache.layer, batch.positions, batch.block_tables, tiles.sequences)
+            q = rope_store(
+                rows, spec, cache.layer, batch.positions, batch.block_tables_of(0), tiles.sequences
+            )
             plain = torch.empty(length, 512, dtype=torch.float16, device=device)
-            attention_prefill(q, spec, cache.layer, batch.block_tables, tiles, plain, pdl=cache is pool)
+            attention_prefill(q, spec, cache.layer, batch.block_tables_of(0), tiles, plain, pdl=cache is pool)
             results.append((q, plain))
         (q, plain), (again, paged) = results
         assert torch.equal(q, again) and torch.equal(plain, paged)
@@ -112,7 +116,7 @@ def test_blocks_anywhere_and_the_wgmma_layout_have_the_same_bits(
         assert torch.equal(room[:length], HalfRows(plain, plain[:, 0]).as_ordered().values[:length])
         assert not room[length:].any(), "rows behind the last were written"
         in_place = q.view(length, 512)
-        attention_prefill(q, spec, pool.layer, batch.block_tables, tiles, in_place)
+        attention_prefill(q, spec, pool.layer, batch.block_tables_of(0), tiles, in_place)
         assert torch.equal(in_place, plain)
         start += length
 
@@ -131,18 +135,22 @@ def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> Non
             for cache in (own, pool):
                 run_prefill(spec, cache.layer, before, [0], [start], cache.sequence(sequence))
     qkv = random_qkv(device, sum(lengths), 4, 2)
-    batch = prefill_batch([[0] * length for length in lengths], starts, pool.tables.tolist(), device)
+    batch = prefill_batch(
+        [[0] * length for length in lengths], starts, [[table] for table in pool.tables.tolist()], device
+    )
     tiles = prefill_tiles(batch, 128)
-    q = rope_store(qkv, spec, pool.layer, batch.positions, batch.block_tables, tiles.sequences)
+    q = rope_store(qkv, spec, pool.layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
     room = in_wgmma_layout(q, spec, pool, batch)
     together = HalfRows(room, torch.ones(len(qkv), device=device), Form.ORDERED).row_major(512)
     for sequence, (rows, start, _) in enumerate(batch.chunks(0)):
         length = lengths[sequence]
-        alone = prefill_batch([[0] * length], [start], own.sequence(sequence).tolist(), device)
+        alone = prefill_batch(
+            [[0] * length], [start], [[table] for table in own.sequence(sequence).tolist()], device
+        )
         tiles = prefill_tiles(alone, 128)
-        q = rope_store(qkv[rows], spec, own.layer, alone.positions, alone.block_tables, tiles.sequences)
+        q = rope_store(qkv[rows], spec, own.layer, alone.positions, alone.block_tables_of(0), tiles.sequences)
         expected = torch.empty(length, 512, dtype=torch.float16, device=device)
-        attention_prefill(q, spec, own.layer, alone.block_tables, tiles, expected)
+        attention_prefill(q, spec, own.layer, alone.block_tables_of(0), tiles, expected)
         if length > 128:
             assert torch.equal(together[rows], expected)
         else:  # alone it is computed by another kernel

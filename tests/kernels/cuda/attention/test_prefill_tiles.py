@@ -44,7 +44,7 @@ def test_chunks_of_several_prompts_are_each_its_own(
 
 
 def test_tiles_that_see_the_most_keys_come_first() -> None:
-    tables = [[1, 2, 3], [4, 5, 6, 7]]
+    tables = [[[1, 2, 3]], [[4, 5, 6, 7]]]
     batch = prefill_batch([[0] * 70, [0] * 40], (0, 64), tables, torch.device("cpu"))
     rows = prefill_tiles(batch, 64)
     assert rows.block_rows == 64 and rows.tiles.tolist() == [
@@ -57,6 +57,5 @@ def test_tiles_that_see_the_most_keys_come_first() -> None:
     assert (rows.longest, rows.latest, rows.deepest) == (70, 64, 104)
     assert batch.logits_rows is not None
     assert batch.logits_rows.tolist() == [69, 109] and batch.block_tables.tolist() == [
-        [1, 2, 3, 0],
-        [4, 5, 6, 7],
+        [[1, 2, 3, 0], [4, 5, 6, 7]]
     ]

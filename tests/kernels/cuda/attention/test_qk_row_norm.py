@@ -69,7 +69,7 @@ def test_attention_of_a_backend(
     backend, spec, tokens = CudaBackend(device), row_spec(device), 40
     qkv = random_qkv(device, tokens)
     cache = PagedCache.empty(device, 1, CONTEXT, KV_HEADS, HEAD_DIM)
-    batch = prefill_batch([[0] * tokens], [0], cache.tables.tolist(), device)
+    batch = prefill_batch([[0] * tokens], [0], [[table] for table in cache.tables.tolist()], device)
     expected = expected_rows(qkv, spec, PagedCache.empty(device, 1, CONTEXT, KV_HEADS, HEAD_DIM), batch)
     row_scale = torch.full((tokens,), 2.0, device=device)
     given = Products(qkv * 2, row_scale, 4.0) if products else qkv.clone()
@@ -78,7 +78,7 @@ def test_attention_of_a_backend(
     error = (out.double() - expected).norm() / expected.norm()
     assert error < 1e-3, f"relative error {error:.2e}"
 
-    tables = cache.tables.tolist() * 2
+    tables = [[table] for table in cache.tables.tolist()] * 2
     step = decode_batch([0, 0], [tokens - 2, tokens - 1], tables, device, shares_sequences=True)
     rows = backend.attention(step, qkv[-2:].clone(), spec, cache.layer)
     assert isinstance(rows, HalfRows)
