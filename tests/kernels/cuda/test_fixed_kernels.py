@@ -9,9 +9,7 @@ import torch
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda import rms_norm as rms_norm_module
-from quengine.kernels.cuda.attention.attention_prefill import attention_prefill, is_hopper
-from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.cuda.attention.rope import rope_store
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import matmul as matmul_module
 from quengine.kernels.cuda.gemm.half import HalfRows
@@ -27,7 +25,7 @@ from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
-from tests.kernels.cuda.attention.attention_cases import make_spec
+from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 from tests.tiny_models import write_tiny
 
@@ -152,17 +150,9 @@ def test_a_prompts_attention_does_not_depend_on_its_chunks(
     qkv = torch.randn(tokens, 8 * head_dim, generator=torch.Generator().manual_seed(1)).to(device)
 
     def run(chunks: list[int]) -> torch.Tensor:
-        cache = KVStore.allocate(1, 256, 2, head_dim, device, q8_0)
-        for tensor in (cache.k, cache.v, cache.k_scale, cache.v_scale):
-            if tensor is not None:
-                tensor.zero_()
-        outputs, start = [], 0
-        for size in [*chunks, tokens - sum(chunks)]:
-            positions = torch.arange(start, start + size, dtype=torch.int32, device=device)
-            q = rope_store(qkv[start : start + size], spec, cache, 0, positions)
-            outputs.append(attention_prefill(q, spec, cache, 0, start, torch.float32, fixed=True))
-            start += size
-        return torch.cat(outputs)
+        cache = PagedCache.empty(device, 1, 256, 2, head_dim, q8_0)
+        sizes = [*chunks, tokens - sum(chunks)]
+        return run_chunks(spec, cache.layer, qkv, sizes, cache.tables, batch_invariant=True)
 
     whole = run([])
     for chunks in [[1, 64]] + [[1, 2, 40], [64, 5], [33, 1], [1] * 100, [128]] * ON_GPU:

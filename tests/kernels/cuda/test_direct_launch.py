@@ -12,7 +12,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from quengine.kernels.cuda.launch.relaunch import Copied, Relaunched
+from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 
 
 class Made(CompiledKernel):
@@ -43,7 +43,7 @@ class Kernel:
 
 def test_a_launch_of_the_same_kind_runs_what_was_compiled() -> None:
     kernel = Kernel()
-    again = Relaunched(kernel)
+    again = DirectLaunch(kernel)
     x, y = torch.zeros(8), torch.zeros(4)
     again[(3,)](x, 32, 1.0, LAST=5, FIRST=4, num_warps=2)
     again[(7, 2)](y, 48, 2.5, LAST=5, FIRST=4, num_warps=2)
@@ -66,7 +66,7 @@ def test_a_launch_of_the_same_kind_runs_what_was_compiled() -> None:
 )
 def test_a_launch_of_another_kind_is_compiled(arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     kernel = Kernel()
-    again = Relaunched(kernel)
+    again = DirectLaunch(kernel)
     again[(1,)](torch.zeros(8), 32, 1.0, FIRST=4, LAST=0)
     again[(1,)](*arguments, **named, LAST=0)
     assert len(kernel.made) == 2
@@ -74,7 +74,7 @@ def test_a_launch_of_another_kind_is_compiled(arguments: tuple[Any, ...], named:
 
 def test_while_launches_are_only_recorded_triton_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel()
-    again = Relaunched(kernel)
+    again = DirectLaunch(kernel)
     again[(1,)](torch.zeros(8), 32, 1.0, FIRST=4, LAST=0)
     monkeypatch.setattr(JITFunction, "run", lambda *_, **__: None)
     again[(1,)](torch.zeros(8), 32, 1.0, FIRST=4, LAST=0)
@@ -83,7 +83,7 @@ def test_while_launches_are_only_recorded_triton_gets_them(monkeypatch: pytest.M
 
 def test_a_kernel_takes_tensors_and_numbers() -> None:
     with pytest.raises(TypeError, match="not with str"):
-        Relaunched(Kernel())[(1,)]("x", FIRST=1, LAST=2)
+        DirectLaunch(Kernel())[(1,)]("x", FIRST=1, LAST=2)
 
 
 LAYOUT = NVMMASharedLayout(128, 16, 2)
@@ -130,7 +130,7 @@ class KernelOfRows(Kernel):
 
 def launch_three(kernel: KernelOfRows) -> tuple[list[torch.Tensor], list[list[object]]]:
     """Two tensors, the second twice, after a first launch by Triton; the arguments of what then launches."""
-    again, x = Relaunched(kernel, LAYOUT), torch.zeros(8)
+    again, x = DirectLaunch(kernel, LAYOUT), torch.zeros(8)
     rows = [torch.zeros(32, 128, dtype=torch.float16), torch.zeros(16, 128, dtype=torch.float16)]
     for tensor in (rows[0], rows[0], rows[1], rows[1]):
         again[(1,)](x, Copied(tensor, (8, 64)), 32, FIRST=4)
@@ -166,7 +166,7 @@ def test_each_of_several_maps_is_made_by_its_own_facts(monkeypatch: pytest.Monke
     kernel.arg_names = ("x_ptr", "a", "b", "FIRST")
     launcher = kernel.compiled._run
     launcher.launch = driver.wrap_handle_tensordesc(launcher.plain, signature, ["of a", "of b"])
-    again, x = Relaunched(kernel, LAYOUT), torch.zeros(8)
+    again, x = DirectLaunch(kernel, LAYOUT), torch.zeros(8)
     a, b = (torch.zeros(rows, 64, dtype=torch.float16) for rows in (32, 16))
     for first, second in ((a, b), (a, b), (a, a)):
         again[(1,)](x, Copied(first, (8, 64)), Copied(second, (8, 64)), FIRST=4)
@@ -182,7 +182,7 @@ def test_where_triton_makes_them_otherwise_it_is_given_descriptors() -> None:
 
 def test_another_block_is_another_kernel() -> None:
     kernel = KernelOfRows(wrapped=False)
-    again, rows = Relaunched(kernel, LAYOUT), torch.zeros(32, 128, dtype=torch.float16)
+    again, rows = DirectLaunch(kernel, LAYOUT), torch.zeros(32, 128, dtype=torch.float16)
     for block in ((8, 64), (16, 64), (8, 64)):
         again[(1,)](torch.zeros(8), Copied(rows, block), 32, FIRST=4)
     assert len(kernel.given) == 2
