@@ -14,17 +14,17 @@ import torch
 from timing import COPY_BYTES_PER_SECOND, graph_us
 
 import quengine.kernels.cuda.attention.attention_arguments as arguments
-import quengine.kernels.cuda.attention.attention_decode as decode
 import quengine.kernels.cuda.attention.attention_prefill as prefill
 import quengine.kernels.cuda.attention.attention_tiles as tiles
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.cuda.attention.rope import rope_store
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cuda.attention.attention_decode import attention_decode
+from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.half import Form, HalfRows
 from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.kernels.kv.kv_q8_0 import quantize_rows
+from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.rope import RopeSpec, rope_table
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -51,70 +51,27 @@ def mistral_spec() -> AttentionSpec:
     )
 
 
-def random_cache(q8_0: bool) -> KVStore:
-    cache = KVStore.allocate(1, CONTEXT, KV_HEADS, HEAD_DIM, DEVICE, q8_0)
-    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
-        values = torch.randn(codes.shape, device=DEVICE)
-        if scales is None:
-            codes.copy_(values)
-        else:
-            quantized = quantize_rows(values)
-            codes.copy_(quantized[0])
-            scales.copy_(quantized[1])
-    return cache
-
-
-def time_decode(spec: AttentionSpec, caches: list[KVStore], depth: int, pdl: bool, batch: int = 1) -> float:
-    """Microseconds of one launch: rotation, cache write, attention, combination and rounding."""
-    qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
-    positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
-    workspace = arguments.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
-    out = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
-    return graph_us(
-        [
-            lambda cache=cache: decode.attention_decode_round(
-                qkv, spec, cache, positions, workspace, out, pdl
-            )
-            for cache in caches
-        ]
-    )
-
-
 def decode_floor(depth: int, q8_0: bool) -> float:
     per_key = 2 * KV_HEADS * HEAD_DIM * (1.0625 if q8_0 else 2)
     return depth * per_key / COPY_BYTES_PER_SECOND * 1e6
 
 
-def decode_table(spec: AttentionSpec, pdl: bool) -> list[dict[str, float | bool]]:
-    results: list[dict[str, float | bool]] = []
-    for q8_0 in (False, True):
-        caches = [random_cache(q8_0) for _ in range(LAYERS)]
-        for depth in (0, 128, 512, 2048, 4096, 16384):
-            us = time_decode(spec, caches, depth, pdl)
-            results.append(
-                {"q8_0": q8_0, "depth": depth, "pdl": pdl, "us": us, "floor": decode_floor(depth, q8_0)}
-            )
-            floor = decode_floor(depth, q8_0)
-            print(f"decode q8_0={q8_0} pdl={pdl} depth={depth}: {us:.2f} us, floor {floor:.2f}", flush=True)
-    return results
+def ones_layer(rows: int, q8_0: bool) -> KVLayer:
+    """A layer's cache of so many rows, of any content that is a number."""
+    layer = allocate_layer(rows, KV_HEADS, HEAD_DIM, DEVICE, "q8_0" if q8_0 else "f16")
+    for tensor in layer.tensors:
+        tensor.fill_(1)
+    return layer
 
 
-def random_pool(rows: int, q8_0: bool) -> KVStore:
-    """A pool of so many rows, of any content that is a number."""
-    cache = KVStore.allocate(1, 1, KV_HEADS, HEAD_DIM, DEVICE, q8_0)
-    planes = [plane for plane in (cache.k, cache.v, cache.k_scale, cache.v_scale) if plane is not None]
-    shapes = [(1, KV_HEADS, rows, plane.shape[-1]) for plane in planes]
-    return KVStore(
-        *(torch.ones(s, dtype=p.dtype, device=DEVICE) for s, p in zip(shapes, planes, strict=True))
-    )
-
-
-def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: bool) -> float:
-    """Microseconds of one launch over blocks in no order, each layer with a pool of its own: rounded rows in fine
-    slices, or half rows in coarse ones."""
+def time_decode(
+    spec: AttentionSpec, depth: int, batch: int, q8_0: bool, single: bool, pdl: bool = True
+) -> float:
+    """Microseconds of one launch over blocks in no order, each layer with a cache of its own: quantized activations in
+    fine KV splits (`single`), or an fp16 operand in coarse ones."""
     blocks = depth // BLOCK_SIZE + 1
-    layers = min(LAYERS, max(2, (8 << 30) // (batch * blocks * BLOCK_SIZE * 4096)))
-    pools = [random_pool(batch * blocks * BLOCK_SIZE, q8_0) for _ in range(layers)]
+    count = min(LAYERS, max(2, (8 << 30) // (batch * blocks * BLOCK_SIZE * 4096)))
+    layers = [ones_layer(batch * blocks * BLOCK_SIZE, q8_0) for _ in range(count)]
     tables = torch.randperm(batch * blocks, device=DEVICE).to(torch.int32).view(batch, blocks)
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
@@ -123,84 +80,91 @@ def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: 
     half = HalfRows.empty(batch, HEADS * HEAD_DIM, DEVICE, Form.ORDERED)
     half.unscale.fill_(1)
 
-    def launch(pool: KVStore) -> None:
-        if rounds:
-            decode.attention_decode_round(qkv, spec, pool, positions, workspace, rounded, True, tables)
+    def launch(layer: KVLayer) -> None:
+        if single:
+            attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
         else:
-            decode.attention_decode_half(qkv, spec, pool, positions, workspace, half, True, tables)
+            attention_decode(qkv, spec, layer, positions, tables, workspace, half, True, pdl)
 
-    return graph_us([lambda pool=pool: launch(pool) for pool in pools])
+    return graph_us([lambda layer=layer: launch(layer) for layer in layers])
+
+
+def decode_table(spec: AttentionSpec, pdl: bool) -> list[dict[str, float | bool]]:
+    results: list[dict[str, float | bool]] = []
+    for q8_0, depth in itertools.product((False, True), (0, 128, 512, 2048, 4096, 16384)):
+        us, floor = time_decode(spec, depth, 1, q8_0, True, pdl), decode_floor(depth, q8_0)
+        results.append({"q8_0": q8_0, "depth": depth, "pdl": pdl, "us": us, "floor": floor})
+        print(f"decode q8_0={q8_0} pdl={pdl} depth={depth}: {us:.2f} us, floor {floor:.2f}", flush=True)
+    return results
 
 
 def batch_table(spec: AttentionSpec) -> list[dict[str, float | bool]]:
-    """Paged against contiguous for one sequence; then batches."""
     results: list[dict[str, float | bool]] = []
-    for q8_0 in (False, True):
-        caches = [random_cache(q8_0) for _ in range(LAYERS)]
-        for depth in (128, 4096, 16384):
-            row = {"q8_0": q8_0, "batch": 1, "depth": depth, "us": time_paged(spec, depth, 1, q8_0, True)}
-            row["contiguous"] = time_decode(spec, caches, depth, True)
-            results.append(row | {"floor": decode_floor(depth, q8_0)})
-        del caches
-        for batch, depth in BATCHES:
-            us, floor = time_paged(spec, depth, batch, q8_0, False), batch * decode_floor(depth, q8_0)
-            results.append({"q8_0": q8_0, "batch": batch, "depth": depth, "us": us, "floor": floor})
-    for row in results:
+    for q8_0, (batch, depth) in itertools.product((False, True), BATCHES):
+        us, floor = time_decode(spec, depth, batch, q8_0, False), batch * decode_floor(depth, q8_0)
+        row: dict[str, float | bool] = {
+            "q8_0": q8_0, "batch": batch, "depth": depth, "us": us, "floor": floor
+        }  # fmt: skip
         print("batch", *(f"{key}={value:.2f}" for key, value in row.items()), flush=True)
+        results.append(row)
     return results
 
 
 def batch_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, object]]:
-    """Least keys a slice, tile, warps and stages at four batches."""
+    """Least keys a KV split, tile, warps and stages at four batches."""
     results: list[dict[str, object]] = []
-    coarse, launch = tiles.COARSE, tiles.tile_launch
+    coarse, launch = tiles.COARSE, tiles.tile_shape
     swept = ((64, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 3), (128, 8, 2)) if not q8_0 else SWEPT_Q8_0
     for least, tile in itertools.product((160, 288, 416, 544), swept):
         tiles.COARSE = least
-        tiles.tile_launch = lambda *_, tile=tile: tiles.TileLaunch(*tile)  # type: ignore[assignment]
+        tiles.tile_shape = lambda *_, tile=tile: tiles.TileShape(*tile)  # type: ignore[assignment]
         cases = ((8, 256), (32, 256), (64, 256), (8, 2048), (32, 2048))
-        us = [time_paged(spec, depth, batch, q8_0, False) for batch, depth in cases]
+        us = [time_decode(spec, depth, batch, q8_0, False) for batch, depth in cases]
         results.append({"q8_0": q8_0, "least": least, "tile": tile, "us": us})
         print(f"sweep q8_0={q8_0} least {least} tile {tile}:", *(f"{t:.1f}" for t in us), flush=True)
-    tiles.COARSE, tiles.tile_launch = coarse, launch
+    tiles.COARSE, tiles.tile_shape = coarse, launch
     return results
 
 
 def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
-    """Slices, tile, warps and stages at three depths."""
+    """KV splits, tile, warps and stages at three depths."""
     results = []
-    caches = [random_cache(q8_0) for _ in range(LAYERS)]
-    count, launch = arguments.slice_count, tiles.tile_launch
-    for slices, keys, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3)):
+    count, launch = arguments.split_count, tiles.tile_shape
+    for splits, keys, warps, stages in itertools.product((16, 32), (32, 64, 128), (4, 8), (2, 3)):
         if keys * stages > 256:
             continue
-        arguments.slice_count = lambda _, n=slices: n  # type: ignore[assignment]
-        shape = tiles.TileLaunch(keys, warps, stages)
-        tiles.tile_launch = lambda *_, shape=shape: shape  # type: ignore[assignment]
+        arguments.split_count = lambda _, n=splits: n  # type: ignore[assignment]
+        shape = tiles.TileShape(keys, warps, stages)
+        tiles.tile_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
         try:
-            us = [time_decode(spec, caches, depth, True) for depth in (0, 100, 512, 4096, 16384)]
+            us = [time_decode(spec, depth, 1, q8_0, True) for depth in (0, 100, 512, 4096, 16384)]
         except Exception as error:  # a shape that does not fit this GPU is a result of the sweep
-            print("sweep", slices, keys, warps, stages, "failed:", str(error)[:60], flush=True)
+            print("sweep", splits, keys, warps, stages, "failed:", str(error)[:60], flush=True)
             continue
-        results.append({"slices": slices, "keys": keys, "warps": warps, "stages": stages, "us": us})
+        results.append({"splits": splits, "keys": keys, "warps": warps, "stages": stages, "us": us})
         print(
-            f"sweep q8_0={q8_0} slices {slices} keys {keys} warps {warps} stages {stages}:",
+            f"sweep q8_0={q8_0} splits {splits} keys {keys} warps {warps} stages {stages}:",
             *(f"{t:.2f}" for t in us),
             flush=True,
         )
-    arguments.slice_count, tiles.tile_launch = count, launch
+    arguments.split_count, tiles.tile_shape = count, launch
     return results
 
 
 def time_prefill(spec: AttentionSpec, rows: int, start: int) -> tuple[float, float]:
     """Microseconds of attention alone and of rotation with the cache write, for one chunk."""
-    cache = random_cache(False)
+    layer = ones_layer(CONTEXT // BLOCK_SIZE * BLOCK_SIZE, False)
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE, dtype=torch.float16)
-    positions = torch.arange(start, start + rows, dtype=torch.int32, device=DEVICE)
-    q = rope_store(qkv, spec, cache, 0, positions)
-    attend = graph_us([lambda: prefill.attention_prefill(q, spec, cache, 0, start)] * 4)
-    store = graph_us([lambda: rope_store(qkv, spec, cache, 0, positions)] * 8)
-    return attend, store
+    batch = prefill_batch([[0] * rows], [start], [[list(range(CONTEXT // BLOCK_SIZE))]], DEVICE)
+    tiles_, tables = prefill.prefill_tiles(batch, HEAD_DIM), batch.block_tables_of(0)
+    out = torch.empty(rows, HEADS * HEAD_DIM, dtype=torch.float16, device=DEVICE)
+
+    def rotate() -> torch.Tensor:
+        return rope_store(qkv, spec, layer, batch.positions, tables, tiles_.sequences)
+
+    q = rotate()
+    attend = graph_us([lambda: prefill.attention_prefill(q, spec, layer, tables, tiles_, out)] * 4)
+    return attend, graph_us([rotate] * 8)
 
 
 def time_sdpa(rows: int, keys: int) -> float:
@@ -226,12 +190,12 @@ def prefill_table(spec: AttentionSpec) -> list[dict[str, float]]:
 
 def prefill_sweep(spec: AttentionSpec) -> list[dict[str, float]]:
     results = []
-    original = prefill.prefill_launch
+    original = prefill.prefill_shape
     for rows, keys, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3)):
         if rows * keys * stages > 2**15:
             continue
-        shape = prefill.PrefillLaunch(rows, keys, warps, stages)
-        prefill.prefill_launch = lambda *_, shape=shape: shape  # type: ignore[assignment]
+        shape = prefill.PrefillShape(rows, keys, warps, stages)
+        prefill.prefill_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
         try:
             us = [time_prefill(spec, *case)[0] for case in ((128, 0), (2048, 0), (2048, 14336))]
         except Exception as error:  # a shape that does not fit this GPU is a result of the sweep
@@ -243,7 +207,7 @@ def prefill_sweep(spec: AttentionSpec) -> list[dict[str, float]]:
             *(f"{t:.1f}" for t in us),
             flush=True,
         )
-    prefill.prefill_launch = original
+    prefill.prefill_shape = original
     return results
 
 

@@ -3,7 +3,7 @@
     python benchmarks/batch_step.py MODEL.gguf [--batches 1,8,32,64] [--depth 256] [--json FILE]
 
 Sequences of one length decode greedily. "step" is the graph with the copy of its tokens, launched one behind the other;
-"call" is one `Runner.decode`, a step ahead. Kernels are the profiler's, per step.
+"call" is one `ModelRunner.decode`, a step ahead. Kernels are the profiler's, per step.
 """
 
 import argparse
@@ -15,11 +15,11 @@ import torch
 
 from quengine import LLM, SamplingParams
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.model_runner import ModelRunner
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
-from quengine.runners.cuda_batch import bucket_of
-from quengine.runners.cuda_runner import CudaRunner
-from quengine.runners.graph_sampling import GREEDY
+from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.graph_keys import GREEDY, decode_key, padded_rows
 from quengine.sampler import Sample, Sampler
 
 STEPS = 20
@@ -40,12 +40,12 @@ def decoding(llm: LLM, batch: int, depth: int) -> list[Sequence]:
             llm.ctx_size,
         )
         sequence.num_cached_tokens = depth
-        sequence.block_table = list(range(number * blocks, (number + 1) * blocks))
+        sequence.block_tables = (list(range(1 + number * blocks, 1 + (number + 1) * blocks)),)
         made.append(sequence)
     return made
 
 
-def call(runner: CudaRunner, sequences: list[Sequence]) -> None:
+def call(runner: ModelRunner, sequences: list[Sequence]) -> None:
     for sequence, result in zip(sequences, runner.decode(sequences), strict=True):
         assert isinstance(result, Sample), result
         sequence.num_cached_tokens += 1
@@ -53,8 +53,8 @@ def call(runner: CudaRunner, sequences: list[Sequence]) -> None:
 
 
 def measure(llm: LLM, batch: int, depth: int) -> dict[str, object]:
-    runner = llm.runner
-    assert isinstance(runner, CudaRunner)
+    runner, graphs = llm.runner, llm.runner.graphs
+    assert isinstance(graphs, CudaGraphs)
     sequences = decoding(llm, batch, depth)
     for _ in range(4):
         call(runner, sequences)
@@ -71,11 +71,10 @@ def measure(llm: LLM, batch: int, depth: int) -> dict[str, object]:
     kernels: dict[str, float] = {}
     for event in profile.key_averages():
         kernels[event.key] = event.self_device_time_total / STEPS / 1e3
-    assert runner.batches is not None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(STEPS):  # the rows go on by themselves
-        runner.batches.launch(bucket_of(batch), GREEDY)
+        graphs.launch(decode_key(padded_rows(batch), GREEDY))
     end.record()
     end.synchronize()
     step_ms = start.elapsed_time(end) / STEPS

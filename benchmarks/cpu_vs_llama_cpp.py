@@ -73,8 +73,8 @@ class Quengine:
         return self._seconds(0, count)
 
     def _seconds(self, prompt: int, count: int) -> float:
-        from quengine.diagnostics.bench.bench_batch import time_batch
-        from quengine.diagnostics.bench.bench_row import BenchTest
+        from quengine.diagnostics.bench.bench_plan import BenchTest
+        from quengine.diagnostics.bench.bench_time import time_batch
 
         (seconds,) = time_batch(self.llm, BenchTest(prompt, count), 1, 1, False, lambda _: None)
         return seconds

@@ -214,7 +214,7 @@ def errors(_device: str, _only: str) -> Record:
     """Outcomes of damaged GGUF files and of wrong flags."""
     from typer.testing import CliRunner
 
-    from quengine.cli.main import app
+    from quengine.cli.main import app, register_commands
     from quengine.errors import CannotRunError, EngineError
     from quengine.models.config import ModelConfig
     from quengine.models.gguf import open_gguf
@@ -232,6 +232,7 @@ def errors(_device: str, _only: str) -> Record:
                 record[f"gguf {number}"] = "opens"
             except (EngineError, CannotRunError) as error:
                 record[f"gguf {number}"] = str(error).replace(folder, "")
+    register_commands([])
     for line in _WRONG:
         result = CliRunner().invoke(app, line.split())
         said = result.exception if isinstance(result.exception, EngineError) else result.output

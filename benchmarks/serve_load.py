@@ -35,15 +35,15 @@ GROWTH_MIB = 64.0
 
 def serve(pipe: "Connection[int, int]", model: str | None, slots: int) -> None:
     """The server's process: says its port through `pipe`, and ends when it is told to."""
+    from quengine.serve.processes.shared_engine import Engine
     from quengine.serve.server import Server, bind
     from quengine.serve.settings import Limits, ServerSettings
-    from quengine.serve.worker.engine_port import Engine
     from tests.engine.serve.fake_engine import FakeEngine
 
     def make_engine() -> Engine:
         if model is None:
             return FakeEngine(capacity=slots, step_s=0.005)
-        from quengine.serve.worker.process_engine import ProcessEngine
+        from quengine.serve.processes.server_engine import ProcessEngine
 
         # Deterministic: then a text is to the last token what another one of its prompt is. A context that is soon in
         # use, all of it: pages of the cache are the process's from their first use.

@@ -26,9 +26,9 @@ from typing import Any
 
 def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
     """The server's process: tells the engine's own speed and its port, and ends when it is told to."""
+    from quengine.serve.processes.shared_engine import Engine
     from quengine.serve.server import Server, bind
     from quengine.serve.settings import Limits, ServerSettings
-    from quengine.serve.worker.engine_port import Engine
     from tests.engine.serve.fake_engine import FakeEngine
 
     engine: Engine
@@ -38,8 +38,8 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
         pipe.send(given.streams / given.step_ms * 1e3)
     else:
         from quengine.llm import LLM
-        from quengine.serve.worker.llm_engine import LLMEngine
-        from quengine.serve.worker.process_engine import ProcessEngine
+        from quengine.serve.processes.engine_llm import LLMEngine
+        from quengine.serve.processes.server_engine import ProcessEngine
 
         options = {"device": given.device, "ctx_size": context, "parallel": given.streams}
         pipe.send(alone(given, options))

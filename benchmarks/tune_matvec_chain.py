@@ -21,10 +21,10 @@ from benchmarks.cuda_timing import graph_time
 from benchmarks.matvec_chain import LAYERS, layer, layer_calls
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
-from quengine.kernels.cuda.attention.attention_decode import attention_decode_round
-from quengine.kernels.cuda.attention.kv_store import KVStore
+from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.gemv.activations import RoundedActivations
 from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.kv.kv_rows import allocate_layer
 
 Geometry = tuple[int, int, int, int, bool]
@@ -63,14 +63,17 @@ class Chain:
         out = RoundedActivations.empty(1, spec.heads * spec.head_dim, "cuda")
         position = torch.tensor([depth], dtype=torch.int32, device="cuda")
         qkv = torch.randn(1, 6144, device="cuda")
+        blocks = depth // BLOCK_SIZE + 1
+        table = torch.arange(blocks, dtype=torch.int32, device="cuda").view(1, blocks)
         self.launches: list[Callable[[], object]] = []
         for weight in weights:
-            cache = allocate_layer(depth + 1, spec.kv_heads, spec.head_dim, "cuda")
+            cache = allocate_layer(blocks * BLOCK_SIZE, spec.kv_heads, spec.head_dim, "cuda")
             cache.k.normal_()
             cache.v.normal_()
-            store = KVStore.of_layer(cache)
             before, *behind = [lambda w=weight, c=call: c(w) for call in calls.values()]
-            attend = lambda s=store: attention_decode_round(qkv, spec, s, position, workspace, out, pdl)  # noqa: E731
+            attend = lambda c=cache: attention_decode(  # noqa: E731
+                qkv, spec, c, position, table, workspace, out, False, pdl
+            )
             self.launches += [before, attend, *behind]
 
     def time(self) -> float:

@@ -7,9 +7,12 @@ program, where Python's own handler would print a traceback.
 import signal
 import sys
 
+from quengine.platform import collector
+
 
 def main() -> int:
     """Run the command line; the exit code. A Ctrl-C that the parent process ignores stays ignored."""
+    collector.starting()  # before the imports, which make many objects
     handler = signal.getsignal(signal.SIGINT)
     if handler is not signal.default_int_handler:
         from quengine.cli.main import main as run

@@ -1,11 +1,7 @@
 """The `engine` program: the commands, the global flags, and what every kind of failure looks like.
 
-Knows how a failure is shown and which exit code it has; does not know what any command does.
-
-Exit codes: 0 success; 1 user error (bad flag, bad file, unknown model), or parity outside its budgets; 2 cannot run
-on this machine (no such device, too little memory, a full disk, a model's file truncated while it is in use, a failed
-self-test); 3 a bug in the engine; 130 stopped with Ctrl-C; 141 the reader of the output went away. A process that a
-signal ends before it can handle it has 128 plus the signal's number in a shell.
+Exit code 2 is also for too little memory, a full disk and a model's file that is truncated while it is in use. A
+process that a signal ends before it can handle it has 128 plus the signal's number in a shell.
 """
 
 import contextlib
@@ -14,23 +10,13 @@ import os
 import signal
 import sys
 import warnings
+from importlib import import_module
 from types import FrameType
 from typing import Annotated, TextIO
 
 import typer
 
 from quengine.cli import process, streams
-from quengine.cli.commands.bench import bench
-from quengine.cli.commands.chat import chat
-from quengine.cli.commands.doctor import doctor
-from quengine.cli.commands.generate import generate
-from quengine.cli.commands.list import list_models
-from quengine.cli.commands.parity import parity
-from quengine.cli.commands.pull import PullCommand, pull
-from quengine.cli.commands.rm import remove
-from quengine.cli.commands.serve import serve
-from quengine.cli.commands.show import show
-from quengine.cli.commands.tokenize import tokenize
 from quengine.errors import EngineError, visible
 from quengine.platform import collector, log_lines
 
@@ -51,6 +37,21 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 logger = logging.getLogger("quengine")
+
+COMMANDS = {
+    "generate": "generate",
+    "chat": "chat",
+    "serve": "serve",
+    "bench": "bench",
+    "parity": "parity",
+    "tokenize": "tokenize",
+    "show": "show",
+    "pull": "pull",
+    "list": "list_models",
+    "rm": "remove",
+    "doctor": "doctor",
+}
+"""The function of each command, in the file of the command's name."""
 
 app = typer.Typer(
     name="engine",
@@ -84,20 +85,14 @@ def options(
     warnings.showwarning = _show_warning
 
 
-for _name, _command in (
-    ("generate", generate),
-    ("chat", chat),
-    ("serve", serve),
-    ("bench", bench),
-    ("parity", parity),
-    ("tokenize", tokenize),
-    ("show", show),
-    ("pull", pull),
-    ("list", list_models),
-    ("rm", remove),
-    ("doctor", doctor),
-):
-    app.command(_name, cls=PullCommand if _command is pull else None)(_command)
+def register_commands(args: list[str]) -> None:
+    """Give `app` the command that `args` name, whose file alone is imported then, or else all of them."""
+    named = next((arg for arg in args if not arg.startswith("-")), None)
+    present = {command.name for command in app.registered_commands}
+    for name in [named] if named in COMMANDS else COMMANDS:
+        if name not in present:
+            file = import_module(f"quengine.cli.commands.{name}")
+            app.command(name, cls=getattr(file, "Command", None))(getattr(file, COMMANDS[name]))
 
 
 def _show_warning(
@@ -108,7 +103,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Our own warnings are for the user; those of the libraries underneath only when asked for."""
+    """Our own warnings are for the user; those of the libraries underneath only with -v."""
     del file, line
     ours = "quengine" in filename or category.__module__.startswith("quengine")
     text = str(message) if ours else f"{filename}:{lineno}: {category.__name__}: {message}"
@@ -120,7 +115,7 @@ def _print_error(message: str, hint: str = "") -> None:
     label = "engine: error:"
     if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         label = f"\x1b[31m{label}\x1b[0m"
-    with contextlib.suppress(OSError):  # standard error takes nothing: the exit code still says it
+    with contextlib.suppress(OSError):  # standard error is closed: the exit code remains
         print(f"{label} {line}", file=sys.stderr)
         if hint:
             print(hint, file=sys.stderr)
@@ -176,6 +171,7 @@ def run(args: list[str]) -> int:
     """Runs one command line (without the program's name) and returns the exit code."""
     logger.setLevel(logging.WARNING)
     try:
+        register_commands(args)
         outcome = typer.main.get_command(app).main(args or ["--help"], "engine", standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):

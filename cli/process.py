@@ -11,7 +11,7 @@ COMPUTING = frozenset({"generate", "chat", "serve", "bench", "parity", "doctor"}
 
 LEAST_STACK, USUAL_STACK = 1 << 20, 8 << 20
 """Bytes of a thread's stack: what torch and the kernels need (half of it ends in a segmentation fault), and what Linux
-gives where nobody changed it."""
+gives by default."""
 
 
 def prepare(arguments: Sequence[str]) -> None:

@@ -9,6 +9,13 @@ if TYPE_CHECKING:
     from quengine.llm import LLM
     from quengine.request.output import Completion, Timings
 
+_TIMINGS = (
+    *("load_s", "prompt_s", "ttft_s", "decode_s", "prompt_tok_s", "decode_tok_s", "gb_s", "bytes_per_token"),
+    *("cached_tokens", "peak_bytes", "drafts", "drafted_tokens", "accepted_tokens"),
+    *("accept_rate", "accept_length"),
+)
+"""Of `Timings`, what `--json` prints."""
+
 
 def print_report(completion: "Completion", llm: "LLM") -> None:
     """Print the report to standard error."""
@@ -50,23 +57,7 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
         "prompt_tokens": completion.prompt_tokens,
         "finish_reason": completion.finish_reason,
         "seed": completion.seed,
-        "timings": {
-            "load_s": t.load_s,
-            "prompt_s": t.prompt_s,
-            "ttft_s": t.ttft_s,
-            "decode_s": t.decode_s,
-            "prompt_tok_s": t.prompt_tok_s,
-            "decode_tok_s": t.decode_tok_s,
-            "gb_s": t.gb_s,
-            "bytes_per_token": t.bytes_per_token,
-            "cached_tokens": t.cached_tokens,
-            "peak_bytes": t.peak_bytes,
-            "drafts": t.drafts,
-            "drafted_tokens": t.drafted_tokens,
-            "accepted_tokens": t.accepted_tokens,
-            "accept_rate": t.accept_rate,
-            "accept_length": t.accept_length,
-        },
+        "timings": {name: getattr(t, name) for name in _TIMINGS},
         "model": str(llm.loaded.path),
         "device": str(llm.loaded.device),
         "threads": llm.loaded.threads,

@@ -1,160 +1,242 @@
-"""Who owns which block of a paged cache, and what free blocks still hold.
+"""Which sequence owns which block of the cache, and what free blocks still hold.
 
-A block is owned by every sequence whose table names it. Only full blocks are shared, and only when everything up to
-their end is equal, so a shared block is never written again. A free block keeps its content, and can be found by
-it, until it is needed for another; the one that was used longest ago goes first. Knows tokens and block numbers;
-neither tensors nor requests.
+The layers of a model form groups (ModelConfig.cache_groups); each group has a pool of blocks, and a sequence has one
+block table per group. A block is owned by every sequence whose table names it. Only full blocks are shared, and only
+when all tokens up to their end are equal, so a shared block is never written again. A free block keeps its content, and
+can be found by it, until it is needed for another; the least recently used goes first.
+
+In a group whose attention has a window W, the token at position p sees positions p-W+1 .. p. A block that no position
+still to be computed sees is released, and its entry in the table becomes the padding block.
 """
 
-import itertools
+from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from hashlib import sha256
 
-Key = tuple[int, tuple[int, ...]]
-"""Content of a full block: the number of the content before it (0: none), and its own token ids. Compared as it is,
-so that equal hashes of different contents are told apart."""
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, blocks_for
 
 
-@dataclass
-class _Block:
-    """`content` numbers what the block holds with all before it, 0 while that is not known; `key` is what it can be
-    found by, None for a second block of the same content."""
+@dataclass(frozen=True)
+class CachePool:
+    """The cache of a group of layers: blocks 1 .. `num_blocks`, and the padding block in front of them.
 
-    owners: int = 0
-    content: int = 0
-    key: Key | None = None
+    window: how many positions, the token's own among them, attention sees; None: all.
+    chunk: most tokens of a sequence that a step computes; it counts where there is a window.
+    """
+
+    num_blocks: int
+    window: int | None = None
+    chunk: int = 0
+
+    def first_visible(self, position: int) -> int:
+        """The index in a block table of the first block that a token at `position`, or behind it, sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // BLOCK_SIZE
+
+    def most_blocks(self, positions: int) -> int:
+        """Blocks that a sequence of so many positions owns at once."""
+        every = blocks_for(positions)
+        return every if self.window is None else min(every, blocks_for(self.window + self.chunk) + 1)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A new block table; its blocks hold the first `num_cached_tokens` tokens already."""
+    """New block tables, one per group; their blocks hold the first `num_cached_tokens` tokens already."""
 
-    block_table: list[int]
+    block_tables: tuple[list[int], ...]
     num_cached_tokens: int
 
 
-class BlockManager:
-    """`num_blocks` blocks of `block_size` positions, all free at first."""
+def extend_keys(keys: list[bytes], token_ids: Seq[int]) -> None:
+    """Append the keys of further full blocks of a sequence.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._blocks = [_Block() for _ in range(num_blocks)]
-        self._empty = list(reversed(range(num_blocks)))
-        self._kept: dict[int, None] = {}  # free blocks with content, the longest unused first
-        self._by_key: dict[Key, int] = {}
-        self._contents = itertools.count(1)
+    A key is the SHA-256 of the block's token ids behind the key of the block before it, so it stands for all tokens up
+    to the block's end.
+    """
+    for start in range(len(keys) * BLOCK_SIZE, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
+        own = array("q", token_ids[start : start + BLOCK_SIZE]).tobytes()
+        keys.append(sha256((keys[-1] if keys else b"") + own).digest())
+
+
+class BlockManager:
+    """The blocks of all groups, free at first: `pools` has one pool per group of layers."""
+
+    def __init__(self, pools: Seq[CachePool]) -> None:
+        self._pools = [_Pool(pool) for pool in pools]
 
     @property
     def num_free(self) -> int:
-        """Blocks without an owner."""
-        return len(self._empty) + len(self._kept)
+        """Blocks without an owner in the pool that has fewest."""
+        return min(pool.num_free for pool in self._pools)
 
     @property
     def num_used(self) -> int:
-        """Blocks that somebody owns."""
-        return self.num_blocks - self.num_free
+        """Blocks with an owner in the pool that has most."""
+        return max(pool.shape.num_blocks - pool.num_free for pool in self._pools)
 
-    def blocks_for(self, positions: int) -> int:
-        """How many blocks hold so many positions."""
-        return -(-positions // self.block_size)
+    def fits(self, positions: int) -> bool:
+        """Whether a sequence of so many positions can run while no other does."""
+        return all(pool.shape.most_blocks(positions) <= pool.shape.num_blocks for pool in self._pools)
 
-    def allocate(self, prefix: Seq[int], positions: int, reserve: int = 0) -> Allocation | None:
-        """A table for `positions` positions, of which full blocks that hold the beginning of `prefix` are shared.
+    def allocate(self, keys: Seq[bytes], positions: int, reserve: int = 0) -> Allocation | None:
+        """Tables for `positions` positions, which share the blocks of the longest prefix that all groups still hold.
 
-        None, and nothing changes, where fewer than `reserve` blocks would be left free.
+        `keys`: of the prefix's full blocks. In a group with a window the tables reach as far as the first steps need.
+        None, and nothing changes, where fewer than `reserve` blocks of a pool would be left free.
         """
-        assert len(prefix) <= positions
-        shared = self._match(prefix)
-        new = self.blocks_for(positions) - len(shared)
-        woken = sum(self._blocks[block].owners == 0 for block in shared)
-        if new + woken + reserve > self.num_free:
-            return None
-        for block in shared:
-            self._kept.pop(block, None)
-            self._blocks[block].owners += 1
-        return Allocation(shared + [self._take() for _ in range(new)], len(shared) * self.block_size)
+        found = self._match(keys)
+        shared = [pool.blocks_of(keys, found) for pool in self._pools]
+        new = [pool.end(found * BLOCK_SIZE, positions) - found for pool in self._pools]
+        for pool, blocks, count in zip(self._pools, shared, new, strict=True):
+            if count + pool.count_free(blocks) + reserve > pool.num_free:
+                return None
+        tables = []
+        for pool, blocks, count in zip(self._pools, shared, new, strict=True):
+            pool.own(blocks)
+            hidden = [PADDING_BLOCK] * (found - len(blocks))
+            tables.append(hidden + blocks + [pool.take() for _ in range(count)])
+        return Allocation(tuple(tables), found * BLOCK_SIZE)
 
-    def grow(self, table: list[int], positions: int) -> bool:
-        """Append blocks until the table covers `positions`; False, and nothing changes, where too few are free."""
-        new = self.blocks_for(positions) - len(table)
-        if new > self.num_free:
+    def grow(self, tables: Seq[list[int]], start: int, positions: int) -> bool:
+        """Make room for a step from position `start` on: append blocks until the tables cover `positions`.
+
+        In a group with a window, blocks that no position from `start` on sees are released, and the table reaches as
+        far as the step needs. False, and no block is appended, where too few are free.
+        """
+        for pool, table in zip(self._pools, tables, strict=True):
+            if pool.shape.window is not None:
+                pool.release_hidden(table, start)
+        # Nearly every step ends here.
+        if min(map(len, tables)) * BLOCK_SIZE >= positions:
+            return True
+        ends = [pool.end(start, positions) for pool in self._pools]
+        missing = [max(0, end - len(table)) for end, table in zip(ends, tables, strict=True)]
+        if any(count > pool.num_free for pool, count in zip(self._pools, missing, strict=True)):
             return False
-        table += [self._take() for _ in range(new)]
+        for pool, table, count in zip(self._pools, tables, missing, strict=True):
+            table += [pool.take() for _ in range(count)]
         return True
 
-    def computed(self, table: Seq[int], token_ids: Seq[int]) -> None:
-        """The table's blocks hold `token_ids` from its beginning on: the full ones can be shared from now on."""
-        before = 0
-        for index in range(len(token_ids) // self.block_size):
-            block = self._blocks[table[index]]
-            if not block.content:
-                own = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
-                self._name(table[index], (before, own))
-            before = block.content
+    def computed(self, tables: Seq[Seq[int]], keys: Seq[bytes], first: int) -> None:
+        """The full blocks `first`, ... of these tables hold what `keys` stand for: they can be shared from now on."""
+        for pool, table in zip(self._pools, tables, strict=True):
+            for number, key in zip(table[first:], keys[first:], strict=False):
+                pool.name(number, key)
 
-    def free(self, table: Iterable[int]) -> None:
-        """Give up an owner's blocks. A text's end is forgotten before its beginning."""
-        for number in reversed(list(table)):
-            block = self._blocks[number]
-            assert block.owners > 0, f"block {number} is freed and has no owner"
-            block.owners -= 1
-            if block.owners:
-                continue
-            if block.key is None:
-                block.content = 0
-                self._empty.append(number)
-            else:
-                self._kept[number] = None
+    def free(self, tables: Seq[Seq[int]]) -> None:
+        """Release all blocks of a sequence. Its end is evicted before its beginning."""
+        for pool, table in zip(self._pools, tables, strict=True):
+            pool.release(number for number in reversed(table) if number != PADDING_BLOCK)
 
-    def discard(self, table: Iterable[int]) -> None:
-        """Share what these blocks hold with nobody else: it may be wrong."""
-        for number in table:
-            block = self._blocks[number]
-            if block.key is not None:
-                del self._by_key[block.key]
-                block.key = None
+    def discard(self, keys: Seq[bytes]) -> None:
+        """No block is found by these keys any more: its content may be wrong."""
+        for pool in self._pools:
+            for key in keys:
+                pool.unname(key)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What free blocks hold is not valid any more."""
-        while self._kept:
-            self._empty.append(self._evict())
+        for pool in self._pools:
+            pool.reset()
 
-    def _match(self, prefix: Seq[int]) -> list[int]:
-        """The blocks that hold the longest beginning of `prefix`, as far as it fills blocks."""
-        found: list[int] = []
-        before = 0
-        for start in range(0, len(prefix) - self.block_size + 1, self.block_size):
-            block = self._by_key.get((before, tuple(prefix[start : start + self.block_size])))
-            if block is None:
-                break
-            found.append(block)
-            before = self._blocks[block].content
-        return found
+    def _match(self, keys: Seq[bytes]) -> int:
+        """Full blocks of the longest prefix of which every group holds what the token behind it sees."""
+        longest = 0
+        held_from = [0] * len(self._pools)  # since which index all blocks were found
+        for index, key in enumerate(keys):
+            for group, pool in enumerate(self._pools):
+                if key not in pool.by_key:
+                    held_from[group] = index + 1
+                    if pool.shape.window is None:
+                        return longest
+            behind = (index + 1) * BLOCK_SIZE
+            if all(
+                first <= pool.shape.first_visible(behind)
+                for pool, first in zip(self._pools, held_from, strict=True)
+            ):
+                longest = index + 1
+        return longest
 
-    def _name(self, number: int, key: Key) -> None:
-        """Note what a block holds; of two with the same content the first can be found."""
-        block = self._blocks[number]
-        first = self._by_key.get(key)
-        if first is not None:
-            block.content = self._blocks[first].content
-            return
-        block.content, block.key = next(self._contents), key
-        self._by_key[key] = number
 
-    def _take(self) -> int:
+class _Pool:
+    """The blocks of one group.
+
+    `by_key` finds full blocks by their content. Free blocks are `_empty`, or `_kept` with a content that can be found,
+    the least recently used first.
+    """
+
+    def __init__(self, shape: CachePool) -> None:
+        self.shape = shape
+        self.by_key: dict[bytes, int] = {}
+        self._owners = [0] * (shape.num_blocks + 1)
+        self._keys: dict[int, bytes] = {}
+        self._empty = list(range(shape.num_blocks, 0, -1))
+        self._kept: dict[int, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._empty) + len(self._kept)
+
+    def count_free(self, blocks: Seq[int]) -> int:
+        return sum(not self._owners[number] for number in blocks)
+
+    def end(self, start: int, positions: int) -> int:
+        """Up to which entry a table is filled that has to cover `positions`, before a step from position `start` on."""
+        return min(blocks_for(positions), self.shape.first_visible(start) + self.shape.most_blocks(positions))
+
+    def blocks_of(self, keys: Seq[bytes], count: int) -> list[int]:
+        """The blocks of the first `count` keys, without those that the token behind them does not see."""
+        first = self.shape.first_visible(count * BLOCK_SIZE)
+        return [self.by_key[key] for key in keys[first:count]]
+
+    def own(self, blocks: Seq[int]) -> None:
+        for number in blocks:
+            self._kept.pop(number, None)
+            self._owners[number] += 1
+
+    def take(self) -> int:
         """A free block for one owner, without content."""
-        number = self._empty.pop() if self._empty else self._evict()
-        self._blocks[number].owners = 1
+        if not self._empty:
+            self.unname(self._keys[next(iter(self._kept))])
+        number = self._empty.pop()
+        self._owners[number] = 1
         return number
 
-    def _evict(self) -> int:
-        """Forget the content of the free block that was used longest ago."""
-        number = next(iter(self._kept))
-        del self._kept[number]
-        block = self._blocks[number]
-        assert block.key is not None and block.owners == 0
-        del self._by_key[block.key]
-        block.content, block.key = 0, None
-        return number
+    def release(self, blocks: Iterable[int]) -> None:
+        for number in blocks:
+            assert self._owners[number] > 0, f"block {number} is freed and has no owner"
+            self._owners[number] -= 1
+            if self._owners[number]:
+                continue
+            if number in self._keys:
+                self._kept[number] = None
+            else:
+                self._empty.append(number)
+
+    def release_hidden(self, table: list[int], start: int) -> None:
+        """Release the blocks that no position from `start` on sees."""
+        first = end = self.shape.first_visible(start)
+        while first and table[first - 1] != PADDING_BLOCK:
+            first -= 1
+        if first < end:
+            self.release(table[first:end])
+            table[first:end] = [PADDING_BLOCK] * (end - first)
+
+    def name(self, number: int, key: bytes) -> None:
+        """Let a block be found by its content; of two with the same content the first is."""
+        if key not in self.by_key:
+            self.by_key[key], self._keys[number] = number, key
+
+    def unname(self, key: bytes) -> None:
+        """Let no block be found by this content."""
+        if key in self.by_key:
+            number = self.by_key.pop(key)
+            del self._keys[number]
+            if number in self._kept:
+                del self._kept[number]
+                self._empty.append(number)
+
+    def reset(self) -> None:
+        for number in list(self._kept):
+            self.unname(self._keys[number])

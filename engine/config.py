@@ -1,13 +1,16 @@
-"""What a run is asked to be: one frozen record, checked once."""
+"""How a model is to be run: one frozen record of options, checked once."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
+from typing import Annotated, Any, Concatenate, ParamSpec
 
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
+from quengine.options import Flag, Range, check_ranges
 
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
-"""Prompt tokens computed at once by kind of device. A GPU expands its weights anew for every chunk."""
+"""Prompt tokens computed at once by kind of device. A GPU dequantizes its weights anew for every chunk."""
 
 MIXED_CHUNK = {"cpu": 256, "cuda": 512}
 """The most prompt tokens computed at once while other sequences wait for their next token, by kind of device."""
@@ -23,9 +26,14 @@ MOST_DRAFT_TOKENS = 31
 """With the newest token 32 rows of a step, for one sequence."""
 
 
+Fields = ParamSpec("Fields")
+
+RUN_PANEL, DRAFT_PANEL = "How it runs", "Drafts (the text stays the same)"
+
+
 @dataclass(frozen=True)
 class EngineConfig:
-    """How a model is to be run.
+    """The options of `LLM`, of which most are flags of every command that runs a model.
 
     Attributes:
         device: "auto", "cpu", "cuda" or "cuda:N".
@@ -33,8 +41,8 @@ class EngineConfig:
         threads: CPU threads; None: the physical cores.
         backend: "auto" (the packed kernels of the device) or "reference" (the float64 definition).
         chunk_size: the most prompt tokens computed at once; None: what suits the device.
-        reuse_prefix: take blocks that hold the beginning of a prompt already, of earlier requests or of those beside
-            it. Always so where `parallel` is more than 1.
+        reuse_prefix: keep the blocks of finished requests, and take them for prompts that begin alike (conversations).
+            Always so where `parallel` is more than 1.
         cache_type: how keys and values are stored, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
         deterministic: a sequence's logits are the same to the last bit however its prompt was chunked, whatever was
             computed before and beside it. It costs that answers are not taken for the beginning of later prompts, nor
@@ -43,35 +51,78 @@ class EngineConfig:
             (docs/performance.md).
         parallel: most sequences computed at once. They share a cache of `parallel * ctx_size` positions, or of what
             fits in memory.
-        draft_model: a small model with the same vocabulary that drafts tokens for this one to check; None: none does.
-        draft_ngram: tokens of the longest run that is looked up in a text, for what followed it there, as a draft, and
-            of shorter ones down to half of it; 0: nothing is looked up. Comes before a draft model, if there are both.
+        draft_model: a small model with the same vocabulary that drafts tokens for this one to check, several in a
+            step (docs/speculative.md); None: none does.
+        draft_ngram: tokens of the longest run that is looked up in a sequence, for what followed it there, as a draft,
+            and of shorter ones down to half of it; 0: nothing is looked up. Comes before a draft model, if there are
+            both.
         draft_tokens: tokens of a draft at most; None: what suits the device.
         mmap: on the CPU, compute with the mapped file's pages; else with a copy of the weights in huge pages, which is
             a few percent faster and takes its time at the start.
+        progress: called with a line of text as weights are loaded onto a GPU, or copied.
 
     Raises:
         EngineError: a value is outside its range.
     """
 
-    device: str = "auto"
-    ctx_size: int | None = None
-    threads: int | None = None
-    backend: str = "auto"
-    chunk_size: int | None = None
+    device: Annotated[str, Flag("--device", "auto, cpu, cuda or cuda:N.", RUN_PANEL)] = "auto"
+    ctx_size: Annotated[
+        int | None,
+        Range(1),
+        Flag("-c --ctx-size", "Context in tokens. (default: the model's, cut to fit)", RUN_PANEL),
+    ] = None
+    threads: Annotated[
+        int | None, Range(1), Flag("-t --threads", "CPU threads. (default: physical cores)", RUN_PANEL)
+    ] = None
+    backend: Annotated[str, Flag("--backend", "auto, or reference (float64, slow).", RUN_PANEL)] = "auto"
+    _: KW_ONLY
+    chunk_size: Annotated[int | None, Range(1)] = None
     reuse_prefix: bool = False
-    cache_type: CacheType = "f16"
-    deterministic: bool = False
-    parallel: int = 1
-    draft_model: str | Path | None = None
-    draft_ngram: int = 0
-    draft_tokens: int | None = None
-    mmap: bool = True
-
-    @property
-    def speculates(self) -> bool:
-        """Whether tokens are drafted."""
-        return self.draft_model is not None or self.draft_ngram > 0
+    cache_type: Annotated[
+        CacheType, Flag("--cache-type", "Keys and values as f16 or q8_0 (half the memory).", RUN_PANEL)
+    ] = "f16"
+    deterministic: Annotated[
+        bool, Flag("--deterministic", "The same bits for every chunk size, history and batch.", RUN_PANEL)
+    ] = False
+    parallel: Annotated[int, Range(1)] = 1
+    draft_model: Annotated[
+        str | Path | None,
+        Flag(
+            "--draft-model --model-draft -md",
+            "A small model of the same vocabulary that drafts tokens.",
+            DRAFT_PANEL,
+            "MODEL",
+        ),
+    ] = None
+    draft_ngram: Annotated[
+        int,
+        Range(0, MOST_DRAFT_NGRAM, text=f"0 (no look-up) to {MOST_DRAFT_NGRAM} tokens"),
+        Flag(
+            "--draft-ngram",
+            "Look runs of up to N tokens up in the text itself, for what followed; 0: off.",
+            DRAFT_PANEL,
+            "N",
+        ),
+    ] = 0
+    draft_tokens: Annotated[
+        int | None,
+        Range(1, MOST_DRAFT_TOKENS),
+        Flag(
+            "--draft-tokens --draft-max --draft",
+            "Tokens of a draft at most. (default: 4; CUDA: 7)",
+            DRAFT_PANEL,
+            "K",
+        ),
+    ] = None
+    mmap: Annotated[
+        bool,
+        Flag(
+            "--mmap/--no-mmap",
+            "On the CPU: use the weights where the file is mapped, or copy them first (slower start, faster tokens).",
+            RUN_PANEL,
+        ),
+    ] = True
+    progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")
@@ -81,18 +132,36 @@ class EngineConfig:
             raise EngineError(f"backend {self.backend!r}: must be auto or reference")
         if self.cache_type not in CACHE_TYPES:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
-        for name in ("ctx_size", "threads", "chunk_size", "parallel"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise EngineError(f"{name} {value}: must be at least 1")
-        if not 0 <= self.draft_ngram <= MOST_DRAFT_NGRAM:
-            raise EngineError(
-                f"draft_ngram {self.draft_ngram}: must be 0 (no look-up) to {MOST_DRAFT_NGRAM} tokens"
-            )
-        if self.draft_tokens is not None and not 1 <= self.draft_tokens <= MOST_DRAFT_TOKENS:
-            raise EngineError(f"draft_tokens {self.draft_tokens}: must be from 1 to {MOST_DRAFT_TOKENS}")
+        check_ranges(self, "{name} {value}")
         if self.draft_tokens is not None and not self.speculates:
             raise EngineError(
                 f"draft_tokens {self.draft_tokens}: nothing drafts; ask for a draft model (--draft-model) or look-up "
                 f"(--draft-ngram)"
             )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are drafted."""
+        return self.draft_model is not None or self.draft_ngram > 0
+
+    def values(self) -> dict[str, Any]:
+        """The fields by name, for another process: without `progress`."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "progress"}
+
+
+def configured_by(
+    make: Callable[Fields, EngineConfig],
+) -> Callable[
+    [Callable[[Any, str | Path, EngineConfig], None]], Callable[Concatenate[Any, str | Path, Fields], None]
+]:
+    """Lets an `__init__(self, model, config)` take the arguments of `make` in place of `config`."""
+
+    def decorate(
+        init: Callable[[Any, str | Path, EngineConfig], None],
+    ) -> Callable[Concatenate[Any, str | Path, Fields], None]:
+        def configured(self: Any, model: str | Path, *args: Fields.args, **fields: Fields.kwargs) -> None:
+            init(self, model, make(*args, **fields))
+
+        return configured  # type: ignore[return-value]  # `model` may be given by name, too
+
+    return decorate

@@ -11,10 +11,10 @@ from quengine.errors import EngineError
 
 
 class EngineLock:
-    """Who computes. `acquire_or_wait` is for steps; `acquire` is for whatever else touches the scheduler or the cache,
-    and comes before the next step, so that a thread that steps without a pause keeps nobody out.
+    """A lock on the scheduler and the cache. `acquire_or_wait` is for steps; `acquire` is for all else, and comes
+    before the next step, so that a thread that steps without a pause keeps no other out.
 
-    A thread that holds the lock must not ask for it again. `release` does nothing where the thread does not hold it:
+    A thread that holds the lock must not acquire it again. `release` does nothing where the thread does not hold it:
     it may stand in a `finally` around the call that acquires, which an interrupt may have cut short.
     """
 
@@ -34,7 +34,7 @@ class EngineLock:
             )
 
     def acquire(self) -> None:
-        """Hold the lock, as soon as nobody else does. Raises EngineError as `check_process`."""
+        """Wait until the lock is free, and hold it. Raises EngineError as `check_process`."""
         self.check_process()
         me = threading.get_ident()
         with self._changed:
@@ -49,7 +49,7 @@ class EngineLock:
                     self._changed.notify_all()
 
     def try_acquire(self) -> bool:
-        """Hold the lock if nobody does; never waits, not even for a moment, and so may be called by a finalizer."""
+        """Hold the lock if it is free; never waits, not even for a moment, and so may be called by a finalizer."""
         if os.getpid() != self._process or not self._changed.acquire(blocking=False):
             return False
         try:
@@ -74,12 +74,12 @@ class EngineLock:
             return False
 
     def step_done(self) -> None:
-        """Tell the threads that wait that there may be something for them, and keep the lock."""
+        """Wake the threads that wait for a step, and keep the lock."""
         with self._changed:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Let others have the lock, if this thread holds it."""
+        """Free the lock, if this thread holds it."""
         if self._owner == threading.get_ident():
             with self._changed:
                 self._owner = None

@@ -1,27 +1,24 @@
-"""The public API: a model that turns prompts into text.
-
-`step` is the engine's whole story; everything else prepares for it or reads what it made.
-"""
+"""The public API: a loaded model that completes prompts. `LLM.step` is one step of the engine."""
 
 import logging
-import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
-from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig
+from quengine.completion_stream import CompletionStream
+from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig, configured_by
 from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
-from quengine.kernels.kv.cache_types import CacheType
 from quengine.load import load_model
+from quengine.memory import attended_bytes
 from quengine.models.template.chat_template import encode_chat
 from quengine.platform.machine import peak_memory
 from quengine.request.output import Completion
@@ -29,13 +26,14 @@ from quengine.request.pooling import Pool, Pooling
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
-from quengine.request.text_stream import TextStream
-from quengine.runner import Result, Verified
-from quengine.sampler import Sample, Sampler
+from quengine.sampler import Result, Sample, Verified
 from quengine.scheduler import Scheduler
-from quengine.speculative.draft_pace import draft_rows, draft_tokens
+from quengine.sequence_factory import SequenceFactory
+from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.speculation import Speculation
 from quengine.structured.constraint import ConstraintCompiler
+
+__all__ = ["LLM", "CompletionStream"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,63 +46,18 @@ class LLM:
 
     Args:
         model: an alias, `hf:user/repo:QUANT`, a GGUF file or a Hugging Face checkpoint folder.
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        ctx_size: positions of the cache; None: the model's own, cut to what fits.
-        threads: CPU threads; None: the physical cores.
-        backend: "auto", or "reference" for the float64 definition.
-        chunk_size: the most prompt tokens computed at once; None: what suits the device.
-        reuse_prefix: take blocks of 32 positions that hold the beginning of a prompt already (conversations).
-        cache_type: how keys and values are stored, "f16" or "q8_0".
-        deterministic: the same logits to the last bit for every chunk size and batch.
-        parallel: most sequences computed at once. Each may take `ctx_size` positions, from blocks that all share; equal
-            beginnings are computed once, whatever `reuse_prefix` says.
-        draft_model: a small model with the same vocabulary, which drafts tokens that this one checks several of in a
-            step. The text stays the same (docs/speculative.md).
-        draft_ngram: look runs of up to so many tokens up in the text itself, for what followed them, as drafts; 0: not.
-        draft_tokens: tokens of a draft at most; None: what suits the device.
-        mmap: on the CPU, compute with the pages of the mapped file; else with a copy in huge pages.
-        progress: called with a line of text as weights are loaded onto a GPU, or copied.
+
+    All further arguments are the fields of `EngineConfig`: `LLM(model, "cpu", ctx_size=4096, parallel=8)`.
 
     Raises:
         EngineError: an argument or the model is wrong.
         CannotRunError: this machine has no such device or too little memory.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        device: str = "auto",
-        ctx_size: int | None = None,
-        threads: int | None = None,
-        backend: str = "auto",
-        *,
-        chunk_size: int | None = None,
-        reuse_prefix: bool = False,
-        cache_type: CacheType = "f16",
-        deterministic: bool = False,
-        parallel: int = 1,
-        draft_model: str | Path | None = None,
-        draft_ngram: int = 0,
-        draft_tokens: int | None = None,
-        mmap: bool = True,
-        progress: Callable[[str], None] | None = None,
-    ) -> None:
-        self.config = EngineConfig(
-            device,
-            ctx_size,
-            threads,
-            backend,
-            chunk_size,
-            reuse_prefix,
-            cache_type,
-            deterministic,
-            parallel,
-            draft_model,
-            draft_ngram,
-            draft_tokens,
-            mmap,
-        )
-        self.loaded = load_model(model, self.config, progress)
+    @configured_by(EngineConfig)
+    def __init__(self, model: str | Path, config: EngineConfig) -> None:
+        self.config = config
+        self.loaded = load_model(model, config, config.progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template()
@@ -113,13 +66,16 @@ class LLM:
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
         self.speculation = self._make_speculation()
+        self._sequences = SequenceFactory(
+            self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
+        )
         template = self.chat_template
         has = (
             "no chat template" if template is None else f"chat template of {len(template.source)} characters"
         )
         logger.info("tokenizer of %d tokens, %s", self.tokenizer.vocab_size, has)
         self._lock = EngineLock()
-        # Sequences that nobody waits for any more. Finalizers add to it, at any time and in any thread.
+        # Sequences that were cancelled and are still to be taken out. Finalizers add to it, at any time, in any thread.
         self._dropped: deque[Sequence] = deque()
 
     def generate(
@@ -154,11 +110,11 @@ class LLM:
         *,
         index: int = 0,
         show_special: bool | Collection[int] = False,
-    ) -> "CompletionStream":
+    ) -> CompletionStream:
         """Complete one prompt; iterating yields pieces of text as they become certain.
 
-        The request is computed while somebody iterates, and cancelled when the stream is closed or no longer referred
-        to, as after a `break`. One that is kept has its turn: what is asked for behind it may be computed after it.
+        The request is computed while the stream is iterated over, and cancelled when it is closed or no longer referred
+        to, as after a `break`. One that is kept has its turn: later requests may be computed after it.
 
         `index` tells apart several completions of one prompt under one seed. `show_special` keeps the names of
         control tokens in the text: of all, or of those given (`tool_calls.ToolFormat.marker_ids`).
@@ -167,31 +123,35 @@ class LLM:
             EngineError: the prompt does not fit the context, is neither text nor token ids, or has half a surrogate
                 pair in it; or `params.constraint` cannot be compiled.
         """
+        self._lock.check_process()
         ids = self._prompt_ids(prompt)
-        return CompletionStream(self, self._sequence(ids, params or SamplingParams(), index, show_special))
+        sequence = self._sequences.make(ids, params or SamplingParams(), index, show_special)
+        return CompletionStream(self, sequence)
 
     def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, a list of {"role", "content"}, through the model's own template."""
         return self.stream_chat(messages, params).finish()
 
-    def stream_chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> "CompletionStream":
+    def stream_chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> CompletionStream:
         """Answer a conversation; iterating yields pieces of text as they become certain."""
         return self.stream(self.encode_chat(messages), params)
 
     def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
         """Teacher-forced logits [T, vocab] fp32 after each token; `decode` computes them one token at a time.
 
-        What the cache holds is forgotten. What other threads have under way is computed to its end first.
+        What the cache holds is lost. What other threads have under way is computed to its end first.
 
         Raises:
             EngineError: a stream of this thread is under way.
         """
-        ids = self._checked(as_ids(token_ids))
+        ids = self._sequences.checked(as_ids(token_ids))
         with self._alone():
-            self.scheduler.forget()
+            self.scheduler.reset()
             if decode:
-                return self.runner.teacher_forced(ids, 1, "decode").float()
-            return self.runner.teacher_forced(ids, self.loaded.decoder.chunk_size, "prefill").float()
+                return self.runner.logits(ids, 0, "decode")
+            size = self.loaded.decoder.chunk_size
+            starts = range(0, len(ids), size)
+            return torch.cat([self.runner.logits(ids[s : s + size], s, "prefill").float() for s in starts])
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
         """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.
@@ -215,7 +175,8 @@ class LLM:
 
     def embedding_sequence(self, ids: list[int], pooling: Pooling) -> Sequence:
         """A sequence whose prompt is pooled, to be given to the scheduler. Raises EngineError as `embed` does."""
-        sequence = self._sequence(ids, SamplingParams(temperature=0), 0, False)
+        self._lock.check_process()
+        sequence = self._sequences.make(ids, SamplingParams(temperature=0))
         sequence.pool = Pool(pooling)
         return sequence
 
@@ -262,19 +223,13 @@ class LLM:
         if batch is None:
             return []
         if self.speculation is not None:
-            self.speculation.prepare(batch)
-        results = self.runner.run(batch)
-        for sequence, result in zip(batch.sequences, results, strict=True):
+            self.speculation.propose(batch)
+        results = list(zip(batch.sequences, self.runner.run(batch), strict=True))
+        for sequence, result in results:
             if isinstance(result, Exception):
                 sequence.fail(result)
         self.scheduler.computed()
-        for sequence in batch.sequences:
-            if sequence.pooled and not sequence.finished:
-                sequence.end_pooled()
-        texts = [
-            (sequence, self._take(sequence, result))
-            for sequence, result in zip(batch.sequences, results, strict=True)
-        ]
+        texts = [(sequence, self._take(sequence, result)) for sequence, result in results]
         self.scheduler.release()
         if logger.isEnabledFor(logging.INFO):
             self._log_ends(batch.sequences)
@@ -295,35 +250,41 @@ class LLM:
             return sequence.advance(result)
         if isinstance(result, Verified) and self.speculation is not None:
             return self.speculation.take(sequence, result)
+        if sequence.pooled and not sequence.finished:
+            sequence.end_pooled()
         return ""
 
-    def warm_up(self) -> None:
-        """Do ahead what the first requests would otherwise wait for: a second or two on a GPU.
+    def warm_up(self, params: SamplingParams | None = None) -> None:
+        """Capture the steps that the first requests would otherwise wait for: a second or two on a GPU.
 
-        What the cache holds is forgotten. What other threads have under way is computed to its end first.
+        With `params` only the decode steps of one request with such settings, some hundredths of a second. What the
+        cache holds is lost. What other threads have under way is computed to its end first.
 
         Raises:
             EngineError: a stream of this thread is under way.
         """
         with self._alone():
-            self.scheduler.forget()
-            self.runner.warm_up()
+            self.scheduler.reset()
+            resolved = None if params is None else self._sequences.resolved(params)
+            self.runner.warm_up(resolved)
+            if self.loaded.draft is not None:
+                self.loaded.draft.warm_up(resolved)
 
     def completion(self, sequence: Sequence) -> Completion:
         """What a finished or interrupted sequence has come to."""
         return sequence.completion(
             load_s=self.loaded.load_s,
             weight_bytes=self.loaded.decoder.bytes_per_token,
-            cache_bytes_per_position=self.cache_bytes(1),
+            cache_bytes=self.cache_bytes,
             peak=peak_memory(),
         )
 
     def cache_bytes(self, positions: int) -> int:
-        """What keys and values of so many positions take, as this model's cache stores them."""
-        return self.model_config.kv_cache_bytes(positions, self.config.cache_type)
+        """Bytes of keys and values that the last of so many tokens reads."""
+        return attended_bytes(self.model_config, positions, self.config.cache_type)
 
     def close(self) -> None:
-        """Let the mapped file go, once no thread computes. The model cannot be used afterwards."""
+        """Close the mapped file, once no thread computes. The model cannot be used afterwards."""
         try:
             self._lock.acquire()
             self.loaded.close()
@@ -363,7 +324,7 @@ class LLM:
             self._lock.release()
 
     def _cancel_dropped(self) -> None:
-        """Take out what nobody waits for any more. This thread holds the lock."""
+        """Take out the sequences that were cancelled. This thread holds the lock."""
         while self._dropped:
             self.scheduler.cancel(self._dropped.popleft())
 
@@ -389,6 +350,9 @@ class LLM:
         finally:
             self._lock.release()
 
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        return self.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
+
     def _make_scheduler(self) -> Scheduler:
         config, kind = self.config, self.loaded.device.type
         packed = self.runner.packs_prompts
@@ -411,125 +375,6 @@ class LLM:
             return None
         most, rows = draft_tokens(config, kind), draft_rows(config, kind)
         return Speculation(self.scheduler, config.draft_ngram, self.loaded.draft, most, rows)
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        return self.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
-
-    def _sequence(
-        self, ids: list[int], params: SamplingParams, index: int, show_special: bool | Collection[int]
-    ) -> Sequence:
-        self._lock.check_process()
-        ids = self._checked(ids)
-        params = params.with_seed()
-        if params.ignore_eos:
-            banned = dict.fromkeys(self.tokenizer.eos_ids, -math.inf)
-            params = replace(params, logit_bias={**params.logit_bias, **banned})
-        spec = params.constraint
-        constraint = None if spec is None else self.constraints.compile(spec, params.stop_token_ids)
-        sampler = Sampler(params, self.model_config.vocab_size, index, constraint, self.runner.choose)
-        end_ids = self.tokenizer.eos_ids | set(params.stop_token_ids)
-        stream = TextStream(self._shown_bytes(show_special), params.stop)
-        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size)
-
-    def _shown_bytes(self, special: bool | Collection[int]) -> Callable[[int], bytes]:
-        tokenizer = self.tokenizer
-        if special is True:
-            return tokenizer.token_bytes
-        shown = special or ()
-        return lambda token: (
-            b"" if tokenizer.is_control(token) and token not in shown else tokenizer.token_bytes(token)
-        )
-
-    def _checked(self, ids: list[int]) -> list[int]:
-        if not ids:
-            raise EngineError("the prompt is empty: it has no tokens, and this model adds none of its own")
-        if len(ids) > self.ctx_size - 1:
-            raise EngineError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.ctx_size}, of which one is for the "
-                f"answer; shorten the prompt or raise -c (this model: up to {self.model_config.context_length})"
-            )
-        vocab = self.model_config.vocab_size
-        for position, token in enumerate(ids):
-            if not 0 <= token < vocab:
-                raise EngineError(
-                    f"token id {token} at position {position} is not in the vocabulary of {vocab}"
-                )
-        return ids
-
-
-class CompletionStream:
-    """One request being computed: iterate for its text, then read `completion`.
-
-    Once it is closed, or nobody refers to it any more, the request is cancelled; leaving the loop is enough where the
-    loop alone has the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with
-    finish_reason "abort". A stream that is kept can be gone on with; until then its request has its turn among others.
-    For one thread at a time.
-    """
-
-    # Nothing here may lead back to the stream (no bound method, no generator over `self`): it would outlive its last
-    # reference until the next garbage collection.
-
-    def __init__(self, llm: LLM, sequence: Sequence) -> None:
-        self._llm = llm
-        self.sequence = sequence
-        self._started = False
-        self._closed = False
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> str:
-        if self._closed:
-            raise StopIteration
-        try:
-            self.start()
-            # Steps of other threads, and for other streams, bring this sequence on as well.
-            while not (text := self.sequence.stream.read()):
-                if self.sequence.finished:
-                    return self._end()
-                self._llm.step()
-            return text
-        except BaseException:
-            self.close()
-            raise
-
-    def __del__(self) -> None:
-        if self._started and not self._closed:
-            self.close()
-
-    @property
-    def completion(self) -> Completion:
-        return self._llm.completion(self.sequence)
-
-    def start(self) -> None:
-        """Queue the request now; else the first piece that is asked for does. Then it must be finished or closed.
-
-        Raises:
-            EngineError: the request does not fit into the cache.
-        """
-        if not self._started:
-            self._started = True
-            self._llm._add(self.sequence)
-
-    def finish(self) -> Completion:
-        """Compute to the end."""
-        for _ in self:
-            pass
-        return self.completion
-
-    def close(self) -> None:
-        """Cancel the request, unless it has finished."""
-        self._closed = True
-        self._llm._cancel(self.sequence)
-
-    def _end(self) -> str:
-        """The last piece of a sequence that has finished meanwhile. Raises its error, or StopIteration."""
-        self._llm._end_step()
-        if text := self.sequence.stream.read():
-            return text
-        if self.sequence.error is not None:
-            raise self.sequence.error
-        raise StopIteration
 
 
 def _embedding(sequence: Sequence) -> list[float]:

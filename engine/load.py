@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 
+from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import Backend
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
-from quengine.memory import choose_blocks, choose_context, gib, workspace_bytes
+from quengine.memory import CacheNeeds, choose_context, choose_pools, gib, workspace_bytes
+from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.machine import available_memory, cpu_model, simd_features, thread_count
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
-from quengine.runner import Runner
+from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
-from quengine.speculative.draft_pace import draft_rows, draft_tokens
 from quengine.speculative.load_draft import open_draft
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class LoadedModel:
 
     path: Path
     checkpoint: Checkpoint
-    runner: Runner
+    runner: ModelRunner
     device: torch.device
     threads: int
     load_s: float
@@ -56,7 +57,7 @@ class LoadedModel:
         return self.runner.cache
 
     def close(self) -> None:
-        """Let the mapped files go."""
+        """Unmap the files."""
         self.checkpoint.close()
         if self.draft_checkpoint is not None:
             self.draft_checkpoint.close()
@@ -65,7 +66,7 @@ class LoadedModel:
 def load_model(
     model: str | Path, config: EngineConfig, progress: Callable[[str], None] | None = None
 ) -> LoadedModel:
-    """Resolve, open, check and load a model; `progress` is told how far the weights are, for who watches.
+    """Resolve, open, check and load a model; `progress` is called with how far the weights are.
 
     Raises:
         EngineError: no such model, its file is wrong, or more threads than this process has processors.
@@ -83,16 +84,17 @@ def load_model(
     torch.set_num_threads(threads)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     logger.info("device %s: %s; %s of memory free", device, _device_name(device), gib(free))
-    ctx_size, num_blocks = _choose_cache(config, checkpoint, draft, device, free)
+    ctx_size, pools = _choose_cache(config, checkpoint, draft, device, free)
     made = _Machine(config, device, threads, free, progress)
-    runner = made.runner(checkpoint, ctx_size, num_blocks)
+    runner = made.runner(checkpoint, ctx_size, pools)
     notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
     if config.draft_ngram:
         notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
     drafts = None
     if draft is not None:
         drafts_ctx = min(ctx_size, draft.config.context_length)
-        draft_runner = made.runner(draft, drafts_ctx, num_blocks)
+        draft_pools = [CachePool(pools[0].num_blocks) for _ in draft.config.cache_groups]
+        draft_runner = made.runner(draft, drafts_ctx, draft_pools, drafts=True)
         drafts = DraftModel(draft_runner, made.draft_steps(draft_runner))
         notes.append(_draft_note(draft, draft_runner.cache, ctx_size))
     load_s = time.perf_counter() - began
@@ -123,7 +125,7 @@ def _device_name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Machine:
-    """What models are loaded onto."""
+    """The device that models are loaded onto, and how."""
 
     config: EngineConfig
     device: torch.device
@@ -131,39 +133,34 @@ class _Machine:
     free: int
     progress: Callable[[str], None] | None
 
-    def runner(self, checkpoint: Checkpoint, ctx_size: int, num_blocks: int) -> Runner:
-        """The weights on the device, with a cache."""
+    def runner(
+        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], drafts: bool = False
+    ) -> ModelRunner:
+        """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
-        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, num_blocks)
+        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools=pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         with _weights(checkpoint, device, config.mmap, self.progress) as tensors:
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size)
-        return _make_runner(config, decoder, cache, device)
+        return _make_runner(config, decoder, cache, drafts)
 
-    def draft_steps(self, runner: Runner) -> DraftSteps:
-        """What runs a draft model's decode steps."""
+    def draft_steps(self, runner: ModelRunner) -> DraftSteps:
+        """Runs the decode steps of a draft model."""
         if self.device.type != "cuda":
             return HostDraftSteps(runner)
-        from quengine.runners.cuda_batch import BUCKETS
-        from quengine.runners.cuda_batch_graphs import BatchGraphs
-        from quengine.speculative.cuda_drafts import DeviceDraftSteps
+        from quengine.runners.cuda_graphs import CudaGraphs
+        from quengine.speculative.device_drafts import DeviceDraftSteps
 
-        # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
-        jobs = min(self.config.parallel, draft_rows(self.config, self.device.type))
-        rows = min(BUCKETS[-1], MOST_ROWS * jobs)
-        graphs = BatchGraphs(
-            runner.decoder, runner.cache, rows, True, draft_tokens(self.config, self.device.type)
-        )
-        return DeviceDraftSteps(graphs, graphs.board.blocks)
+        assert isinstance(runner.graphs, CudaGraphs)
+        return DeviceDraftSteps(runner.graphs)
 
 
 def _choose_cache(
     config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device, free: int
-) -> tuple[int, int]:
-    """Positions of a sequence, and blocks of the cache."""
+) -> tuple[int, list[CachePool]]:
+    """Positions of a sequence, and the pools of the cache's blocks."""
     shape, cache_type = checkpoint.config, config.cache_type
-    drafts = None if draft is None else draft.config
     chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
     if config.parallel == 1:
         chunk = min(chunk, config.ctx_size or shape.context_length)
@@ -173,14 +170,11 @@ def _choose_cache(
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
+    needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
     room = free - weights - workspace
-    for held in (shape, drafts):  # the last block of a sequence that does not fill it, and the padding block
-        workspace += 0 if held is None else held.kv_cache_bytes(2 * BLOCK_SIZE, cache_type)
-    ctx_size = choose_context(
-        shape, config.ctx_size, weights, free, str(device), cache_type, workspace, drafts
-    )
-    blocks = choose_blocks(shape, ctx_size, config.parallel, room, cache_type, drafts)
-    return ctx_size, blocks
+    workspace += 2 * sum(needs.block_bytes(cache_type))  # the padding blocks, and as much again
+    ctx_size = choose_context(needs, config.ctx_size, weights, free, str(device), cache_type, workspace)
+    return ctx_size, choose_pools(needs, ctx_size, config.parallel, room, cache_type)
 
 
 def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) -> str:
@@ -189,7 +183,8 @@ def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) ->
     cut = "" if config.ctx_size or cache.ctx_size == trained else f", cut from {trained} to fit"
     held = f"cache {gib(cache.nbytes)} ({config.cache_type})"
     if config.parallel > 1:
-        held += f" for {cache.num_blocks * BLOCK_SIZE} tokens of up to {config.parallel} texts at once"
+        tokens = max(pool.num_blocks for pool in cache.pools) * BLOCK_SIZE
+        held += f" for {tokens} tokens of up to {config.parallel} sequences at once"
     return f"context {cache.ctx_size} tokens{cut}, {held}, weights {gib(checkpoint.nbytes)}"
 
 
@@ -203,21 +198,21 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, list[str]]:
     """The device to run on, and a line for the user where "auto" had to choose against a GPU.
 
     Raises:
-        CannotRunError: a CUDA device was asked for and cannot be used; the message says why.
-        EngineError: the reference backend was asked to run on a CUDA device.
+        CannotRunError: a CUDA device was requested and cannot be used; the message says why.
+        EngineError: the reference backend was requested on a CUDA device.
     """
-    asked = config.device.startswith("cuda")
+    requested = config.device.startswith("cuda")
     if config.backend == "reference":
-        if asked:
+        if requested:
             raise EngineError(f"backend reference runs on the CPU, not on {config.device}; use --device cpu")
         return torch.device("cpu"), []
     if config.device == "cpu":
         return torch.device("cpu"), []
     problem = _cuda_problem(config.device)
     if problem is None:
-        index = int(config.device.partition(":")[2] or 0) if asked else 0
+        index = int(config.device.partition(":")[2] or 0) if requested else 0
         return torch.device("cuda", index), []
-    if asked:
+    if requested:
         raise CannotRunError(f"device {config.device} cannot be used: {problem}; use --device cpu")
     logger.info("device auto takes the CPU: %s", problem)
     # A machine without any GPU needs no explanation; one whose GPU is left idle does.
@@ -250,7 +245,7 @@ def _weights(
     with WeightLoader(checkpoint.tensors, CudaTransfer(device), checkpoint.nbytes, progress) as tensors:
         yield tensors
     if progress is not None:
-        progress("")  # what is said next stands on a line of its own
+        progress("")  # the next output begins a line of its own
     # What lay there before it was repacked is not needed again.
     torch.cuda.empty_cache()
 
@@ -283,16 +278,42 @@ def _make_backend(
     return CpuBackend(threads)
 
 
-def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, device: torch.device) -> Runner:
+def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+    device = decoder.backend.device
     if config.backend == "reference":
-        return Runner(decoder, cache)
+        return ModelRunner(decoder, cache)
+    rows = max(config.parallel, draft_rows(config, device.type))
     if device.type == "cuda":
-        from quengine.runners.cuda_runner import CudaRunner
+        return _cuda_runner(config, decoder, cache, rows, drafts)
+    from quengine.kernels.cpu.ops import sampling
+    from quengine.runners.cpu_steps import CpuSteps
 
-        prompt_rows = config.chunk_size or DEFAULT_CHUNK[device.type]
-        runner = CudaRunner(decoder, cache, draft_rows(config, device.type), prompt_rows)
-        runner.compile_kernels()
-        return runner
-    from quengine.runners.cpu_runner import CpuRunner
+    # A dozen rows of one prompt keep the processor as busy as those of many.
+    return ModelRunner(
+        decoder, cache, CpuSteps(decoder, cache, rows), choose=sampling.sample, packs_prompts=False
+    )
 
-    return CpuRunner(decoder, cache, max(config.parallel, draft_rows(config, device.type)))
+
+def _cuda_runner(
+    config: EngineConfig, decoder: Decoder, cache: KVCache, rows: int, drafts: bool
+) -> ModelRunner:
+    from quengine.runners.compile_kernels import compile_kernels
+    from quengine.runners.cuda_graphs import PENDING, CudaGraphs
+    from quengine.runners.device_decode import DeviceDecoder
+    from quengine.runners.graph_keys import DECODE_ROWS
+
+    pending = PENDING
+    if drafts:
+        # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
+        rows = MOST_ROWS * min(config.parallel, draft_rows(config, "cuda"))
+        pending = draft_tokens(config, "cuda")
+    graphs = CudaGraphs(
+        decoder,
+        cache,
+        min(DECODE_ROWS[-1], rows),
+        config.chunk_size or DEFAULT_CHUNK["cuda"],
+        shares_sequences=config.speculates,
+        pending=pending,
+    )
+    compile_kernels(graphs)
+    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))

@@ -1,7 +1,10 @@
-"""How much memory a run needs, and how long a context fits, and how many. Refuses before anything is allocated."""
+"""How much memory a run needs, how long a context fits, and how many blocks; checked before anything is allocated."""
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from operator import mul
 
+from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.models.config import ModelConfig
@@ -22,69 +25,114 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"
 
 
+@dataclass(frozen=True)
+class CacheNeeds:
+    """What the caches of a model take, and of the one that drafts for it, if any.
+
+    The draft model's layers belong to the first group of layers, which then keeps all positions: a draft model may have
+    computed less of a sequence than the model has. chunk: most tokens of a sequence that a step computes.
+    """
+
+    config: ModelConfig
+    chunk: int
+    draft: ModelConfig | None = None
+
+    def pools(self) -> list[CachePool]:
+        """A pool for each group of layers, without its number of blocks."""
+        windows = [group.window for group in self.config.cache_groups]
+        if self.draft is not None:
+            windows[0] = None
+        return [CachePool(0, window, self.chunk) for window in windows]
+
+    def block_bytes(self, cache_type: CacheType) -> list[int]:
+        """Bytes of a block of each group."""
+        layer = self.config.kv_cache_bytes(BLOCK_SIZE, cache_type) // self.config.block_count
+        sizes = [layer * len(group.layers) for group in self.config.cache_groups]
+        if self.draft is not None:
+            sizes[0] += self.draft.kv_cache_bytes(BLOCK_SIZE, cache_type)
+        return sizes
+
+    def nbytes(self, positions: int, cache_type: CacheType = "f16") -> int:
+        """Bytes of the blocks that a sequence of so many positions owns at once."""
+        blocks = [pool.most_blocks(positions) for pool in self.pools()]
+        return sum(map(mul, blocks, self.block_bytes(cache_type)))
+
+    def fitting(self, room: int, most: int, cache_type: CacheType) -> int:
+        """Positions of a sequence that `room` bytes hold, a multiple of the step; not more than make up `most`."""
+        steps = range(_STEP, most + _STEP, _STEP)
+        return _STEP * bisect_right(steps, room, key=lambda positions: self.nbytes(positions, cache_type))
+
+    def can_store(self, cache_type: CacheType) -> bool:
+        return all(can_store(cache_type, m.head_dim) for m in (self.config, self.draft) if m is not None)
+
+
 def choose_context(
-    config: ModelConfig,
-    asked: int | None,
+    needs: CacheNeeds,
+    requested: int | None,
     weight_bytes: int,
     free: int,
     where: str,
     cache_type: CacheType = "f16",
     workspace: int = WORKSPACE["cpu"],
-    draft: ModelConfig | None = None,
 ) -> int:
-    """Positions of the cache: what was asked for, or the model's own context cut to what fits.
+    """Positions of a sequence: what was requested, or the model's own context cut to what fits.
 
     Args:
-        asked: the user's context size, or None.
+        needs: what the cache takes.
+        requested: the user's context size, or None.
         weight_bytes: what the weights take on the same memory.
         free: bytes available there, before the weights are loaded.
         where: the name of that memory, for the message.
         cache_type: how keys and values are stored.
         workspace: bytes to leave beside weights and cache.
-        draft: a model whose cache has as many positions beside this one's; its weights are in `weight_bytes`.
 
     Raises:
-        EngineError: more positions were asked for than the model was made for, or its heads cannot be stored so.
-        CannotRunError: the weights, or the weights and the cache asked for, do not fit.
+        EngineError: more positions were requested than the model was made for, or its heads cannot be stored so.
+        CannotRunError: the weights, or the weights and the cache requested, do not fit.
     """
-    if asked is not None and asked > config.context_length:
+    trained = needs.config.context_length
+    if requested is not None and requested > trained:
         raise EngineError(
-            f"context of {asked} tokens is more than the {config.context_length} that {config.architecture} model "
-            f"was made for; use -c {config.context_length} or less"
+            f"context of {requested} tokens is more than the {trained} that {needs.config.architecture} model "
+            f"was made for; use -c {trained} or less"
         )
     room = free - weight_bytes - workspace
-    models = _Models(config, draft)
-    fitting = models.fitting(room, cache_type)
-    wanted = config.context_length if asked is None else asked
+    wanted = trained if requested is None else requested
+    fitting = needs.fitting(room, wanted, cache_type)
     if fitting >= wanted:
         return wanted
-    if asked is None and fitting >= _STEP:
+    if requested is None and fitting >= _STEP:
         return fitting
-    least = wanted if asked is not None else _STEP
-    cache = models.cache_bytes(least, cache_type)
+    least = wanted if requested is not None else _STEP
+    cache = needs.nbytes(least, cache_type)
     raise CannotRunError(
         f"not enough memory on {where}: needs {gib(weight_bytes + workspace + cache)} (weights "
         f"{gib(weight_bytes)}, cache {gib(cache)} for {least} tokens in {cache_type}), free {gib(free)}; "
-        + _advice(models, room, least, fitting, cache_type)
+        + _advice(needs, room, least, fitting, cache_type)
     )
 
 
-def choose_blocks(
-    config: ModelConfig,
-    ctx_size: int,
-    parallel: int,
-    room: int,
-    cache_type: CacheType,
-    draft: ModelConfig | None = None,
-) -> int:
-    """Blocks of a paged cache: for `parallel` sequences of `ctx_size` positions, or what `room` bytes hold.
+def choose_pools(
+    needs: CacheNeeds, ctx_size: int, parallel: int, room: int, cache_type: CacheType
+) -> list[CachePool]:
+    """The pools of the cache, one per group of layers: for `parallel` sequences of `ctx_size` positions, or what `room`
+    bytes hold.
 
-    `room` is also for the spare block, and for the `draft` model's cache of as many. At least those of one sequence:
+    `room` is also for the padding blocks. Where it is short, all groups have the same number of blocks, as the
+    sequences of a short context want it, but for those that need no more. At least the blocks of one sequence:
     `choose_context` has seen to it that they fit.
     """
-    one = -(-ctx_size // BLOCK_SIZE)
-    block = _Models(config, draft).cache_bytes(BLOCK_SIZE, cache_type)
-    return max(one, min(parallel * one, room // block - 1))
+    sizes = needs.block_bytes(cache_type)
+    one = [pool.most_blocks(ctx_size) for pool in needs.pools()]
+
+    def blocks(most: int) -> list[int]:
+        return [max(each, min(most, parallel * each)) for each in one]
+
+    def nbytes(most: int) -> int:
+        return sum(map(mul, blocks(most), sizes))
+
+    most = bisect_right(range(1, parallel * max(one) + 1), room - sum(sizes), key=nbytes)
+    return [replace(pool, num_blocks=count) for pool, count in zip(needs.pools(), blocks(most), strict=True)]
 
 
 def workspace_bytes(
@@ -112,34 +160,23 @@ def workspace_bytes(
     return fixed + packed + min(2 * largest, _MOST_EXPANDED) + activations + logits
 
 
-@dataclass(frozen=True)
-class _Models:
-    """A model, and the one that drafts for it, if any: their caches hold the same positions."""
-
-    config: ModelConfig
-    draft: ModelConfig | None
-
-    def cache_bytes(self, positions: int, cache_type: CacheType) -> int:
-        nbytes = self.config.kv_cache_bytes(positions, cache_type)
-        return nbytes if self.draft is None else nbytes + self.draft.kv_cache_bytes(positions, cache_type)
-
-    def can_store(self, cache_type: CacheType) -> bool:
-        return all(can_store(cache_type, m.head_dim) for m in (self.config, self.draft) if m is not None)
-
-    def fitting(self, room: int, cache_type: CacheType) -> int:
-        """Positions that `room` bytes hold, a multiple of the step."""
-        return max(0, room) // self.cache_bytes(_STEP, cache_type) * _STEP
+def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -> int:
+    """Bytes of the keys and values that a token reads which is the last of so many."""
+    layer = config.kv_cache_bytes(1, cache_type) // config.block_count
+    return layer * sum(
+        min(positions, group.window or positions) * len(group.layers) for group in config.cache_groups
+    )
 
 
-def _advice(models: _Models, room: int, wanted: int, fitting: int, cache_type: CacheType) -> str:
+def _advice(needs: CacheNeeds, room: int, wanted: int, fitting: int, cache_type: CacheType) -> str:
     """What would let the run start: fewer positions, a smaller cache type, or else a smaller model."""
     ways = [f"-c {fitting}"] if fitting >= _STEP else []
-    if cache_type == "f16" and models.can_store("q8_0"):
-        smaller = models.fitting(room, "q8_0")
-        if models.cache_bytes(wanted, "q8_0") <= room:
+    if cache_type == "f16" and needs.can_store("q8_0"):
+        smaller = needs.fitting(room, wanted, "q8_0")
+        if needs.nbytes(wanted, "q8_0") <= room:
             ways.append("--cache-type q8_0")
         elif smaller >= _STEP:
             ways.append(f"--cache-type q8_0 -c {smaller}")
-    if models.draft is not None:
+    if needs.draft is not None:
         ways.append("no --draft-model")
     return "try " + " or ".join(ways) if ways else "use a smaller model or a smaller quantization"

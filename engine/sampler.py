@@ -1,14 +1,14 @@
-"""Chooses the next token of one sequence: its penalties, its bias, its stream of random numbers.
+"""Chooses the next token of one sequence: its constraint, bias, penalties and random numbers.
 
-Knows the parameters of one request and the tokens so far; not where logits come from, nor when text ends. The
-arithmetic is in kernels/sampling.py, on the host: logits that lie on a device are copied.
+The arithmetic is in kernels/sampling.py, on the host: logits that lie on a device are copied.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from quengine.structured.constraint import Constraint, Mask
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from quengine.request.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,31 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Sample:
-    """A chosen token; `logprobs` is None unless asked for."""
+    """A chosen token; `logprobs` is None unless the request wants them."""
 
     token: int
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result of a step for a sequence with a draft: the token behind its newest one, and those behind the drafted
+    ones, one by one.
+
+    `later(n)`: the result behind the first n drafted tokens, once the sequence has taken just these. Valid until the
+    next step.
+    """
+
+    first: Sample
+    later: "Callable[[int], Result]"
+
+
+Result: TypeAlias = "Sample | Verified | Exception | None"
+"""The result of a step for one sequence: its next token, several where it had a draft, why it cannot go on, or None
+where no token was due."""
+
+NO_CHOICE = EngineError("the device found no token to choose")
+"""The result where a device's sampling finds no finite logits, or bias leaves no token."""
 
 
 class Sampler:
@@ -82,7 +105,7 @@ class Sampler:
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
 
-    def sample(self, logits: "Tensor", history: Sequence[int], position: int) -> Sample:
+    def sample(self, logits: "Tensor", history: Seq[int], position: int) -> Sample:
         """The token at `position`, given the `logits` [vocab_size] fp32 there and the tokens before it.
 
         `history` is the prompt and what has been generated, of which the penalties see the end. From call to
@@ -118,8 +141,8 @@ class Sampler:
             token, None if params.logprobs is None else token_logprobs(given, token, params.logprobs)
         )
 
-    def forget(self) -> None:
-        """The next history need not begin as the last one did, where that was as short."""
+    def reset(self) -> None:
+        """Let the next history begin otherwise than the last one did, where that was as short."""
         self._recent = RecentTokens(self.params.repeat_last_n)
 
     def _why_none(self) -> str:
@@ -130,7 +153,7 @@ class Sampler:
             "none is left to choose"
         )
 
-    def _adjusted(self, logits: Logits, history: Sequence[int], allowed: Mask | None) -> Logits:
+    def _adjusted(self, logits: Logits, history: Seq[int], allowed: Mask | None) -> Logits:
         """Mask, bias, then penalties; `logits` stays as it was, for the log-probabilities are the model's own."""
         params = self.params
         if allowed is not None:
@@ -146,6 +169,14 @@ class Sampler:
         return logits
 
 
+def sample_next(sequence: "Sequence", logits: "Tensor") -> Result:
+    """The token after a sequence's newest one, given the logits [vocab_size] there, or why there is none."""
+    try:
+        return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
+    except Exception as error:
+        return error
+
+
 class RecentTokens:
     """How often each token occurs among the last `window` of a growing history (-1: all of it).
 
@@ -158,7 +189,7 @@ class RecentTokens:
         self._start = 0  # history[_start:_end] is what has been counted
         self._end = 0
 
-    def counts(self, history: Sequence[int]) -> Counter[int]:
+    def counts(self, history: Seq[int]) -> Counter[int]:
         """Token id -> occurrences (none of them 0) in the window's tokens of `history`."""
         end = len(history)
         start = 0 if self.window < 0 else max(0, end - self.window)

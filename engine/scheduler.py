@@ -3,17 +3,17 @@
 A step is a chunk of one sequence's prompt, or of several prompts where that is faster, or one token of every sequence
 whose prompt is done. While there is both, they take turns, and the chunk is a short one, by tokens and by time: a
 running sequence never waits longer for its next token than one short chunk takes. Sequences come in in order of
-arrival, when there are blocks for them; when blocks run out, the newest one gives up its own and is computed again
-later, with what it had generated as part of its prompt.
+arrival, when there are blocks for them; when blocks run out, the newest one is preempted: it gives up its blocks and is
+computed again later, with what it had generated as part of its prompt.
 """
 
 import time
 from collections import deque
 
 from quengine.batch import Batch, Chunk
-from quengine.block_manager import BlockManager
+from quengine.block_manager import BlockManager, extend_keys
 from quengine.errors import EngineError
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, blocks_for
 from quengine.kv_cache import KVCache
 from quengine.request.sequence import Sequence
 
@@ -21,18 +21,18 @@ LEAST_CHUNK = 16
 """Tokens of a prompt that a step takes however slow the machine is."""
 
 LOOKAHEAD = 1
-"""Positions behind a sequence's newest token that it already has blocks for, so that a runner can be a step ahead."""
+"""Positions behind a sequence's newest token that it already has blocks for, for a runner that is a step ahead."""
 
 
 class Scheduler:
     """Owns the queue and the blocks.
 
     Args:
-        cache: a paged one.
+        cache: whose blocks are handed out.
         parallel: most sequences that run at once.
         chunk_size: most tokens of a prompt in a step while nothing else runs.
         mixed_chunk: most tokens of a prompt in a step while other sequences wait for their next token.
-        mixed_seconds: how long such a step may take, going by the last one; fewer tokens then. None: not looked at.
+        mixed_seconds: how long such a step may take, going by the last one; fewer tokens then. None: no limit.
         deterministic: what was computed token by token is never taken for, nor computed again as, part of a prompt.
         packed: a step may hold the chunks of several prompts.
         shares: blocks that hold the beginning of a prompt already are taken for it.
@@ -56,7 +56,7 @@ class Scheduler:
         self.deterministic = deterministic
         self.packed = packed
         self.shares = shares
-        self.blocks = BlockManager(cache.num_blocks, BLOCK_SIZE)
+        self.blocks = BlockManager(cache.pools)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # both in order of arrival
         self.decoding: list[Sequence] = []
@@ -74,20 +74,20 @@ class Scheduler:
 
     @property
     def cache_used(self) -> int:
-        """Positions of the cache that sequences own."""
+        """Positions of the cache that sequences own, in the group of layers where they own most."""
         return self.blocks.num_used * BLOCK_SIZE
 
     @property
     def cache_size(self) -> int:
-        """Positions of the cache."""
-        return self.blocks.num_blocks * BLOCK_SIZE
+        """Positions of the cache, in the group of layers that has most."""
+        return max(pool.num_blocks for pool in self.cache.pools) * BLOCK_SIZE
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
         Raises EngineError where it would not fit into the whole cache.
         """
-        if self.blocks.blocks_for(sequence.max_positions) > self.blocks.num_blocks:
+        if not self.blocks.fits(sequence.max_positions):
             raise EngineError(
                 f"the prompt and its answer may take {sequence.max_positions} tokens and the cache holds "
                 f"{self.cache_size}; shorten the prompt, or ask for fewer tokens"
@@ -95,7 +95,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Forget a sequence wherever it is, with all that it holds."""
+        """Take a sequence out wherever it is, and free its blocks."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self._running:
@@ -138,14 +138,14 @@ class Scheduler:
 
         It is given further ones for them while each running sequence could still be given one.
         """
-        reach = min(len(sequence.token_ids) + most, sequence.max_positions)
+        end = min(len(sequence.token_ids) + most, sequence.max_positions)
         if self.blocks.num_free > len(self._running):
-            self.blocks.grow(sequence.block_table, reach)
-        held = len(sequence.block_table) * BLOCK_SIZE
+            self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, end)
+        held = min(map(len, sequence.block_tables)) * BLOCK_SIZE
         return max(0, min(most, held - len(sequence.token_ids)))
 
     def release(self) -> None:
-        """Let finished sequences go."""
+        """Free the blocks of finished sequences."""
         for sequence in self._running:
             if sequence.finished:
                 self._remove(sequence)
@@ -155,14 +155,14 @@ class Scheduler:
         if self.current is not None:
             self._alone.extend(self.current.sequences)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Nothing in the cache is valid any more.
 
         Raises EngineError where a sequence is being computed.
         """
         if self.sequences:
             raise EngineError("the cache is in use: finish or close the streams that are under way first")
-        self.blocks.forget()
+        self.blocks.reset()
 
     @property
     def _running(self) -> list[Sequence]:
@@ -185,7 +185,13 @@ class Scheduler:
         sequence.num_cached_tokens += count
         if self.shares and sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
             shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
-            self.blocks.computed(sequence.block_table, sequence.token_ids[:shareable])
+            keys = self._keys(sequence, shareable)
+            self.blocks.computed(sequence.block_tables, keys, before // BLOCK_SIZE)
+
+    def _keys(self, sequence: Sequence, tokens: int) -> list[bytes]:
+        """The keys of the full blocks of its first `tokens` tokens."""
+        extend_keys(sequence.block_keys, sequence.token_ids)
+        return sequence.block_keys[: tokens // BLOCK_SIZE]
 
     def _next_alone(self) -> Batch | None:
         while self._alone:
@@ -199,20 +205,28 @@ class Scheduler:
     def _next(self) -> Batch | None:
         while not self.prefilling and self._admit():
             pass
-        if self.decoding and (self._decode_is_due or not self.prefilling):
-            return self._decode_step()
-        return self._prompt_step() if self.prefilling else None
+        if self.prefilling and not (self.decoding and self._decode_is_due):
+            chunks = self._prompt_step()
+            if chunks:
+                return Batch.prefill(chunks)
+        return self._decode_step() if self.decoding else None
 
-    def _prompt_step(self) -> Batch:
-        """Chunks of the prompts under way, and of those that wait, as far as there are tokens left in the step."""
+    def _prompt_step(self) -> list[Chunk]:
+        """Chunks of the prompts under way, and of those that wait, as far as there are tokens left in the step.
+
+        Empty where the one prompt under way was preempted.
+        """
         left, chunks = self._chunk_size(), list[Chunk]()
         while not chunks or (self.packed and left >= LEAST_CHUNK):
             if len(chunks) < len(self.prefilling):
-                chunks.append(self._chunk(self.prefilling[len(chunks)], left))
+                sequence = self.prefilling[len(chunks)]
+                if not self._has_room(sequence, len(sequence.token_ids)):
+                    break
+                chunks.append(self._chunk(sequence, left))
                 left -= len(chunks[-1].ids)
             elif not (self._can_join() and self._admit()):
                 break
-        return Batch.prefill(chunks)
+        return chunks
 
     def _can_join(self) -> bool:
         """Whether the first one that waits gains nothing by waiting until the prompts under way are computed.
@@ -242,23 +256,22 @@ class Scheduler:
         return min(most, unscored.start) if unscored else most
 
     def _admit(self) -> bool:
-        """Take in the first one that waits, if there is room; nobody overtakes it."""
+        """Admit the first waiting sequence, if there is room; none overtakes it."""
         if not self.waiting or len(self._running) >= self.parallel:
             return False
         sequence = self.waiting[0]
         if sequence.pool is not None:
             sequence.pool.clear()
-        prefix = sequence.token_ids[: self._most_shared(sequence)]
-        # A block in hand for each running sequence that may grow: else the newcomer would soon be put out again.
+        # A block in hand for each running sequence that may grow: else this one would soon be preempted.
         allocation = self.blocks.allocate(
-            prefix,
-            self._reach(sequence, len(sequence.token_ids)),
+            self._keys(sequence, self._most_shared(sequence)),
+            self._end(sequence, len(sequence.token_ids)),
             reserve=sum(map(self._may_grow, self._running)),
         )
         if allocation is None:
             return False
         self.waiting.popleft()
-        sequence.block_table = allocation.block_table
+        sequence.block_tables = allocation.block_tables
         sequence.num_cached_tokens = allocation.num_cached_tokens
         if not sequence.started:
             sequence.started = time.perf_counter()
@@ -270,7 +283,7 @@ class Scheduler:
         return True
 
     def _may_grow(self, sequence: Sequence) -> bool:
-        return len(sequence.block_table) < self.blocks.blocks_for(sequence.max_positions)
+        return min(map(len, sequence.block_tables)) < blocks_for(sequence.max_positions)
 
     def _chunk(self, sequence: Sequence, most: int) -> Chunk:
         start = sequence.num_cached_tokens
@@ -290,15 +303,17 @@ class Scheduler:
         """A token of every sequence that has blocks for it; the oldest one always gets them."""
         ready = []
         for sequence in list(self.decoding):
-            if sequence in self.decoding and self._has_room(sequence):
+            if sequence in self.decoding and self._has_room(sequence, sequence.num_cached_tokens + 1):
                 ready.append(sequence)
         return Batch.decode(ready)
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Give a sequence the blocks for its next token, from the newest ones if need be; False if it is the newest."""
-        while not self.blocks.grow(
-            sequence.block_table, self._reach(sequence, sequence.num_cached_tokens + 1)
-        ):
+    def _has_room(self, sequence: Sequence, positions: int) -> bool:
+        """Give a sequence the blocks for its next step towards `positions`, by preempting the newest ones if need be.
+
+        False where it is the newest itself.
+        """
+        end = self._end(sequence, positions)
+        while not self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, end):
             newest = self._running[-1]
             self._preempt(newest)
             if newest is sequence:
@@ -311,7 +326,8 @@ class Scheduler:
         sequence.num_cached_tokens = 0
         self.waiting.appendleft(sequence)
 
-    def _reach(self, sequence: Sequence, positions: int) -> int:
+    def _end(self, sequence: Sequence, positions: int) -> int:
+        """Positions that its tables cover for `positions` to be computed."""
         return min(positions + LOOKAHEAD, sequence.max_positions)
 
     def _remove(self, sequence: Sequence) -> None:
@@ -321,6 +337,6 @@ class Scheduler:
         else:
             self.decoding.remove(sequence)
         if sequence.error is not None:
-            self.blocks.discard(sequence.block_table)
-        self.blocks.free(sequence.block_table)
-        sequence.block_table = []
+            self.blocks.discard(sequence.block_keys)
+        self.blocks.free(sequence.block_tables)
+        sequence.block_tables = ()

@@ -1,10 +1,8 @@
 """Causal attention with grouped key-value heads: the torch definition, and the mask built once at load.
 
 The key-value cache of one layer is two tensors `[context, kv_heads, head_dim]`, keys already rotated: a row
-holds one position of all heads, so a token's write is one contiguous run and the cache of a shorter context
-is a prefix. Prefill takes a slice of the precomputed mask; decode (one query row, which sees every key it
-is given) takes none. Knows nothing of pages, sequences or how the cache is stored (fp16 or q8_0): it is
-given dequantized K and V.
+holds one position of all heads. Prefill takes a slice of the precomputed mask; decode (one query row, which sees every
+key it is given) takes none. K and V are dequantized, and in the order of their positions.
 """
 
 import torch
@@ -60,6 +58,6 @@ def attention(
         scores = queries @ k[:, h].to(compute).T * scale
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        mixed = torch.softmax(scores, dim=-1) @ v[:, h].to(compute)
-        out[:, h * group : (h + 1) * group] = mixed.transpose(0, 1)
+        acc = torch.softmax(scores, dim=-1) @ v[:, h].to(compute)
+        out[:, h * group : (h + 1) * group] = acc.transpose(0, 1)
     return out.to(q.dtype)

@@ -3,12 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from quengine.kernels.kv.cache_types import PADDING_BLOCK
+
 Phase = Literal["prefill", "decode"]
+
+BlockTables: TypeAlias = Sequence[Sequence[int]]
+"""The block tables of one sequence: of each group of layers, the blocks of its positions in order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +51,12 @@ class ForwardBatch:
             also where it is a single token.
         token_ids: int64 [T], on the device.
         positions: int32 [T], each token's position in its sequence, on the device.
-        block_tables: int32 [S, most blocks], on the device: position p of a sequence is row
-            `table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE` of the cache.
+        block_tables: int32 [G, S, most blocks], on the device, contiguous, one table for each group of layers
+            (ModelConfig.cache_groups): position p of a sequence is row
+            `table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE` of the cache of the group's layers. Entries of
+            positions behind the group's window name the padding block.
         starts: in prefill, the position of each sequence's first row. Empty in a captured step, where only the device
-            knows it.
+            has it.
         query_lens: in prefill, each sequence's number of rows, which lie one sequence behind the other; empty likewise.
         logits_rows: int64 [n] on the device: the rows whose logits are wanted; None: all.
         shares_sequences: in decode, whether a sequence may have several rows, at positions that follow each other. All
@@ -74,9 +81,9 @@ class ForwardBatch:
     def device(self) -> torch.device:
         return self.token_ids.device
 
-    def block_tables_of(self, group: int) -> Tensor:  # noqa: ARG002 (all layers keep every position)
-        """The block tables [S, most blocks] of a group of layers."""
-        return self.block_tables
+    def block_tables_of(self, group: int) -> Tensor:
+        """The block tables [S, most blocks] of a group of layers, contiguous."""
+        return self.block_tables[group]
 
     def chunks(self, group: int) -> Iterator[tuple[slice, int, Tensor]]:
         """Of each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""
@@ -90,11 +97,11 @@ class ForwardBatch:
 def prefill_batch(
     ids: Sequence[Sequence[int]],
     starts: Sequence[int],
-    tables: Sequence[Sequence[int]],
+    tables: Sequence[BlockTables],
     device: torch.device,
     all_logits: bool = False,
 ) -> ForwardBatch:
-    """The chunks `ids` of sequences, each at its position in `starts` and with its block table.
+    """The chunks `ids` of sequences, each at its position in `starts` and with its block tables.
 
     Logits are wanted of each chunk's last row, or of all rows.
     """
@@ -120,11 +127,11 @@ def prefill_batch(
 def decode_batch(
     ids: Sequence[int],
     positions: Sequence[int],
-    tables: Sequence[Sequence[int]],
+    tables: Sequence[BlockTables],
     device: torch.device,
     shares_sequences: bool = False,
 ) -> ForwardBatch:
-    """A token of each row, at its position, with its sequence's block table; logits are wanted of all."""
+    """A token of each row, at its position, with its sequence's block tables; logits are wanted of all."""
     return ForwardBatch(
         phase="decode",
         token_ids=torch.tensor(ids, device=device),
@@ -134,7 +141,10 @@ def decode_batch(
     )
 
 
-def pad_block_tables(tables: Sequence[Sequence[int]], padding_block: int = 0) -> list[list[int]]:
-    """Block tables made as long as the longest, with a block that is not read."""
-    most = max(map(len, tables))
-    return [[*table, *([padding_block] * (most - len(table)))] for table in tables]
+def pad_block_tables(tables: Sequence[BlockTables]) -> list[list[list[int]]]:
+    """The block tables [G][S][most blocks] of sequences, made as long as the longest with the padding block."""
+    most = max(len(table) for of_sequence in tables for table in of_sequence)
+    return [
+        [[*table, *([PADDING_BLOCK] * (most - len(table)))] for table in of_group]
+        for of_group in zip(*tables, strict=True)
+    ]

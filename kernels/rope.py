@@ -1,8 +1,6 @@
 """Rotary position embedding: angle tables and the torch definition of the rotation.
 
-A table is built once, at load, in fp64 and rounded once to fp32; nothing recomputes an angle later. Knows
-nothing
-of model files: a `RopeSpec` carries plain numbers, whoever reads the file fills it.
+A table is built once, at load, in fp64 and rounded once to fp32; no angle is computed again later.
 """
 
 import math
@@ -28,14 +26,11 @@ class RopeSpec:
     scaling: "none"; "linear" divides positions by `factor`; "yarn" blends both, by frequency.
     factor: new context over original context.
     original_context: positions the model was trained on; yarn needs it.
-    beta_fast, beta_slow: yarn's limits in rotations over `original_context`: faster dimensions are left
-    alone,
-        slower ones interpolated.
-    attention_factor: multiplies cos and sin (so scores grow by its square). None: yarn's own magnitude for
-    yarn,
-        1 otherwise.
-    freq_factors: one divisor for each of the dim/2 frequencies (GGUF `rope_freqs.weight`, llama 3 and
-    LongRoPE).
+    beta_fast, beta_slow: yarn's limits in rotations over `original_context`: faster dimensions are left alone, slower
+        ones interpolated.
+    attention_factor: multiplies cos and sin (so scores grow by its square). None: yarn's own magnitude for yarn, 1
+        otherwise.
+    freq_factors: one divisor for each of the dim/2 frequencies (GGUF `rope_freqs.weight`, llama 3 and LongRoPE).
     """
 
     dim: int
@@ -78,7 +73,7 @@ class RopeSpec:
 
 
 def yarn_magnitude(factor: float) -> float:
-    """The attention magnitude of YaRN for a context stretched `factor` times: `0.1 ln(factor) + 1`."""
+    """The attention magnitude of YaRN for a context `factor` times as long: `0.1 ln(factor) + 1`."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 

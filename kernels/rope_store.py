@@ -1,6 +1,6 @@
 """What happens between the QKV matmul and attention, in torch: head norms, rotation, the write to the cache.
 
-The definition of kernels/cuda/attention/rope.py's `rope_store`, and what the reference and CPU backends run.
+The definition of kernels/cuda/attention/rope_store.py's `rope_store`, and what the reference and CPU backends run.
 """
 
 import torch

@@ -21,6 +21,7 @@ def one_sequence(
     all_logits: bool = False,
     device: torch.device | str = "cpu",
     blocks: int = 64,
+    groups: int = 1,
 ) -> ForwardBatch:
     """Tokens of a sequence from a position on; without a table, position p is row p of the cache.
 
@@ -30,9 +31,9 @@ def one_sequence(
     blocks_of = list(range(blocks)) if table is None else [int(block) for block in table]
     where = torch.device(device)
     if phase == "prefill" or (phase is None and len(tokens) > 1):
-        return prefill_batch([tokens], [start], [blocks_of], where, all_logits)
+        return prefill_batch([tokens], [start], [[blocks_of] * groups], where, all_logits)
     assert len(tokens) == 1
-    return decode_batch(tokens, [start], [blocks_of], where)
+    return decode_batch(tokens, [start], [[blocks_of] * groups], where)
 
 
 def forward(
@@ -40,5 +41,6 @@ def forward(
 ) -> Tensor:
     """Logits of such a step, on the decoder's device: `one_sequence` has the options."""
     options.setdefault("blocks", layers[0].k.shape[0] // BLOCK_SIZE)
+    options.setdefault("groups", len(decoder.config.cache_groups))
     batch = one_sequence(ids, start, device=decoder.backend.device, **options)
     return decoder.forward(batch, layers)

@@ -1,123 +1,96 @@
 """`engine bench`: tokens per second of models on this machine, with the flags that llama-bench's users know.
 
-The table, and nothing else, goes to standard output; each row as soon as it is measured (`-o json`: at the
-end).
+The table, and nothing else, goes to standard output; each row as soon as it is measured (`-o json`: at the end).
 """
 
-import csv
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from quengine.cli import options
+from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
+from quengine.diagnostics.bench.bench_plan import LISTS, BenchPlan, expand_tests, whole_numbers
 from quengine.errors import EngineError
+from quengine.options import MODEL_HELP, Flag
 from quengine.platform import collector
 
 if TYPE_CHECKING:
     from quengine.diagnostics.bench.bench_row import BenchRow
 
-_LISTS = "Lists: 128,512 or the flag repeated."
+OUTPUTS = ("md", "json", "jsonl", "csv")
 
 
-def bench(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "-m", "--model", help="Alias, hf:user/repo:QUANT, GGUF file or checkpoint folder; repeatable."
-        ),
-    ] = None,
+def _split(texts: list[str]) -> tuple[str, ...]:
+    """Names with commas between them; a comma in the path of a model that is there is part of the path."""
+    return tuple(
+        name for text in texts for name in ([text] if Path(text).exists() else text.split(",")) if name
+    )
+
+
+def _pairs(texts: list[str]) -> tuple[tuple[int, int], ...]:
+    pairs = []
+    for text in texts:
+        numbers = whole_numbers("-pg", [text])
+        if len(numbers) != 2:
+            raise EngineError(f"-pg {text}: must be two numbers, such as 512,128; repeat the flag for more")
+        pairs.append((numbers[0], numbers[1]))
+    return tuple(pairs)
+
+
+@dataclass(frozen=True)
+class BenchFlags:
+    """The models and the tests of a `BenchPlan` as they are typed, and the form of the output."""
+
+    models: Annotated[
+        tuple[str, ...], Flag("-m --model", f"{MODEL_HELP[:-1]}; repeatable.", read=_split)
+    ] = ()
     synthetic: Annotated[
-        list[str] | None,
-        typer.Option(
+        tuple[str, ...],
+        Flag(
             "--synthetic",
-            help="Make a model of this shape: mistral-7b, gemma3-4b, olmo2-7b, phi3-mini, tiny.",
+            "Make a model of this shape: mistral-7b, gemma3-4b, olmo2-7b, phi3-mini, tiny.",
+            read=_split,
         ),
-    ] = None,
-    n_prompt: Annotated[
-        list[str] | None, typer.Option("-p", "--n-prompt", help=f"Prompt tokens. {_LISTS} (default: 512)")
-    ] = None,
-    n_gen: Annotated[
-        list[str] | None, typer.Option("-n", "--n-gen", help="Generated tokens. (default: 128)")
-    ] = None,
+    ] = ()
+    prompts: Annotated[
+        tuple[int, ...],
+        Flag("-p --n-prompt", f"Prompt tokens. {LISTS} (default: 512)", read=partial(whole_numbers, "-p")),
+    ] = (512,)
+    generated: Annotated[
+        tuple[int, ...],
+        Flag("-n --n-gen", "Generated tokens. (default: 128)", read=partial(whole_numbers, "-n")),
+    ] = (128,)
     pairs: Annotated[
-        list[str] | None, typer.Option("-pg", metavar="PP,TG", help="Both in one test; repeatable.")
-    ] = None,
+        tuple[tuple[int, int], ...],
+        Flag("-pg", "Both in one test; repeatable.", metavar="PP,TG", read=_pairs),
+    ] = ()
     depths: Annotated[
-        list[str] | None, typer.Option("-d", "--n-depth", help="Tokens already in the cache. (default: 0)")
-    ] = None,
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", help="Times each test is run.")] = 5,
-    batches: Annotated[
-        list[str] | None,
-        typer.Option("-b", "--batch-size", help=f"Sequences at once. {_LISTS} (default: 1)"),
-    ] = None,
-    threads: Annotated[
-        list[str] | None, typer.Option("-t", "--threads", help="CPU threads. (default: physical cores)")
-    ] = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="md, json, jsonl or csv.")] = "md",
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also print each kernel's time on the device (CUDA).")
-    ] = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace", metavar="FILE", help="Write those times as a timeline (Chrome trace format)."
-        ),
-    ] = None,
-    warm_up: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before.")] = True,
-    device: options.Device = "auto",
-    cache_type: options.CacheTypeName = "f16",
-    draft_model: options.DraftModel = None,
-    draft_ngram: options.DraftNgram = 0,
-    draft_tokens: options.DraftTokens = None,
-    deterministic: options.Deterministic = False,
-    mmap: options.Mmap = True,
-    backend: options.BackendName = "auto",
-) -> None:
+        tuple[int, ...],
+        Flag("-d --n-depth", "Tokens already in the cache. (default: 0)", read=partial(whole_numbers, "-d")),
+    ] = (0,)
+    output: Annotated[str, Flag("-o --output", "md, json, jsonl or csv.")] = "md"
+
+
+@takes_options
+def bench(flags: BenchFlags, plan: BenchPlan) -> None:
     """Time prompt processing and token generation."""
-    if output not in _WRITERS:
-        raise EngineError(f"-o {output}: must be one of {', '.join(_WRITERS)}")
-    if not model and not synthetic:
+    if flags.output not in OUTPUTS:
+        raise EngineError(f"-o {flags.output}: must be one of {', '.join(OUTPUTS)}")
+    if not flags.models and not flags.synthetic:
         raise EngineError("no model: give -m MODEL or --synthetic mistral-7b")
-    numbers = {
-        "-p": _numbers("-p", n_prompt, 512),
-        "-n": _numbers("-n", n_gen, 128),
-        "-d": _numbers("-d", depths, 0),
-        "-b": _numbers("-b", batches, 1),
-    }
-    both = [_pair(text) for text in pairs or ()]
-    thread_counts = [_thread_count(n) for n in _numbers("-t", threads, 0)] if threads else [None]
-    from quengine.diagnostics.bench.bench import BenchPlan, run_bench, synthetic_model
-    from quengine.diagnostics.bench.bench_row import expand_tests
+    tests = expand_tests(flags.prompts, flags.generated, flags.pairs, flags.depths)
+    from quengine.cli.bench_table import write_rows
+    from quengine.diagnostics.bench.bench import run_bench, synthetic_model
 
     collector.working()
     progress = ProgressLine()
-    tests = expand_tests(numbers["-p"], numbers["-n"], both, numbers["-d"])
-    made = [synthetic_model(name, _announce) for name in _split(synthetic)]
-    plan = BenchPlan(
-        models=[*_split(model), *made],
-        tests=tests,
-        threads=thread_counts,
-        batches=numbers["-b"],
-        repetitions=repetitions,
-        device=device,
-        backend=backend,
-        warm_up=warm_up,
-        profile=profile,
-        trace=trace,
-        cache_type=options.cache_type(cache_type),
-        draft_model=draft_model,
-        draft_ngram=draft_ngram,
-        draft_tokens=draft_tokens,
-        deterministic=deterministic,
-        mmap=mmap,
-    )
+    made = [synthetic_model(name, _announce) for name in flags.synthetic]
+    plan = replace(plan, models=[*flags.models, *made], tests=tests)
     try:
-        _WRITERS[output](_cleared(run_bench(plan, progress), progress))
+        write_rows(_cleared(run_bench(plan, progress), progress), flags.output)
     finally:
         progress.clear()
 
@@ -131,170 +104,3 @@ def _cleared(rows: "Iterator[BenchRow]", progress: ProgressLine) -> "Iterator[Be
     for row in rows:
         progress.clear()
         yield row
-
-
-def _split(texts: list[str] | None) -> list[str]:
-    """Names with commas between them; a comma in the path of a model that is there is part of the path."""
-    return [
-        name for text in texts or () for name in ([text] if Path(text).exists() else text.split(",")) if name
-    ]
-
-
-def _numbers(flag: str, texts: list[str] | None, default: int) -> list[int]:
-    if not texts:
-        return [default]
-    parts = [part.strip() for text in texts for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise EngineError(
-            f"{flag} {','.join(texts)}: must be whole numbers with commas between, such as 128,512"
-        )
-    return [int(part) for part in parts]
-
-
-def _pair(text: str) -> tuple[int, int]:
-    numbers = _numbers("-pg", [text], 0)
-    if len(numbers) != 2:
-        raise EngineError(f"-pg {text}: must be two numbers, such as 512,128; repeat the flag for more")
-    return numbers[0], numbers[1]
-
-
-def _thread_count(number: int) -> int:
-    if number < 1:
-        raise EngineError("-t 0: must be at least 1")
-    return number
-
-
-_Column = tuple[str, int, Callable[["BenchRow"], str]]
-
-_COLUMNS: tuple[_Column, ...] = (
-    ("model", 28, lambda row: row.model.name),
-    ("size", 10, lambda row: _gib(row.model.nbytes)),
-    ("params", 9, lambda row: _count(row.model.params)),
-    ("type", 12, lambda row: row.model.types),
-    ("device", 9, lambda row: _device(row)),
-    ("threads", 7, lambda row: str(row.threads)),
-    ("test", 14, lambda row: row.name),
-    ("t/s", 19, lambda row: f"{row.tok_s:.2f} ± {row.deviation:.2f}"),
-    ("GB/s", 7, lambda row: _number(row.gb_s, 1)),
-    ("% of bandwidth", 14, lambda row: _number(row.bandwidth_percent, 0)),
-    ("peak memory", 11, lambda row: _gib(row.peak_bytes)),
-)
-"""Heading, least width and text of the table's columns; the numbers stand to the right."""
-
-_CUDA_COLUMNS: tuple[_Column, ...] = (
-    ("over weights + cache", 20, lambda row: _gib(row.peak_over_bytes)),
-    ("% of matrix rate", 16, lambda row: _number(row.matrix_percent, 0)),
-    ("kernels/step", 12, lambda row: _number(row.kernels_per_step, 0)),
-)
-"""What only a CUDA device has."""
-
-_DRAFT_COLUMNS: tuple[_Column, ...] = (
-    ("drafted", 7, lambda row: "-" if row.drafts is None else str(row.drafts.drafted)),
-    ("accepted", 8, lambda row: "-" if row.drafts is None else str(row.drafts.accepted)),
-    ("accept length", 13, lambda row: _number(None if row.drafts is None else row.drafts.accept_length, 2)),
-)
-"""What became of drafts, of all repetitions, where there are any."""
-
-_LEFT = {"model", "type", "device", "test"}
-
-
-def _device(row: "BenchRow") -> str:
-    """The device, and what of the way it computes is not as usual."""
-    named = row.device if row.backend in row.device else f"{row.device} {row.backend}"
-    return f"{named} deterministic" if row.deterministic else named
-
-
-def _gib(nbytes: int) -> str:
-    from quengine.memory import gib
-
-    return gib(nbytes)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _count(params: int) -> str:
-    return f"{params / 1e9:.2f} B" if params >= 1e9 else f"{params / 1e6:.2f} M"
-
-
-def _write_md(rows: "Iterator[BenchRow]") -> None:
-    """The table as it grows; what the percentages are of, and profiles, below it."""
-    shown: list[BenchRow] = []
-    for row in rows:
-        columns = _COLUMNS + (_CUDA_COLUMNS if row.device.startswith("cuda") else ())
-        columns += _DRAFT_COLUMNS if row.drafts is not None else ()
-        if not shown:
-            print(_line(columns, [heading for heading, _, _ in columns]))
-            rules = ["-" * (w + 2) if h in _LEFT else "-" * (w + 1) + ":" for h, w, _ in columns]
-            print(f"|{'|'.join(rules)}|")
-        print(_line(columns, [text(row) for _, _, text in columns]), flush=True)
-        shown.append(row)
-    if shown and shown[0].device.startswith("cuda"):
-        print(f"\n{_yardsticks(shown[0])}")
-    for row in shown:
-        _print_profiles(row)
-
-
-def _line(columns: tuple[_Column, ...], cells: list[str]) -> str:
-    padded = (
-        cell.ljust(width) if heading in _LEFT else cell.rjust(width)
-        for cell, (heading, width, _) in zip(cells, columns, strict=True)
-    )
-    return f"| {' | '.join(padded)} |"
-
-
-def _yardsticks(row: "BenchRow") -> str:
-    """What the percentages are of."""
-    from quengine.diagnostics.bench.bench_machine import MATRIX_SIZE, describe_machine
-
-    parts = [f"copies at {row.bandwidth / 1e9:.0f} GB/s, read and written"]
-    if row.matrix_rate is not None:
-        size = " x ".join([str(MATRIX_SIZE)] * 3)
-        parts.append(f"fp16 matrix products (cuBLAS, {size}) at {row.matrix_rate / 1e12:.0f} TFLOP/s")
-    name = describe_machine(row.device)["machine"]["gpu"]["name"]
-    return f"Measured on this {name}: {'; '.join(parts)}."
-
-
-def _print_profiles(row: "BenchRow") -> None:
-    from quengine.diagnostics.bench.profile import format_profile
-
-    for profile in row.profile:
-        of = f", mean of {profile.steps}" if profile.steps > 1 else ""
-        print(f"\n{row.model.name}, {row.test.name}: device time of a {profile.what}{of}\n")
-        print("\n".join(format_profile(profile)))
-
-
-def _described(row: "BenchRow") -> dict[str, Any]:
-    from quengine.diagnostics.bench.bench_machine import describe_machine
-
-    return row.as_dict(describe_machine(row.device))
-
-
-def _write_json(rows: "Iterator[BenchRow]") -> None:
-    print(json.dumps([_described(row) for row in rows], indent=2))
-
-
-def _write_jsonl(rows: "Iterator[BenchRow]") -> None:
-    for row in rows:
-        print(json.dumps(_described(row)), flush=True)
-
-
-def _write_csv(rows: "Iterator[BenchRow]") -> None:
-    writer = None
-    for row in rows:
-        # A cell that is a list or an object holds it as JSON.
-        cells = {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in _described(row).items()}
-        if writer is None:
-            writer = csv.DictWriter(sys.stdout, cells.keys(), lineterminator="\n")
-            writer.writeheader()
-        writer.writerow(cells)
-        sys.stdout.flush()
-
-
-_WRITERS: dict[str, "Callable[[Iterator[BenchRow]], None]"] = {
-    "md": _write_md,
-    "json": _write_json,
-    "jsonl": _write_jsonl,
-    "csv": _write_csv,
-}

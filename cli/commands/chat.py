@@ -1,281 +1,31 @@
-"""`engine chat`: a conversation in the terminal.
+"""`engine chat`: a conversation in the terminal."""
 
-Answers go to standard output, everything else to standard error, so a conversation can be piped in and out.
-Reads lines and runs slash commands; what a conversation is lies in quengine.request.chat_session.
-"""
+from dataclasses import replace
 
-import contextlib
-import os
-import shlex
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
-
-from quengine.cli import options
+from quengine.cli.flags import ConstraintFlags, Model, System, takes_options
 from quengine.cli.loading import load_llm
-from quengine.cli.report import print_report
-from quengine.cli.terminal import write_text
+from quengine.config import EngineConfig
 from quengine.errors import EngineError
-
-if TYPE_CHECKING:
-    from prompt_toolkit.history import History
-
-    from quengine.request.chat_session import ChatSession
-
-HELP = """\
-  /help          this list
-  /reset         forget the conversation, keep the system message
-  /system TEXT   set the system message; without TEXT show it, with "" remove it
-  /save FILE     write the conversation to a file
-  /load FILE     go on with a saved conversation
-  /stats         what the last answer cost, and how full the context is
-  /exit          leave (also /quit and Ctrl-D)
-  Ctrl-C stops an answer. Alt-Enter starts a new line. A message that begins with / is typed with //."""
+from quengine.request.sampling_params import SamplingParams
 
 
+@takes_options
 def chat(
-    model: options.Model,
-    max_tokens: options.MaxTokens = -1,
-    system: options.System = None,
-    temp: options.Temperature = 0.8,
-    top_k: options.TopK = 40,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.05,
-    typical: options.TypicalP = 1.0,
-    repeat_penalty: options.RepeatPenalty = 1.0,
-    repeat_last_n: options.RepeatLastN = 64,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    logit_bias: options.LogitBias = None,
-    seed: options.Seed = -1,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
-    json_schema: options.JsonSchema = None,
-    grammar: options.Grammar = None,
-    ctx_size: options.CtxSize = None,
-    cache_type: options.CacheTypeName = "f16",
-    deterministic: options.Deterministic = False,
-    mmap: options.Mmap = True,
-    draft_model: options.DraftModel = None,
-    draft_ngram: options.DraftNgram = 0,
-    draft_tokens: options.DraftTokens = None,
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    backend: options.BackendName = "auto",
+    model: Model,
+    params: SamplingParams,
+    constraint: ConstraintFlags,
+    config: EngineConfig,
+    system: System = None,
 ) -> None:
     """Talk with a model; /help lists the commands."""
-    params = options.sampling_params(
-        max_tokens=max_tokens,
-        temp=temp,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        typical=typical,
-        repeat_penalty=repeat_penalty,
-        repeat_last_n=repeat_last_n,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=logit_bias,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        json_schema=json_schema,
-        grammar=grammar,
-    )
+    params = replace(params, constraint=constraint.spec())
+    from quengine.cli.repl import Repl
     from quengine.request.chat_session import ChatSession
 
-    held, drafts = options.cache_type(cache_type), options.Drafts(draft_model, draft_ngram, draft_tokens)
-    asked = (model, device, ctx_size, threads, backend, held)
-    with load_llm(*asked, drafts=drafts, deterministic=deterministic, mmap=mmap, reuse_prefix=True) as llm:
+    with load_llm(model, replace(config, reuse_prefix=True)) as llm:
         if llm.chat_template is None:
             raise EngineError(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "
                 f"engine generate --raw completes text with it"
             )
         Repl(ChatSession(llm, params, system)).run()
-
-
-class Repl:
-    """Reads messages and commands until the end of input.
-
-    On a terminal an error is one line and the conversation goes on; piped in, it ends the program.
-    """
-
-    def __init__(self, session: "ChatSession") -> None:
-        self.session = session
-        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.commands: dict[str, Callable[[str], None]] = {
-            "help": self._help,
-            "reset": self._reset,
-            "system": self._system,
-            "save": self._save,
-            "load": self._load,
-            "stats": self._stats,
-        }
-
-    def run(self) -> None:
-        """Talk until /exit or the end of input."""
-        if self.interactive:
-            llm = self.session.llm
-            _say(f"{llm.model_config.name}, context {llm.ctx_size} tokens, seed {self.session.params.seed}")
-            _say("/help lists the commands, Ctrl-D leaves")
-        lines = _terminal_lines() if self.interactive else _piped_lines()
-        for line in lines:
-            if line.split(maxsplit=1)[:1] in (["/exit"], ["/quit"]):
-                return
-            try:
-                self._take(line)
-            except EngineError as error:
-                if not self.interactive:
-                    raise
-                _say(f"error: {error}")
-
-    def _take(self, line: str) -> None:
-        if not line.strip():
-            return
-        if line.startswith("/") and not line.startswith("//"):
-            name, _, rest = line[1:].partition(" ")
-            command = self.commands.get(name.strip())
-            if command is None:
-                raise EngineError(f"no command /{name.strip()}; /help lists them (// sends a message with /)")
-            command(rest.strip())
-        else:
-            self._answer(line.removeprefix("/"))
-
-    def _answer(self, text: str) -> None:
-        stopped = False
-        with _one_interrupt(), contextlib.closing(self.session.ask(text)) as pieces:
-            try:
-                for piece in pieces:
-                    write_text(piece)
-            except KeyboardInterrupt:
-                stopped = True
-        write_text("\n")
-        self._explain_end(stopped)
-
-    def _explain_end(self, stopped: bool) -> None:
-        """Why the answer ended, where it was not the model that ended it."""
-        session = self.session
-        if not session.messages or session.messages[-1]["role"] != "assistant":
-            _say("no answer; the message is forgotten")
-        elif stopped:
-            _say("stopped")
-        elif session.last is not None and session.last.finish_reason == "length":
-            full = session.used_tokens >= session.llm.ctx_size
-            _say("the context is full; /reset begins anew" if full else "cut by --max-tokens")
-
-    def _help(self, _: str) -> None:
-        print(HELP, file=sys.stderr)
-
-    def _reset(self, _: str) -> None:
-        self.session.reset()
-        _say("conversation forgotten")
-
-    def _system(self, text: str) -> None:
-        if text:
-            self.session.set_system("" if text in ('""', "''") else text)
-        shown = self.session.system
-        _say("no system message" if shown is None else f"system message: {shown}")
-
-    def _save(self, text: str) -> None:
-        path = _path("save", text)
-        self.session.save(path)
-        _say(f"saved {len(self.session.messages)} messages to {path}")
-
-    def _load(self, text: str) -> None:
-        path = _path("load", text)
-        self.session.load(path)
-        _say(f"loaded {len(self.session.messages)} messages from {path}")
-
-    def _stats(self, _: str) -> None:
-        last, llm, used = self.session.last, self.session.llm, self.session.used_tokens
-        if last is None:
-            _say("no answer yet")
-            return
-        print_report(last, llm)
-        _say(f"context    {used} of {llm.ctx_size} tokens used, {100 * used / llm.ctx_size:.0f}%")
-
-
-@contextlib.contextmanager
-def _one_interrupt() -> Iterator[None]:
-    """The first Ctrl-C interrupts what runs inside; further ones are for nobody, so that cleaning up can end."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _say(text: str) -> None:
-    print(f"  {text}", file=sys.stderr)
-
-
-def _path(command: str, text: str) -> Path:
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise EngineError(f"/{command} {text}: {error}") from None
-    if len(words) != 1:
-        raise EngineError(f"/{command} needs one file name (quote one with spaces)")
-    try:
-        return Path(words[0]).expanduser()
-    except RuntimeError as error:  # ~ of nobody, or without a home folder
-        raise EngineError(f"/{command} {text}: {error}") from None
-
-
-def _piped_lines() -> Iterator[str]:
-    try:
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        wrong = f"byte {error.object[error.start]:#04x}"
-        raise EngineError(f"cannot read standard input: not {error.encoding}, {wrong}") from None
-    except OSError as error:
-        raise EngineError(f"cannot read standard input: {error.strerror or error}") from None
-
-
-def _terminal_lines() -> Iterator[str]:
-    """Lines typed at the terminal, edited with prompt_toolkit; Ctrl-C clears a line, Ctrl-D ends."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
-    keys = KeyBindings()
-
-    @keys.add("escape", "enter")
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    prompt: PromptSession[str] = PromptSession(history=_history(), key_bindings=keys)
-    while True:
-        try:
-            yield prompt.prompt("> ")
-        except KeyboardInterrupt:
-            _say("Ctrl-D or /exit leaves")
-        except EOFError:
-            return
-
-
-def _history() -> "History":
-    """What was typed before, in a file that only the user can read; without one where it cannot be written."""
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
-    path = state / "quengine" / "chat_history"
-    try:
-        path = path.expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-    except (OSError, RuntimeError) as error:  # the latter where there is no home folder
-        why = error.strerror if isinstance(error, OSError) else error
-        _say(f"what you type is not kept for the next time: {path}: {why}")
-        return InMemoryHistory()
-    return FileHistory(str(path))

@@ -67,12 +67,9 @@ def as_object(found: "Diagnosis", tested: "dict[str, list[KernelCheck]]") -> dic
     kernels = [
         {
             "device": device,
-            "subject": check.subject,
-            "test": check.test,
+            **asdict(check),
             "error": check.error if math.isfinite(check.error) else None,
-            "limit": check.limit,
             "passed": check.passed,
-            "note": check.note,
         }
         for device, checks in tested.items()
         for check in checks

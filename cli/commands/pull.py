@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperCommand
 
 
-class PullCommand(TyperCommand):
+class Command(TyperCommand):
     """`engine pull`, whose help ends with the aliases: read when the help is asked for, not at every start."""
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]

@@ -1,6 +1,6 @@
 """Tells the user when Triton compiles kernels: the first run on a machine takes long, and must say why.
 
-A later run finds them on disk (TRITON_CACHE_DIR, or ~/.triton) and nothing is said. Does not know: which kernels.
+A later run finds them on disk (TRITON_CACHE_DIR, or ~/.triton) and nothing is reported.
 """
 
 import logging
@@ -11,11 +11,11 @@ _log = logging.getLogger(__name__)
 
 
 class CompileNotice:
-    """Triton's compilation listener (triton.knobs.compilation.listener): says it once in a process, and logs each."""
+    """Triton's compilation listener (triton.knobs.compilation.listener): logs each kernel, and warns of the first."""
 
     def __init__(self, device_name: str) -> None:
         self.device_name = device_name
-        self._said = False
+        self._warned = False
         self._lock = Lock()  # several threads compile
 
     def __call__(self, *, cache_hit: bool, metadata: dict[str, Any] | None = None, **facts: Any) -> None:
@@ -24,9 +24,9 @@ class CompileNotice:
             return
         _log.info("compiled %s", (metadata or {}).get("name", "a kernel"))
         with self._lock:
-            if self._said:
+            if self._warned:
                 return
-            self._said = True
+            self._warned = True
         _log.warning(
             "compiling kernels for %s, once; the first run takes up to a minute longer, later ones find them on disk",
             self.device_name,

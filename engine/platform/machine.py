@@ -1,7 +1,7 @@
 """What this machine is and has: processor, memory, CUDA devices, and how fast memory is read.
 
-Honours the limits that a container or a job sets on processors and memory. Knows nothing of models. torch is
-loaded only by the functions that need it.
+Honours the limits that a container or a job sets on processors and memory. torch is loaded only by the functions
+that need it.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Named ranges for a profiler that watches the process (NVTX: Nsight Systems and others).
 
-Does nothing until CUDA is in use, and costs under a microsecond a range while nobody watches.
+Does nothing until CUDA is in use, and costs under a microsecond a range while no profiler is attached.
 """
 
 from types import TracebackType

@@ -9,9 +9,12 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import msgspec
+
 MAX_DEPTH = 100
 """Arrays and objects inside each other; a recursive function over a value never comes near Python's own limit."""
 
+_decode = msgspec.json.Decoder().decode
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -31,6 +34,16 @@ def loads(text: str) -> Any:
             4300 digits, half of a surrogate pair, or more than MAX_DEPTH levels of arrays and objects.
     """
     try:
+        value = _decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError):  # json's errors say where
+        value = _loads_with_place(text)
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        _check_depth(value)
+    return value
+
+
+def _loads_with_place(text: str) -> Any:
+    try:
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise StrictJSONError(_TOO_DEEP) from None
@@ -40,8 +53,7 @@ def loads(text: str) -> Any:
         raise
     except ValueError:  # the one other that Python has: its limit for the digits of an integer
         raise StrictJSONError("it holds an integer of more than 4300 digits") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_depth(value)
+    _check_depth(value)
     if _ESCAPED_SURROGATE.search(text) and (place := surrogate_at(value)) is not None:
         where = f"{place[:80]}: " if place else ""
         raise StrictJSONError(f"{where}half of a surrogate pair (\\ud800 to \\udfff) is not text", place)

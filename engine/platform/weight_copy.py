@@ -1,7 +1,7 @@
 """Weights in memory of this process instead of a mapped file: 2 MiB pages, which a file's pages are not.
 
 A matrix that is read from end to end for every token passes through 512 times fewer entries of the processor's page
-tables; decode is 1 to 6% faster (docs/performance-cpu.md). It costs a copy at every start, and memory that processes do
+tables; decode is 1 to 6% faster (docs/performance.md). It costs a copy at every start, and memory that processes do
 not share. Knows tensors and bytes; not what a model is.
 """
 

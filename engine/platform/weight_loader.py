@@ -3,7 +3,6 @@
 The decoder asks for its tensors one by one and finds them on the device already, as uint8 rows in the file's own
 format; while it repacks one (kernels/cuda/weights/packed.py), the threads fetch those that follow. What waits on the
 device is bounded. Vectors stay on the mapping: they are small, and some are needed on the host.
-Does not know: formats, layers, or what is done with a tensor.
 """
 
 import time
@@ -56,7 +55,7 @@ class Transfer(Protocol):
         ...
 
     def trim(self) -> None:
-        """Give memory that nobody uses any more back to the device."""
+        """Give unused memory back to the device."""
         ...
 
 
@@ -123,7 +122,7 @@ class _Arrival:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stretch of a tensor's bytes, for one thread."""
+    """A range of a tensor's bytes, for one thread."""
 
     arrival: _Arrival
     start: int

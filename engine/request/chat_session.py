@@ -1,7 +1,7 @@
 """A conversation with one model: the messages so far, and the token ids that stand for them in the cache.
 
-Knows roles and turns; not terminals, and not the model's template beyond asking for its tokens. The model goes on
-from the very tokens that it generated: a new turn computes only what was added after them.
+The model goes on from the tokens that it generated, not from their text: a new turn computes only what was added behind
+them.
 """
 
 import json
@@ -25,7 +25,7 @@ ROLES = ("system", "user", "assistant", "tool")
 class ChatSession:
     """A conversation; `llm` should have been made with `reuse_prefix=True`.
 
-    `messages` are what was said, `last` is what the latest answer cost. The seed is drawn once, here.
+    `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here.
     """
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None = None) -> None:
@@ -50,20 +50,19 @@ class ChatSession:
         return 0 if self.last is None else self.last.prompt_tokens + len(self.last.tokens)
 
     def set_system(self, text: str | None) -> None:
-        """Replace the system message, from the next turn on; None or "" removes it. What was said stays."""
+        """Replace the system message, from the next turn on; None or "" removes it. The other messages stay."""
         rest = self.messages[1:] if self.system is not None else self.messages
         self.messages = ([{"role": "system", "content": text}] if text else []) + rest
 
     def reset(self) -> None:
-        """Forget what was said, but for the system message."""
+        """Remove all messages but the system message."""
         self.messages = [] if self.system is None else self.messages[:1]
         self.last = None
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """Say `text`; yields the answer as it comes, and remembers both.
+        """Send `text` as the user's message; yields the answer as it comes, and appends both to `messages`.
 
-        Closing the generator early (Ctrl-C) keeps the answer as far as it came. A turn without any answer is
-        forgotten.
+        Closing the generator early (Ctrl-C) keeps the answer as far as it came. A turn without any answer is removed.
 
         Raises:
             EngineError: the conversation does not fit the context, the template refuses it, or the model failed.
@@ -93,7 +92,7 @@ class ChatSession:
         A template gives text, and text that is tokenized again need not give the tokens it came from; all the
         cache holds after the first difference would then be computed again. The answer ends at the first control
         token after the prompt; if the text up to there is not the answer (a template may trim or cut it), the
-        template has the last word.
+        template's tokens are taken.
         """
         start = len(self._rendered)
         if not start or rendered[:start] != self._rendered:

@@ -7,7 +7,7 @@ from quengine.sampler import TokenLogprobs
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Steps that checked a draft, tokens drafted, and those of them that texts took."""
+    """Steps that checked a draft, tokens drafted, and those of them that sequences accepted."""
 
     steps: int = 0
     drafted: int = 0
@@ -37,7 +37,7 @@ class Timings:
     to its first token, `decode_s` the time of the tokens after the first. `gb_s` is `bytes_per_token` (weights,
     and the cache read on average) over the time of a decoded token, in 1e9 bytes per second. Rates of phases
     that did not happen are 0. `drafts` are the decode steps that also computed drafted tokens, `drafted_tokens` those
-    tokens, `accepted_tokens` the ones among them that the text then took.
+    tokens, `accepted_tokens` the ones among them that the sequence accepted.
     """
 
     load_s: float = 0.0
@@ -89,7 +89,7 @@ class Completion:
         text: what the user sees; without the end token and without the stop string.
         tokens: the ids that were generated, without the model's end token.
         finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens or a full context).
-        logprobs: one entry a token when asked for, else None.
+        logprobs: one entry a token where requested, else None.
         timings: see Timings.
         seed: the seed that was used; the same one gives the same text.
     """

@@ -1,7 +1,4 @@
-"""Embeddings: the hidden rows of a text pooled into one vector of unit length.
-
-Knows rows and sums; not which model or kernel gave them.
-"""
+"""Embeddings: the hidden rows of a text pooled into one vector of unit length."""
 
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -35,7 +32,7 @@ class Pool:
         self._sums: Tensor | None = None
 
     def clear(self) -> None:
-        """Forget the rows: they will come again from the first."""
+        """Drop the rows: they will come again from the first."""
         self._last = self._sums = None
 
     def add(self, rows: "Tensor") -> None:

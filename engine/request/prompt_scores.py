@@ -24,7 +24,7 @@ class PromptScores:
     """Collects a prompt's log-probabilities, chunk by chunk.
 
     `logprobs` has an entry for each token of the prompt from the second on, as far as they are computed. They stay when
-    the sequence loses its blocks and its prompt is computed again.
+    the sequence is preempted and its prompt is computed again.
 
     Args:
         prompt: its token ids.

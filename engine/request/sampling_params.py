@@ -1,16 +1,18 @@
-"""What the user asks of the text: how tokens are chosen and when to stop.
+"""Sampling parameters of a request: how tokens are chosen and when to stop.
 
-Knows ranges and defaults (those of llama.cpp), not logits, tokenizers or models: that a token id exists in
-the vocabulary is checked by the sampler, which knows its size. docs/sampling.md gives the samplers' order.
+The defaults are those of llama.cpp. That a token id is in the vocabulary is checked by the sampler. docs/sampling.md
+gives the order of the samplers.
 """
 
 import math
-import secrets
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from quengine.errors import EngineError, shown
+from quengine.options import Flag, ranges
+from quengine.options import Range as Range  # also for those who check a request's fields
 from quengine.structured.constraint_spec import ConstraintSpec
 
 MAX_SEED = 2**64 - 1  # the seed is the 64-bit key of the random number generator
@@ -22,58 +24,28 @@ MAX_PENALTY = 1e6
 """Of the temperature and the penalties."""
 
 
-@dataclass(frozen=True)
-class Range:
-    """The values that a number may have, `low` and `high` among them; `above` is a limit that is not."""
-
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
-
-    def holds(self, value: float) -> bool:
-        too_low = (self.low is not None and value < self.low) or (
-            self.above is not None and value <= self.above
-        )
-        return not too_low and (self.high is None or value <= self.high)
-
-    def __str__(self) -> str:
-        if self.above is not None:
-            rule = f"above {_plain(self.above)}"
-            return rule if self.high is None else f"{rule} and at most {_plain(self.high)}"
-        if self.high is None:
-            return "any" if self.low is None else f"at least {_plain(self.low)}"
-        return (
-            f"at most {_plain(self.high)}"
-            if self.low is None
-            else f"from {_plain(self.low)} to {_plain(self.high)}"
-        )
-
-
-def _plain(number: float) -> str:
-    return (
-        str(number) if isinstance(number, int) else f"{number:.0f}" if number.is_integer() else f"{number:g}"
-    )
-
-
-RANGES: Mapping[str, Range] = {
-    "max_tokens": Range(1, MAX_COUNT),
-    "temperature": Range(0, MAX_PENALTY),
-    "top_k": Range(-1, MAX_COUNT),
-    "top_p": Range(0, 1),
-    "min_p": Range(0, 1),
-    "typical_p": Range(0, 1),
-    "repeat_penalty": Range(above=0, high=MAX_PENALTY),
-    "repeat_last_n": Range(-1, MAX_COUNT),
-    "presence_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
-    "frequency_penalty": Range(-MAX_PENALTY, MAX_PENALTY),
-    "seed": Range(0, MAX_SEED),
-    "logprobs": Range(0, MAX_COUNT),
-    "n": Range(1, MAX_COUNT),
-}
-"""Of the parameters that are one number each. The server's fields and its OpenAPI document have them from here."""
+PANEL = "Sampling"
 _TOKEN = Range(0, MAX_COUNT)
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
 _INTEGERS = ("max_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n")
+
+
+def _typed_biases(texts: Iterable[str]) -> dict[int, float]:
+    """What the texts of --logit-bias mean: TOKEN_ID+BIAS or TOKEN_ID-BIAS."""
+    return dict(map(_typed_bias, texts))
+
+
+def _typed_bias(text: str) -> tuple[int, float]:
+    for sign in "+-":
+        token, found, value = text.partition(sign)
+        if found and token.isdecimal():
+            try:
+                return int(token), float(sign + value)
+            except ValueError:
+                break
+    raise EngineError(
+        f"--logit-bias {text!r}: must be TOKEN_ID+BIAS or TOKEN_ID-BIAS, such as 15043+1 or 2-inf"
+    )
 
 
 @dataclass(frozen=True)
@@ -104,24 +76,57 @@ class SamplingParams:
         EngineError: a value is outside its range; one line with the field, the value and the range.
     """
 
-    max_tokens: int | None = None
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    max_tokens: Annotated[
+        int | None,
+        Range(1, MAX_COUNT),
+        Flag(
+            "-n --max-tokens --n-predict",
+            "Most tokens to generate; -1: until the context is full.",
+            none=-1,
+        ),
+    ] = None
+    temperature: Annotated[
+        float, Range(0, MAX_PENALTY), Flag("--temp", "0 takes the most likely token.", PANEL)
+    ] = 0.8
+    top_k: Annotated[int, Range(-1, MAX_COUNT), Flag("--top-k", "Keep the K most likely; 0: all.", PANEL)] = (
+        40
+    )
+    top_p: Annotated[float, Range(0, 1), Flag("--top-p", "Keep the likely ones up to P; 1: all.", PANEL)] = (
+        0.95
+    )
+    min_p: Annotated[
+        float, Range(0, 1), Flag("--min-p", "Drop those under P times the likeliest.", PANEL)
+    ] = 0.05
+    typical_p: Annotated[float, Range(0, 1), Flag("--typical", "Locally typical mass; 1: off.", PANEL)] = 1.0
+    repeat_penalty: Annotated[
+        float, Range(above=0, high=MAX_PENALTY), Flag("--repeat-penalty", "Of recent tokens; 1: off.", PANEL)
+    ] = 1.0
+    repeat_last_n: Annotated[
+        int,
+        Range(-1, MAX_COUNT),
+        Flag("--repeat-last-n", "How many tokens penalties look at; -1: all.", PANEL),
+    ] = 64
+    presence_penalty: Annotated[
+        float, Range(-MAX_PENALTY, MAX_PENALTY), Flag("--presence-penalty", "0: off.", PANEL)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Range(-MAX_PENALTY, MAX_PENALTY), Flag("--frequency-penalty", "0: off.", PANEL)
+    ] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float],
+        Flag("--logit-bias", "TOKEN_ID+BIAS or TOKEN_ID-BIAS; repeatable.", PANEL, read=_typed_biases),
+    ] = field(default_factory=dict, hash=False)
+    seed: Annotated[
+        int | None,
+        Range(0, MAX_SEED),
+        Flag("-s --seed", "Same seed, same text; -1: a new one.", PANEL, none=-1),
+    ] = None
+    stop: Annotated[tuple[str, ...], Flag("--stop -r", "End before this text; repeatable.", PANEL)] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
+    ignore_eos: Annotated[bool, Flag("--ignore-eos", "Go on after the model's end token.", PANEL)] = False
+    logprobs: Annotated[int | None, Range(0, MAX_COUNT)] = None
     constraint: ConstraintSpec | None = None
-    n: int = 1
+    n: Annotated[int, Range(1, MAX_COUNT)] = 1
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -153,7 +158,11 @@ class SamplingParams:
 
         A drawn seed has 32 bits, so that a person can type it again.
         """
-        return self if self.seed is not None else replace(self, seed=secrets.randbits(32))
+        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
+
+
+RANGES: Mapping[str, Range] = ranges(SamplingParams)
+"""Of the parameters that are one number each. The server's fields and its OpenAPI document have them from here."""
 
 
 def _invalid(name: str, value: object, rule: str) -> EngineError:

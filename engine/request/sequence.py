@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quengine.request.output import Completion, Timings
@@ -16,15 +17,20 @@ from quengine.sampler import Sample, Sampler, TokenLogprobs
 class Sequence:
     """A prompt and what has been generated after it. The sequence decides itself when it is finished.
 
-    `token_ids` are prompt and generated ids; the first `num_cached_tokens` of them are in the cache.
-    `block_table` names the blocks of a paged cache that hold it, in order: while the sequence runs the list only grows,
-    and a sequence that lost its blocks gets a new list. `end_ids` end the text and are no part of it; so does a
-    constraint that nothing can follow. The constraint's state is the sampler's, and is advanced here.
-    `draft` are tokens that may come to follow the newest one, to be computed with it in the next step; the counts are
-    of steps with a draft, of tokens drafted in all, of those that the sequence then took, and of bytes read for drafts.
-    `thread` is the one that made the sequence. `error` is why the sequence could not go on. With a `pool` no text
-    follows the prompt: its hidden rows are pooled, all of them computed, and the sequence ends with the prompt.
-    `scores` collects the log-probabilities of the prompt's tokens, where they are wanted.
+    Attributes:
+        token_ids: prompt and generated ids; the first `num_cached_tokens` of them are in the cache.
+        end_ids: tokens that end the text and are no part of it. So does a constraint that nothing can follow; its state
+            is the sampler's, and is advanced here.
+        block_tables: the blocks of the cache that hold it, in order, one list per group of layers. The lists only grow,
+            but for entries behind a window, which become the padding block; after a preemption there are new lists.
+        block_keys: identify the contents of its full blocks (block_manager.extend_keys).
+        error: why the sequence could not go on.
+        thread: the one that made the sequence.
+        pool: takes the hidden rows of all of the prompt, with which the sequence then ends.
+        scores: collects the log-probabilities of the prompt's tokens, where they are wanted.
+        draft: tokens that may follow the newest one, to be computed with it in the next step.
+        drafts, drafted_tokens, accepted_tokens: steps with a draft, tokens drafted, those that the sequence accepted.
+        draft_bytes: bytes read for drafts.
     """
 
     token_ids: list[int]
@@ -35,7 +41,8 @@ class Sequence:
     ctx_size: int
     num_cached_tokens: int = 0
     reused_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_tables: tuple[list[int], ...] = ()
+    block_keys: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
     error: Exception | None = None
     generated: list[int] = field(default_factory=list)
@@ -118,9 +125,12 @@ class Sequence:
         return self.stream.finish()
 
     def completion(
-        self, load_s: float, weight_bytes: int, cache_bytes_per_position: int, peak: int
+        self, load_s: float, weight_bytes: int, cache_bytes: Callable[[int], int], peak: int
     ) -> Completion:
-        """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on."""
+        """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on.
+
+        cache_bytes(n): what the last of n tokens reads of the cache.
+        """
         count = len(self.generated)
         mean_context = self.cached_at_token // count if count else 0
         # A step that took drafted tokens read the weights once for all of them.
@@ -133,8 +143,7 @@ class Sequence:
             ttft_s=max(0.0, self.first_token - self.arrived),
             generated_tokens=count,
             decode_s=max(0.0, self.last_token - self.first_token),
-            bytes_per_token=(read // count if count else weight_bytes)
-            + mean_context * cache_bytes_per_position,
+            bytes_per_token=(read // count if count else weight_bytes) + cache_bytes(mean_context),
             peak_bytes=peak,
             drafts=self.drafts,
             drafted_tokens=self.drafted_tokens,

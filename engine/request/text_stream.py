@@ -1,7 +1,4 @@
-"""Text from tokens as they come: whole characters only, and never a stop string.
-
-Knows bytes and strings. Does not know the tokenizer, when a sequence ends, or who prints.
-"""
+"""Text from tokens as they come: whole characters only, and never a stop string."""
 
 import codecs
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""Runs the steps of each device: eager, compiled lists on the CPU, captured CUDA graphs."""
+"""Captured steps: CUDA graphs with their static inputs and slots, and the CPU's lists of compiled kernels."""

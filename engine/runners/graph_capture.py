@@ -1,20 +1,52 @@
-"""Recording a step's launches as one CUDA graph. Does not know what the step computes."""
+"""Capturing a step's launches as one CUDA graph, and counting what it holds.
 
+Reference: CUDA driver API, "Graph Management" (cuGraphGetNodes, cuGraphNodeGetType).
+"""
+
+import ctypes
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-Result = TypeVar("Result")
+from quengine.errors import CannotRunError
+
+KERNEL, MEMCPY, MEMSET = 0, 1, 2
+"""CUgraphNodeType of what a step may launch."""
 
 
-def capture(
-    warm: Callable[[], object], step: Callable[[], Result], pool: Any = None
-) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A graph of `step`, and what it returned while it was recorded: where each replay leaves its results.
+@dataclass(frozen=True)
+class GraphNodes:
+    """How many nodes of each kind one launch of a graph runs."""
 
-    `warm` runs first, in earnest, and compiles and loads every kernel. Graphs of one `pool`
-    (torch.cuda.graph_pool_handle) share memory: what one leaves is lost when another is replayed.
+    kernels: int
+    copies: int
+    fills: int
+    others: int
+
+
+class Graph(Protocol):
+    """A CUDA graph."""
+
+    def replay(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """A captured step, with its logits, which each replay writes again."""
+
+    graph: Graph
+    logits: Tensor
+    nodes: GraphNodes
+
+
+def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: Any = None) -> CapturedStep:
+    """Capture `step`, which returns its logits.
+
+    `warm` runs first, uncaptured, and compiles and loads every kernel. Graphs of one `pool`
+    (torch.cuda.graph_pool_handle) share memory: what one computes between is lost when another is replayed.
     """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -24,6 +56,36 @@ def capture(
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
     with torch.cuda.graph(graph, pool=pool):
-        result = step()
+        logits = step()
     graph.instantiate()
-    return graph, result
+    return CapturedStep(graph, logits, count_nodes(graph.raw_cuda_graph()))
+
+
+def count_nodes(graph: int) -> GraphNodes:
+    """Count the nodes of a CUgraph, given its address (torch.cuda.CUDAGraph(keep_graph=True).raw_cuda_graph()).
+
+    Raises CannotRunError where the driver refuses, with its error number.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    count = ctypes.c_size_t(0)
+    handle = ctypes.c_void_p(graph)
+    _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)), "cuGraphGetNodes")
+    nodes = (ctypes.c_void_p * count.value)()
+    _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)), "cuGraphGetNodes")
+    kinds = []
+    for node in nodes:
+        kind = ctypes.c_int(-1)
+        _check(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)), "cuGraphNodeGetType")
+        kinds.append(kind.value)
+    return from_kinds(kinds)
+
+
+def from_kinds(kinds: list[int]) -> GraphNodes:
+    """The counts of a list of CUgraphNodeType numbers."""
+    kernels, copies, fills = (kinds.count(kind) for kind in (KERNEL, MEMCPY, MEMSET))
+    return GraphNodes(kernels, copies, fills, len(kinds) - kernels - copies - fills)
+
+
+def _check(status: int, call: str) -> None:
+    if status != 0:
+        raise CannotRunError(f"the CUDA driver refused {call} with error {status}")

@@ -2,18 +2,19 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
 from quengine.platform.log_lines import one_line
-from quengine.serve.worker.engine_port import Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 
 logger = logging.getLogger("quengine.serve.access")
 
 POLLED_PATHS = frozenset({"/health", "/v1/health", "/metrics", "/slots"})
-"""Asked for again and again by machines: logged with `-v` only."""
+"""Polled by machines: logged with `-v` only."""
 CLIENT_GONE = 499
 _MAX_PATH = 200  # characters
 _MAX_ERROR = 300
@@ -23,7 +24,7 @@ _current: ContextVar["RequestRecord | None"] = ContextVar("request_record", defa
 
 @dataclass
 class RequestRecord:
-    """What is told of one HTTP request. Token counts are those of all its completions."""
+    """The log line of one HTTP request. Token counts are those of all its completions."""
 
     scope: Scope
     began: float = field(default_factory=time.perf_counter)
@@ -32,7 +33,7 @@ class RequestRecord:
     completion_tokens: int = 0
     error: str = ""
 
-    def submitted(self, requests: tuple[GenerationRequest, ...]) -> None:
+    def submitted(self, requests: Sequence[GenerationRequest]) -> None:
         """A prompt of several completions is counted once."""
         self.prompt_tokens = sum(len(request.prompt) for request in requests if request.index == 0)
 
@@ -70,7 +71,7 @@ def begin(scope: Scope) -> RequestRecord:
 
 
 def current() -> RequestRecord:
-    """The record of the request that is being answered; one that nobody reads outside of any."""
+    """The record of the request that is being answered; an unused one outside of any."""
     return _current.get() or RequestRecord({})
 
 

@@ -21,7 +21,7 @@ from quengine.serve.settings import Limits
 logger = logging.getLogger("quengine.serve")
 
 MAX_REFUSED = 16
-"""Refused connections that are told so at once; any more are closed without a word."""
+"""Refused connections that get an answer at once; any more are closed without one."""
 LINGER_SECONDS = 1.0
 """For a refused client to read why."""
 

@@ -1,7 +1,4 @@
-"""Who may ask: the Host header, the page a browser's request comes from, and the key. ASGI middleware.
-
-Knows headers; not what is asked for, but for the one path that needs no key.
-"""
+"""ASGI middleware that checks the Host header, the Origin of a browser's page, and the API key."""
 
 import base64
 import binascii
@@ -20,7 +17,7 @@ OPEN_PATHS = frozenset({"/health", "/v1/health"})
 
 
 class Guard:
-    """Answers a request that may not be made; passes the others on."""
+    """Answers a request that is not allowed; passes the others on."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app = app
@@ -56,12 +53,12 @@ class Guard:
             raise ApiError(403, f"the Host header {name[:80]!r} is not allowed here (--allowed-host)")
 
     def _check_origin(self, headers: Headers) -> None:
-        """A browser sends a form or plain text for any page without asking; we do not compute for it."""
+        """A browser sends a form or plain text for any page unasked; this server does not compute for it."""
         origin = headers.get("origin")
         if origin is None or "*" in self.settings.cors_origins or origin in self.settings.cors_origins:
             return
         if urlsplit(origin).netloc != headers.get("host"):
-            raise ApiError(403, f"pages of {origin[:80]!r} may not ask this server (--cors-origin)")
+            raise ApiError(403, f"pages of {origin[:80]!r} may not use this server (--cors-origin)")
 
     def _check_key(self, headers: Headers) -> None:
         given = _digest(_key(headers))
@@ -84,7 +81,7 @@ def _digest(key: str) -> bytes:
 
 
 def _key(headers: Headers) -> str:
-    """Bearer KEY, X-Api-Key: KEY, or, as a browser asks its user for, the password of a Basic authorization."""
+    """Bearer KEY, X-Api-Key: KEY, or the password of a Basic authorization, for which browsers prompt."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()

@@ -1,11 +1,12 @@
-"""Bodies in, JSON and event streams out, and what becomes of a client that leaves meanwhile."""
+"""Reading bodies, writing JSON and event streams, and cancelling the work of clients that leave."""
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,11 +16,14 @@ from quengine.platform import collector
 from quengine.serve import access_log
 from quengine.serve.connections import SlowReaderError
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.fields import Fields, parse_object
+from quengine.serve.schemas.reading import read_body
+from quengine.serve.schemas.requests import Body
 from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")
 
+_encode = msgspec.json.Encoder().encode
+B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 
@@ -28,8 +32,11 @@ class ClientGoneError(Exception):
 
 
 def to_json(value: Any) -> bytes:
-    """Compact UTF-8. A surrogate alone, which a client may send escaped, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    """Compact UTF-8. A lone surrogate, as a name of the command line may hold, becomes a question mark."""
+    try:
+        return _encode(value)
+    except (OverflowError, UnicodeError):  # or a number beyond 64 bits, which a client gave
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -39,14 +46,14 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 def error_response(error: ApiError) -> Response:
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     response = json_response(error.body, error.status, headers)
-    if error.status == 401:  # a line each: browsers read no list, and the page's user is asked for a password
+    if error.status == 401:  # a line each: browsers read no list, and then prompt for a password
         response.headers.append("WWW-Authenticate", "Bearer")
         response.headers.append("WWW-Authenticate", 'Basic realm="quengine: any name, the key as password"')
     return response
 
 
-async def read_fields(request: Request, limits: Limits) -> Fields:
-    """The JSON object of a request's body. Raises ApiError for one too large, too slow, or no JSON."""
+async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
+    """The body of a request. Raises ApiError for one too large, too slow, or not of its route's form."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limits.body:
         raise _too_large(limits)
@@ -62,7 +69,7 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
     except ClientDisconnect:
         raise ClientGoneError from None
     with collector.paused():  # a million small objects need no collections between them
-        return Fields(parse_object(bytes(body)))
+        return read_body(kind, bytes(body))
 
 
 def _too_large(limits: Limits) -> ApiError:
@@ -70,18 +77,15 @@ def _too_large(limits: Limits) -> ApiError:
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """What `function` gives, computed in a thread: tokenizing and templates take their time.
-
-    Raises ApiError where it raises EngineError: the text, or the template, is to blame.
-    """
+    """The result of `function`, computed in a thread. Raises ApiError where it raises EngineError."""
     try:
         return await asyncio.to_thread(function)
     except EngineError as error:
         raise bad_request(str(error)) from None
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; it is cancelled, and ClientGoneError raised, when the client leaves first."""
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of `work`; it is cancelled, and ClientGoneError raised, when the client leaves first."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_gone(receive))
     try:
@@ -166,6 +170,6 @@ class Catch:
 
 
 def _internal(error: Exception, scope: Scope) -> ApiError:
-    """What a client is told of a fault of ours. The log has its causes; with `-v`, its traceback."""
+    """The answer to a fault of this program. The log has its causes; with `-v`, its traceback."""
     logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
     return ApiError(500, f"internal error: {type(error).__name__}")

@@ -20,10 +20,10 @@ OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 
 
 class Listener(socket.socket):
-    """A listening socket that asks for room where descriptors are short, and fails once a second where there is none.
+    """A listening socket that frees descriptors where they are short, and fails once a second where it cannot.
 
     asyncio calls `accept` as many times in a row as the backlog is long, and reports each failure: without this, a
-    thousand times a second. `make_room` is told the error, and returns how many descriptors will be free.
+    thousand times a second. `make_room` is given the error, and returns how many descriptors will be free.
     """
 
     make_room: Callable[[OSError], int] | None = None
@@ -68,7 +68,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def connection_limit(asked: int) -> int:
-    """Connections that may be open at once: `asked`, or what the process's limit on open files leaves room for."""
+def connection_limit(wanted: int) -> int:
+    """Connections that may be open at once: `wanted`, or what the process's limit on open files leaves room for."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return asked if files == resource.RLIM_INFINITY else min(asked, max(1, files - OTHER_DESCRIPTORS))
+    return wanted if files == resource.RLIM_INFINITY else min(wanted, max(1, files - OTHER_DESCRIPTORS))

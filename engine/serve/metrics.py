@@ -1,11 +1,11 @@
-"""What the server counts, for Prometheus: requests, tokens, times, and how full everything is."""
+"""Counters, times and gauges of the server, for Prometheus."""
 
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from quengine.request.output import DraftCounts
-from quengine.serve.worker.engine_port import Event, Failed, Finished, Piece
+from quengine.serve.processes.shared_engine import Event, Failed, Finished, Piece
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -17,19 +17,19 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._http = self._counter("http_requests", "Answers by path and HTTP status.", ("path", "status"))
-        self._ended = self._counter("texts", "Texts by how they ended.", ("reason",))
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens of finished texts.")
+        self._ended = self._counter("texts", "Completions by how they ended.", ("reason",))
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of finished completions.")
         self._cached = self._counter("prompt_tokens_cached", "Of these, taken from the cache.")
         self._generated = self._counter("generated_tokens", "Tokens generated.")
         self._drafts = self._counter("draft_steps", "Steps that checked drafted tokens.")
         self._drafted = self._counter("drafted_tokens", "Tokens drafted.")
-        self._accepted = self._counter("accepted_tokens", "Drafted tokens that texts took.")
+        self._accepted = self._counter("accepted_tokens", "Drafted tokens that were accepted.")
         self._sums = DraftCounts()
         self.gauge("accept_rate", "Accepted tokens a drafted one.", lambda: self._sums.accept_rate or 0.0)
         self.gauge("accept_length", "Tokens a step with a draft.", lambda: self._sums.accept_length or 0.0)
         self._ttft = self._histogram("time_to_first_token_seconds", "From request to first token.", _SECONDS)
         self._token = self._histogram(
-            "time_per_token_seconds", "Mean time of a text's later tokens.", _TOKEN_SECONDS
+            "time_per_token_seconds", "Mean time of a completion's later tokens.", _TOKEN_SECONDS
         )
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -39,7 +39,7 @@ class Metrics:
         return Histogram(f"quengine_{name}", text, registry=self.registry, buckets=buckets)
 
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """A number that is asked for when somebody looks."""
+        """A number that is read when the metrics are."""
         Gauge(f"quengine_{name}", text, registry=self.registry).set_function(value)
 
     def observe(self, event: Event) -> None:
@@ -67,8 +67,8 @@ class Metrics:
     def answered(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
 
-    def cancelled(self, texts: int) -> None:
-        self._ended.labels("cancelled").inc(texts)
+    def cancelled(self, completions: int) -> None:
+        self._ended.labels("cancelled").inc(completions)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -17,10 +17,10 @@ from quengine.serve.app import make_app
 from quengine.serve.connections import Connections
 from quengine.serve.listener import OUT_OF_RESOURCES, Listener, bind, connection_limit, url_of
 from quengine.serve.metrics import Metrics
+from quengine.serve.processes.server_thread import Worker
+from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
-from quengine.serve.worker.engine_port import Engine
-from quengine.serve.worker.worker import Worker
 
 logger = logging.getLogger("quengine.serve")
 
@@ -31,7 +31,7 @@ DROPPED_AT_ONCE = 8
 
 
 class Server(uvicorn.Server):
-    """A server with its worker.
+    """uvicorn with the engine's worker.
 
     The first SIGTERM or SIGINT drains: no new requests (503), those taken end, at most `limits.drain_s` seconds.
     The second ends at once.
@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
     Args:
         settings: address, keys, limits.
         make_engine: builds the engine, in the worker's thread.
-        say: told a line for who started the server.
+        say: called with lines for the terminal.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Server(uvicorn.Server):
         self.problem: BaseException | None = None
         self.say = say
         self._drain_until: float | None = None
-        self._told = "starting"
+        self._state_said = "starting"
         metrics = Metrics()
         self.worker = Worker(
             make_engine,
@@ -122,32 +122,36 @@ class Server(uvicorn.Server):
         if self._drain_until is None:
             left = self.worker.running + self.worker.waiting
             if left:
-                self.say(f"{signal.Signals(sig).name}: {left} texts are finished first; once more stops now")
+                self.say(
+                    f"{signal.Signals(sig).name}: {left} requests are finished first; once more stops now"
+                )
             self.drain()
         else:
             self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's tenth of a second."""
-        if self.worker.state != self._told:
-            self._told = self.worker.state
-            self._tell_state()
+        if self.worker.state != self._state_said:
+            self._state_said = self.worker.state
+            self._say_state()
         if self._drain_until is not None and not self.should_exit:
             late = time.monotonic() >= self._drain_until
             if self.worker.idle or late:
                 if not self.worker.idle:
-                    self.say(f"{self.worker.running + self.worker.waiting} texts were not finished in time")
+                    self.say(
+                        f"{self.worker.running + self.worker.waiting} requests were not finished in time"
+                    )
                     self.worker.stop()  # ends them with an error
                 self.should_exit = True
         return await super().on_tick(counter)
 
-    def _tell_state(self) -> None:
+    def _say_state(self) -> None:
         engine = self.worker.engine
         if self.worker.state == "ready" and engine is not None:
             for note in engine.model.notes:
                 self.say(note)
             if self.settings.parallel > engine.capacity:
-                count = "one text" if engine.capacity == 1 else f"{engine.capacity} texts"
+                count = "one request" if engine.capacity == 1 else f"{engine.capacity} requests"
                 self.say(
                     f"--parallel {self.settings.parallel}: this engine computes {count} at a time, others queue"
                 )
@@ -158,7 +162,7 @@ class Server(uvicorn.Server):
             self.say("the engine failed and is starting again")
 
     def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What asyncio has nobody else to tell."""
+        """An error that asyncio cannot raise anywhere."""
         del loop
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES):  # that has been logged

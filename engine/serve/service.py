@@ -1,23 +1,20 @@
-"""What every route works with: the worker, the model's text side, the settings; and the way from asks to texts.
+"""What every route works with: the worker, the model, the settings; and the way from requests to their outputs.
 
-Turns what the worker says into HTTP's terms: statuses, Retry-After, errors that name both numbers.
+Errors of the worker become statuses of HTTP, with Retry-After and both numbers of a limit.
 """
 
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
 
-from quengine.sampler import TokenLogprobs
 from quengine.serve import access_log
 from quengine.serve.metrics import Metrics
+from quengine.serve.processes.server_text import TextPool
+from quengine.serve.processes.server_thread import Handle, NotServingError, QueueFullError, Worker
+from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.fields import Fields
 from quengine.serve.settings import ServerSettings
-from quengine.serve.worker.engine_port import Event, Failed, Finished, Piece, ServedModel
-from quengine.serve.worker.text_pool import TextPool
-from quengine.serve.worker.worker import Ask, Handle, NotServingError, QueueFullError, Worker
 
 logger = logging.getLogger("quengine.serve")
 
@@ -29,52 +26,7 @@ _WHY_NOT = {
 }
 
 
-@dataclass
-class Text:
-    """One text as far as it has come."""
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finished: Finished | None = None
-
-    @property
-    def end(self) -> Finished:
-        assert self.finished is not None
-        return self.finished
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of a whole request."""
-
-    prompt: int
-    cached: int
-    generated: int
-
-    @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], ends: Sequence[Finished]) -> "Usage":
-        """`prompts` are counted once each, however many texts they have."""
-        return cls(
-            sum(map(len, prompts)),
-            max((end.timings.cached_tokens for end in ends), default=0),
-            sum(end.timings.generated_tokens for end in ends),
-        )
-
-    @property
-    def body(self) -> dict[str, object]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.generated,
-            "total_tokens": self.prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
 class Service:
-    """See the module docstring."""
-
     def __init__(self, settings: ServerSettings, worker: Worker, metrics: Metrics) -> None:
         self.settings = settings
         self.limits = settings.limits
@@ -82,11 +34,11 @@ class Service:
         self.metrics = metrics
         self.text_pool = TextPool()
         self.created = int(time.time())
-        metrics.gauge("running", "Texts being computed.", lambda: worker.running)
-        metrics.gauge("waiting", "Texts in the queue.", lambda: worker.waiting)
-        metrics.gauge("slots", "Texts that can be computed at once.", lambda: worker.slots)
+        metrics.gauge("running", "Requests being computed.", lambda: worker.running)
+        metrics.gauge("waiting", "Requests in the queue.", lambda: worker.waiting)
+        metrics.gauge("slots", "Requests that can be computed at once.", lambda: worker.slots)
         metrics.gauge("cache_used_tokens", "Positions in the cache.", lambda: worker.stats.cache_used)
-        metrics.gauge("cache_size_tokens", "Positions there is room for.", lambda: worker.stats.cache_size)
+        metrics.gauge("cache_size_tokens", "Positions that the cache has.", lambda: worker.stats.cache_size)
         metrics.gauge("busy_seconds", "Time spent in steps.", lambda: worker.busy_seconds)
 
     @property
@@ -104,9 +56,8 @@ class Service:
     def unavailable(self, state: str) -> ApiError:
         return ApiError(503, _WHY_NOT.get(state, state), code=state, retry_after=5)
 
-    def check_model_name(self, fields: Fields) -> None:
-        """Raises ApiError for a request that wants another model than this."""
-        name = fields.text("model")
+    def check_model_name(self, name: str) -> None:
+        """Raises ApiError for a request of another model than this; a request may name none."""
         if name and name not in self.settings.model_names:
             names = ", ".join(self.settings.model_names)
             raise ApiError(
@@ -115,19 +66,12 @@ class Service:
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Of one prompt: what the server is told to take, and what leaves the context room for a token."""
+        """Of one prompt: the server's limit, and what leaves the context room for a token."""
         limit, room = self.limits.prompt, self.model.ctx_size - 1
         return room if limit is None else min(limit, room)
 
-    def check_prompt(self, prompt: Sequence[int], param: str) -> None:
-        """Raises ApiError for a prompt that is empty, over the limit, or leaves no room for a token."""
-        if not prompt:
-            raise bad_request("the prompt has no tokens", param)
-        if len(prompt) > self.most_prompt_tokens:
-            raise self.prompt_error(len(prompt), param)
-
     def prompt_error(self, count: int, param: str, size: int | None = None) -> ApiError:
-        """A prompt is too long. `size`: its bytes, where it was not tokenized and `count` is the least it can have."""
+        """A prompt is too long. `size`: its bytes, where it was not tokenized and `count` is a lower bound."""
         context, limit = self.model.ctx_size, self.limits.prompt
         has, length = f"the prompt has {count} tokens", self.model.token_length
         if size is not None and length is not None:
@@ -147,14 +91,16 @@ class Service:
         """Raises ApiError for a request of more sequences than this server ever holds at once."""
         most = self.worker.slots + self.limits.queue
         if sequences > most:
-            raise bad_request(f"{sequences} texts in one request: this server holds at most {most} at a time")
+            raise bad_request(
+                f"{sequences} completions in one request: this server holds at most {most} at a time"
+            )
 
-    def submit(self, asks: Sequence[Ask]) -> Handle:
-        """Queue all texts of a request. Raises ApiError where there is no room, or nobody to compute."""
-        self.check_count(len(asks))
+    def submit(self, requests: Sequence[GenerationRequest]) -> Handle:
+        """Queue all completions of an HTTP request. Raises ApiError where the queue or the engine takes none."""
+        self.check_count(len(requests))
         try:
-            handle = self.worker.submit(asks)
-            access_log.current().submitted(handle.requests)
+            handle = self.worker.submit(requests)
+            access_log.current().submitted(requests)
             return handle
         except NotServingError as error:
             raise self.unavailable(error.state) from None
@@ -167,19 +113,20 @@ class Service:
             ) from None
 
     def _retry_after(self) -> int:
-        """Seconds: a guess from how long the queue is for its slots."""
+        """Seconds, estimated from the queue's length and the slots."""
         return max(1, min(60, self.worker.waiting // max(1, self.worker.slots)))
 
     async def events(self, handle: Handle) -> AsyncGenerator[tuple[int, Piece | Finished], None]:
-        """What the engine makes of a request, until all its texts have ended; (which text, event).
+        """The events of an HTTP request until all its completions have ended; (which completion, event).
 
-        What has gathered since the last write is one piece. Leaving early cancels. Raises ApiError when a text
+        What has gathered since the last write is one piece. Closing it early cancels. Raises ApiError when a completion
         fails; the others of the request are then cancelled too.
         """
         left, record = len(handle.requests), access_log.current()
         try:
             while left:
-                for choice, event in _joined(await handle.events()):
+                events = await handle.events()
+                for choice, event in events if len(events) == 1 else _joined(events):
                     if isinstance(event, Failed):
                         record.error = event.message
                         raise _failure(event)
@@ -191,23 +138,15 @@ class Service:
                 self.worker.cancel(handle)
                 self.metrics.cancelled(left)
 
-    async def texts(self, handle: Handle) -> list[Text]:
-        """All texts of a request, whole, in the order of the asks."""
-        texts = [Text() for _ in handle.requests]
-        async for choice, event in self.events(handle):
-            text = texts[choice]
-            if isinstance(event, Piece):
-                text.text += event.text
-                text.tokens += event.tokens
-                text.logprobs += event.logprobs
-                text.prompt_logprobs += event.prompt_logprobs
-            else:
-                text.finished = event
-        return texts
-
-
-def new_id(kind: str) -> str:
-    return f"{kind}{secrets.token_hex(12)}"
+    async def outputs(self, handle: Handle) -> list[tuple[Piece, Finished]]:
+        """The pieces of each request as one, and its end, in the order of the requests."""
+        events = _joined([each async for each in self.events(handle)])
+        pieces = {choice: event for choice, event in events if isinstance(event, Piece)}
+        ends = {choice: event for choice, event in events if isinstance(event, Finished)}
+        return [
+            (pieces.get(choice, Piece(request.id, (), "")), ends[choice])
+            for choice, request in enumerate(handle.requests)
+        ]
 
 
 def _failure(event: Failed) -> ApiError:
@@ -217,8 +156,8 @@ def _failure(event: Failed) -> ApiError:
     return ApiError(500, event.message)
 
 
-def _joined(events: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
-    """The events with neighbouring pieces of each text made one."""
+def _joined(events: Sequence[tuple[int, Event]]) -> list[tuple[int, Event]]:
+    """The events, with the pieces of each completion joined."""
     pieces: dict[int, list[Piece]] = {}
     ends: list[tuple[int, Event]] = []
     for choice, event in events:

@@ -1,98 +1,108 @@
-"""How the server is asked to be: address, keys, names, limits. One frozen record, checked once."""
+"""Options of the server that are not the engine's: address, keys, names, limits."""
 
 import ipaddress
-import math
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
 
 from quengine.errors import EngineError
+from quengine.options import Flag, Only, Range, check_ranges
+from quengine.platform.input_files import read_text
 from quengine.request.pooling import POOLINGS, Pooling
 from quengine.request.sampling_params import SamplingParams
+
+_ACCESS = "Who may ask"
+_LIMITS = "Limits"
+_MAX_KEY_BYTES = 1 << 20
+_SECONDS = Range(above=0, high=sys.float_info.max, text="above 0, and finite")
+_COUNT = Range(0)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that one request may ask for, and how long it may take its time. Times in seconds.
+    """The most that one request may take, and how long: each flag says of what. Times are in seconds.
 
-    Attributes:
-        body: bytes of a request's body.
-        prompt: tokens of a prompt; None: what the context holds.
-        n: texts of one prompt.
-        stops: stop strings.
-        biases: entries of logit_bias.
-        queue: texts that wait for a slot, of all requests together.
-        connections: open at once.
-        header_s: for a request's headers to arrive, from their first byte.
-        idle_s: for a connection to send nothing between requests.
-        read_s: for a request's body to arrive.
-        write_s: for one write to be taken by who reads.
-        drain_s: for running requests to end after SIGTERM.
+    `header_s` counts from a request's first byte, `queue` the sequences of all requests together; a `prompt` of None is
+    what the context holds.
     """
 
-    body: int = 4 << 20
-    prompt: int | None = None
-    n: int = 16
-    stops: int = 16
-    biases: int = 1024
-    queue: int = 128
-    connections: int = 512
-    header_s: float = 10.0
-    idle_s: float = 60.0
-    read_s: float = 30.0
-    write_s: float = 30.0
-    drain_s: float = 60.0
+    body: Annotated[int, Range(1), Flag("--max-body", "Bytes of a body.", _LIMITS)] = 4 << 20
+    prompt: Annotated[
+        int | None,
+        Range(1),
+        Flag("--max-prompt-tokens", "Tokens of a prompt. (default: the context)", _LIMITS),
+    ] = None
+    n: Annotated[int, Range(1), Flag("--max-n", "Completions of one prompt.", _LIMITS)] = 16
+    stops: Annotated[int, _COUNT, Flag("--max-stops", "Stop strings.", _LIMITS)] = 16
+    biases: Annotated[int, _COUNT, Flag("--max-logit-bias", "Entries of logit_bias.", _LIMITS)] = 1024
+    queue: Annotated[int, _COUNT, Flag("--max-queue", "Sequences that wait for a slot.", _LIMITS)] = 128
+    connections: Annotated[int, Range(1), Flag("--max-connections", "Connections open at once.", _LIMITS)] = (
+        512
+    )
+    header_s: Annotated[
+        float, _SECONDS, Flag("--header-timeout", "Seconds for a request's headers to arrive.", _LIMITS)
+    ] = 10.0
+    idle_s: Annotated[
+        float, _SECONDS, Flag("--idle-timeout", "Seconds that a connection may send nothing.", _LIMITS)
+    ] = 60.0
+    read_s: Annotated[float, _SECONDS, Flag("--read-timeout", "Seconds for a body to arrive.", _LIMITS)] = (
+        30.0
+    )
+    write_s: Annotated[
+        float, _SECONDS, Flag("--write-timeout", "Seconds for a write to be taken.", _LIMITS)
+    ] = 30.0
+    drain_s: Annotated[
+        float, _COUNT, Flag("--drain-timeout", "Seconds for requests to end after SIGTERM.", _LIMITS)
+    ] = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("body", "n", "prompt", "connections"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise EngineError(f"limit {name} = {value}: must be at least 1")
-        for name in ("stops", "biases", "queue", "drain_s"):
-            if getattr(self, name) < 0:
-                raise EngineError(f"limit {name} = {getattr(self, name)}: must not be negative")
-        for name in ("header_s", "idle_s", "read_s", "write_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise EngineError(f"limit {name} = {getattr(self, name)}: must be above 0, and finite")
+        check_ranges(self, "limit {name} = {value}")
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Everything of the server that is not the engine's.
+    """Everything of the server that is not the engine's; each flag says what it is.
 
-    Attributes:
-        model_names: what requests may call the model; the first is what answers call it.
-        parallel: most texts computed at once.
-        api_keys: any of them opens every route; none: no key is asked for.
-        insecure: allow an address that others reach, without a key.
-        allowed_hosts: more names that the Host header may give; "*": any.
-        cors_origins: origins whose pages may read answers; "*": any; none: CORS is off.
-        access_log: log a line for each request.
-        defaults: of sampling, where a request says nothing.
-        pooling: of embeddings, where a request says nothing.
+    The first of `model_names` is what answers call the model. Any of `api_keys`, to which those of `api_key_file` are
+    added, opens every route; without one no key is needed. "*" allows any host, or any origin; without origins CORS is
+    off. `pooling` and `defaults` hold where a request names no other.
 
     Raises:
-        EngineError: a value is out of range, or the address is not loopback and there is no key.
+        EngineError: a value is out of range, the keys cannot be read, or the address is not loopback and there is no
+            key.
     """
 
-    model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8080
-    parallel: int = 4
-    api_keys: tuple[str, ...] = ()
-    insecure: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    access_log: bool = True
-    defaults: SamplingParams = field(default_factory=SamplingParams)
+    model_names: Annotated[
+        tuple[str, ...], Flag("--alias -a", "What requests call the model; repeatable.")
+    ] = ()
+    host: Annotated[str, Flag("--host", "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Range(0, 65535), Flag("--port", "Port to listen on; 0: any free one.")] = 8080
+    parallel: Annotated[int, Range(1), Flag("--parallel -np", "Most sequences computed at once.")] = 4
+    access_log: Annotated[bool, Flag("--access-log/--no-access-log", "Log a line for each request.")] = True
+    pooling: Annotated[Pooling, Flag("--pooling", "Of embeddings: mean or last.")] = "mean"
+    api_keys: Annotated[tuple[str, ...], Flag("--api-key", "A key that opens it; repeatable.", _ACCESS)] = ()
+    api_key_file: Annotated[
+        Path | None, Flag("--api-key-file", "A file with a key on each line.", _ACCESS)
+    ] = None
+    insecure: Annotated[bool, Flag("--insecure", "Let other machines in without a key.", _ACCESS)] = False
+    allowed_hosts: Annotated[
+        tuple[str, ...], Flag("--allowed-host", "One more name of this server; * for any.", _ACCESS)
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...], Flag("--cors-origin", "An origin whose pages may use it; * for any.", _ACCESS)
+    ] = ()
     limits: Limits = field(default_factory=Limits)
-    pooling: Pooling = "mean"
+    defaults: Annotated[
+        SamplingParams, Only("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+    ] = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
-            raise EngineError(f"--pooling {self.pooling}: must be {' or '.join(POOLINGS)}")
-        if not 0 <= self.port <= 65535:
-            raise EngineError(f"--port {self.port}: must be from 0 to 65535")
-        if self.parallel < 1:
-            raise EngineError(f"--parallel {self.parallel}: must be at least 1")
+            raise EngineError(f"--pooling {self.pooling!r}: must be {' or '.join(POOLINGS)}")
+        check_ranges(self, "--{name} {value}")
+        keys = dict.fromkeys((*self.api_keys, *_keys_of(self.api_key_file)))
+        object.__setattr__(self, "api_keys", tuple(keys))
         if any(not key or not key.isascii() or key != key.strip() for key in self.api_keys):
             raise EngineError("an API key must be ASCII text without spaces around it")
         if not self.loopback and not self.api_keys and not self.insecure:
@@ -118,3 +128,13 @@ def as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
+
+
+def _keys_of(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    lines = read_text(file, "cannot read the keys from", _MAX_KEY_BYTES).splitlines()
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise EngineError(f"{file} holds no key")
+    return keys

@@ -1,1 +1,1 @@
-"""Drafts of several tokens that one step checks: look-up in the text, or a small model."""
+"""Drafts of several tokens that one step checks: look-up in the sequence itself, or a small model."""

@@ -1,15 +1,15 @@
 """A second, small model that drafts: its own weights and cache, over the blocks of the model that it drafts for.
 
-Its cache has the same number of blocks, so a sequence's block table serves both; what of a block it has computed itself
-is noted here. It samples as the sequence does, with the same random numbers: where both models see it alike they choose
-the same token. Whatever it drafts, the text does not depend on it.
-
-Knows sequences, tokens and blocks; not whether a draft was right, nor how drafts are sampled (DraftSteps).
+Its cache has as many blocks as the other's first group of layers, which then keeps all positions, so that group's block
+table of a sequence serves both; what of a block it has computed itself
+is noted here. It samples as the sequence does, with the same random numbers: where the models' logits are alike they
+choose the same token. Whatever it drafts, the text does not depend on it.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.model_runner import ModelRunner
 from quengine.platform.ranges import Range
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
-from quengine.runner import Row, Runner
+from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sampler
 
 MOST_ROWS = 4
@@ -50,22 +51,22 @@ class DraftSteps(Protocol):
 class HostDraftSteps:
     """A step of all jobs at a time, sampled on the host."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+        self._groups = len(runner.cache.pools)
 
     def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in jobs]
         inputs = {index: job.tokens for index, job in enumerate(jobs)}  # of the jobs that go on
         while inputs:
-            rows, last = [], []
+            rows = []
             for index, tokens in inputs.items():
                 start = jobs[index].start if not drafts[index] else len(jobs[index].history) - 1
-                table = jobs[index].block_table
-                rows += [Row(token, start + number, table) for number, token in enumerate(tokens)]
-                last.append(len(rows) - 1)
-            logits = self._runner.decode_rows(rows)
+                rows.append(SequenceRows(tokens, start, [jobs[index].block_table] * self._groups))
+            logits = self._runner.forward("decode", rows).float().cpu()
+            ends = accumulate(len(tokens) for tokens in inputs.values())
             chosen = {
-                index: _sampled(jobs[index], logits[row]) for index, row in zip(inputs, last, strict=True)
+                index: _sampled(jobs[index], logits[end - 1]) for index, end in zip(inputs, ends, strict=True)
             }
             inputs = {}
             for index, token in chosen.items():
@@ -88,7 +89,7 @@ def _sampled(job: DraftJob, logits: Tensor) -> int | None:
 class _Progress:
     """How far a sequence is in the draft model's cache: `cached` tokens of it, and behind them what was drafted.
 
-    `keys` name what its full blocks hold, one for each, with all that is before it.
+    `keys` stand for what its full blocks hold, one for each, with all that is before it.
     """
 
     block_table: list[int]
@@ -106,11 +107,15 @@ class DraftModel:
         steps: run its decode steps.
     """
 
-    def __init__(self, runner: Runner, steps: DraftSteps) -> None:
+    def __init__(self, runner: ModelRunner, steps: DraftSteps) -> None:
         self._runner = runner
         self._steps = steps
-        self._texts: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
-        self._holds: dict[int, int] = {}  # full blocks that this model has computed: the key of their content
+        self._progresses: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
+        self._contents: dict[int, int] = {}  # of full blocks that this model has computed, by number: the key
+
+    def warm_up(self, params: SamplingParams | None) -> None:
+        """See `ModelRunner.warm_up`."""
+        self._runner.warm_up(params)
 
     @property
     def bytes_per_token(self) -> int:
@@ -123,15 +128,16 @@ class DraftModel:
 
     def follow(self, sequence: Sequence, end: int) -> None:
         """Compute a sequence's first `end` tokens, as far as they are not in the cache and fit this model's context."""
-        text = self._progress(sequence)
+        progress = self._progress(sequence)
         end = min(end, self._runner.cache.ctx_size)
         size = self._runner.decoder.chunk_size
         with Range("draft chunk"):
-            while text.cached < end:
-                ids = sequence.token_ids[text.cached : min(end, text.cached + size)]
-                self._runner.prefill_logits([ids], [text.cached], [text.block_table])
-                self._wrote(text, text.cached, len(ids))
-                self._confirm(text, sequence, len(ids))
+            while progress.cached < end:
+                ids = sequence.token_ids[progress.cached : min(end, progress.cached + size)]
+                tables = [progress.block_table] * len(self._runner.cache.pools)
+                self._runner.forward("prefill", [SequenceRows(ids, progress.cached, tables)])
+                self._wrote(progress, progress.cached, len(ids))
+                self._confirm(progress, sequence, len(ids))
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Up to so many tokens behind each sequence's newest one, all sequences in the same steps.
@@ -142,41 +148,40 @@ class DraftModel:
         with Range("draft steps"):
             drafts = self._steps.draft(jobs)
         for sequence, job, draft in zip(counts, jobs, drafts, strict=True):
-            text = self._texts[sequence]
+            progress = self._progresses[sequence]
             # The last drafted token was not computed. The others are, if the sequence takes them.
-            text.ahead = draft[:-1]
-            self._wrote(text, job.start, len(job.tokens) + len(text.ahead))
-            self._confirm(text, sequence, len(job.tokens))
+            progress.ahead = draft[:-1]
+            self._wrote(progress, job.start, len(job.tokens) + len(progress.ahead))
+            self._confirm(progress, sequence, len(job.tokens))
         return dict(zip(counts, drafts, strict=True))
 
     def _job(self, sequence: Sequence, count: int) -> DraftJob:
         newest = len(sequence.token_ids) - 1
-        text = self._progress(sequence)
-        if newest - text.cached >= MOST_ROWS:
+        progress = self._progress(sequence)
+        if newest - progress.cached >= MOST_ROWS:
             self.follow(sequence, newest)
-        text.cached = min(
-            text.cached, newest
-        )  # the newest token is computed for what follows it, again if need be
-        text.sampler.forget()  # of tokens that were drafted and not taken
-        tokens = sequence.token_ids[text.cached :]
-        return DraftJob(tokens, text.cached, text.block_table, count, list(sequence.token_ids), text.sampler)
+        # The newest token is computed for what follows it, again if need be.
+        progress.cached = min(progress.cached, newest)
+        progress.sampler.reset()  # it has seen tokens that were drafted and not taken
+        ids, start = list(sequence.token_ids), progress.cached
+        return DraftJob(ids[start:], start, progress.block_table, count, ids, progress.sampler)
 
     def _progress(self, sequence: Sequence) -> _Progress:
         """Brought up to the tokens that the sequence took of the last draft, or begun anew with its new blocks."""
-        text = self._texts.get(sequence)
-        if text is None or text.block_table is not sequence.block_table:
-            sampler = self._sampler(sequence) if text is None else text.sampler
-            text = self._texts[sequence] = _Progress(sequence.block_table, sampler)
-            self._share(text, sequence)
-            return text
-        ids, taken = sequence.token_ids, 0
-        for token, drafted in zip(ids[text.cached : text.cached + len(text.ahead)], text.ahead, strict=False):
+        progress = self._progresses.get(sequence)
+        if progress is None or progress.block_table is not sequence.block_tables[0]:
+            sampler = self._sampler(sequence) if progress is None else progress.sampler
+            progress = self._progresses[sequence] = _Progress(sequence.block_tables[0], sampler)
+            self._share(progress, sequence)
+            return progress
+        taken = 0
+        for token, drafted in zip(sequence.token_ids[progress.cached :], progress.ahead, strict=False):
             if token != drafted:
                 break
             taken += 1
-        text.ahead = []
-        self._confirm(text, sequence, taken)
-        return text
+        progress.ahead = []
+        self._confirm(progress, sequence, taken)
+        return progress
 
     def _sampler(self, sequence: Sequence) -> Sampler:
         """As the sequence samples, but for what only its own model's rows can tell."""
@@ -192,27 +197,27 @@ class DraftModel:
         )
         return Sampler(plain, vocab, sequence.sampler.stream)
 
-    def _share(self, text: _Progress, sequence: Sequence) -> None:
+    def _share(self, progress: _Progress, sequence: Sequence) -> None:
         """Take over the blocks in front that hold these tokens already."""
-        for index, number in enumerate(text.block_table[: len(sequence.token_ids) // BLOCK_SIZE]):
-            key = _key(text.keys, sequence, index)
-            if self._holds.get(number) != key:
+        for index, number in enumerate(progress.block_table[: len(sequence.token_ids) // BLOCK_SIZE]):
+            key = _key(progress.keys, sequence, index)
+            if self._contents.get(number) != key:
                 return
-            text.keys.append(key)
-            text.cached += BLOCK_SIZE
+            progress.keys.append(key)
+            progress.cached += BLOCK_SIZE
 
-    def _wrote(self, text: _Progress, start: int, count: int) -> None:
-        """These rows hold something else now than what their blocks were known for."""
+    def _wrote(self, progress: _Progress, start: int, count: int) -> None:
+        """Drop the noted content of the blocks of these rows: it was written over."""
         for index in range(start // BLOCK_SIZE, (start + count - 1) // BLOCK_SIZE + 1):
-            self._holds.pop(text.block_table[index], None)
+            self._contents.pop(progress.block_table[index], None)
 
-    def _confirm(self, text: _Progress, sequence: Sequence, count: int) -> None:
+    def _confirm(self, progress: _Progress, sequence: Sequence, count: int) -> None:
         """So many further rows hold the sequence's own tokens."""
-        text.cached += count
-        while (len(text.keys) + 1) * BLOCK_SIZE <= text.cached:
-            index = len(text.keys)
-            text.keys.append(_key(text.keys, sequence, index))
-            self._holds[text.block_table[index]] = text.keys[index]
+        progress.cached += count
+        while (len(progress.keys) + 1) * BLOCK_SIZE <= progress.cached:
+            index = len(progress.keys)
+            progress.keys.append(_key(progress.keys, sequence, index))
+            self._contents[progress.block_table[index]] = progress.keys[index]
 
 
 def _key(before: list[int], sequence: Sequence, index: int) -> int:

@@ -1,13 +1,10 @@
-"""Drafts from a text itself: what followed the same tokens the last time (prompt lookup, Saxena 2023).
-
-Knows token ids; not what they mean, nor whether a draft was right.
-"""
+"""Drafts from a sequence itself: what followed the same tokens the last time (prompt lookup, Saxena 2023)."""
 
 from collections.abc import Sequence
 
 
 class NgramIndex:
-    """Where each run of `longest` tokens, and of fewer down to half of them, was last followed in a growing text.
+    """Where each run of `longest` tokens, and of fewer down to half of them, was last followed in a growing sequence.
 
     Shorter ones, which recur by chance, gave drafts that were wrong too often (docs/speculative.md). A token is indexed
     once, when it comes; a draft takes one look-up for each length of run.
@@ -21,29 +18,30 @@ class NgramIndex:
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that may follow `tokens`; none where no run at their end was there before.
 
-        The longest such run counts, at its latest place. From call to call
-        `tokens` grows. What followed may reach the end of the text: a text that repeats itself goes on doing so.
+        The longest such run counts, at its latest occurrence. From call to call `tokens` grows. What followed may reach
+        the end: a sequence that repeats itself is drafted to go on doing so.
         """
         self._index(tokens)
-        place = self._place(tokens)
-        if place is None:
+        start = self._after_run(tokens)
+        if start is None:
             return []
         found: list[int] = []
-        for index in range(place, place + most):
+        for index in range(start, start + most):
             found.append(tokens[index] if index < len(tokens) else found[index - len(tokens)])
         return found
 
     def _index(self, tokens: Sequence[int]) -> None:
-        for place in range(self._indexed, len(tokens)):
+        for index in range(self._indexed, len(tokens)):
             for length in self._lengths:
-                if length <= place:
-                    self._next[length][tuple(tokens[place - length : place])] = place
+                if length <= index:
+                    self._next[length][tuple(tokens[index - length : index])] = index
         self._indexed = max(self._indexed, len(tokens))
 
-    def _place(self, tokens: Sequence[int]) -> int | None:
+    def _after_run(self, tokens: Sequence[int]) -> int | None:
+        """Where the longest run at the end was followed before."""
         for length in self._lengths:
             if length < len(tokens):
-                place = self._next[length].get(tuple(tokens[len(tokens) - length :]))
-                if place is not None:
-                    return place
+                index = self._next[length].get(tuple(tokens[len(tokens) - length :]))
+                if index is not None:
+                    return index
         return None

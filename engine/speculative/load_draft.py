@@ -1,7 +1,4 @@
-"""The draft model from its name to something that drafts, beside the model that it drafts for.
-
-Knows both checkpoints; not which device there is, nor how much memory (load.py, memory.py).
-"""
+"""Opening a draft model's checkpoint, and checking that it has the vocabulary of the model that it drafts for."""
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
@@ -10,7 +7,7 @@ from quengine.models.hub.hub import resolve_model
 
 
 def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
-    """The draft model's checkpoint; None where none is asked for.
+    """The draft model's checkpoint; None where the configuration has none.
 
     Raises:
         EngineError: no such model, its file is wrong, or its vocabulary is not the target's.

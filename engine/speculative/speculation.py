@@ -1,12 +1,10 @@
 """Speculative decoding: tokens are drafted cheaply, and one step of the model says which of them it would have chosen.
 
 A step computes a sequence's newest token and its drafted ones as rows of their own. In each row the model's own token
-is chosen with the random number of that place; while it is the drafted one the row behind it holds, and the first that
-is not ends the draft. So a text is the very text that it is without drafts, greedy or sampled (Leviathan et al. 2023
-accept drafts by chance instead, which keeps the distribution, not the text). Drafts come from the text itself
-(draft_ngram.py), or, where it has none to give, from a second model (draft_model.py).
-
-Knows sequences and who drafts for them; neither logits nor blocks, and not how a row is computed.
+is chosen with the random number of that position; while it is the drafted one the next row is valid, and the first that
+is not ends the draft. So the text is the very one that it is without drafts, greedy or sampled (Leviathan et al. 2023
+accept drafts by chance instead, which keeps the distribution, not the text). Drafts come from the sequence itself
+(draft_ngram.py), or, where that gives none, from a second model (draft_model.py).
 """
 
 from collections.abc import Sequence as Seq
@@ -15,40 +13,39 @@ from weakref import WeakKeyDictionary
 
 from quengine.batch import Batch
 from quengine.request.sequence import Sequence
-from quengine.runner import Verified
-from quengine.sampler import Sample
+from quengine.sampler import Sample, Verified
 from quengine.scheduler import Scheduler
+from quengine.speculative.draft_length import DraftLength, divide
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.draft_ngram import NgramIndex
-from quengine.speculative.draft_pace import Pace, shares
 
 
 @dataclass
 class _Drafting:
-    """Of one sequence: its index, if there is look-up, and how the drafts of either kind have gone."""
+    """Of one sequence: its index, if there is look-up, and the lengths of either kind of draft."""
 
     index: NgramIndex | None
-    lookup: Pace
-    model: Pace
+    lookup: DraftLength
+    model: DraftLength
 
 
 @dataclass(frozen=True)
-class _Wish:
-    """A draft that a sequence could have: `found` in its text, or `count` tokens that the model is to draft."""
+class _Proposal:
+    """A draft that a sequence could have: `tokens` found in it, or `count` tokens that the model is to draft."""
 
     sequence: Sequence
-    pace: Pace
+    length: DraftLength
     count: int
-    found: list[int] | None = None
+    tokens: list[int] | None = None
 
 
 class Speculation:
     """Gives sequences their drafts before a step, and the tokens that were right after it.
 
     Args:
-        scheduler: who has the blocks.
+        scheduler: owns the blocks.
         longest: tokens of the longest run that is looked up; 0: none are.
-        model: drafts where nothing was found; None: nobody does.
+        model: drafts where nothing was found; None: there is none.
         most: tokens of a draft at most.
         rows: rows of a step, a row a sequence and one a drafted token, up to which there are drafts.
     """
@@ -61,10 +58,10 @@ class Speculation:
         self._model = model
         self._most = most
         self._rows = rows
-        self._texts: WeakKeyDictionary[Sequence, _Drafting] = WeakKeyDictionary()
-        self._paces: WeakKeyDictionary[Sequence, Pace] = WeakKeyDictionary()  # of the drafts under way
+        self._draftings: WeakKeyDictionary[Sequence, _Drafting] = WeakKeyDictionary()
+        self._lengths: WeakKeyDictionary[Sequence, DraftLength] = WeakKeyDictionary()  # of drafts under way
 
-    def prepare(self, batch: Batch) -> None:
+    def propose(self, batch: Batch) -> None:
         """Set the drafts of a step's sequences; of prompts' chunks, let the draft model compute them too."""
         if batch.phase == "decode":
             self._draft(batch.sequences)
@@ -74,7 +71,7 @@ class Speculation:
                 self._model.follow(chunk.sequence, chunk.start + len(chunk.ids))
 
     def take(self, sequence: Sequence, verified: Verified) -> str:
-        """Let a sequence take what its draft came to; returns the text that it makes visible."""
+        """Let a sequence take the tokens of its draft that were right; returns the text that this makes visible."""
         draft, sequence.draft = sequence.draft, []
         accepted, sample = 0, verified.first
         text = sequence.advance(sample)
@@ -84,14 +81,14 @@ class Speculation:
                 break
             later = verified.later(accepted)
             if not isinstance(later, Sample):
-                break  # the step of this token alone will say why
+                break  # the step of this token alone will report why
             self._scheduler.accepted(sequence)
             sample = later
             text += sequence.advance(sample)
         sequence.drafts += 1
         sequence.drafted_tokens += len(draft)
         sequence.accepted_tokens += accepted
-        self._paces.pop(sequence).saw(len(draft), accepted)
+        self._lengths.pop(sequence).update(len(draft), accepted)
         return text
 
     def _draft(self, sequences: Seq[Sequence]) -> None:
@@ -100,39 +97,39 @@ class Speculation:
         room = self._rows - len(sequences)
         if room <= 0:
             return
-        wishes = [wish for sequence in sequences if (wish := self._wish(sequence)) is not None]
-        granted = shares([wish.count for wish in wishes], room)
-        asked: dict[Sequence, int] = {}
-        for wish, count in zip(wishes, granted, strict=True):
-            self._paces[wish.sequence] = wish.pace
-            if wish.found is not None:
-                wish.sequence.draft = wish.found[:count]
+        proposals = [p for sequence in sequences if (p := self._proposal(sequence)) is not None]
+        counts = divide(room, [proposal.count for proposal in proposals])
+        for_model: dict[Sequence, int] = {}
+        for proposal, count in zip(proposals, counts, strict=True):
+            self._lengths[proposal.sequence] = proposal.length
+            if proposal.tokens is not None:
+                proposal.sequence.draft = proposal.tokens[:count]
             elif count:
-                asked[wish.sequence] = count
-        if self._model is not None and asked:
-            for sequence, draft in self._model.draft(asked).items():
+                for_model[proposal.sequence] = count
+        if self._model is not None and for_model:
+            for sequence, draft in self._model.draft(for_model).items():
                 sequence.draft = draft
                 sequence.draft_bytes += len(draft) * self._model.bytes_per_token
 
-    def _wish(self, sequence: Sequence) -> _Wish | None:
+    def _proposal(self, sequence: Sequence) -> _Proposal | None:
         """The draft that is worth a try, as long as it can be."""
         most = min(self._most, sequence.max_positions - len(sequence.token_ids) - 1)
         if most < 1 or not sequence.next_is_newest:
             return None
-        text = self._text(sequence)
-        if text.index is not None and (length := min(most, text.lookup.next())):
-            found = text.index.draft(sequence.token_ids, length)
+        drafting = self._drafting(sequence)
+        if drafting.index is not None and (length := min(most, drafting.lookup.next())):
+            found = drafting.index.draft(sequence.token_ids, length)
             if found and (room := self._scheduler.draft_room(sequence, length)):
-                return _Wish(sequence, text.lookup, room, found[:room])
+                return _Proposal(sequence, drafting.lookup, room, found[:room])
         if self._model is not None:
             most = min(most, self._model.room(sequence))
-            if most > 0 and (length := min(most, text.model.next())):
+            if most > 0 and (length := min(most, drafting.model.next())):
                 room = self._scheduler.draft_room(sequence, length)
-                return _Wish(sequence, text.model, room) if room else None
+                return _Proposal(sequence, drafting.model, room) if room else None
         return None
 
-    def _text(self, sequence: Sequence) -> _Drafting:
-        if sequence not in self._texts:
+    def _drafting(self, sequence: Sequence) -> _Drafting:
+        if sequence not in self._draftings:
             index = NgramIndex(self._longest) if self._longest else None
-            self._texts[sequence] = _Drafting(index, Pace(self._most), Pace(self._most))
-        return self._texts[sequence]
+            self._draftings[sequence] = _Drafting(index, DraftLength(self._most), DraftLength(self._most))
+        return self._draftings[sequence]

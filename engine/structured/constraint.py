@@ -6,8 +6,7 @@
     constraint.finished        nothing can follow: the text is over, without an end token
 
 The parsing is llguidance's (Earley over lexemes that are derived regexes). A token is allowed exactly if its bytes can
-go on; how the tokenizer itself would have cut the text is not asked. End tokens are allowed where the text may end.
-Knows vocabularies and masks; not logits, sequences or requests.
+go on; how the tokenizer itself would have cut the text does not matter. End tokens are allowed where the text may end.
 """
 
 import re
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 Mask = npt.NDArray[np.bool_]
 
 COMPILE_SECONDS = 10.0
-_COMPILING_AT_ONCE = 4  # also those that nobody waits for any more
+_COMPILING_AT_ONCE = 4  # also those whose requests were cancelled
 _KEPT_CONSTRAINTS = 32
 _EXCERPT = re.compile(
     r"\s*(\d+ \|.*|\^*)$"

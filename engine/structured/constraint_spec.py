@@ -5,9 +5,8 @@
     ConstraintSpec.regex(r"[0-9]{4}-[0-9]{2}")
     ConstraintSpec.grammar(text)                          GBNF or Lark; --grammar, llama-server's `grammar`
 
-A specification is a value: it can be compared, hashed and kept in SamplingParams. Knows sizes and syntax of JSON; not
-tokens, and not whether a grammar makes sense: that is `constraint.ConstraintCompiler`'s, which knows the vocabulary.
-docs/constrained.md says what is accepted.
+A specification is a value: it can be compared, hashed and kept in SamplingParams. Sizes and the syntax of JSON are
+checked here, grammars by `constraint.ConstraintCompiler`, which has the vocabulary. See docs/constrained.md.
 """
 
 import json
@@ -18,7 +17,6 @@ from typing import Any, Literal
 
 from quengine.errors import EngineError, shown
 from quengine.platform import strict_json
-from quengine.structured.constraint_gbnf import is_gbnf, lark_of_gbnf
 
 MAX_CHARACTERS = 128 * 1024
 """Compiling takes time that grows with the square of a schema's properties: about 5 s at this size."""
@@ -121,6 +119,11 @@ class ConstraintSpec:
             raise EngineError(f"grammar {shown(text)}: must be text")
         if len(text) > MAX_CHARACTERS:
             return cls("grammar", text)  # refused for its size, before anything reads it
+        from quengine.structured.constraint_gbnf import (
+            is_gbnf,
+            lark_of_gbnf,
+        )  # late: every command imports this file
+
         if is_gbnf(text):
             return cls("grammar", lark_of_gbnf(text))
         if option := _IGNORED_OPTIONS.search(text):
@@ -131,6 +134,8 @@ class ConstraintSpec:
 
 def is_grammar(text: str) -> bool:
     """Whether a text is a grammar itself (it has a rule that one begins with), and not the name of a file."""
+    from quengine.structured.constraint_gbnf import is_gbnf
+
     return is_gbnf(text) or _LARK_START.search(text) is not None
 
 

@@ -74,7 +74,7 @@ class ToolCallParser:
     def push(self, text: str) -> list[Delta]:
         """What this piece makes certain."""
         if self._given:
-            self._forget()
+            self._drop_read()
         self._text += text
         return self._resumed()
 
@@ -110,7 +110,7 @@ class ToolCallParser:
     def _until_call(self) -> _Reading[int | None]:
         """Give text out up to a call's opener; where the white space before it begins, None at the end of all text."""
         while True:
-            self._forget()
+            self._drop_read()
             found = self._text.find(self._open)
             bare = self._first and self._format == "llama3" and self._text.lstrip(_SPACE).startswith("{")
             if bare:
@@ -147,7 +147,7 @@ class ToolCallParser:
             self._at = max(self._at, len(self._text) - len(end) + 1)
             yield
 
-    def _forget(self) -> None:
+    def _drop_read(self) -> None:
         self._text, self._at = self._text[self._at :], 0
 
     # --- calls

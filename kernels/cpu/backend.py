@@ -55,14 +55,20 @@ class CpuBackend:
         cpu.set_threads(threads)
 
     def record(
-        self, forward: Callable[[ForwardBatch], Tensor], rows: int, blocks: int, buffers: Buffers
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        rows: int,
+        blocks: int,
+        buffers: Buffers,
+        groups: int = 1,
     ) -> Step:
         """The operations of a decode step of `rows` tokens as a list of kernels, run with any tokens and positions.
 
         forward(batch) calls this backend's operations, `logits` last, and returns its result; nothing is computed
-        meanwhile. Each token's sequence has at most `blocks` blocks. Steps that never run at once may share `buffers`.
+        meanwhile. Each token's sequence has block tables of at most `blocks` blocks for `groups` groups of layers.
+        Steps that never run at once may share `buffers`.
         """
-        self._recorder = recorder = StepRecorder(rows, blocks, buffers)
+        self._recorder = recorder = StepRecorder(rows, blocks, buffers, groups)
         try:
             return recorder.finish(forward(recorder.batch))
         finally:
@@ -133,7 +139,7 @@ class CpuBackend:
             return self._recorder.attention(qkv, spec, layer, batch)
         q = cpu.rope_store(qkv, spec, layer, batch)
         if batch.phase == "decode":
-            mixed = cpu.batch_attention(q, layer, batch, spec.scale, spec.window)
+            mixed = cpu.batch_attention(q, layer, batch, spec.scale, spec.window, spec.cache_group)
         else:
             chunks = [
                 cpu.prefill_attention(q[rows], layer, start, spec.scale, spec.window, table)

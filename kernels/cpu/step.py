@@ -28,7 +28,7 @@ from quengine.kernels.cpu.ops.rope_store import rope_store_launch
 from quengine.kernels.cpu.ops.swiglu import swiglu_launch
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Launch, Program, get_threads
-from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.forward_batch import BlockTables, ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 
@@ -73,28 +73,29 @@ class _Attention:
 class StepRecorder:
     """Notes the operations of a decode step of `rows` tokens.
 
-    `tokens` and `positions`, int64 [rows], are what a step is run with; `tables`, int64 [rows, blocks], are their
-    sequences' blocks, and `batch` is all of them. Buffers are shared by operations of the same kind: a
-    hidden state lasts until the second `linear_add` after the one that made it, any others until the next operation of
-    their kind. With the same `buffers` they are shared by steps too, of which one at a time may run.
+    `tokens` and `positions`, int64 [rows], are what a step is run with; `tables`, int64 [groups, rows, blocks], are
+    their sequences' blocks for each group of layers, and `batch` is all of them. Buffers are shared by operations of
+    the same kind: a hidden state lasts until the second `linear_add` after the one that made it, any others until the
+    next operation of their kind. With the same `buffers` they are shared by steps too, of which one at a time may run.
     """
 
     rows: int
     blocks: int
     buffers: Buffers
+    groups: int = 1
     vocabulary: int = 0
     context: int = 0
     stages: list[Stage] = field(default_factory=list)
     attentions: list[_Attention] = field(default_factory=list)
-    _visible: dict[tuple[int, int | None], Visible] = field(default_factory=dict)
+    _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
     _row_stage: Stage | None = None  # the newest one with a task a row
 
     def __post_init__(self) -> None:
         self.tokens = torch.zeros(self.rows, dtype=torch.int64)
         self.positions = torch.zeros(self.rows, dtype=torch.int64)
-        # The rows of the cache where the tokens' keys and values go.
-        self.slots = torch.zeros(self.rows, dtype=torch.int64)
-        self.tables = torch.zeros(self.rows, self.blocks, dtype=torch.int64)
+        # The rows of the cache where the tokens' keys and values go, in each group's layers.
+        self.slots = torch.zeros(self.groups, self.rows, dtype=torch.int64)
+        self.tables = torch.zeros(self.groups, self.rows, self.blocks, dtype=torch.int64)
         self.batch = ForwardBatch("decode", self.tokens, self.positions, self.tables)
 
     def embed(self, weight: Parts, ids: Tensor) -> Rows:
@@ -136,12 +137,12 @@ class StepRecorder:
         self.context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
         queries = qkv.values[:, : spec.heads * spec.head_dim].view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
-        self._behind(qkv.stage, rope_store_launch(qkv.values, spec, layer, self.positions, self.slots))
-        visible = self._visible.get((self.context, spec.window))
+        slots, tables = self.slots[spec.cache_group], self.tables[spec.cache_group]
+        self._behind(qkv.stage, rope_store_launch(qkv.values, spec, layer, self.positions, slots))
+        seen = (self.context, spec.window, spec.cache_group)
+        visible = self._visible.get(seen)
         if visible is None:
-            most = min(self.context, spec.window or self.context)
-            visible = Visible(most, self.tables)
-            self._visible[self.context, spec.window] = visible
+            visible = self._visible[seen] = Visible(min(self.context, spec.window or self.context), tables)
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         out = self._fp32("mixed", spec.heads * spec.head_dim)
@@ -252,19 +253,21 @@ class Step:
         for attention in recorder.attentions:
             self._alike.setdefault(attention.visible, []).append((attention, numbers[id(attention.stage)]))
 
-    def run(self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[Sequence[int]]) -> Tensor:
+    def run(self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[BlockTables]) -> Tensor:
         """Logits [rows, V] fp32 after each of `rows` tokens, whose rows are written to the blocks of their tables.
 
-        They are valid until the next run. A table has at least the blocks up to its token's position, and those are
-        in the cache. Raises ValueError for a token outside the embedding or a position outside the context.
+        They are valid until the next run. Each of a token's tables has at least the blocks up to its token's position,
+        and those are in the cache. Raises ValueError for a token outside the embedding or a position outside the
+        context.
         """
         assert len(tokens) == len(positions) == len(tables) == self.rows
         self._check(tokens, positions)
         self._tokens[:], self._positions[:] = tokens, positions
-        for i, (position, table) in enumerate(zip(positions, tables, strict=True)):
+        for i, (position, of_token) in enumerate(zip(positions, tables, strict=True)):
             used = position // BLOCK_SIZE + 1
-            self._tables[i, :used] = table[:used]
-            self._slots[i] = table[used - 1] * BLOCK_SIZE + position % BLOCK_SIZE
+            for group, table in enumerate(of_token):
+                self._tables[group, i, :used] = table[:used]
+                self._slots[group, i] = table[used - 1] * BLOCK_SIZE + position % BLOCK_SIZE
         return self._run([position + 1 for position in positions])
 
     def _check(self, tokens: Sequence[int], positions: Sequence[int]) -> None:

@@ -17,14 +17,14 @@ from torch import Tensor
 from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
-from quengine.kernels.cuda.attention.attention_decode import (
-    attention_decode,
-    attention_decode_half,
-    attention_decode_round,
+from quengine.kernels.cuda.attention.attention_decode import attention_decode
+from quengine.kernels.cuda.attention.attention_prefill import (
+    attention_prefill,
+    prefill_tiles,
+    stores_wgmma_layout,
 )
-from quengine.kernels.cuda.attention.attention_prefill import attention_prefill, prefill_tiles, stores_ordered
-from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.cuda.attention.rope import rope_store
+from quengine.kernels.cuda.attention.qk_row_norm import has_row_norms, qk_row_norm
+from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.gemm.half import Form, HalfRows, Products
 from quengine.kernels.cuda.gemm.matmul import (
@@ -168,14 +168,16 @@ class CudaBackend:
     def attention(
         self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
     ) -> Rows:
-        cache = KVStore.of_layer(layer)
+        if has_row_norms(spec):
+            qkv = qkv.finish() if isinstance(qkv, Products) else qkv
+            spec = qk_row_norm(qkv, spec, self.pdl)
         if batch.phase == "prefill" and (len(batch) > 1 or self.fixed_kernels):
-            return self._prefill(batch, qkv, spec, cache)
+            return self._prefill(batch, qkv, spec, layer)
         if batch.shares_sequences:
-            qkv = self._write_rows(batch, qkv, spec, cache)
+            qkv = self._write_rows(batch, qkv, spec, layer)
         # What was written by a launch just before must be complete: a chunk's positions, keys that other rows read.
         overlaps = self.pdl and batch.phase == "decode" and not batch.shares_sequences
-        return self._decode(batch, qkv, spec, cache, overlaps)
+        return self._decode(batch, qkv, spec, layer, overlaps)
 
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
         """fp32. One row goes on as a decode step's does, unless kernels are fixed."""
@@ -192,43 +194,37 @@ class CudaBackend:
         return self._matmul(batch, self._normed(batch, x, norm), weight, None)
 
     def _prefill(
-        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
     ) -> Rows:
-        """Attention of one sequence's chunk, or of several, whose rows are cut into tiles."""
-        tokens, tiles = len(batch), self._tiles_of(batch, spec)
-        first = batch.starts[0] if tiles is None else 0
-        tables = batch.block_tables_of(spec.cache_group)
-        table = tables[0] if tiles is None else tables
-        sequences = None if tiles is None else tiles.sequences
-        positions = batch.positions
-        if isinstance(qkv, Products):
-            room = self._workspace(batch)
-            width, form = spec.heads * spec.head_dim, Form.ROW_MAJOR
-            q = room.wide(tokens, width)
-            q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q, sequences)
-            ordered = None
-            if stores_ordered(cache, tiles, tokens) and room.form(tokens, width) is Form.ORDERED:
-                ordered, form = room.half_rows(tokens, width).values, Form.ORDERED
-            out = attention_prefill(
-                q, spec, cache, 0, first, torch.float16, self.pdl, table,
-                in_place=True, prompts=tiles, ordered=ordered,
-            )  # fmt: skip
-            return room.as_they_are(out, tokens, form)
-        q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, sequences=sequences)
-        return attention_prefill(
-            q, spec, cache, 0, first, torch.float32, self.pdl, table, self.fixed_kernels, prompts=tiles
+        """Attention of the chunks of a step, whose rows are cut into tiles."""
+        tokens, width, tiles = len(batch), spec.heads * spec.head_dim, self._tiles_of(batch, spec)
+        positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
+        if not isinstance(qkv, Products):
+            q = rope_store(qkv, spec, layer, positions, tables, tiles.sequences, pdl=self.pdl)
+            out = torch.empty(tokens, width, dtype=torch.float32, device=self.device)
+            return attention_prefill(
+                q, spec, layer, tables, tiles, out, batch_invariant=self.fixed_kernels, pdl=self.pdl
+            )
+        room = self._workspace(batch)
+        q = rope_store(
+            qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width), self.pdl
         )
+        out, form = q.view(tokens, width), Form.ROW_MAJOR
+        if stores_wgmma_layout(layer, tiles) and room.form(tokens, width) is Form.ORDERED:
+            out, form = room.half_rows(tokens, width).values, Form.ORDERED
+        attention_prefill(q, spec, layer, tables, tiles, out, wgmma_layout=form is Form.ORDERED, pdl=self.pdl)
+        return room.as_they_are(out, tokens, form)
 
-    def _tiles_of(self, batch: ForwardBatch, spec: AttentionSpec) -> PrefillTiles | None:
-        """Made once for the layers of a step; None for the chunk of a single sequence."""
-        if batch.tiles is not None or len(batch.query_lens) == 1:
+    def _tiles_of(self, batch: ForwardBatch, spec: AttentionSpec) -> PrefillTiles:
+        """Made once for the layers of a step."""
+        if batch.tiles is not None:
             return batch.tiles
         if self._tiles is None or self._tiles[0] is not batch:
             self._tiles = (batch, prefill_tiles(batch, spec.head_dim, self.fixed_kernels))
         return self._tiles[1]
 
     def _write_rows(
-        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
     ) -> Tensor:
         """All rows' keys and values into the cache, ahead of an attention that reads those of other rows.
 
@@ -240,11 +236,11 @@ class CudaBackend:
         unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
         alone, workspace = replace(spec, window=1), self._decode_workspace(spec, rows)
         tables, positions = batch.block_tables_of(spec.cache_group), batch.positions
-        attention_decode(qkv, alone, cache, positions, workspace, unused, self.pdl, tables, coarse=True)
+        attention_decode(qkv, alone, layer, positions, tables, workspace, unused, True, self.pdl)
         return qkv
 
     def _decode(
-        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore, pdl: bool
+        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer, pdl: bool
     ) -> Rows:
         """Attention of single rows, each with its block table, as the matmul behind it reads it."""
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
@@ -253,11 +249,11 @@ class CudaBackend:
         workspace = self._decode_workspace(spec, rows)
         if self._takes_q_dot(rows):
             rounded = RoundedActivations.empty(rows, width, self.device)
-            return attention_decode_round(qkv, spec, cache, positions, workspace, rounded, pdl, tables)
+            return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
         room = self._workspace(batch)
         half = room.half_rows(rows, width)
         out = room.as_they_are(half.values, rows, half.form)
-        return attention_decode_half(qkv, spec, cache, positions, workspace, out, pdl, tables)
+        return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl)
 
     def _normed(self, batch: ForwardBatch, x: Residual, norm: RMSNorm | None) -> Rows:
         assert norm is not None
@@ -316,7 +312,7 @@ class CudaBackend:
 
     def _decode_workspace(self, spec: AttentionSpec, rows: int) -> DecodeWorkspace:
         """Room for the largest batch met. A smaller one is kept: a captured graph may write to it."""
-        if not self._slices or self._slices[-1].mixed.shape[0] < rows:
+        if not self._slices or self._slices[-1].acc.shape[0] < rows:
             room = DecodeWorkspace.allocate(rows, spec.heads, spec.kv_heads, spec.head_dim, self.device)
             self._slices.append(room)
         return self._slices[-1]

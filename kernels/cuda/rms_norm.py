@@ -16,7 +16,7 @@ import triton.language as tl
 
 from quengine.kernels.cuda.gemm.half import HalfRows, Products, half_scale, store_half
 from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_group, store_rounded
-from quengine.kernels.cuda.launch.relaunch import Relaunched
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.rms_norm_ordered import launch_norm_ordered
 
 _PLAIN = tl.constexpr(0)
@@ -96,7 +96,7 @@ def _store_round(y, high_ptr, low_ptr, scale_ptr, sums_ptr, first, end):
     store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, group < end, high, low, scale, sums)
 
 
-@Relaunched
+@DirectLaunch
 @triton.jit(do_not_specialize=["rows"])  # any number of rows runs the same code
 def _rms_norm_kernel(
     x_ptr,

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quengine.kernels.cuda.gemm.half import HalfRows, half_scale
-from quengine.kernels.cuda.launch.relaunch import Relaunched
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
 
 
 @gluon.jit
@@ -21,7 +21,7 @@ def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
     return sum_a + sum_b, gl.maximum(largest_a, largest_b)
 
 
-@Relaunched
+@DirectLaunch
 @gluon.jit
 def _norm_ordered_kernel(
     x_ptr, weight_ptr, out_ptr, unscale_ptr, x_stride, eps,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemm.half import HalfRows, Products
-from quengine.kernels.cuda.launch.relaunch import Relaunched
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.weights.packed import PackedPart
 
 
@@ -52,7 +52,7 @@ def reach_of(part: PackedPart) -> float:
     return 2.0**14 * math.sqrt(part.cols) * part.norm
 
 
-@Relaunched
+@DirectLaunch
 @triton.jit
 def _swiglu_products_kernel(
     z_ptr, unscale_ptr, out_ptr, out_unscale_ptr, width, stride, first, inverse_gain, reach, BLOCK: tl.constexpr

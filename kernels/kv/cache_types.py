@@ -1,6 +1,6 @@
 """The types a key-value cache can be stored in, how many bytes a row of each takes, and how many rows a block has.
 
-A row is one head's key, or value, at one position. Knows no tensors.
+A row is one head's key, or value, at one position.
 """
 
 from typing import Literal, get_args
@@ -15,6 +15,15 @@ Q8_0_GROUP = 32
 
 BLOCK_SIZE = 32
 """Positions in a block of a paged cache."""
+
+PADDING_BLOCK = 0
+"""The block that no sequence owns: rows without a sequence write to it, and entries of a block table whose positions
+are not read name it."""
+
+
+def blocks_for(positions: int) -> int:
+    """Blocks that hold so many positions."""
+    return -(-positions // BLOCK_SIZE)
 
 
 def row_bytes(cache_type: CacheType, head_dim: int) -> int:

@@ -1,15 +1,12 @@
 """Rows of a q8_0 key-value cache: the torch definition of how they are stored and read.
 
 A head's row is cut into groups of 32; a group holds 32 int8 codes and one fp16 scale, `x = scale * code`.
-Codes and scales lie in two tensors, so that the codes of a tile load as one aligned run. Knows nothing of
-attention.
+Codes and scales lie in two tensors, so that the codes of a tile load as one aligned run.
 """
 
 import torch
 
 from quengine.kernels.kv.cache_types import Q8_0_GROUP
-
-GROUP = Q8_0_GROUP
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,7 +15,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A group's scale is max|x| / 127 and its codes are x / scale rounded half to even, with the scale in fp32 as it is
     before it is stored: ggml's Q8_0 but for the rounding of exact halves.
     """
-    groups = x.float().reshape(*x.shape[:-1], -1, GROUP)
+    groups = x.float().reshape(*x.shape[:-1], -1, Q8_0_GROUP)
     scales = groups.abs().amax(-1, keepdim=True) / 127.0
     codes = torch.where(scales > 0, groups / scales, 0.0).round().to(torch.int8)
     return codes.flatten(-2), scales.squeeze(-1).to(torch.float16)
@@ -26,5 +23,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """codes int8 [..., head_dim], scales [..., head_dim / 32] -> the fp32 values they stand for."""
-    groups: torch.Tensor = codes.float().reshape(*codes.shape[:-1], -1, GROUP) * scales.float()[..., None]
+    groups: torch.Tensor = (
+        codes.float().reshape(*codes.shape[:-1], -1, Q8_0_GROUP) * scales.float()[..., None]
+    )
     return groups.flatten(-2)

@@ -1,15 +1,14 @@
 """Which row of one layer's key-value cache a position has, and how rows are written and read, in torch.
 
-The definition that the CPU and CUDA kernels follow, for every type that a cache is stored in. Knows nothing of
-attention.
+The definition that the CPU and CUDA kernels follow, for every type that a cache is stored in.
 """
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, check_head_dim
-from quengine.kernels.kv.kv_q8_0 import GROUP, dequantize_rows, quantize_rows
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, Q8_0_GROUP, CacheType, check_head_dim
+from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
 
 
 def allocate_layer(
@@ -27,7 +26,7 @@ def allocate_layer(
         return KVLayer(tensor(head_dim, torch.float16), tensor(head_dim, torch.float16))
     check_head_dim(head_dim)
     codes = [tensor(head_dim, torch.int8) for _ in range(2)]
-    scales = [tensor(head_dim // GROUP, torch.float16) for _ in range(2)]
+    scales = [tensor(head_dim // Q8_0_GROUP, torch.float16) for _ in range(2)]
     return KVLayer(*codes, *scales)
 
 

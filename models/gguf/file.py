@@ -1,7 +1,7 @@
 """A GGUF model as one object, be it one file or a split: metadata with typed access, and tensors.
 
 It checks types and ranges that a caller names; what a key means for a model is `quengine.models.config`'s,
-`vocab_checks`' and `tensor_table`'s business.
+`vocab_checks`' and `tensor_table`'s responsibility.
 """
 
 import mmap
@@ -23,7 +23,7 @@ class GGUFFile:
 
     `metadata` maps keys to Python scalars, strings, numpy arrays (views) and lazy `StringArray`s; of a split,
     the first file's entries win. `tensors` maps names to `GGUFTensor`s in file order, their data being
-    views on the mapped files; those views stay valid after `close`, which only lets go of this object's own.
+    views on the mapped files; those views stay valid after `close`, which only releases this object's own.
     """
 
     def __init__(self, shards: tuple[Shard, ...]) -> None:

@@ -1,6 +1,6 @@
 """The headers of a Hugging Face checkpoint folder: config.json, tensor names and shapes, chat template.
 
-It reads no weights and no tokenizer, and does not know what the names mean.
+It reads no weights and no tokenizer.
 """
 
 from collections.abc import Mapping

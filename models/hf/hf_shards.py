@@ -1,7 +1,4 @@
-"""The safetensors files of a checkpoint folder, mapped: where each tensor is, its header, views on its bytes.
-
-Knows the index file and the float types; not what a tensor's name means.
-"""
+"""The safetensors files of a checkpoint folder, mapped: where each tensor is, its header, views on its bytes."""
 
 from dataclasses import dataclass
 from math import prod

@@ -1,7 +1,4 @@
-"""The short names of models: which repository and file each stands for.
-
-Knows the data file `catalogue.toml` beside it; not whether a file is here, nor how it comes here.
-"""
+"""The short names of models: which repository and file each stands for, read from `catalogue.toml`."""
 
 import difflib
 import tomllib

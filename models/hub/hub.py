@@ -1,6 +1,6 @@
 """Model names: what a name given to `--model` stands for on this machine.
 
-Knows the catalogue's aliases, paths, `hf:` names and files that Python packages ship. Never goes to the
+A name is an alias of the catalogue, a path, an `hf:` name, or a file that a Python package ships. Nothing here uses the
 network: `hub_pull` does that.
 """
 

@@ -1,7 +1,7 @@
 """The models in the Hugging Face cache: which are here, where, and how they are removed.
 
-Knows the cache's published layout: models--USER--REPO/{blobs,refs,snapshots/COMMIT/FILE -> blob}. It is
-shared with every program that uses huggingface_hub. Never goes to the network.
+The cache's published layout is models--USER--REPO/{blobs,refs,snapshots/COMMIT/FILE -> blob}. It is shared with every
+program that uses huggingface_hub. Nothing here uses the network.
 """
 
 import contextlib

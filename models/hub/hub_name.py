@@ -1,7 +1,4 @@
-"""Names of models on the Hugging Face Hub, and which of a repository's files a name means.
-
-Knows how GGUF files are named: quantizations, shards, companions. Knows nothing of where files lie.
-"""
+"""Names of models on the Hugging Face Hub, and which files of a repository one means: quantizations, shards."""
 
 import re
 from collections.abc import Iterable, Sequence

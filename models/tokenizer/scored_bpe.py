@@ -2,8 +2,7 @@
 
 Follows Kudo & Richardson 2018 (SentencePiece) and its `bpe_model.cc`: ties go to the leftmost pair. Merge
 ranks of the `tokenizers` library cannot say a tie (all runs of spaces in Mistral's vocabularies have one score,
-and merge from the left), so the merging is done here, in O(n log n), word by word with the words remembered.
-Knows nothing of added tokens or of BOS.
+and merge from the left), so the merging is done here, in O(n log n), word by word with a cache of words.
 """
 
 import re

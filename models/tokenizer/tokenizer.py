@@ -1,7 +1,6 @@
 """The tokenizer that the rest of the program sees, whatever kind is underneath.
 
-Knows when BOS is added and that text is never read as control tokens unless asked. Does not know requests,
-streams or templates.
+BOS is added as the model's file says; control tokens are parsed in text only where the caller asks for it.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,6 @@
-"""A vocabulary: each token's text, type and bytes, and which tokens begin and end a text.
+"""A vocabulary: each token's text, type and bytes, and which tokens begin and end a sequence.
 
-Knows what the token types of GGUF (`tokenizer.ggml.token_type`, after sentencepiece's `ModelProto`) mean and
-which well-known texts end a generation. Does not know how text is cut into tokens.
+Token types are those of GGUF (`tokenizer.ggml.token_type`, after sentencepiece's `ModelProto`).
 """
 
 from collections.abc import Callable, Container, Sequence

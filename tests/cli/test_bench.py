@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from quengine.cli.commands.bench import _write_csv, _write_json, _write_md
+from quengine.cli.bench_table import _write_csv, _write_json, _write_md
 from quengine.cli.main import run
-from quengine.diagnostics.bench.bench_row import BenchRow, BenchTest, ModelFacts
+from quengine.diagnostics.bench.bench_plan import BenchTest
+from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
 from quengine.diagnostics.bench.profile import read_profile
 from quengine.kernels.cpu.runtime.threads import max_threads
 from tests.gguf_builder import ModelSizes

@@ -102,7 +102,7 @@ def test_commands_change_the_conversation(
         {"role": "user", "content": "/etc/hosts is a file"},
     ]
     err = capsys.readouterr().err
-    for said in ("saved 3 messages", "loaded 3 messages", "system message: be kind", "/stats", "forgotten"):
+    for said in ("saved 3 messages", "loaded 3 messages", "system message: be kind", "/stats", "cleared"):
         assert said in err
 
 
@@ -148,7 +148,7 @@ def test_an_empty_answer_says_so(model: str, monkeypatch: pytest.MonkeyPatch, ca
     assert run(["chat", "-m", model, *COMMON, "--logit-bias", f"{end}+1e6"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "\n"
-    assert "no answer; the message is forgotten" in captured.err
+    assert "no answer; the message is dropped" in captured.err
 
 
 def test_a_model_without_a_template_says_so(

@@ -162,6 +162,17 @@ def test_help_and_list_load_neither_torch_nor_numba_nor_the_hub_client():
         assert done.stderr.splitlines()[-1] == "[]", args
 
 
+def test_a_command_loads_its_own_file_and_an_unknown_one_all() -> None:
+    code = (
+        "import sys; from quengine.cli.main import run; run(sys.argv[1:]);"
+        "print(*sorted(name for name in sys.modules if name.startswith('quengine.cli.commands.')), file=sys.stderr)"
+    )
+    for args, names in ((["-v", "rm", "--help"], {"rm"}), (["nothing"], set(main.COMMANDS))):
+        done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
+        loaded = done.stderr.splitlines()[-1].split()
+        assert {name.rpartition(".")[2] for name in loaded} == names
+
+
 @pytest.mark.parametrize("args", [["--help"], ["list", "--all"]])
 def test_a_reader_that_goes_away_is_quiet(args):
     read, write = os.pipe()

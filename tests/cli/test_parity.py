@@ -168,7 +168,7 @@ def test_a_failure_names_the_first_operation_without_being_asked(
         nonlocal calls
         calls += 1
         result = linear_add(self, *rows)
-        # A recorded step names its operations instead of computing them.
+        # A captured step names its operations instead of computing them.
         return result * 1.01 if isinstance(result, torch.Tensor) and calls % 2 == 0 else result
 
     monkeypatch.setattr(CpuBackend, "linear_add", second_of_two_is_wrong)

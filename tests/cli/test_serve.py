@@ -10,9 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quengine.cli.commands.serve import _keys_of, _name
+from quengine.cli.commands.serve import _name
 from quengine.cli.main import run
 from quengine.errors import EngineError
+from quengine.serve.settings import ServerSettings
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -28,7 +29,7 @@ from tests.tiny_models import write_tiny
         (["--header-timeout", "0"], "limit header_s = 0"),
         (["--idle-timeout", "nan"], "limit idle_s = nan"),
         (["--temp", "-1"], "temperature = -1"),
-        (["--pooling", "cls"], "--pooling cls: must be mean or last"),
+        (["--pooling", "cls"], "--pooling 'cls': must be mean or last"),
         ([], "no-such-model.gguf"),
     ],
 )
@@ -41,10 +42,10 @@ def test_a_wrong_flag_is_one_line(flags: list[str], message: str, capsys: pytest
 def test_keys_are_read_a_line_each(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\none\n\n two \n")
-    assert _keys_of(file) == ["one", "two"]
+    assert ServerSettings(api_key_file=file).api_keys == ("one", "two")
     file.write_text("# none\n")
     with pytest.raises(EngineError, match="holds no key"):
-        _keys_of(file)
+        ServerSettings(api_key_file=file)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Many texts at once on a tiny model, over the paged cache: each is the text that it is alone."""
+"""Many sequences at once on a tiny model, over the paged cache: each is the text that it is alone."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.batch import Batch, Chunk
+from quengine.block_manager import CachePool
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.output import Completion
-from quengine.runner import Result
-from quengine.sampler import Sample
+from quengine.sampler import Result, Sample
 from quengine.scheduler import Scheduler
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.gguf_builder import ModelSizes
@@ -70,9 +70,9 @@ def paged(llm: LLM) -> Scheduler:
     return llm.scheduler
 
 
-def shrink(llm: LLM, blocks: int) -> None:
+def limit_blocks(llm: LLM, blocks: int) -> None:
     """As if there were memory for so few blocks."""
-    llm.loaded.cache.num_blocks = blocks
+    llm.loaded.cache.pools = (CachePool(blocks),)
     llm.scheduler = llm._make_scheduler()
 
 
@@ -161,7 +161,7 @@ def test_preempted_texts_are_the_same_with_penalties_and_logprobs(
     # The CPU's kernels for prompts round otherwise than those for one token: what was generated may be computed again
     # by them in a run that is not deterministic.
     with load(model, 6, backend, chunk_size=24, deterministic=backend == "auto") as llm:
-        shrink(llm, 6)
+        limit_blocks(llm, 6)
         preempted: list[int] = []
         preempt = paged(llm)._preempt
 
@@ -188,7 +188,7 @@ def test_preempted_texts_keep_to_their_schema_and_stop_strings(model: Path, back
     params = replace(SEEDED, constraint=spec, max_tokens=80, stop=("cdcdcde",))
     prompts = [list(range(10 * i, 10 * i + 12 + 3 * i)) for i in range(6)]
     with load(model, 6, backend, chunk_size=24, deterministic=backend == "auto") as llm:
-        shrink(llm, 5)
+        limit_blocks(llm, 5)
         got = llm.generate(prompts, params)
         assert any(c.finish_reason == "stop" for c in got) and any(len(c.tokens) > 60 for c in got)
         same(got, alone.generate(prompts, params))
@@ -200,7 +200,7 @@ def test_cancels_in_queue_prefill_and_decode_free_everything_and_change_no_other
     model: Path, backend: str, params: SamplingParams, expected: list[Completion], blocks: int
 ) -> None:
     with load(model, 4, backend, chunk_size=24) as llm:
-        shrink(llm, blocks)
+        limit_blocks(llm, blocks)
         streams = [llm.stream(prompt, params) for prompt in PROMPTS]
         for stream in streams:
             stream.start()
@@ -216,7 +216,7 @@ def test_cancels_in_queue_prefill_and_decode_free_everything_and_change_no_other
                 cancelled.add(paged(llm).decoding[0])
             for sequence in cancelled:
                 llm.scheduler.cancel(sequence)
-                assert sequence.block_table == []
+                assert sequence.block_tables == ()
         assert len(cancelled) == 3
         kept = [i for i, stream in enumerate(streams) if stream.sequence not in cancelled]
         same([streams[i].completion for i in kept], [expected[i] for i in kept])
@@ -236,7 +236,7 @@ def test_a_deterministic_run_shares_prompts_only_and_computes_answers_again_toke
     model: Path, backend: str, expected: list[Completion], params: SamplingParams
 ) -> None:
     with load(model, 7, backend, chunk_size=24, deterministic=True) as llm:
-        shrink(llm, 6)
+        limit_blocks(llm, 6)
         decoded = []
         decode = llm.runner.decode
         prefill = llm.runner.prefill
@@ -308,7 +308,7 @@ def test_logits_are_not_computed_over_running_texts(model: Path, backend: str, a
 
 def test_what_the_cache_holds_is_told(model: Path, backend: str) -> None:
     with load(model, 3, backend, ctx_size=100) as llm:
-        assert llm.loaded.cache.num_blocks == 3 * 4
-        assert "for 384 tokens of up to 3 texts at once" in llm.loaded.notes[-1]
+        assert llm.loaded.cache.pools[0].num_blocks == 3 * 4
+        assert "for 384 tokens of up to 3 sequences at once" in llm.loaded.notes[-1]
     with pytest.raises(EngineError, match="parallel 0: must be at least 1"):
         load(model, 0, backend)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from quengine.block_manager import CachePool
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, row_bytes
 from quengine.kernels.kv.kv_rows import read_rows, write_rows
@@ -28,7 +29,9 @@ def test_what_is_allocated_is_what_was_estimated(cache_type: CacheType) -> None:
     config = dataclasses.replace(small_config(), head_dim=64)
     cache = KVCache.allocate(config, 100, torch.device("cpu"), cache_type)
     # Whole blocks, and the padding block.
-    assert cache.num_blocks == 4 and cache.nbytes == config.kv_cache_bytes(5 * BLOCK_SIZE, cache_type)
+    assert cache.pools == (CachePool(4),) and cache.nbytes == config.kv_cache_bytes(
+        5 * BLOCK_SIZE, cache_type
+    )
     assert row_bytes(cache_type, 64) == {"f16": 128, "q8_0": 68}[cache_type]
 
 

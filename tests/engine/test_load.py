@@ -101,9 +101,9 @@ def test_a_cache_for_many_takes_what_memory_holds_and_says_so(
     monkeypatch.setattr("quengine.load.available_memory", lambda: free)
     loaded = load_model(path, EngineConfig("cpu", 64, 1, parallel=8))
     blocks = min(16, cached_blocks - 1)
-    assert loaded.cache.num_blocks == blocks and loaded.cache.nbytes <= cache
+    assert loaded.cache.pools[0].num_blocks == blocks and loaded.cache.nbytes <= cache
     assert loaded.cache.layers[0].k.shape[0] == (blocks + 1) * 32
-    assert f"for {blocks * 32} tokens of up to 8 texts at once" in loaded.notes[-1]
+    assert f"for {blocks * 32} tokens of up to 8 sequences at once" in loaded.notes[-1]
     loaded.checkpoint.close()
 
 

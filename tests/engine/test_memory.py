@@ -4,10 +4,18 @@ import dataclasses
 
 import pytest
 
+from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
-from quengine.memory import WORKSPACE, choose_blocks, choose_context, workspace_bytes
-from quengine.models.config import ModelConfig
+from quengine.memory import (
+    WORKSPACE,
+    CacheNeeds,
+    attended_bytes,
+    choose_context,
+    choose_pools,
+    workspace_bytes,
+)
+from quengine.models.config import CacheGroup, ModelConfig
 from tests.tiny_models import small_config
 
 GIB = 2**30
@@ -20,31 +28,35 @@ def config() -> ModelConfig:
     )
 
 
+def needs(config: ModelConfig) -> CacheNeeds:
+    return CacheNeeds(config, chunk=512)
+
+
 def test_the_models_own_context_is_taken_when_it_fits(config: ModelConfig) -> None:
-    assert choose_context(config, None, 4 * GIB, 24 * GIB, "cpu") == 32768
+    assert choose_context(needs(config), None, 4 * GIB, 24 * GIB, "cpu") == 32768
 
 
-def test_blocks_are_those_of_all_sequences_or_what_fits_beside_a_spare_one(config: ModelConfig) -> None:
+def test_blocks_are_those_of_all_sequences_or_what_fits_beside_a_padding_block(config: ModelConfig) -> None:
     block = config.kv_cache_bytes(32)
-    assert choose_blocks(config, 100, 3, 13 * block, "f16") == 12
-    assert choose_blocks(config, 100, 3, 13 * block - 1, "f16") == 11
-    assert choose_blocks(config, 100, 3, 24 * GIB, "q8_0") == 12
-    assert choose_blocks(config, 100, 3, 0, "f16") == 4
+    assert choose_pools(needs(config), 100, 3, 13 * block, "f16") == [CachePool(12, None, 512)]
+    assert choose_pools(needs(config), 100, 3, 13 * block - 1, "f16") == [CachePool(11, None, 512)]
+    assert choose_pools(needs(config), 100, 3, 24 * GIB, "q8_0") == [CachePool(12, None, 512)]
+    assert choose_pools(needs(config), 100, 3, 0, "f16") == [CachePool(4, None, 512)]
 
 
 def test_the_context_is_cut_to_what_fits(config: ModelConfig) -> None:
-    chosen = choose_context(config, None, 4 * GIB, 6 * GIB, "cpu")
+    chosen = choose_context(needs(config), None, 4 * GIB, 6 * GIB, "cpu")
     assert 0 < chosen < 32768
     assert config.kv_cache_bytes(chosen) <= 2 * GIB
     assert config.kv_cache_bytes(chosen) > 1.5 * GIB
 
 
 def test_a_context_that_was_asked_for_is_never_cut(config: ModelConfig) -> None:
-    assert choose_context(config, 1000, 4 * GIB, 24 * GIB, "cpu") == 1000
+    assert choose_context(needs(config), 1000, 4 * GIB, 24 * GIB, "cpu") == 1000
     with pytest.raises(
         CannotRunError, match=r"needs 8\.25 GiB .* 32768 tokens in f16.* free 6\.00 GiB; try -c \d+"
     ):
-        choose_context(config, 32768, 4 * GIB, 6 * GIB, "cpu")
+        choose_context(needs(config), 32768, 4 * GIB, 6 * GIB, "cpu")
 
 
 @pytest.mark.parametrize("free", [5 * GIB, 6 * GIB, 7 * GIB])
@@ -52,41 +64,41 @@ def test_a_context_that_was_asked_for_is_never_cut(config: ModelConfig) -> None:
 def test_every_way_out_that_is_advised_works(config: ModelConfig, free: int, head_dim: int) -> None:
     config = dataclasses.replace(config, head_dim=head_dim, context_length=1 << 20)
     with pytest.raises(CannotRunError) as refused:
-        choose_context(config, 60000, 4 * GIB, free, "cpu")
+        choose_context(needs(config), 60000, 4 * GIB, free, "cpu")
     ways = str(refused.value).rsplit("; try ", 1)[1].split(" or ")
     assert len(ways) == (2 if head_dim == 128 else 1)
     for way in ways:
         cache_type: CacheType = "q8_0" if "q8_0" in way else "f16"
         asked = int(way.split("-c ")[1]) if "-c " in way else 60000
-        assert choose_context(config, asked, 4 * GIB, free, "cpu", cache_type) == asked
+        assert choose_context(needs(config), asked, 4 * GIB, free, "cpu", cache_type) == asked
 
 
 def test_q8_0_is_advised_alone_where_no_context_fits_in_f16(config: ModelConfig) -> None:
     room = 256 * 2**20 + config.kv_cache_bytes(256, "q8_0")
     with pytest.raises(CannotRunError, match=r"; try --cache-type q8_0$"):
-        choose_context(config, None, 4 * GIB, 4 * GIB + room, "cpu")
-    assert choose_context(config, None, 4 * GIB, 4 * GIB + room, "cpu", "q8_0") == 256
+        choose_context(needs(config), None, 4 * GIB, 4 * GIB + room, "cpu")
+    assert choose_context(needs(config), None, 4 * GIB, 4 * GIB + room, "cpu", "q8_0") == 256
 
 
 def test_q8_0_is_not_advised_where_it_is_chosen(config: ModelConfig) -> None:
     with pytest.raises(CannotRunError, match=r"tokens in q8_0\), free 5\.00 GiB; try -c \d+$"):
-        choose_context(config, 32768, 4 * GIB, 5 * GIB, "cpu", "q8_0")
+        choose_context(needs(config), 32768, 4 * GIB, 5 * GIB, "cpu", "q8_0")
 
 
 def test_nearly_twice_the_context_fits_in_q8_0(config: ModelConfig) -> None:
     config = dataclasses.replace(config, context_length=1 << 20)
-    plain, smaller = (choose_context(config, None, 4 * GIB, 6 * GIB, "cpu", t) for t in CACHE_TYPES)
+    plain, smaller = (choose_context(needs(config), None, 4 * GIB, 6 * GIB, "cpu", t) for t in CACHE_TYPES)
     assert smaller == pytest.approx(plain * 32 / 17, rel=0.02)
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_numbers(config: ModelConfig) -> None:
     with pytest.raises(CannotRunError, match=r"weights 4\.00 GiB.*free 2\.00 GiB; use a smaller"):
-        choose_context(config, None, 4 * GIB, 2 * GIB, "cpu")
+        choose_context(needs(config), None, 4 * GIB, 2 * GIB, "cpu")
 
 
 def test_more_context_than_the_model_was_made_for_is_an_error(config: ModelConfig) -> None:
     with pytest.raises(EngineError, match="40000 tokens is more than the 32768"):
-        choose_context(config, 40000, 4 * GIB, 24 * GIB, "cpu")
+        choose_context(needs(config), 40000, 4 * GIB, 24 * GIB, "cpu")
 
 
 def test_room_beside_weights_and_cache_grows_with_the_model_and_the_chunk_on_a_gpu(
@@ -108,3 +120,67 @@ def test_room_beside_weights_and_cache_grows_with_the_model_and_the_chunk_on_a_g
 def test_a_draft_model_takes_less_beside_than_alone(config: ModelConfig) -> None:
     alone, beside = (workspace_bytes("cuda", config, 2**27, 2048, 8, draft) for draft in (False, True))
     assert beside < alone
+
+
+@pytest.fixture
+def windowed(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    """Every sixth of 36 layers keeps all positions, the others see 1024."""
+    full = tuple(range(5, 36, 6))
+    rest = tuple(layer for layer in range(36) if layer not in full)
+    groups = (CacheGroup(None, full), CacheGroup(1024, rest))
+    monkeypatch.setattr(ModelConfig, "cache_groups", property(lambda _: groups))
+    return dataclasses.replace(
+        small_config(), block_count=36, head_count=8, head_count_kv=2, head_dim=256, context_length=131072
+    )
+
+
+def test_a_window_needs_its_own_positions_and_those_of_a_chunk(windowed: ModelConfig) -> None:
+    layer = 2 * 2 * 256 * 2  # bytes a position
+    assert needs(windowed).nbytes(512) == windowed.kv_cache_bytes(512) == 36 * layer * 512
+    assert needs(windowed).nbytes(32768) == 6 * layer * 32768 + 30 * layer * (1024 + 512 + 32)
+    assert needs(windowed).nbytes(32768) < windowed.kv_cache_bytes(32768) / 4
+    assert attended_bytes(windowed, 1000, "f16") == windowed.kv_cache_bytes(1000)
+    assert attended_bytes(windowed, 5000, "f16") == layer * (6 * 5000 + 30 * 1024)
+
+
+def test_the_context_that_fits_follows_from_the_windows(windowed: ModelConfig) -> None:
+    room = needs(windowed).nbytes(32768)
+    free = 4 * GIB + WORKSPACE["cpu"] + room
+    assert choose_context(needs(windowed), None, 4 * GIB, free, "cpu") == 32768
+    assert choose_context(needs(windowed), None, 4 * GIB, free - 1, "cpu") == 32768 - 256
+    assert choose_context(needs(windowed), 32768, 4 * GIB, free, "cpu") == 32768
+    with pytest.raises(CannotRunError, match=r"; try -c 32512 or --cache-type q8_0$"):
+        choose_context(needs(windowed), 32768, 4 * GIB, free - 1, "cpu")
+
+
+def test_groups_have_as_many_blocks_where_memory_is_short_and_what_they_need_where_it_is_not(
+    windowed: ModelConfig,
+) -> None:
+    full, window = needs(windowed).block_bytes("f16")
+
+    def pools(room: int) -> list[int]:
+        made = choose_pools(needs(windowed), 32768, 4, room, "f16")
+        assert [pool.window for pool in made] == [None, 1024]
+        return [pool.num_blocks for pool in made]
+
+    one = (1024, 49)
+    padding = full + window
+    assert pools(padding + 4 * (one[0] * full + one[1] * window)) == [4 * 1024, 4 * 49]
+    assert pools(padding + 1500 * full + 4 * 49 * window) == [1500, 4 * 49]
+    assert pools(padding + 1500 * full + 4 * 49 * window - 1) == [1499, 4 * 49]
+    assert pools(0) == [1024, 49]
+    short = choose_pools(needs(windowed), 1024, 64, padding + 100 * (full + window), "f16")
+    assert [pool.num_blocks for pool in short] == [100, 100]
+
+
+def test_with_a_draft_model_the_first_group_keeps_all_positions(windowed: ModelConfig) -> None:
+    draft = dataclasses.replace(windowed, block_count=2)
+    both = CacheNeeds(windowed, 512, draft)
+    assert [pool.window for pool in both.pools()] == [None, 1024]
+    assert both.nbytes(32768) == needs(windowed).nbytes(32768) + draft.kv_cache_bytes(32768)
+
+
+def test_a_window_of_all_layers_is_kept_with_a_draft_model(config: ModelConfig) -> None:
+    config = dataclasses.replace(config, sliding_window=4096)
+    assert [pool.window for pool in CacheNeeds(config, 512).pools()] == [4096]
+    assert [pool.window for pool in CacheNeeds(config, 512, config).pools()] == [None]

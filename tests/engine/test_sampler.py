@@ -172,11 +172,11 @@ def test_a_sampler_without_a_seed_is_refused() -> None:
         Sampler(SamplingParams(), VOCAB)
 
 
-def test_a_sampler_that_forgets_takes_another_history_of_the_same_length() -> None:
+def test_a_sampler_that_is_reset_takes_another_history_of_the_same_length() -> None:
     params = SamplingParams(temperature=0, seed=1, presence_penalty=100.0)
     logits = torch.zeros(VOCAB)
     logits[5], logits[6] = 2.0, 1.0
     sampler = Sampler(params, VOCAB)
     assert sampler.sample(logits, [1, 5], 2).token == 6
-    sampler.forget()
+    sampler.reset()
     assert sampler.sample(logits, [1, 6], 2).token == 5

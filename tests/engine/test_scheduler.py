@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from quengine.batch import Batch
+from quengine.block_manager import CachePool
 from quengine.errors import EngineError
+from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kv_cache import KVCache
 from quengine.request.prompt_scores import PromptScores
 from quengine.sampler import TokenLogprobs
@@ -23,7 +25,8 @@ class FakeSequence:
     wanted: int = 5
     num_cached_tokens: int = 0
     reused_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_tables: tuple[list[int], ...] = ()
+    block_keys: list[bytes] = field(default_factory=list)
     started: float = 0.0
     error: Exception | None = None
     pool: None = None
@@ -44,7 +47,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def make(blocks: int = 40, parallel: int = 4, deterministic: bool = False, packed: bool = False) -> Scheduler:
-    cache = KVCache([], 1000, num_blocks=blocks)
+    cache = KVCache([], 1000, (CachePool(blocks),))
     return Scheduler(cache, parallel, 64, 16, deterministic=deterministic, packed=packed)
 
 
@@ -59,12 +62,12 @@ def step(scheduler: Scheduler) -> Batch | None:
     for sequence in batch.sequences:
         count = counts.get(sequence, 1)
         for position in range(sequence.num_cached_tokens, sequence.num_cached_tokens + count):
-            block = sequence.block_table[position // BLOCK]
+            block = sequence.block_tables[0][position // BLOCK]
             assert writes.setdefault(block, sequence) is sequence
-            others = [s for s in scheduler._running if s is not sequence and block in s.block_table]
+            others = [s for s in scheduler._running if s is not sequence and block in s.block_tables[0]]
             assert not others, "a block that is written has one owner"
         reach = min(sequence.num_cached_tokens + count + LOOKAHEAD, sequence.max_positions)
-        assert len(sequence.block_table) * BLOCK >= reach
+        assert len(sequence.block_tables[0]) * BLOCK >= reach
     scheduler.computed()
     for sequence in batch.sequences:
         if sequence.num_cached_tokens == len(sequence.token_ids):
@@ -110,7 +113,7 @@ def test_a_chunk_beside_running_texts_is_as_short_as_the_last_one_was_slow(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("quengine.scheduler.time.perf_counter", lambda: now)
-    scheduler = Scheduler(KVCache([], 1000, num_blocks=60), 4, 256, 128, mixed_seconds=0.5)
+    scheduler = Scheduler(KVCache([], 1000, (CachePool(60),)), 4, 256, 128, mixed_seconds=0.5)
     scheduler.add(FakeSequence(prompt(10, 1), 100))
     step(scheduler)
     scheduler.add(FakeSequence(prompt(900, 2), 1))
@@ -176,9 +179,9 @@ def test_whatever_comes_goes_fails_and_is_put_out_nothing_is_lost(
         step(scheduler)
         live = [sequence for sequence in live if not sequence.finished]
         assert sorted(map(id, live)) == sorted(map(id, [*scheduler.waiting, *scheduler._running]))
-        tables = {block for sequence in scheduler._running for block in sequence.block_table}
+        tables = {block for sequence in scheduler._running for block in sequence.block_tables[0]}
         assert scheduler.blocks.num_used == len(tables)
-        assert all(not sequence.block_table for sequence in scheduler.waiting)
+        assert all(not sequence.block_tables for sequence in scheduler.waiting)
     run(scheduler)
     assert all(sequence.finished for sequence in live) and scheduler.blocks.num_used == 0
 
@@ -204,7 +207,7 @@ def test_the_newest_gives_up_its_blocks_and_comes_back_first_with_what_it_had() 
         scheduler.add(sequence)
     while not (scheduler.waiting and scheduler.waiting[0] is new and new.started):
         assert step(scheduler) is not None
-    assert new.block_table == [] and new.num_cached_tokens == 0
+    assert new.block_tables == () and new.num_cached_tokens == 0
     generated = len(new.token_ids) - 30
     assert generated > 0 and later.started == 0.0 and scheduler.decoding == [old]
     steps = run(scheduler)
@@ -248,7 +251,7 @@ def test_a_chunk_of_a_single_token_of_a_longer_prompt_is_prefill() -> None:
 
 
 def test_without_sharing_every_request_starts_from_an_empty_cache() -> None:
-    scheduler = Scheduler(KVCache([], 1000, num_blocks=40), 1, 64, 16, shares=False)
+    scheduler = Scheduler(KVCache([], 1000, (CachePool(40),)), 1, 64, 16, shares=False)
     added = [FakeSequence(prompt(70), 5) for _ in range(2)]
     for sequence in added:
         scheduler.add(sequence)
@@ -400,14 +403,14 @@ def drafted_step(scheduler: Scheduler, numbers: random.Random) -> Batch | None:
     if batch.phase == "decode":
         for sequence in batch.sequences:
             left = sequence.max_positions - len(sequence.token_ids) - 1
-            before = len(sequence.block_table)
+            before = len(sequence.block_tables[0])
             free = scheduler.blocks.num_free
             if left > 0 and sequence.num_cached_tokens + 1 == len(sequence.token_ids):
                 drafts[sequence] = scheduler.draft_room(sequence, min(left, numbers.randrange(1, 70)))
-            taken = len(sequence.block_table) - before
+            taken = len(sequence.block_tables[0]) - before
             assert not taken or free > len(scheduler._running), "nobody is put out for a draft"
             end = len(sequence.token_ids) + drafts.get(sequence, 0)
-            assert end <= len(sequence.block_table) * BLOCK and end < sequence.max_positions
+            assert end <= len(sequence.block_tables[0]) * BLOCK and end < sequence.max_positions
     scheduler.computed()
     for sequence in batch.sequences:
         if sequence.num_cached_tokens < len(sequence.token_ids):
@@ -442,12 +445,12 @@ def test_drafts_that_are_taken_and_rejected_lose_no_block_and_share_only_what_wa
         drafted_step(scheduler, numbers)
         finished += [sequence for sequence in live if sequence.finished]
         live = [sequence for sequence in live if not sequence.finished]
-        tables = {block for sequence in scheduler._running for block in sequence.block_table}
+        tables = {block for sequence in scheduler._running for block in sequence.block_tables[0]}
         assert scheduler.blocks.num_used == len(tables)
         by_block: dict[int, list[int]] = {}
         for sequence in scheduler._running:
             assert sequence.num_cached_tokens < len(sequence.token_ids)
-            for index, block in enumerate(sequence.block_table):
+            for index, block in enumerate(sequence.block_tables[0]):
                 held = sequence.token_ids[: (index + 1) * BLOCK]
                 assert by_block.setdefault(block, held) == held, "a shared block is the same text"
     while drafted_step(scheduler, numbers) is not None:
@@ -475,3 +478,121 @@ def test_a_prompt_that_is_scored_shares_only_what_has_been_scored_already() -> N
     scheduler._preempt(scored)
     batch = scheduler.next_batch()
     assert batch is not None and batch.chunks[0].start == 96 and not batch.chunks[0].scored_rows
+
+
+WINDOWS = [
+    (CachePool(17), CachePool(30, 50, 64)),
+    (CachePool(9, 100, 64), CachePool(40)),
+    (CachePool(10, 120, 64),),
+    (CachePool(40), CachePool(9, 33, 64), CachePool(12, 150, 64)),
+]
+
+
+class Cells:
+    """What the rows of each group's cache hold: the text up to their token."""
+
+    def __init__(self, pools: tuple[CachePool, ...]) -> None:
+        self.pools = pools
+        self.held: list[dict[tuple[int, int], int]] = [{} for _ in pools]
+
+    def compute(self, sequence: FakeSequence, ids: list[int], count: int) -> None:
+        """Write `count` rows of these ids behind what is cached; every row then finds what it sees."""
+        start, texts = sequence.num_cached_tokens, [0]
+        for token in ids:
+            texts.append(hash((texts[-1], token)))
+        for pool, table, held in zip(self.pools, sequence.block_tables, self.held, strict=True):
+            for position in range(start, start + count):
+                assert table[position // BLOCK] != PADDING_BLOCK
+                held[table[position // BLOCK], position % BLOCK] = texts[position + 1]
+            first = 0 if pool.window is None else max(0, start - pool.window + 1)
+            for position in range(first, start + count):
+                assert held[table[position // BLOCK], position % BLOCK] == texts[position + 1]
+
+
+def windowed_step(scheduler: Scheduler, cells: Cells, numbers: random.Random) -> bool:
+    """A step with drafts of any length, of which any number is right."""
+    batch = scheduler.next_batch()
+    if batch is None:
+        return False
+    counts = {chunk.sequence: len(chunk.ids) for chunk in batch.chunks}
+    drafts: dict[FakeSequence, int] = {}
+    for sequence in batch.sequences:
+        ids, count = list(sequence.token_ids), counts.get(sequence, 1)
+        left = sequence.max_positions - len(ids) - 1
+        if batch.phase == "decode" and left > 0 and sequence.num_cached_tokens + 1 == len(ids):
+            drafts[sequence] = scheduler.draft_room(sequence, min(left, numbers.randrange(0, 4)))
+            ids += [-1] * drafts[sequence]
+            count += drafts[sequence]
+        cells.compute(sequence, ids, count)
+    scheduler.computed()
+    for sequence in batch.sequences:
+        if sequence.num_cached_tokens < len(sequence.token_ids):
+            continue
+        sequence.token_ids.append(numbers.randrange(3))
+        for _ in range(numbers.randint(0, drafts.get(sequence, 0))):
+            if sequence.finished:
+                break
+            # The drafted token was right: its row holds it.
+            cells.compute(sequence, sequence.token_ids, 1)
+            scheduler.accepted(sequence)
+            sequence.token_ids.append(numbers.randrange(3))
+    scheduler.release()
+    return True
+
+
+@pytest.mark.parametrize("pools", WINDOWS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_token_finds_what_its_window_sees_whatever_is_released_shared_and_preempted(
+    pools: tuple[CachePool, ...], packed: bool, deterministic: bool
+) -> None:
+    cache = KVCache([], 1000, pools)
+    scheduler = Scheduler(cache, 5, 64, 16, deterministic=deterministic, packed=packed)
+    numbers, cells = random.Random(len(pools)), Cells(pools)
+    live: list[FakeSequence] = []
+    finished: list[FakeSequence] = []
+    preempted, preempt = [], scheduler._preempt
+    scheduler._preempt = lambda s: (preempted.append(s), preempt(s))[1]  # type: ignore[method-assign,assignment,arg-type]
+    for number in range(1200):
+        if len(live) < 9 and numbers.random() < 0.3:
+            again = numbers.choice(finished).token_ids if finished and numbers.random() < 0.6 else []
+            ids = [*again[: numbers.randrange(250)], *prompt(numbers.randrange(1, 40), number)]
+            live.append(FakeSequence(ids, numbers.randrange(1, 240)))
+            scheduler.add(live[-1])
+        if live and numbers.random() < 0.03:
+            scheduler.cancel(live.pop(numbers.randrange(len(live))))
+        if scheduler.decoding and numbers.random() < 0.02:
+            numbers.choice(scheduler.decoding).error = EngineError("not finite")
+            scheduler.release()
+        windowed_step(scheduler, cells, numbers)
+        finished += [s for s in live if s.finished and s.error is None]
+        live = [sequence for sequence in live if not sequence.finished]
+        for group, pool in enumerate(pools):
+            tables = [sequence.block_tables[group] for sequence in scheduler._running]
+            owned = {block for table in tables for block in table} - {PADDING_BLOCK}
+            assert scheduler.blocks._pools[group].num_free == pool.num_blocks - len(owned)
+            for table in tables:
+                assert len(table) - table.count(PADDING_BLOCK) <= pool.most_blocks(1000)
+    while windowed_step(scheduler, cells, numbers):
+        pass
+    assert all(sequence.finished for sequence in live) and scheduler.blocks.num_used == 0
+    assert preempted and any(sequence.reused_tokens for sequence in finished)
+
+
+def test_a_windowed_group_is_refused_by_what_it_needs_at_once() -> None:
+    scheduler = Scheduler(KVCache([], 10**5, (CachePool(5, 50, 64),)), 1, 64, 16)
+    scheduler.add(FakeSequence(prompt(20000), 5))
+    assert len(run(scheduler)) > 300
+    with pytest.raises(EngineError, match="may take 20005 tokens and the cache holds 128"):
+        Scheduler(KVCache([], 10**5, (CachePool(4, 50, 64),)), 1, 64, 16).add(FakeSequence(prompt(20000), 5))
+
+
+def test_full_length_sequences_run_together_in_a_pool_of_their_windows() -> None:
+    """As many as there are windows for, though all positions of one would not fit."""
+    each = CachePool(0, 64, 64).most_blocks(2000)
+    scheduler = Scheduler(KVCache([], 2000, (CachePool(4 * each, 64, 64),)), 4, 64, 64)
+    added = [FakeSequence(prompt(1000, i), 200) for i in range(4)]
+    for sequence in added:
+        scheduler.add(sequence)
+    assert max(len(batch.sequences) for batch in run(scheduler)) == 4
+    assert all(sequence.num_cached_tokens == 1199 for sequence in added), "none was preempted"

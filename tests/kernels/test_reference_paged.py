@@ -10,7 +10,7 @@ from quengine.config import EngineConfig
 from quengine.kernels.backend import Backend
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, PADDING_BLOCK, CacheType
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kv_cache import KVCache
 from quengine.load import LoadedModel, load_model
@@ -61,14 +61,16 @@ def test_chunks_and_batches_over_scattered_blocks_are_the_contiguous_run(
             tensor.fill_(
                 float("nan") if tensor.is_floating_point() else 77
             )  # rows never written are never read
-    free = numbers.sample(range(12), 12)
+    free = numbers.sample(range(1, 13), 12)
     tables = [[free.pop() for _ in range(len(ids) // BLOCK_SIZE + 1)] for ids in texts]
     for ids, table in zip(texts, tables, strict=True):
         for at in range(0, len(ids) - 1, 40):
             forward(decoder, ids[at : min(at + 40, len(ids) - 1)], pool.layers, at, table=table)
-    padding = [pool.padding_block]
+    padding = [PADDING_BLOCK]
     newest = [*(ids[-1] for ids in texts), 0, 0]
-    batch = decode_batch(newest, [*LENGTHS, 0, 0], [*tables, padding, padding], torch.device("cpu"))
+    batch = decode_batch(
+        newest, [*LENGTHS, 0, 0], [[table] for table in (*tables, padding, padding)], torch.device("cpu")
+    )
     logits = decoder.forward(batch, pool.layers)
     torch.testing.assert_close(logits[: len(texts)], torch.stack(expected), rtol=1e-9, atol=1e-9)
 
@@ -96,6 +98,8 @@ def test_chunks_of_several_prompts_in_one_step_are_those_of_each(model: LoadedMo
                 forward(decoder, ids[:start], layers, table=table)
         expected.append(forward(decoder, ids[start:], alone, start, table=table, phase="prefill")[0])
     chunks = [text[start:] for text, start in zip(texts, starts, strict=True)]
-    logits = decoder.forward(prefill_batch(chunks, starts, tables, torch.device("cpu")), together)
+    logits = decoder.forward(
+        prefill_batch(chunks, starts, [[table] for table in tables], torch.device("cpu")), together
+    )
     near = 1e-9 if name == "reference" else 1e-3  # one row of logits is a row dot, of rounded activations
     torch.testing.assert_close(logits, torch.stack(expected), rtol=near, atol=near)

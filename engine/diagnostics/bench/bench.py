@@ -1,14 +1,12 @@
 """How fast a model runs here: prompt processing and token generation, at depths, repeated.
 
-Times what serves a user: requests of random token ids at temperature 0, choosing tokens and decoding text included.
-Prints nothing; a row carries every sample. What the machine is and can do comes from `bench_machine`.
+Times what serves a user: requests of random token ids at temperature 0, sampling and detokenization included. The
+device's own limits come from `bench_machine`.
 """
 
 import os
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -16,11 +14,10 @@ from pathlib import Path
 
 import torch
 
-from quengine.config import EngineConfig
-from quengine.diagnostics.bench.bench_batch import batch_positions, check_depth, time_batch
-from quengine.diagnostics.bench.bench_drafts import time_drafts
-from quengine.diagnostics.bench.bench_machine import bandwidth, forget_peak, matrix_rate, peak
-from quengine.diagnostics.bench.bench_row import BenchRow, BenchTest, ModelFacts
+from quengine.diagnostics.bench.bench_machine import bandwidth, matrix_rate, peak, reset_peak
+from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest
+from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
+from quengine.diagnostics.bench.bench_time import batch_positions, random_prompts, time_batch, time_drafts
 from quengine.diagnostics.bench.bench_work import bytes_per_token, prompt_operations
 from quengine.diagnostics.bench.profile import Profile, TraceFile
 from quengine.diagnostics.bench.profile_run import (
@@ -30,7 +27,6 @@ from quengine.diagnostics.bench.profile_run import (
     profile_prompt,
 )
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.kv.cache_types import CacheType
 from quengine.llm import LLM
 from quengine.load import choose_device
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
@@ -40,69 +36,15 @@ from quengine.platform.machine import physical_cores
 
 Progress = Callable[[str], None]
 
-_SEED = 1
-
 
 @dataclass(frozen=True)
-class BenchPlan:
-    """Everything to be timed: each model, with each thread count (None: the physical cores), in each test.
-
-    batches: numbers of sequences computed at once.
-
-    profile: also time each kernel of every test. trace: the file for those times as a timeline. draft_model,
-    draft_ngram, draft_tokens, deterministic, mmap: as `LLM` has them.
+class _Limits:
+    """What the device gives: bytes a second of its memory, operations a second of its matrix units (None: not
+    measured).
     """
 
-    models: Seq[str | Path]
-    tests: Seq[BenchTest]
-    threads: Seq[int | None]
-    batches: Seq[int] = (1,)
-    repetitions: int = 5
-    device: str = "auto"
-    backend: str = "auto"
-    warm_up: bool = True
-    profile: bool = False
-    trace: Path | None = None
-    cache_type: CacheType = "f16"
-    draft_model: str | Path | None = None
-    draft_ngram: int = 0
-    draft_tokens: int | None = None
-    deterministic: bool = False
-    mmap: bool = True
-
-    @property
-    def drafts(self) -> bool:
-        return self.draft_model is not None or self.draft_ngram > 0
-
-    @property
-    def profiled(self) -> bool:
-        return self.profile or self.trace is not None
-
-    def positions(self, test: BenchTest, batch: int, device: str) -> int:
-        """Positions that a sequence of the test needs in the cache, and its profile."""
-        timed = test.positions if self.drafts else batch_positions(test, batch, device)
-        profiled = test.depth + test.prompt + 1 + PROFILED_TOKENS
-        return max(timed, profiled if self.profiled and test.generate else 0)
-
-    def loads(self, device: str) -> Iterator[tuple[int, list[int]]]:
-        """How the model is loaded, and for what: positions of a sequence, numbers of sequences."""
-        alone = [batch for batch in self.batches if batch == 1]
-        together = [batch for batch in self.batches if batch > 1]
-        for batches in (alone, together):
-            if batches:
-                yield max(self.positions(test, b, device) for test in self.tests for b in batches), batches
-
-    def __post_init__(self) -> None:
-        if self.repetitions < 1:
-            raise EngineError(f"-r {self.repetitions}: must be at least 1")
-        if min(self.batches) < 1:
-            raise EngineError(f"-b {min(self.batches)}: must be at least 1")
-        if self.drafts and self.profiled:
-            raise EngineError("--profile and --trace time steps without drafts; leave out the --draft flags")
-        if max(self.batches) > 1 and self.profiled:
-            raise EngineError("--profile and --trace time the kernels of one sequence; leave out -b")
-        for test in self.tests:
-            check_depth(test)
+    bandwidth: float
+    matrix_rate: float | None
 
 
 def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
@@ -112,7 +54,7 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
         EngineError: no such model, or a test longer than its context.
         CannotRunError: no such device here, or too little memory.
     """
-    device, _ = choose_device(EngineConfig(plan.device, backend=plan.backend))
+    device, _ = choose_device(plan.config)
     for model in plan.models:
         _check_fits(model, plan, device.type)
     trace = _checked_trace(plan, device)
@@ -121,37 +63,41 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
         progress(f"measuring the matrix rate, {device}")
         rate = matrix_rate(device)
     bandwidths: dict[int, float] = {}
-    loads = list(plan.loads(device.type))
+    loads = list(_loads(plan, device.type))
     for name, wanted, (positions, batches) in product(plan.models, plan.threads, loads):
         threads = wanted or physical_cores()
         if threads not in bandwidths:
             progress(f"measuring memory bandwidth, {device}, {threads} threads")
             bandwidths[threads] = bandwidth(device, threads)
         progress(f"loading {name}")
-        forget_peak(device)
-        with LLM(
-            name,
-            str(device),
-            positions,
-            threads,
-            plan.backend,
-            reuse_prefix=True,
-            cache_type=plan.cache_type,
-            deterministic=plan.deterministic,
-            parallel=max(batches),
-            draft_model=plan.draft_model,
-            draft_ngram=plan.draft_ngram,
-            draft_tokens=plan.draft_tokens,
-            mmap=plan.mmap,
-            progress=progress,
-        ) as llm:
+        reset_peak(device)
+        config = replace(
+            plan.config, device=str(device), ctx_size=positions, threads=threads, progress=progress
+        )
+        config = replace(config, reuse_prefix=True, parallel=max(batches))
+        with LLM(name, **vars(config)) as llm:
             if plan.warm_up:
                 progress(f"loading {name}, warming up")
                 llm.warm_up()
             for batch, test in product(batches, plan.tests):
-                yield _timed(llm, test, batch, plan, bandwidths[threads], rate, trace, progress)
+                yield _timed(llm, test, batch, plan, _Limits(bandwidths[threads], rate), trace, progress)
     if trace is not None:
         trace.write()
+
+
+def _loads(plan: BenchPlan, device: str) -> Iterator[tuple[int, list[int]]]:
+    """How the model is loaded, and for what: positions of a sequence, numbers of sequences."""
+    alone = [batch for batch in plan.batches if batch == 1]
+    together = [batch for batch in plan.batches if batch > 1]
+    for batches in filter(None, (alone, together)):
+        yield max(_positions(plan, test, b, device) for test in plan.tests for b in batches), batches
+
+
+def _positions(plan: BenchPlan, test: BenchTest, batch: int, device: str) -> int:
+    """Positions that a sequence of the test needs in the cache, and its profile."""
+    timed = test.positions if plan.config.speculates else batch_positions(test, batch, device)
+    profiled = test.depth + test.prompt + 1 + PROFILED_TOKENS
+    return max(timed, profiled if plan.profiled and test.generate else 0)
 
 
 def _timed(
@@ -159,27 +105,18 @@ def _timed(
     test: BenchTest,
     batch: int,
     plan: BenchPlan,
-    bandwidth: float,
-    rate: float | None,
+    limits: _Limits,
     trace: TraceFile | None,
     progress: Progress,
 ) -> BenchRow:
     """One row of one test."""
-    facts = model_facts(llm.loaded.checkpoint)
-    label = f"{facts.name}, {llm.loaded.threads} threads: {test.name}"
-    if batch > 1:
-        label += f" x {batch}"
-
-    def tell(what: str) -> None:
-        progress(f"{label}, {what}")
-
-    if plan.drafts:
-        seconds, drafts = time_drafts(llm, test, batch, plan.repetitions, plan.warm_up, tell)
-        return replace(
-            _row(llm, facts, test, batch, seconds, bandwidth, rate), bytes_per_token=0, drafts=drafts
-        )
-    times = time_batch(llm, test, batch, plan.repetitions, plan.warm_up, tell)
-    row = _row(llm, facts, test, batch, tuple(times), bandwidth, rate)
+    facts, many = model_facts(llm.loaded.checkpoint), f" x {batch}" if batch > 1 else ""
+    label = f"{facts.name}, {llm.loaded.threads} threads: {test.name}{many}"
+    time_of = llm, test, batch, plan.repetitions, plan.warm_up, lambda what: progress(f"{label}, {what}")
+    if plan.config.speculates:
+        seconds, drafts = time_drafts(*time_of)
+        return replace(_row(llm, facts, test, batch, seconds, limits), bytes_per_token=0, drafts=drafts)
+    row = _row(llm, facts, test, batch, tuple(time_batch(*time_of)), limits)
     if not plan.profiled:
         return row
     progress(f"{label}, profiling")
@@ -187,7 +124,7 @@ def _timed(
 
 
 def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
-    """Where the timeline goes; refuses now what cannot be profiled or written after minutes."""
+    """The file of the timeline. Raises CannotRunError where nothing can be profiled here, or the file written."""
     if plan.profiled:
         check_can_profile(device)
     if plan.trace is None:
@@ -199,7 +136,7 @@ def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
 
 def _profiles(llm: LLM, test: BenchTest, label: str, trace: TraceFile | None) -> tuple[Profile, ...]:
     """The kernels of a test: of its prompt, and of a decode step after it."""
-    ids, found = test_ids(llm, test), []
+    (ids,), found = random_prompts(llm, 1, test.depth + max(test.prompt, 1)), []
     if test.prompt:
         found.append(profile_prompt(llm, ids, test.depth))
     if test.generate:
@@ -216,7 +153,7 @@ def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
     context = checkpoint.config.context_length
     checkpoint.close()
     for test, batch in product(plan.tests, plan.batches):
-        positions = plan.positions(test, batch, device)
+        positions = _positions(plan, test, batch, device)
         if positions > context:
             many = f" with -b {batch}" if batch > 1 else ""
             raise EngineError(
@@ -225,21 +162,8 @@ def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
             )
 
 
-def test_ids(llm: LLM, test: BenchTest) -> list[int]:
-    """The random tokens of a test: its depth, then its prompt or the one token that generation starts from."""
-    numbers = random.Random(_SEED)
-    vocab = llm.model_config.vocab_size
-    return [numbers.randrange(vocab) for _ in range(test.depth + max(test.prompt, 1))]
-
-
 def _row(
-    llm: LLM,
-    facts: ModelFacts,
-    test: BenchTest,
-    batch: int,
-    seconds: tuple[float, ...],
-    bandwidth: float,
-    rate: float | None,
+    llm: LLM, facts: ModelFacts, test: BenchTest, batch: int, seconds: tuple[float, ...], limits: _Limits
 ) -> BenchRow:
     return BenchRow(
         model=facts,
@@ -249,16 +173,16 @@ def _row(
         threads=llm.loaded.threads,
         seconds=seconds,
         bytes_per_token=0 if test.prompt else bytes_per_token(llm, test.depth, test.generate, batch),
-        bandwidth=bandwidth,
+        bandwidth=limits.bandwidth,
         load_s=llm.loaded.load_s,
         peak_bytes=peak(llm.loaded.device),
-        cache_type=llm.config.cache_type,
-        deterministic=llm.config.deterministic,
         held_bytes=facts.nbytes + llm.loaded.cache.nbytes,
         operations=0 if test.generate else prompt_operations(llm, test.depth, test.prompt),
-        matrix_rate=rate,
+        matrix_rate=limits.matrix_rate,
         kernels_per_step=llm.runner.kernels_per_step if test.generate else None,
         batch=batch,
+        cache_type=llm.config.cache_type,
+        deterministic=llm.config.deterministic,
     )
 
 
@@ -268,14 +192,13 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
     for tensor in checkpoint.tensors.values():
         weights[tensor.format.name] += prod(tensor.shape)
     total = weights.total()
-    # Norms are always F32 and no news.
+    # Norms are always F32, and are not named.
     named = [kind for kind, count in weights.most_common() if count >= total / 1000]
     return ModelFacts(checkpoint.path.stem, str(checkpoint.path), checkpoint.nbytes, total, "+".join(named))
 
 
 def synthetic_model(preset: str, progress: Progress) -> Path:
-    """A model of the preset's shape with random weights, written to the user's cache unless it is there
-    already.
+    """A model of the preset's shape with random weights, written to the user's cache unless it is there already.
 
     Raises:
         EngineError: no such preset.

@@ -1,18 +1,15 @@
-"""What a benchmark is measured against: the speed and the peak use of the memory that a device computes from.
-
-Knows devices, no models and no tests. The machine itself is described by `machine`.
-"""
+"""What a benchmark is measured against: the speed and the peak use of the memory that a device computes from."""
 
 import datetime
 import platform
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quengine.diagnostics.selftest.doctor import versions
 from quengine.platform.machine import (
     cpu_model,
     cuda_devices,
@@ -69,7 +66,7 @@ def _device_seconds(work: Callable[[], object]) -> float:
     return float(before.elapsed_time(after)) / 1e3
 
 
-def forget_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """Start the peak anew, so that one model's is not reported for the next."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -83,7 +80,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes held since `forget_peak`: of the device's memory, or of this process's.
+    """The most bytes held since `reset_peak`: of the device's memory, or of this process's.
 
     On CUDA what the allocator held, in use or not; the driver's own share (context, loaded kernels) is not in it.
     """
@@ -102,13 +99,6 @@ def describe_machine(device: str) -> dict[str, Any]:
             "system": platform.platform(),
             "gpu": asdict(cuda_devices()[index]) if device.startswith("cuda") else None,
         },
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": versions(_PACKAGES),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,58 +1,12 @@
-"""One row of a benchmark: what is timed, on which model, and every number that was measured.
+"""One row of a benchmark: what was timed, on which model, and every number that was measured."""
 
-Prints nothing and measures nothing.
-"""
-
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import mean, stdev
 from typing import Any
 
+from quengine.diagnostics.bench.bench_plan import BenchTest
 from quengine.diagnostics.bench.profile import Profile
-from quengine.errors import EngineError
 from quengine.request.output import DraftCounts
-
-
-@dataclass(frozen=True)
-class BenchTest:
-    """What is timed: `prompt` tokens computed in chunks, then `generate` tokens one by one, after `depth`
-    tokens.
-
-    One of the first two may be 0.
-    """
-
-    prompt: int
-    generate: int
-    depth: int = 0
-
-    @property
-    def name(self) -> str:
-        """As llama-bench writes it: pp512, tg128, pp512+tg128, with "@ d4096" at a depth."""
-        parts = [f"pp{self.prompt}"] if self.prompt else []
-        parts += [f"tg{self.generate}"] if self.generate else []
-        return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
-
-    @property
-    def positions(self) -> int:
-        """Positions of the cache that the test needs; one token more than it counts."""
-        return self.depth + self.prompt + self.generate + 1
-
-
-def expand_tests(
-    prompts: Seq[int], generates: Seq[int], pairs: Seq[tuple[int, int]], depths: Seq[int]
-) -> list[BenchTest]:
-    """At every depth: the prompt tests, the generation tests, the pairs of both. Zeros are left out.
-
-    Raises:
-        EngineError: nothing is left, or a number is negative.
-    """
-    shapes = [*((p, 0) for p in prompts), *((0, n) for n in generates), *pairs]
-    if any(number < 0 for number in (*depths, *(n for shape in shapes for n in shape))):
-        raise EngineError("-p, -n, -pg and -d take numbers of tokens, 0 or more")
-    tests = [BenchTest(p, n, depth) for depth in depths for p, n in shapes if p or n]
-    if not tests:
-        raise EngineError("nothing to time: -p, -n and -pg are all 0")
-    return list(dict.fromkeys(tests))
 
 
 @dataclass(frozen=True)
@@ -183,5 +137,5 @@ class BenchRow:
                 "accept_length": self.drafts.accept_length,
             }
         if self.profile:
-            fields["profile"] = [profile.as_dict() for profile in self.profile]
+            fields["profile"] = [asdict(profile) for profile in self.profile]
         return fields if machine is None else {**fields, **machine}

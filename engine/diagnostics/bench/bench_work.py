@@ -1,7 +1,4 @@
-"""How much work a benchmark's test is, counted from the model's shape: bytes read, floating-point operations.
-
-Does not know: how long it took.
-"""
+"""How much work a benchmark's test is, counted from the model's shape: bytes read, floating-point operations."""
 
 from quengine.llm import LLM
 
@@ -31,7 +28,7 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
         matrices += 2 * block.attention.attn_qkv.rows * block.attention.attn_qkv.cols * prompt
         matrices += sum(2 * weight.rows * weight.cols for weight in behind) * rows
     seen = sum(
-        len(group.layers) * min(position + 1, group.window or depth + prompt)
+        len(group.layers) * min(position + 1, group.window or position + 1)
         for group in config.cache_groups
         for position in range(depth, depth + prompt)
     )

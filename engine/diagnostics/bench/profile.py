@@ -1,7 +1,6 @@
 """Where a device's time goes: the trace that torch's profiler writes, read into a table of kernels.
 
-Times are the device's own, from its activity records; host times of asynchronous launches are never used. Does not
-know: models, how the work was started, or how the table is printed.
+Times are the device's own, from its activity records; host times of asynchronous launches are never used.
 Reference: the Chrome trace event format; categories as torch.profiler writes them ("kernel", "gpu_memcpy", ...).
 """
 
@@ -11,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,6 @@ class Profile:
     graph_launches: int
     copies: Mapping[str, int]
     kernels: tuple[KernelTime, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For machines; the table's rows under "kernels"."""
-        return asdict(self)
 
 
 def read_profile(events: Iterable[TraceEvent], what: str, steps: int) -> Profile:

@@ -1,7 +1,4 @@
-"""Runs a benchmark's test under torch's profiler, on a CUDA device: steady decode steps, or a whole prompt.
-
-Does not know: what the numbers mean, or how they are shown.
-"""
+"""Runs a benchmark's test under torch's profiler, on a CUDA device: steady decode steps, or a whole prompt."""
 
 import json
 import tempfile
@@ -12,10 +9,10 @@ from typing import Any
 
 import torch
 
+from quengine.diagnostics.bench.bench_time import greedy
 from quengine.diagnostics.bench.profile import Profile, read_profile
 from quengine.errors import CannotRunError
 from quengine.llm import LLM
-from quengine.request.sampling_params import SamplingParams
 
 Traced = tuple[Profile, dict[str, Any]]
 """A table, and the Chrome trace that it was read from."""
@@ -63,8 +60,8 @@ def profile_prompt(llm: LLM, ids: list[int], cached: int) -> Traced:
 def _request(llm: LLM, ids: list[int], cached: int, count: int) -> Iterator[Callable[[], bool]]:
     """A greedy request of `count` tokens; each call computes one batch and says whether it was the last."""
     if cached:  # whole blocks of it; the rest is computed in front of what is traced
-        llm.generate([ids[: cached + 1]], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
-    stream = llm.stream(ids, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+        llm.generate([ids[: cached + 1]], greedy(1))
+    stream = llm.stream(ids, greedy(count))
     llm.scheduler.add(stream.sequence)
 
     def step() -> bool:

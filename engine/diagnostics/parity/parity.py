@@ -1,8 +1,7 @@
 """Whether two ways of running one model give the same logits and the same greedy text.
 
-Takes two sides (`parity_sides`) through a workload (`parity_workload`). Each comparison streams: at no time
-are the logits of more than one chunk held. Knows no kernels and prints nothing; what is measured about a pair
-of logits is in `parity_metrics`, and which operation is at fault in `parity_locate`.
+Takes two sides (`parity_sides`) through a workload (`parity_workload`). Each comparison streams: at no time are the
+logits of more than one chunk held.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from quengine.diagnostics.parity.parity_metrics import (
     PhaseMetrics,
     compare_greedy,
 )
-from quengine.diagnostics.parity.parity_sides import REFERENCE, Side
+from quengine.diagnostics.parity.parity_sides import REFERENCE, LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import CacheType
@@ -119,21 +118,23 @@ class ParityReport:
 
 
 def compare_sides(
-    a: Side, b: Side, workload: Workload, progress: Progress, cache_type: CacheType = "f16"
+    a: LLMSide, b: LLMSide, workload: Workload, progress: Progress, cache_type: CacheType = "f16"
 ) -> ParityReport:
-    """Run the whole comparison; `progress` is told in a few words what is being computed."""
+    """Run the whole comparison; `progress` is called with what is being computed, in a few words."""
     phases: dict[str, PhaseMetrics] = {}
     worst: dict[str, Place] = {}
     names: tuple[Phase, ...] = ("prefill", "decode")
     for phase in names if workload.windows else ():
         forced = _teacher_forced(a, b, workload.windows, phase, progress)
         phases[phase] = forced.metrics()
-        worst[phase] = _place(forced.worst(), workload.windows)
+        worst[phase] = _place(forced.worst(), [(ids, 0) for ids in workload.windows])
     greedy = list(_free_running(a, b, workload, progress))
     rows = Comparison([row for result in greedy for row in result.comparison.rows])
     if greedy:
         phases["greedy"] = rows.metrics()
-        worst["greedy"] = _greedy_place(rows.worst(), workload.prompts, greedy)
+        # The first of a generated text's rows are the logits after its prompt's last token.
+        texts = zip(workload.prompts, greedy, strict=True)
+        worst["greedy"] = _place(rows.worst(), [([*ids, *text.tokens], len(ids)) for ids, text in texts], -1)
     found = [divergence for result in greedy for divergence in result.divergences]
     return ParityReport(
         a=a.name,
@@ -149,7 +150,7 @@ def compare_sides(
 
 
 def _teacher_forced(
-    a: Side, b: Side, windows: list[list[int]], phase: Phase, progress: Progress
+    a: LLMSide, b: LLMSide, windows: list[list[int]], phase: Phase, progress: Progress
 ) -> Comparison:
     comparison = Comparison()
     for index, ids in enumerate(windows):
@@ -166,21 +167,14 @@ def _teacher_forced(
     return comparison
 
 
-def _place(row: int, texts: list[list[int]]) -> Place:
-    """Where row number `row` of all positions of `texts` lies."""
-    for ids in texts:
-        if row < len(ids):
-            return Place(ids, row)
-        row -= len(ids)
-    raise ValueError(f"row {row} lies beyond the texts")
-
-
-def _greedy_place(row: int, prompts: list[list[int]], texts: list[GreedyComparison]) -> Place:
-    """The same for generated texts: the first of their rows are the logits after the prompt's last token."""
-    for prompt, text in zip(prompts, texts, strict=True):
-        if row < len(text.tokens):
-            return Place(prompt + text.tokens, len(prompt) - 1 + row)
-        row -= len(text.tokens)
+def _place(row: int, texts: list[tuple[list[int], int]], shift: int = 0) -> Place:
+    """Where row number `row` lies, of the rows of all texts: each has one for every token from a first one on, whose
+    position is that of the token plus `shift`.
+    """
+    for ids, first in texts:
+        if row < len(ids) - first:
+            return Place(ids, first + row + shift)
+        row -= len(ids) - first
     raise ValueError(f"row {row} lies beyond the texts")
 
 
@@ -190,20 +184,21 @@ def _parts(ids: list[int], start: int, step: int) -> Iterator[tuple[list[int], i
         yield ids[first : first + step], start + first
 
 
-@torch.no_grad()
-def _force_cache(a: Side, b: Side, start: int, end: int, comparison: Comparison) -> None:
-    """Compare the rows just cached, then give b those of a: the next step starts from the same state on
-    both sides.
+def _force_cache(a: LLMSide, b: LLMSide, start: int, end: int, comparison: Comparison) -> None:
+    """Compare the rows just cached, then give b those of a: the next step starts from the same state on both sides.
 
     A cache in fp16 turns the last bit of a correct side into a whole step of fp16 now and then. Left alone,
     those steps add up to more than what is to be measured (docs/parity.md has the numbers).
     """
-    for rows_a, rows_b in zip(a.cached(start, end), b.cached(start, end), strict=True):
+    rows = a.cached(start, end)
+    for rows_a, rows_b in zip(rows, b.cached(start, end), strict=True):
         comparison.add_cached(rows_a, rows_b)
-        rows_b.copy_(rows_a)
+    b.set_cached(start, end, rows)
 
 
-def _free_running(a: Side, b: Side, workload: Workload, progress: Progress) -> Iterator[GreedyComparison]:
+def _free_running(
+    a: LLMSide, b: LLMSide, workload: Workload, progress: Progress
+) -> Iterator[GreedyComparison]:
     """Side b generates freely; both are then asked for the logits along its text.
 
     Up to the first difference this is what a would have generated too, so nothing is lost by not running a

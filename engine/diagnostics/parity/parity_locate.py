@@ -2,14 +2,12 @@
 
 Side a runs, and what goes into and comes out of each of its operations is kept. Side b then runs with a's inputs in
 place of its own, so that an error shows where it is made and is not carried on. (Where a backend begins a norm in the
-operation in front, that much is carried into the next one; the first of the two is named.) Knows sides and numbers;
-the operations come from `parity_operations`.
+operation in front, that much is carried into the next one; the first of the two is named.)
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from quengine.diagnostics.parity.parity import ParityReport, Place
@@ -22,7 +20,7 @@ from quengine.kernels.forward_batch import Phase
 MAX_POSITIONS = 96
 """Of a prefill chunk, at most: what goes in and out of every operation is held, about 1 GB for a 7B model."""
 
-RECORDED = "recorded step"
+CAPTURED = "captured step"
 """The last line of decode: a whole step of side b as it serves, against the same step one operation at a time."""
 
 BUDGETS: Mapping[Phase, float] = {"prefill": 2e-5, "decode": 5e-8}
@@ -120,17 +118,15 @@ def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: Place, start: int
     chunk = a.step("prefill")
     for first in range(0, start, chunk):
         a.forward(place.ids[first : min(first + chunk, start)], first)
-    recorded = _Record()
-    with watched(a.decoder, recorded):
-        a.eager(ids, start)
-    _give_rows(a, b, 0, start)
-    replay = _Replay(recorded.calls, a, b, phase, start, end)
+    calls = _calls_of(a, ids, start)
+    b.set_cached(0, start, a.cached(0, start))
+    replay = _Replay(calls, a, b, phase, start, end)
     with watched(b.decoder, replay):
         b.eager(ids, start)
     operations = replay.found
     if phase == "decode":
         eager, whole = b.eager(ids, start).clone(), b.forward(ids, start)
-        operations.append(OperationError(RECORDED, None, _largest(eager, whole), BUDGETS[phase]))
+        operations.append(OperationError(CAPTURED, None, _largest(eager, whole), BUDGETS[phase]))
     return Location(phase, start, end, operations)
 
 
@@ -143,24 +139,24 @@ class _Call:
     output: Tensor
 
 
-class _Record:
-    """Keeps every operation of a run."""
+def _calls_of(side: LLMSide, ids: list[int], start: int) -> list[_Call]:
+    """Every operation of a step, in the order in which they run."""
+    calls: list[_Call] = []
 
-    def __init__(self) -> None:
-        self.calls: list[_Call] = []
-
-    def __call__(
-        self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
-    ) -> Hidden:
-        # Before it runs: an operation may write over what it is given.
+    def keep(operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]) -> Hidden:
+        # Copied before it runs: an operation may write over what it is given.
         held = tuple(_on_host(value) for value in inputs)
         output = run(*inputs)
-        self.calls.append(_Call(operation, held, _on_host(output)))
+        calls.append(_Call(operation, held, _on_host(output)))
         return output
+
+    with watched(side.decoder, keep):
+        side.eager(ids, start)
+    return calls
 
 
 class _Replay:
-    """Runs every operation on the recorded inputs and compares what it gives with what was recorded."""
+    """Runs every operation of side b on the inputs that side a had, and compares what both give."""
 
     def __init__(
         self, calls: Iterable[_Call], a: LLMSide, b: LLMSide, phase: Phase, start: int, end: int
@@ -204,12 +200,6 @@ def _layer_rows(side: LLMSide, layer: int, start: int, end: int) -> list[Tensor]
     rows = side.cached(start, end)
     each = len(rows) // len(side.decoder.blk)
     return rows[layer * each : (layer + 1) * each]
-
-
-@torch.no_grad()
-def _give_rows(a: LLMSide, b: LLMSide, start: int, end: int) -> None:
-    for rows_a, rows_b in zip(a.cached(start, end), b.cached(start, end), strict=True):
-        rows_b.copy_(rows_a)
 
 
 def _of_what_is_added(call: _Call, output: Tensor) -> float:

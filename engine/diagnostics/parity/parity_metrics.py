@@ -1,12 +1,9 @@
-"""How far two streams of logits are apart, and whether that is within a budget.
-
-Knows logits and numbers only: not what produced them, no model, no device, no text. docs/parity.md explains
-the measures to users.
-"""
+"""How far two streams of logits are apart, and whether that is within a budget (docs/parity.md)."""
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -119,9 +116,7 @@ class Comparison:
             self.rows.append(position_differences(*tile))
 
     def add_cached(self, a: Tensor, b: Tensor) -> None:
-        """Take keys, or values, [T, heads, head_dim] that the two sides cached for the same positions of a
-        layer.
-        """
+        """Take keys, or values, [T, heads, head_dim] that the two sides cached for the same positions of a layer."""
         self.cached.append(nmse_rows(a, b, a))
 
     def worst(self) -> int:
@@ -203,49 +198,40 @@ def percentile(values: Tensor, percent: float) -> float:
 
 
 def paired_blocks(a: Iterable[Tensor], b: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks [t, vocab] of two streams, cut so that both of a pair hold the same positions.
+    """Blocks [t, vocab] of two streams, cut so that both of a pair hold the same positions, about a tile of them.
 
-    The streams may be cut differently (one in chunks, the other token by token); a block of the longer cut is
-    held, never a whole stream. Raises ValueError when one stream ends before the other.
+    The streams may be cut differently, one in chunks, the other token by token. Raises ValueError when one stream ends
+    before the other.
     """
-    streams = _gathered(a), _gathered(b)
-    held: list[Tensor | None] = [None, None]
-    while True:
-        for side, stream in enumerate(streams):
-            if held[side] is None:
-                held[side] = next(stream, None)
-        first, second = held
-        if first is None and second is None:
-            return
-        if first is None or second is None:
-            raise ValueError(f"side {'a' if first is None else 'b'} gave fewer positions than the other")
-        count = min(len(first), len(second))
-        yield first[:count], second[:count]
-        held = [rest[count:] if len(rest) > count else None for rest in (first, second)]
+    for first, second in zip_longest(_tiles(a), _tiles(b), fillvalue=torch.empty(0)):
+        if len(first) != len(second):
+            shorter = "a" if len(first) < len(second) else "b"
+            raise ValueError(f"side {shorter} gave fewer positions than the other")
+        yield first, second
 
 
-def _gathered(stream: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same positions with small blocks joined to about a tile: single tokens are slow to compare one by
-    one.
-    """
-    waiting: list[Tensor] = []
+def _tiles(stream: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same positions in blocks of TILE_ELEMENTS logits each, the last one shorter."""
+    held: list[Tensor] = []
     for block in stream:
-        waiting.append(block)
-        if sum(map(len, waiting)) * block.shape[1] >= TILE_ELEMENTS:
-            yield torch.cat(waiting)
-            waiting = []
-    if waiting:
-        yield torch.cat(waiting)
+        held.append(block)
+        rows = max(1, TILE_ELEMENTS // block.shape[1])
+        if sum(map(len, held)) >= rows:
+            joined = torch.cat(held)
+            full = len(joined) // rows * rows
+            yield from (joined[start : start + rows] for start in range(0, full, rows))
+            held = [joined[full:]]
+    if sum(map(len, held)):
+        yield torch.cat(held)
 
 
 @dataclass(frozen=True)
 class Divergence:
     """A greedy choice that differs: `token_a` where `token_b` was generated, `index` tokens after the prompt.
 
-    `margin` is the distance of a's two largest logits there, `max_difference` the largest |a - b| of any
-    logit there. When b's token has b's largest logit, margin <= 2 * max_difference follows; a wider margin
-    says that the token was not chosen from these logits. `first` marks where the two free-running texts
-    part.
+    `margin` is the distance of a's two largest logits there, `max_difference` the largest |a - b| of any logit there.
+    When b's token has b's largest logit, margin <= 2 * max_difference follows; a wider margin says that the token was
+    not chosen from these logits. `first` marks where the two free-running texts part.
     """
 
     prompt: int

@@ -1,20 +1,16 @@
 """Watches a decoder's operations as they run: a backend around a backend.
 
-The decoder's own code runs, so that what is watched is what serves; there is no second copy of it here. Knows the
-operations of `kernels.backend.Backend` and their order in a layer; measures nothing.
+The decoder's own code runs, so that what is watched is what serves.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import Activation, AttentionSpec, Backend, Hidden, KVLayer
-from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.rms_norm import RMSNorm
+from quengine.kernels.backend import Backend, Hidden
 from quengine.models.decoder import Decoder
 
 Operation = Literal[
@@ -28,6 +24,16 @@ LAYER_OPERATIONS: tuple[Operation, ...] = (
     "down+residual",
 )
 
+_OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
+    "embed": ("embed", ()),
+    "norm_linear": ("norm+qkv", (1,)),
+    "attention": ("attention", (1,)),
+    "linear_add": ("output+residual", (1, 3)),
+    "norm_glu": ("norm+glu", (1,)),
+    "logits": ("logits", (1,)),
+}
+"""Of the methods of `kernels.backend.Backend` that are watched: which of their arguments are hidden states."""
+
 
 class Watch(Protocol):
     """Is handed each operation in place of its execution, and returns what the decoder is to go on with."""
@@ -40,8 +46,9 @@ class Watch(Protocol):
 
 
 def rows_of(hidden: Hidden) -> Tensor:
-    """The numbers that a backend's operation has given, [T, width], on whatever device; a residual stream whose norm
-    has been begun is the stream."""
+    """What a backend's operation has given as numbers [T, width], on its device; of a residual stream whose norm has
+    been begun, the stream.
+    """
     if isinstance(hidden, Tensor):
         return hidden
     # Only the CUDA backend gives anything else, so what it needs is installed.
@@ -75,7 +82,7 @@ def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
     """While it lasts, every operation of `decoder` goes through `watch`."""
     backend = decoder.backend
     holders = [decoder, *(part for block in decoder.blk for part in (block.attention, block.ffn))]
-    around = _WatchedBackend(backend, watch)
+    around: Any = _WatchedBackend(backend, watch)
     for holder in holders:
         holder.backend = around
     try:
@@ -86,80 +93,31 @@ def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
 
 
 class _WatchedBackend:
-    """See the module docstring; implements kernels.backend.Backend."""
+    """A backend whose operations go through `watch`; everything else of it is the backend's own."""
 
     def __init__(self, backend: Backend[Any], watch: Watch) -> None:
-        self.name = backend.name
-        self.device = backend.device
-        self.dtype = backend.dtype
         self._backend = backend
         self._watch = watch
         self._gated = False
 
-    def weight(self, parts: Sequence[QuantTensor]) -> Any:
-        return self._backend.weight(parts)
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._backend, name)
+        if name not in _OPERATIONS:
+            return own
+        operation, places = _OPERATIONS[name]
 
-    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> Any:
-        return self._backend.gate_up_weight(gate, up)
+        def watched_operation(*args: Any, **more: Any) -> Hidden:
+            def run(*inputs: Hidden) -> Hidden:
+                given = list(args)
+                for place, value in zip(places, inputs, strict=True):
+                    given[place] = value
+                result: Hidden = own(*given, **more)
+                return result
 
-    def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
-        return self._backend.vector(parts)
+            # `linear_add` stands behind the attention, and again behind the feed-forward's gate.
+            ends_layer = name == "linear_add" and self._gated
+            self._gated = name == "norm_glu"
+            inputs = tuple(args[place] for place in places)
+            return self._watch("down+residual" if ends_layer else operation, inputs, run)
 
-    def embed(self, batch: ForwardBatch, weight: Any, scale: float = 1.0) -> Hidden:
-        return self._watch("embed", (), lambda: self._backend.embed(batch, weight, scale))
-
-    def norm_linear(
-        self,
-        batch: ForwardBatch,
-        x: Hidden,
-        norm: RMSNorm | None,
-        weight: Any,
-        bias: Tensor | None = None,
-    ) -> Hidden:
-        return self._watch(
-            "norm+qkv", (x,), lambda x: self._backend.norm_linear(batch, x, norm, weight, bias)
-        )
-
-    def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
-        self._gated = False
-        return self._watch("attention", (qkv,), lambda qkv: self._backend.attention(batch, qkv, spec, layer))
-
-    def norm_glu(
-        self,
-        batch: ForwardBatch,
-        x: Hidden,
-        norm: RMSNorm | None,
-        gate_up: Any,
-        activation: Activation = "silu",
-    ) -> Hidden:
-        self._gated = True
-        return self._watch(
-            "norm+glu", (x,), lambda x: self._backend.norm_glu(batch, x, norm, gate_up, activation)
-        )
-
-    def linear_add(
-        self,
-        batch: ForwardBatch,
-        x: Hidden,
-        weight: Any,
-        residual: Hidden,
-        next_norm: RMSNorm | None = None,
-        post_norm: RMSNorm | None = None,
-    ) -> Hidden:
-        # The same operation twice a layer: behind the attention, and behind the feed-forward's gate.
-        name: Operation = "down+residual" if self._gated else "output+residual"
-        return self._watch(
-            name,
-            (x, residual),
-            lambda x, residual: self._backend.linear_add(batch, x, weight, residual, next_norm, post_norm),
-        )
-
-    def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
-        return self._backend.gather_rows(x, rows)
-
-    def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:
-        return self._backend.rms_norm(x, norm)
-
-    def logits(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: Any) -> Tensor:
-        logits: Tensor = self._watch("logits", (x,), lambda x: self._backend.logits(batch, x, norm, weight))
-        return logits
+        return watched_operation

@@ -1,14 +1,11 @@
-"""The two runs that parity compares: what it asks of each, and a loaded model as one.
-
-Knows how a model is loaded and fed; not what is measured.
-"""
+"""The two runs that parity compares: how they are named, loaded and computed."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,7 +13,7 @@ from torch import Tensor
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import Phase, decode_batch, prefill_batch
-from quengine.kernels.kv.cache_types import CacheType
+from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.llm import LLM
 from quengine.load import choose_device
 from quengine.request.sampling_params import SamplingParams
@@ -26,47 +23,17 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class SideSpec:
-    """A side as it is asked for: which model, and `reference`, `cpu`, `cuda` or `cuda:N`. `name` is for the report."""
+    """A side as it is requested: which model, and `reference`, `cpu`, `cuda` or `cuda:N`. `name` is for the report."""
 
     name: str
     model: str | Path
     device: str
 
 
-class Side(Protocol):
-    """One of the two runs that are compared: `name` for the report, `device` as in `SideSpec`."""
-
-    name: str
-    device: str
-
-    def step(self, phase: Phase) -> int:
-        """How many tokens the side computes at once in a phase."""
-        ...
-
-    def forward(self, ids: list[int], start: int) -> Tensor:
-        """Logits [T, vocab] of `ids` at positions start .. start + T - 1, over what is cached before them."""
-        ...
-
-    def cached(self, start: int, end: int) -> list[Tensor]:
-        """What is stored of positions start .. end - 1 in every layer, as writable views: keys and values, or in
-        q8_0 their codes and scales.
-        """
-        ...
-
-    def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """At most `count` tokens that a user gets at temperature 0, and the end token if one came sooner."""
-        ...
-
-    def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
-        """The logits, in blocks [t, vocab], that each of `tokens` follows from after `prompt`."""
-        ...
-
-
 class LLMSide:
-    """A loaded model as a side.
+    """A loaded model as one of the two sides: `name` for the report, `device` as in `SideSpec`.
 
-    The reference is one definition, not an implementation of phases: it always runs in chunks, which is
-        quick.
+    The reference is one definition, not an implementation of phases: it always runs in chunks, which is quick.
     """
 
     def __init__(self, name: str, llm: LLM, device: str | None = None) -> None:
@@ -76,30 +43,47 @@ class LLMSide:
         self.decoder = llm.runner.decoder
 
     def step(self, phase: Phase) -> int:
+        """How many tokens the side computes at once in a phase."""
         return 1 if phase == "decode" and self.device != REFERENCE else self.decoder.chunk_size
 
     def forward(self, ids: list[int], start: int) -> Tensor:
-        return self.llm.runner.logits(ids, start, self._phase(ids))
+        """Logits [T, vocab] of `ids` at positions start .. start + T - 1, over what is cached before them."""
+        return self.llm.runner.logits(ids, start, _phase(ids))
 
     @torch.no_grad()
     def eager(self, ids: list[int], start: int) -> Tensor:
         """As `forward`, one operation of the backend after the other: no captured step."""
         cache, device = self.llm.runner.cache, self.decoder.backend.device
-        table = cache.whole_table
-        if self._phase(ids) == "prefill":
-            batch = prefill_batch([ids], [start], [table], device, all_logits=True)
+        tables = cache.whole_tables
+        if _phase(ids) == "prefill":
+            batch = prefill_batch([ids], [start], [tables], device, all_logits=True)
         else:
-            batch = decode_batch(ids, [start], [table], device)
+            batch = decode_batch(ids, [start], [tables], device)
         return self.decoder.forward(batch, cache.layers).cpu()
 
-    def _phase(self, ids: list[int]) -> Phase:
-        """A single token is a decode step."""
-        return "decode" if len(ids) == 1 else "prefill"
-
     def cached(self, start: int, end: int) -> list[Tensor]:
-        return [rows[start:end] for layer in self.llm.runner.cache.layers for rows in layer.tensors]
+        """A copy of what is stored of positions start .. end - 1 in every layer: keys and values, or in q8_0 their
+        codes and scales.
+        """
+        return [rows[slots] for rows, slots in self._stored(start, end)]
+
+    def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
+        """Store what another side's `cached` gave."""
+        for (stored, slots), values in zip(self._stored(start, end), rows, strict=True):
+            stored[slots] = values.to(stored.device)
+
+    def _stored(self, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every layer's tensors, each with the rows of these positions."""
+        cache, device = self.llm.runner.cache, self.decoder.backend.device
+        positions, slots = torch.arange(start, end), dict[int, Tensor]()
+        for group, table in zip(self.llm.model_config.cache_groups, cache.whole_tables, strict=True):
+            slots |= dict.fromkeys(group.layers, slot_mapping(positions, torch.tensor(table)).to(device))
+        for number, layer in enumerate(cache.layers):
+            for stored in layer.tensors:
+                yield stored, slots[number]
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """At most `count` tokens that a user gets at temperature 0, and the end token if one came sooner."""
         completion = self.llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=count)).finish()
         if completion.finish_reason != "stop":
             return completion.tokens
@@ -109,6 +93,7 @@ class LLMSide:
         return [*completion.tokens, ended_by]
 
     def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
+        """The logits, in blocks [t, vocab], that each of `tokens` follows from after `prompt`."""
         for start in range(0, len(prompt), self.decoder.chunk_size):
             last = self.forward(prompt[start : start + self.decoder.chunk_size], start)
         yield last[-1:]
@@ -117,25 +102,23 @@ class LLMSide:
             yield self.forward(tokens[:-1][first : first + step], len(prompt) + first)
 
 
+def _phase(ids: list[int]) -> Phase:
+    """A single token is a decode step."""
+    return "decode" if len(ids) == 1 else "prefill"
+
+
 class SidePair(AbstractContextManager["SidePair"]):
-    """Two loaded sides, of one model or of two; closing it lets both go.
+    """Two loaded sides, of one model or of two; closing it closes both.
 
     Raises:
         EngineError: a model is wrong.
         CannotRunError: a side cannot run on this machine.
     """
 
-    def __init__(
-        self,
-        a: SideSpec,
-        b: SideSpec,
-        ctx_size: int,
-        threads: int | None = None,
-        cache_type: CacheType = "f16",
-    ) -> None:
-        self.a = _load(a, ctx_size, threads, cache_type)
+    def __init__(self, a: SideSpec, b: SideSpec, config: EngineConfig) -> None:
+        self.a = _load(a, config)
         try:
-            self.b = _load(b, ctx_size, threads, cache_type)
+            self.b = _load(b, config)
         except BaseException:
             self.a.llm.close()
             raise
@@ -199,9 +182,9 @@ def _parse(flag: str, text: str | None, model: str | None, default: str) -> Side
     return SideSpec(f"{file}@{device}", file, device)
 
 
-def _load(side: SideSpec, ctx_size: int, threads: int | None, cache_type: CacheType) -> LLMSide:
+def _load(side: SideSpec, config: EngineConfig) -> LLMSide:
     if side.device == REFERENCE:
-        llm = LLM(side.model, "cpu", ctx_size, threads, backend=REFERENCE, cache_type=cache_type)
+        config = replace(config, device="cpu", backend=REFERENCE)
     else:
-        llm = LLM(side.model, side.device, ctx_size, threads, cache_type=cache_type)
-    return LLMSide(side.name, llm, side.device)
+        config = replace(config, device=side.device)
+    return LLMSide(side.name, LLM(side.model, **vars(config)), side.device)

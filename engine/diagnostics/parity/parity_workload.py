@@ -1,13 +1,10 @@
-"""What parity runs both sides on: texts cut into windows, prompts to continue, and how long that takes.
-
-Knows tokens and counts; not what is compared.
-"""
+"""What parity runs both sides on: texts cut into windows, prompts to continue, and how long that takes."""
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from quengine.diagnostics.parity.parity_sides import Side
+from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_texts import PROMPTS, TEXTS
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import Phase
@@ -16,7 +13,7 @@ from quengine.models.hub.hub import resolve_model
 from quengine.models.tokenizer import Tokenizer
 
 WINDOW = 1024
-"""Positions a text is cut into, unless told otherwise: bounds the time and the cache."""
+"""Positions a text is cut into by default: bounds the time and the cache."""
 
 _TRIAL_CHUNK, _TRIAL_TOKENS = 64, 4
 
@@ -110,7 +107,7 @@ def _tokenizer(model: str | Path) -> tuple[Tokenizer, int]:
         checkpoint.close()
 
 
-def estimate_seconds(a: Side, b: Side, workload: Workload) -> float:
+def estimate_seconds(a: LLMSide, b: LLMSide, workload: Workload) -> float:
     """About how long comparing takes, from a few tokens of each kind on each side.
 
     Each kind is run twice, as the first run may compile kernels, which every run after it does not.
@@ -127,7 +124,7 @@ def estimate_seconds(a: Side, b: Side, workload: Workload) -> float:
     return total
 
 
-def _seconds_a_token(side: Side, phase: Phase, ids: list[int]) -> float:
+def _seconds_a_token(side: LLMSide, phase: Phase, ids: list[int]) -> float:
     count = min(len(ids), _TRIAL_CHUNK if phase == "prefill" or side.step(phase) > 1 else _TRIAL_TOKENS)
     step = min(side.step(phase), count)
     for _ in range(2):

@@ -1,10 +1,8 @@
-"""What `engine doctor` reports: versions, processor, memory, devices, cache.
-
-Collects; does not print. The self-test of the kernels is run by `self_test_run`.
-"""
+"""What `engine doctor` reports beside the self-test: versions, processor, memory, devices, cache."""
 
 import platform
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -52,7 +50,7 @@ def diagnose(threads: int) -> Diagnosis:
     """Looks at the machine; the bandwidth is measured with `threads` CPU threads."""
     cache = cache_dir()
     return Diagnosis(
-        versions=versions(),
+        versions=versions(PACKAGES),
         platform=platform.platform(),
         cpu=cpu_model(),
         simd=simd_features(),
@@ -68,10 +66,10 @@ def diagnose(threads: int) -> Diagnosis:
     )
 
 
-def versions() -> dict[str, str | None]:
-    """Python's version and those of the packages that matter; None for one that is not installed."""
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Python's version and those of the packages; None for one that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

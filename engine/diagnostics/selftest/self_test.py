@@ -1,7 +1,7 @@
 """Checks a backend's kernels on this machine against the float64 definition: every weight format in every use.
 
-Uses small random weights made here, so it needs no model. Knows the Backend protocol and the table of block
-formats; not how a backend computes. Attention and sampling: `self_test_attention`, `self_test_sampling`.
+Uses small random weights made here, so it needs no model. Attention and sampling: `self_test_attention`,
+`self_test_sampling`.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,9 +72,7 @@ def check_use(backend: Backend[Any], name: str, use: Use) -> KernelCheck:
         return KernelCheck(
             name, use.name, nmse(use.run(backend, FORMATS[name]), _definition(use, name)), use.limit
         )
-    except (
-        Exception
-    ) as error:  # a compiler's, a driver's: whatever stops a kernel is what this test looks for
+    except Exception as error:  # whatever stops a kernel is what this test looks for
         return failure(name, use.name, error)
 
 
@@ -129,8 +127,8 @@ def rows_on(backend: Backend[Any], count: int, width: int, seed: int) -> Hidden:
 def step_of(ids: Sequence[int], backend: Backend[Any]) -> ForwardBatch:
     """A step of these tokens for operations other than attention: a decode step, or a prompt where it is a long one."""
     if len(ids) > LONGEST_DECODE:
-        return prefill_batch([ids], [0], [[0]], backend.device)
-    return decode_batch(ids, [0] * len(ids), [[0]] * len(ids), backend.device)
+        return prefill_batch([ids], [0], [[[0]]], backend.device)
+    return decode_batch(ids, [0] * len(ids), [[[0]]] * len(ids), backend.device)
 
 
 def _norm(backend: Backend[Any], width: int) -> RMSNorm:

@@ -1,7 +1,7 @@
 """Runs the self-tests of a device: on the CPU one after the other, on a GPU in several processes.
 
-On a GPU nearly all of the time is the compilation of kernels, which processes share; each has its own hold on the
-device. Knows what there is to test; how it is tested is in `self_test`, `self_test_attention` and `self_test_sampling`.
+On a GPU nearly all of the time is the compilation of kernels, which processes share; each has a context of its own on
+the device.
 """
 
 import multiprocessing

@@ -1,7 +1,4 @@
-"""Checks that a GPU samples the token that the definition samples: same logits, same seed, same settings.
-
-Knows the captured step's sampling and its definition; no model.
-"""
+"""Checks that a GPU samples the token that the definition samples: same logits, same seed, same settings."""
 
 import numpy as np
 import torch

@@ -1,1 +1,1 @@
-"""What each route reads, asks of the engine, and writes."""
+"""The routes: from a request's body to requests of the engine, and from its events to an answer."""

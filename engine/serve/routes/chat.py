@@ -7,101 +7,61 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import json_response, read_fields, unless_gone
-from quengine.serve.routes.chat_messages import read_messages
-from quengine.serve.routes.extensions import callable_format, read_constraint, read_tools, tool_constraint
+from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
+from quengine.serve.routes.constraints import callable_format, read_constraint, read_tools, tool_constraint
 from quengine.serve.routes.logprob_forms import chat_logprobs
-from quengine.serve.routes.prompts import chat_ids
-from quengine.serve.routes.streaming import data, stream_texts, whole_texts
+from quengine.serve.routes.prompts import chat_ids, read_messages
+from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
+from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.fields import Fields
-from quengine.serve.schemas.request_form import (
-    LOGPROBS,
-    Delivery,
-    answer_head,
-    answer_tail,
-    asks_of,
-    prepare,
-    read_delivery,
-    read_max_tokens,
-    read_n,
-    stream_end,
-)
-from quengine.serve.schemas.sampling_fields import read_sampling
-from quengine.serve.service import Service, Text
-from quengine.serve.worker.engine_port import Finished, Piece
-from quengine.serve.worker.worker import Ask
-from quengine.structured.tool_calls import Delta, TextDelta, ToolUse, collect
+from quengine.serve.schemas.requests import ChatRequest
+from quengine.serve.service import Service
+from quengine.structured.tool_calls import Delta, TextDelta, collect
 from quengine.structured.tool_calls_parser import ToolCallParser
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
-    fields = await read_fields(request, service.limits)
-    delivery, asks, answers = await unless_gone(request.receive, _read(fields, service))
-    if delivery.stream:
-        chunks = _Chunks(service, asks, answers, delivery.include_usage)
-        return await stream_texts(service, request, asks, chunks)
-    return json_response(_body(service, asks, answers, await whole_texts(service, request, asks)))
+    body = await read_request(request, ChatRequest, service.limits)
+    requests, answers = await unless_gone(request.receive, _prepared(service, body))
+    if body.stream:
+        chunks = _Chunks(service, requests, answers, body.stream_options.include_usage)
+        return await stream_answer(service, request, requests, chunks)
+    outputs = await whole_answer(service, request, requests)
+    return json_response(_body(service, requests, answers, outputs))
 
 
-async def chat_prompt(
-    fields: Fields, service: Service, values: Any, param: str = "messages", use: ToolUse | None = None
-) -> list[int]:
-    """The prompt's ids of messages and tools in a request, checked against the limits."""
-    messages = read_messages(values, param)
-    variables = fields.object("chat_template_kwargs") or {}
-    return await chat_ids(service, messages, None if use is None else use.described, variables, param)
-
-
-async def _read(fields: Fields, service: Service) -> tuple[Delivery, list[Ask], "list[ChatAnswer]"]:
-    service.check_model_name(fields)
-    use, constraint = read_tools(fields, service.model), read_constraint(fields)
-    delivery, n = read_delivery(fields), read_n(fields, service)
-    params = read_sampling(
-        fields,
-        service.settings.defaults,
-        service.limits,
-        service.model,
-        max_tokens=read_max_tokens(fields, service, "max_completion_tokens", "max_tokens", "n_predict"),
-        logprobs=_read_logprobs(fields),
-        constraint=tool_constraint(use, service.model, constraint),
-    )
-    await prepare(service, params)
-    skip_special = fields.flag("skip_special_tokens")
-    fields.neutral("modalities", ["text"])
-    fields.neutral("verbosity", "medium")
-    fields.neutral("reasoning_effort", "none")
-    fields.neutral("add_generation_prompt", True)
-    fields.neutral("continue_final_message", False)
-    fields.neutral("return_progress", False)
-    for key in ("audio", "web_search_options", "chat_template"):
-        fields.neutral(key)
-    fields.ignore("reasoning_format")
-    values = fields.any("messages")
-    fields.object("chat_template_kwargs")
-    fields.finish()
-    prompt = await chat_prompt(fields, service, values, use=use)
-    tool_format = callable_format(use, service.model)
-    shown = skip_special is False or (tool_format is not None and tool_format.marker_ids)
-    answers = [ChatAnswer(None if tool_format is None else tool_format.parser(use)) for _ in range(n)]
-    return delivery, asks_of([prompt], n, params, shown), answers
-
-
-def _read_logprobs(fields: Fields) -> int | None:
-    wanted, top = fields.flag("logprobs"), fields.integer("top_logprobs", LOGPROBS)
-    if top and not wanted:
+async def _prepared(
+    service: Service, body: ChatRequest
+) -> tuple[list[GenerationRequest], "list[ChatAnswer]"]:
+    service.check_model_name(body.model)
+    check_choices(body, service.limits)
+    if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    return (top or 0) if wanted else None
+    use = read_tools(body, service.model)
+    params = await sampling_params(
+        service,
+        body,
+        logprobs=body.top_logprobs if body.logprobs else None,
+        constraint=tool_constraint(use, service.model, read_constraint(body)),
+    )
+    messages = read_messages(body.messages)
+    prompt = await chat_ids(service, messages, use.described, body.chat_template_kwargs, "messages")
+    tool_format = callable_format(use, service.model)
+    shown = not body.skip_special_tokens or (tool_format is not None and tool_format.marker_ids)
+    answers = [ChatAnswer(None if tool_format is None else tool_format.parser(use)) for _ in range(body.n)]
+    return requests_of([prompt], body.n, params, shown), answers
 
 
 class ChatAnswer:
-    """One answer: its text as deltas, in which tool calls are found if they are looked for."""
+    """One answer: its text as deltas. `parser` finds tool calls; None where none are looked for."""
 
     def __init__(self, parser: ToolCallParser | None) -> None:
         self._parser = parser
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """What `delta` of a chunk says of this piece, a chunk each."""
+        """The `delta` of each chunk that this piece becomes."""
         if self._parser is None:
             return [{"content": text}] if text else []
         return [_delta(part) for part in self._parser.push(text)]
@@ -130,42 +90,45 @@ def _delta(part: Delta) -> dict[str, Any]:
 
 
 def _body(
-    service: Service, asks: Sequence[Ask], answers: Sequence[ChatAnswer], texts: Sequence[Text]
+    service: Service,
+    requests: Sequence[GenerationRequest],
+    answers: Sequence[ChatAnswer],
+    outputs: Sequence[tuple[Piece, Finished]],
 ) -> dict[str, Any]:
     return {
         **answer_head(service, "chatcmpl-", "chat.completion"),
         "choices": [
             {
                 "index": index,
-                "message": answers[index].message(text.text),
-                "logprobs": chat_logprobs(text.logprobs, service.model)
-                if asks[index].params.logprobs is not None
+                "message": answers[index].message(piece.text),
+                "logprobs": chat_logprobs(piece.logprobs, service.model)
+                if requests[index].params.logprobs is not None
                 else None,
-                "finish_reason": answers[index].reason(text.end),
+                "finish_reason": answers[index].reason(end),
             }
-            for index, text in enumerate(texts)
+            for index, (piece, end) in enumerate(outputs)
         ],
-        **answer_tail([asks[0].prompt], [text.end for text in texts]),
+        **answer_tail(requests, [end for _, end in outputs]),
     }
 
 
 @dataclass
-class _Chunks:
+class _Chunks(ChunkForm):
     """A stream of chat.completion.chunk objects."""
 
     service: Service
-    asks: Sequence[Ask]
+    requests: Sequence[GenerationRequest]
     answers: Sequence[ChatAnswer]
     include_usage: bool
 
     def __post_init__(self) -> None:
         self._head = answer_head(self.service, "chatcmpl-", "chat.completion.chunk")
-        self._with_logprobs = self.asks[0].params.logprobs is not None
+        self._with_logprobs = self.requests[0].params.logprobs is not None
         self._model = self.service.model
 
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(index, first, None) for index in range(len(self.asks)))
+        return b"".join(self._chunk(index, first, None) for index in range(len(self.requests)))
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         deltas = self.answers[choice].push(piece.text)
@@ -179,7 +142,7 @@ class _Chunks:
         return held + self._chunk(choice, {}, answer.reason(end))
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        return stream_end(self._head, [self.asks[0].prompt], ends, self.include_usage)
+        return stream_end(self._head, self.requests, ends, self.include_usage)
 
     def _chunk(
         self, choice: int, delta: dict[str, Any], reason: str | None, piece: Piece | None = None

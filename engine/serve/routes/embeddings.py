@@ -1,38 +1,41 @@
 """POST /v1/embeddings: a vector of unit length for each text."""
 
 from base64 import b64encode
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.request.pooling import POOLINGS
 from quengine.request.sampling_params import SamplingParams
-from quengine.serve.http import json_response, read_fields, unless_gone
+from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest
 from quengine.serve.routes.prompts import read_prompts
-from quengine.serve.routes.streaming import whole_texts
-from quengine.serve.schemas.fields import Fields
+from quengine.serve.routes.streaming import whole_answer
+from quengine.serve.schemas.requests import EmbeddingRequest
 from quengine.serve.service import Service
-from quengine.serve.worker.engine_port import Finished
-from quengine.serve.worker.worker import Ask
-
-ENCODINGS = ("float", "base64")
 
 
 async def embeddings(service: Service, request: Request) -> Response:
-    asks, encoding = await unless_gone(
-        request.receive, _read(await read_fields(request, service.limits), service)
+    body = await read_request(request, EmbeddingRequest, service.limits)
+    service.check_model_name(body.model)
+    prompts = await unless_gone(
+        request.receive, read_prompts(service, body.input, "input", body.parse_special)
     )
-    texts = await whole_texts(service, request, asks)
-    tokens = sum(len(ask.prompt) for ask in asks)
+    params = SamplingParams(temperature=0).with_seed()
+    pooling = body.pooling or service.settings.pooling
+    requests = [GenerationRequest(prompt, params, pooling=pooling) for prompt in prompts]
+    outputs = await whole_answer(service, request, requests)
+    tokens = sum(map(len, prompts))
     return json_response(
         {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": _encoded(text.end, encoding)}
-                for index, text in enumerate(texts)
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": _encoded(end, body.encoding_format),
+                }
+                for index, (_, end) in enumerate(outputs)
             ],
             "model": service.model_name,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
@@ -40,27 +43,8 @@ async def embeddings(service: Service, request: Request) -> Response:
     )
 
 
-async def _read(fields: Fields, service: Service) -> tuple[list[Ask], str]:
-    service.check_model_name(fields)
-    encoding = _one_of(fields, "encoding_format", ENCODINGS, ENCODINGS[0])
-    pooling = _one_of(fields, "pooling", POOLINGS, service.settings.pooling)
-    fields.neutral("dimensions")
-    fields.ignore("user", "input", "parse_special")
-    fields.finish()
-    prompts = await read_prompts(fields, service, "input")
-    params = SamplingParams(temperature=0).with_seed()
-    return [Ask(prompt, params, pooling=pooling) for prompt in prompts], encoding
-
-
-def _one_of(fields: Fields, key: str, values: Sequence[Any], default: Any) -> Any:
-    value = fields.text(key)
-    if value is not None and value not in values:
-        raise fields.wrong(key, f"must be {' or '.join(values)}")
-    return default if value is None else value
-
-
 def _encoded(end: Finished, encoding: str) -> list[float] | str:
-    """`base64`: of 32-bit floats, little-endian, as OpenAI's clients ask for by default."""
+    """`base64`: of 32-bit floats, little-endian, the default of OpenAI's clients."""
     assert end.embedding is not None
     if encoding == "float":
         return list(end.embedding)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quengine.sampler import TokenLogprobs
-from quengine.serve.worker.engine_port import ServedModel
+from quengine.serve.processes.shared_model import ServedModel
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], model: ServedModel) -> dict[str, Any]:

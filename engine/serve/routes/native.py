@@ -1,95 +1,57 @@
 """POST /completion: llama-server's own route, with its names."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.request.sampling_params import SamplingParams
-from quengine.serve.http import json_response, read_fields, unless_gone
-from quengine.serve.routes.extensions import read_constraint
+from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.routes.answers import timings_body
+from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
-from quengine.serve.routes.streaming import data, stream_texts, whole_texts
-from quengine.serve.schemas.fields import Fields
-from quengine.serve.schemas.request_form import (
-    LOGPROBS,
-    asks_of,
-    prepare,
-    read_max_tokens,
-    read_n,
-    timings_body,
-)
-from quengine.serve.schemas.sampling_fields import read_sampling
+from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
+from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
+from quengine.serve.schemas.requests import NativeRequest
 from quengine.serve.service import Service
-from quengine.serve.worker.engine_port import Finished, Piece
-from quengine.serve.worker.worker import Ask
-
-_STOP_TYPES = {"length": "limit"}
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    asks: list[Ask]
-    stream: bool
-    several: bool
-    return_tokens: bool
 
 
 async def completion(service: Service, request: Request) -> Response:
-    wanted = await unless_gone(request.receive, _read(await read_fields(request, service.limits), service))
-    form = _Form(service, wanted)
-    if wanted.stream:
-        return await stream_texts(service, request, wanted.asks, form)
-    texts = await whole_texts(service, request, wanted.asks)
-    bodies = []
-    for index, text in enumerate(texts):
-        body = form.last(index, text.end) | {"content": text.text, "has_new_line": "\n" in text.text}
-        body |= {"tokens": text.tokens if wanted.return_tokens else []}
-        bodies.append(body | form.probabilities(index, text.logprobs))
-    return json_response(bodies if wanted.several else bodies[0])
+    body = await read_request(request, NativeRequest, service.limits)
+    requests = await unless_gone(request.receive, _prepared(service, body))
+    form = _Form(service, requests)
+    if body.stream:
+        return await stream_answer(service, request, requests, form)
+    answers = []
+    for index, (piece, end) in enumerate(await whole_answer(service, request, requests)):
+        answer = form.last(index, end) | form.probabilities(index, piece.logprobs)
+        answer |= {"content": piece.text, "has_new_line": "\n" in piece.text}
+        answers.append(answer | {"tokens": piece.tokens if body.return_tokens else []})
+    return json_response(answers if len(answers) > 1 else answers[0])
 
 
-async def _read(fields: Fields, service: Service) -> _Wanted:
-    service.check_model_name(fields)
-    constraint = read_constraint(fields)
-    n_probs = fields.integer("n_probs", LOGPROBS)
-    params = read_sampling(
-        fields,
-        service.settings.defaults,
-        service.limits,
-        service.model,
-        max_tokens=read_max_tokens(fields, service, "n_predict", "max_tokens"),
-        logprobs=n_probs or None,
-        constraint=constraint,
+async def _prepared(service: Service, body: NativeRequest) -> list[GenerationRequest]:
+    service.check_model_name(body.model)
+    check_choices(body, service.limits)
+    params = await sampling_params(
+        service, body, logprobs=body.n_probs or None, constraint=read_constraint(body)
     )
-    await prepare(service, params)
-    n, stream = read_n(fields, service), fields.flag("stream") or False
-    return_tokens = fields.flag("return_tokens") or False
-    fields.neutral("post_sampling_probs", False)
-    fields.neutral("return_progress", False)
-    fields.neutral("image_data", [])
-    fields.neutral("response_fields", [])
-    fields.ignore("prompt", "parse_special")
-    fields.finish()
-    prompts = await read_prompts(fields, service)
-    asks = asks_of(prompts, n, params)
-    return _Wanted(asks, stream, len(asks) > 1, return_tokens)
+    prompts = await read_prompts(service, body.prompt, "prompt", body.parse_special)
+    return requests_of(prompts, body.n, params)
 
 
 @dataclass
-class _Form:
+class _Form(ChunkForm):
     """Bodies and chunks, which have the same fields."""
 
     service: Service
-    wanted: _Wanted
+    requests: Sequence[GenerationRequest]
     _predicted: dict[int, int] = field(default_factory=dict)
     _lines: set[int] = field(default_factory=set)
-
-    def begin(self) -> bytes:
-        return b""
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         self._predicted[choice] = self._predicted.get(choice, 0) + len(piece.tokens)
@@ -102,26 +64,22 @@ class _Form:
             "stop": False,
             "id_slot": -1,
             "tokens_predicted": self._predicted[choice],
-            "tokens_evaluated": len(self.wanted.asks[choice].prompt),
+            "tokens_evaluated": len(self.requests[choice].prompt),
         }
         return data(chunk | self.probabilities(choice, piece.logprobs))
 
     def finished(self, choice: int, end: Finished) -> bytes:
         return data(self.last(choice, end) | {"content": "", "tokens": []})
 
-    def end(self, ends: Sequence[Finished]) -> bytes:
-        del ends
-        return b""
-
     def probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:
-        if self.wanted.asks[choice].params.logprobs is None:
+        if self.requests[choice].params.logprobs is None:
             return {}
         return {"completion_probabilities": native_probabilities(entries, self.service.model)}
 
     def last(self, choice: int, end: Finished) -> dict[str, Any]:
-        """What is told with the end of a text. `truncated`: the context was full; no prompt is ever cut."""
-        ask, model = self.wanted.asks[choice], self.service.model
-        prompt, generated = len(ask.prompt), end.timings.generated_tokens
+        """The last chunk. `truncated`: the context was full; no prompt is ever cut."""
+        request, model = self.requests[choice], self.service.model
+        prompt, generated = len(request.prompt), end.timings.generated_tokens
         word = end.stop_text
         return {
             "index": choice,
@@ -133,11 +91,11 @@ class _Form:
             "tokens_predicted": generated,
             "tokens_evaluated": prompt,
             "tokens_cached": prompt + generated,
-            "generation_settings": generation_settings(ask.params, model.ctx_size) | {"seed": end.seed},
-            "prompt": model.decode(ask.prompt),
+            "generation_settings": generation_settings(request.params, model.ctx_size) | {"seed": end.seed},
+            "prompt": model.decode(request.prompt),
             "has_new_line": choice in self._lines,
             "truncated": end.reason == "length" and prompt + generated >= model.ctx_size,
-            "stop_type": "word" if word is not None else _STOP_TYPES.get(end.reason, "eos"),
+            "stop_type": "word" if word is not None else "limit" if end.reason == "length" else "eos",
             "stopping_word": word or "",
             "timings": timings_body(end.timings),
         }
@@ -145,13 +103,14 @@ class _Form:
 
 def generation_settings(params: SamplingParams, ctx_size: int) -> dict[str, Any]:
     """The sampling parameters as llama-server names them."""
-    values = asdict(params)
     max_tokens = -1 if params.max_tokens is None else params.max_tokens
     seed = -1 if params.seed is None else params.seed
     banned = float("-inf")
     biases = [[token, False if bias == banned else bias] for token, bias in params.logit_bias.items()]
     copied = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n")
-    return {key: values[key] for key in (*copied, "presence_penalty", "frequency_penalty", "ignore_eos")} | {
+    return {
+        key: getattr(params, key) for key in (*copied, "presence_penalty", "frequency_penalty", "ignore_eos")
+    } | {
         "n_predict": max_tokens,
         "max_tokens": max_tokens,
         "seed": seed,

@@ -1,23 +1,27 @@
-"""Raw prompts: text, token ids, or several of either. Control tokens that text spells are read as such, as
-llama-server and vLLM do, unless `parse_special` is false."""
+"""Prompts of requests, to token ids: raw ones (text, token ids, or several of either) and conversations.
+
+Control tokens that raw text spells are read as such, as llama-server and vLLM do, unless `parse_special` is false.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.fields import Fields, token_ids, whole_number
+from quengine.serve.schemas.reading import read_part, token_ids, whole_number
+from quengine.serve.schemas.requests import Content, Message
 from quengine.serve.service import Service
-from quengine.serve.worker.text_work import TextJob, least_tokens, unpacked, utf8_size
 
 
-async def read_prompts(fields: Fields, service: Service, key: str = "prompt") -> list[list[int]]:
+async def read_prompts(
+    service: Service, given: str | list[Any], key: str, parse_special: bool
+) -> list[list[int]]:
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError."""
-    special = fields.flag("parse_special")
-    values = _separate(fields.any(key), key)
+    values = _separate(given, key)
     service.check_count(len(values))
     prompts = [_parts(value, service, key) for value in values]
-    job = TextJob("encode", prompts, special=special is not False, most_tokens=service.most_prompt_tokens)
+    job = TextJob("encode", prompts, special=parse_special, most_tokens=service.most_prompt_tokens)
     return await _ids(service, job, key)
 
 
@@ -45,23 +49,23 @@ async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
     if result.tokens is not None:
         raise service.prompt_error(result.tokens, param, result.size)
     prompts = [unpacked(ids) for ids in result.ids]
-    for prompt in prompts:
-        service.check_prompt(prompt, param)
+    if not all(prompts):
+        raise bad_request("the prompt has no tokens", param)
     return prompts
 
 
-def _separate(value: Any, key: str) -> list[Any]:
-    """One entry a prompt: an array of ids, or of ids and texts mixed, is one; one of texts or arrays several."""
+def _separate(value: str | list[Any], key: str) -> list[Any]:
+    """One entry a prompt: an array of ids, or of ids and strings, is one prompt; one of strings or arrays several."""
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list) or not value:
+    if not value:
         raise bad_request(f"{key} must be a string, token ids, or an array of these", key)
     one = any(whole_number(part) is not None for part in value)
     return [value] if one else value
 
 
 def _parts(value: Any, service: Service, key: str) -> list[str | int]:
-    """A prompt's texts and ids. Raises ApiError for one that is too long by its bytes alone."""
+    """A prompt's strings and ids. Raises ApiError for one that is too long by its bytes alone."""
     given = value if isinstance(value, list) else [value]
     model = service.model
     texts = [part for part in given if isinstance(part, str)]
@@ -75,3 +79,22 @@ def _token_id(part: Any, vocab_size: int, key: str) -> int:
     if whole_number(part) is None:
         raise bad_request(f"{key}: {json.dumps(part)[:40]} is neither text nor a token id", key)
     return token_ids([part], key, vocab_size)[0]
+
+
+def read_messages(values: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of the field `messages`. Raises ApiError for what no template is given."""
+    return [
+        template_message(value, message.content)
+        for value, message in zip(values, read_part(list[Message], values, "messages"), strict=True)
+    ]
+
+
+def template_message(value: dict[str, Any], content: Content | None) -> dict[str, Any]:
+    """A message as templates read it, with all else that it has; parts of its content are joined by line breaks."""
+    role = "system" if value["role"] == "developer" else value["role"]
+    given = {key: part for key, part in value.items() if part is not None}
+    return {**given, "role": role, "content": content_text(content)}
+
+
+def content_text(content: Content | None) -> str:
+    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""

@@ -1,16 +1,17 @@
 """The items of /v1/responses: those of an input as messages, and those of an answer as they grow.
 
-Knows OpenAI's items (API reference, "responses", `input` and `output`); not requests, streams or how a model writes
-a call.
+Source: OpenAI's API reference, "responses", `input` and `output`.
 """
 
 import copy
 from collections.abc import Sequence
 from typing import Any
 
-from quengine.serve.routes.chat_messages import content_text, read_message
-from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.service import new_id
+from quengine.serve.routes.answers import new_id
+from quengine.serve.routes.prompts import content_text, template_message
+from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.reading import read_part
+from quengine.serve.schemas.requests import FunctionCallItem, InputItem, MessageItem
 from quengine.structured.tool_calls import CallDelta, Delta, TextDelta
 from quengine.structured.tool_calls_parser import ToolCallParser
 
@@ -19,7 +20,7 @@ Event = tuple[str, dict[str, Any]]
 """An event's type, without "response." before it, and its fields."""
 
 
-def messages_of(values: Any) -> list[Item]:
+def messages_of(values: str | Sequence[Item]) -> list[Item]:
     """The messages of an input: text, messages, calls and their outputs. Raises ApiError for any other item.
 
     Calls belong to the assistant's message before them, or make one. What an earlier answer gave its items beside
@@ -27,56 +28,30 @@ def messages_of(values: Any) -> list[Item]:
     """
     if isinstance(values, str):
         return [{"role": "user", "content": values}]
-    if not isinstance(values, list) or not values:
-        raise bad_request("input must be a string or an array of items", "input")
+    typed = [{"type": "message", **value} if isinstance(value, dict) else value for value in values]
     messages: list[Item] = []
     called: dict[str, str] = {}
-    for i, value in enumerate(values):
-        at = f"input[{i}]"
-        kind = value.get("type", "message") if isinstance(value, dict) else None
-        if kind == "message":
-            given = {key: value[key] for key in ("role", "content") if key in value}
-            messages.append(read_message(given, at))
-        elif kind == "function_call":
-            _add_call(messages, value, at, called)
-        elif kind == "function_call_output":
-            messages.append(_output_message(value, at, called))
+    for i, item in enumerate(read_part(list[InputItem], typed, "input")):
+        if isinstance(item, MessageItem):
+            messages.append(template_message({"role": item.role}, item.content))
+        elif isinstance(item, FunctionCallItem):
+            called[item.call_id] = item.name
+            _add_call(messages, item)
+        elif item.call_id in called:
+            output = {"role": "tool", "tool_call_id": item.call_id, "name": called[item.call_id]}
+            messages.append({**output, "content": content_text(item.output)})
         else:
-            raise ApiError(
-                400,
-                f"{at} must be a message, a function_call or a function_call_output",
-                param="input",
-                code="unsupported",
-            )
+            problem = f"{item.call_id[:40]!r}: no function_call before it has this id"
+            raise bad_request(f"input[{i}].call_id = {problem}", "input")
     return messages
 
 
-def _add_call(messages: list[Item], value: Item, at: str, called: dict[str, str]) -> None:
-    call_id, name, arguments = (_text(value, key, at) for key in ("call_id", "name", "arguments"))
-    called[call_id] = name
-    if not messages or messages[-1].get("role") != "assistant":
+def _add_call(messages: list[Item], item: FunctionCallItem) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": "", "tool_calls": []})
-    function = {"name": name, "arguments": arguments}
-    messages[-1].setdefault("tool_calls", []).append(
-        {"id": call_id, "type": "function", "function": function}
-    )
-
-
-def _output_message(value: Item, at: str, called: dict[str, str]) -> Item:
-    call_id = _text(value, "call_id", at)
-    if call_id not in called:
-        raise bad_request(f"{at}.call_id = {call_id[:40]!r}: no function_call before it has this id", "input")
-    if "output" not in value:
-        raise bad_request(f"{at}.output is missing", "input")
-    output = content_text(value["output"], f"{at}.output")
-    return {"role": "tool", "tool_call_id": call_id, "name": called[call_id], "content": output}
-
-
-def _text(value: Item, key: str, at: str) -> str:
-    text = value.get(key)
-    if not isinstance(text, str):
-        raise bad_request(f"{at}.{key} must be a string", "input")
-    return text
+    function = {"name": item.name, "arguments": item.arguments}
+    call = {"id": item.call_id, "type": "function", "function": function}
+    messages[-1].setdefault("tool_calls", []).append(call)
 
 
 class OutputItems:

@@ -1,4 +1,4 @@
-"""What the server says of itself: models, health, metrics, properties, slots."""
+"""The state of the server: models, health, metrics, properties, slots."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from quengine.serve.service import Service
 
 
 async def health(service: Service, request: Request) -> Response:
-    """200 while requests are taken and computed; 503 while the model is loaded, made anew or does not answer, or the
-    server is ending."""
+    """200 while requests are taken and computed; 503 while the model is loaded, the engine is replaced or does not
+    answer, or the server is ending."""
     del request
     state = service.worker.state
     if state != "ready":

@@ -1,31 +1,35 @@
 """From a request's events to server-sent events; the form of a chunk is each route's own."""
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import EventStream, to_json, unless_gone
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service, Text
-from quengine.serve.worker.engine_port import Finished, Piece
-from quengine.serve.worker.worker import Ask
+from quengine.serve.service import Service
 
 
-class ChunkForm(Protocol):
+class ChunkForm(ABC):
     """How one route writes a stream; every method gives whole events, or nothing."""
 
-    def begin(self) -> bytes: ...
+    def begin(self) -> bytes:
+        return b""
 
+    @abstractmethod
     def piece(self, choice: int, piece: Piece) -> bytes: ...
 
+    @abstractmethod
     def finished(self, choice: int, end: Finished) -> bytes: ...
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        """After all texts; `ends` in the order of the asks."""
-        ...
+        """After all completions; `ends` in the order of the requests."""
+        del ends
+        return b""
 
 
 def data(value: Any) -> bytes:
@@ -36,34 +40,37 @@ def data(value: Any) -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-async def whole_texts(service: Service, request: Request, asks: Sequence[Ask]) -> list[Text]:
-    """Compute the asks to their ends. Raises ApiError, and ClientGoneError when nobody waits any more."""
-    handle = service.submit(asks)
+async def whole_answer(
+    service: Service, request: Request, requests: Sequence[GenerationRequest]
+) -> list[tuple[Piece, Finished]]:
+    """Each request's tokens and text as one piece, and its end.
+
+    Raises ApiError, and ClientGoneError when the client has gone.
+    """
+    handle = service.submit(requests)
     try:
-        return await unless_gone(request.receive, service.texts(handle))
+        return await unless_gone(request.receive, service.outputs(handle))
     except BaseException:
         service.worker.cancel(handle)
         raise
 
 
-async def stream_texts(service: Service, request: Request, asks: Sequence[Ask], form: ChunkForm) -> Response:
-    """Stream the asks. The answer begins with the first token, so that what fails before has a status of its own.
+async def stream_answer(
+    service: Service, request: Request, requests: Sequence[GenerationRequest], form: ChunkForm
+) -> Response:
+    """Stream the requests. The answer begins with the first token, so that what fails before has a status of its own.
 
-    Raises ApiError, and ClientGoneError when nobody waits any more.
+    Raises ApiError, and ClientGoneError when the client has gone.
     """
-    handle = service.submit(asks)
-    chunks = _chunks(service.events(handle), form, len(asks))
+    handle = service.submit(requests)
+    chunks = _chunks(service.events(handle), form, len(requests))
     try:
-        first = await unless_gone(request.receive, _first(chunks))
+        first = await unless_gone(request.receive, anext(chunks))
     except BaseException:
         service.worker.cancel(handle)
         await chunks.aclose()
         raise
     return EventStream(first, chunks)
-
-
-async def _first(chunks: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(chunks)
 
 
 async def _chunks(

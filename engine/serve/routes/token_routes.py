@@ -1,56 +1,47 @@
 """POST /tokenize, /detokenize and /apply-template: what a prompt is made of, without computing it."""
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import json_response, off_loop, read_fields, unless_gone
-from quengine.serve.routes.chat_messages import read_messages
-from quengine.serve.routes.extensions import read_tools
-from quengine.serve.schemas.fields import token_ids
+from quengine.serve.http import json_response, off_loop, read_request, unless_gone
+from quengine.serve.processes.shared_text import TextJob
+from quengine.serve.routes.constraints import read_tools
+from quengine.serve.routes.prompts import read_messages
+from quengine.serve.schemas.reading import token_ids
+from quengine.serve.schemas.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from quengine.serve.service import Service
-from quengine.serve.worker.text_work import TextJob
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """{content, add_special, parse_special, with_pieces} -> {tokens}."""
-    fields = await read_fields(request, service.limits)
-    content = fields.text("content")
-    if content is None:
-        raise fields.wrong("content", "must be the text")
-    bos = fields.flag("add_special") or False
-    special = fields.flag("parse_special") is not False
-    with_pieces = fields.flag("with_pieces") or False
-    service.check_model_name(fields)
-    fields.finish()
-    job = TextJob("tokenize", [[content]], bos=bos, special=special, pieces=with_pieces)
+    body = await read_request(request, TokenizeRequest, service.limits)
+    service.check_model_name(body.model)
+    job = TextJob(
+        "tokenize",
+        [[body.content]],
+        bos=body.add_special,
+        special=body.parse_special,
+        pieces=body.with_pieces,
+    )
     result = await unless_gone(request.receive, service.text_pool.perform(service.model, job))
     return Response(result.text, media_type="application/json")
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """{tokens} -> {content}."""
-    fields = await read_fields(request, service.limits)
-    values = fields.array("tokens")
-    if values is None:
-        raise fields.wrong("tokens", "must be an array of token ids")
-    service.check_model_name(fields)
-    fields.finish()
-    model, ids = service.model, values
-    text = await off_loop(lambda: model.decode(token_ids(ids, "tokens", model.vocab_size)))
+    body = await read_request(request, DetokenizeRequest, service.limits)
+    service.check_model_name(body.model)
+    model = service.model
+    text = await off_loop(lambda: model.decode(token_ids(body.tokens, "tokens", model.vocab_size)))
     return json_response({"content": text})
 
 
 async def apply_template(service: Service, request: Request) -> Response:
-    """{messages} -> {prompt}."""
-    fields = await read_fields(request, service.limits)
-    messages = read_messages(fields.any("messages"))
-    variables: dict[str, Any] = fields.object("chat_template_kwargs") or {}
-    use = read_tools(fields, service.model)
-    service.check_model_name(fields)
-    fields.neutral("add_generation_prompt", True)
-    fields.finish()
-    job = TextJob("render_chat", messages=messages, tools=use.described, variables=variables)
+    body = await read_request(request, TemplateRequest, service.limits)
+    service.check_model_name(body.model)
+    job = TextJob(
+        "render_chat",
+        messages=read_messages(body.messages),
+        tools=read_tools(body, service.model).described,
+        variables=body.chat_template_kwargs,
+    )
     result = await unless_gone(request.receive, service.text_pool.perform(service.model, job))
     return json_response({"prompt": result.text.decode()})

@@ -1,1 +1,1 @@
-"""Fields of requests and answers, their ranges and errors, and the OpenAPI document."""
+"""Bodies of requests and how they are read, errors, and the OpenAPI document."""

@@ -29,7 +29,8 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": _TYPES.get(self.status, _type_of(self.status))}
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": self.message, "type": _TYPES.get(self.status, other)}
         return {"error": error | {"param": self.param, "code": self.code} | self.details}
 
 
@@ -40,10 +41,6 @@ _TYPES = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
-
-
-def _type_of(status: int) -> str:
-    return "invalid_request_error" if status < 500 else "server_error"
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

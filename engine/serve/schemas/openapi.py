@@ -26,8 +26,8 @@ _MEANINGS = {
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "The queue is full.",
-    500: "This text failed; others go on.",
-    503: "The model is being loaded or made anew or does not answer, or the server is ending.",
+    500: "This request failed; others go on.",
+    503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
 _READS = (400, 404, 408, 413, 503)

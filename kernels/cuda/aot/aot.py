@@ -3,8 +3,8 @@
     python -m quengine.kernels.cuda.aot [--arch 80 89 90] [--only TEXT] [--jobs N] [--list]
 
 Exit status 1 if a variant does not compile, if one that decode runs spills registers, if one needs more shared memory
-than the GPU gives a block, or if one that is launched before its predecessor has ended touches too much, or no weights,
-before it waits. Results are kept in Triton's cache, by source: a second run is quick.
+than the GPU gives a block, or if a PDL consumer touches too much, or no weights, before it waits. Results are kept in
+Triton's cache, by source: a second run is quick.
 """
 
 import argparse
@@ -27,15 +27,18 @@ from quengine.kernels.cuda.aot.aot_cases import (
 )
 from quengine.kernels.cuda.aot.aot_compile import SAME_PTX, SHARED_LIMIT, Launch, compile_launch, record
 from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
+from quengine.kernels.cuda.attention.kv_store import CachePointers
+from quengine.kernels.cuda.attention.rope import RotationPointers
 
 UNWRITTEN = frozenset(
     f"{plane}{part}" for plane in ("low", "high", "scales", "supers") for part in ("", "_a", "_b", "_ptr")
 ) | {
-    *("norm_ptr", "weight_ptr", "w_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr", "query_scale_ptr"),
-    *("position_ptr", "table_ptr", "k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr"),
+    *("norm_ptr", "weight_ptr", "w_ptr", "position_ptr", "table_ptr", "k_ptr", "v_ptr"),
+    *(f"rotation.{field}" for field in RotationPointers._fields),
+    *(f"cache.{field}" for field in CachePointers._fields),
 }
-"""Pointers that no kernel shortly before writes through: weights and tables, and what an earlier step has left (its
-position, its rows of the cache). A kernel may read these before it waits."""
+"""Pointers that no PDL producer writes through: weights and tables, and what an earlier step has written (its position,
+its rows of the cache). A kernel may read these before it waits."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def _compile_for(variant: Variant, arch: int) -> Report:
 
 
 def overlap_faults(launch: Launch, early: Early) -> list[str]:
-    """What is wrong with a kernel that may start before the one in front of it has ended."""
+    """What is wrong with a PDL consumer."""
     if not early.waits:
         return ["does not wait for the kernel in front"]
     pointers = launch.pointers

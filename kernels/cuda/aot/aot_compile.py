@@ -1,13 +1,9 @@
-"""Compiles kernels for a GPU that need not be there: launches are recorded instead of run, then handed to the compiler.
-
-Knows Triton's compiler and what it reports; not which kernels there are.
-"""
+"""Compiles kernels for a GPU that need not be there: launches are recorded instead of run, then compiled."""
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
+
+from quengine.kernels.cuda.launch.kernel import launches_handed_to
 
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may take, by compute capability."""
@@ -47,9 +44,15 @@ class Launch:
 
     @property
     def pointers(self) -> dict[int, str]:
-        """The names of those parameters of the machine code that are pointers, by their numbers."""
-        signature = source(self).signature
-        passed = [(name, kind) for name, kind in signature.items() if kind != "constexpr"]
+        """The names of those parameters of the machine code that are pointers, by their numbers; `tuple.field` of one
+        in a named tuple."""
+        passed: list[tuple[str, str]] = []
+        for name, kind in source(self).signature.items():
+            if isinstance(kind, tuple):
+                fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+                passed += [(f"{name}.{field}", of_it) for field, of_it in zip(fields, kind, strict=True)]
+            elif kind != "constexpr":
+                passed.append((name, kind))
         return {number: name for number, (name, kind) in enumerate(passed) if kind.startswith("*")}
 
     @property
@@ -73,33 +76,22 @@ class Compiled:
 
 def record(call: Callable[[], object]) -> list[Launch]:
     """The launches of `call`, none of which is run; tensors may be on the meta device."""
-    with _recording() as launches:
+    launches: list[Launch] = []
+
+    def note(kernel: Any, _grid: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        arguments.update({name: value for name, value in named.items() if name in kernel.arg_names})
+        options = {name: value for name, value in named.items() if name not in kernel.arg_names}
+        launches.append(Launch(kernel, arguments, options))
+
+    with launches_handed_to(note):
         call()
     return launches
 
 
-@contextmanager
-def _recording() -> Iterator[list[Launch]]:
-    launches: list[Launch] = []
-
-    def note(self: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
-        del grid, warmup
-        names = dict(zip(self.arg_names, args, strict=False))
-        names.update({name: value for name, value in kwargs.items() if name in self.arg_names})
-        options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
-        launches.append(Launch(self, names, options))
-
-    original = JITFunction.run
-    JITFunction.run = note
-    try:
-        yield launches
-    finally:
-        JITFunction.run = original
-
-
 def source(launch: Launch) -> ASTSource:
-    """The launch specialised as Triton's own launcher would: pointers aligned, integers by divisibility."""
-    signature: dict[str, str] = {}
+    """The launch specialized as Triton's own launcher would: pointers aligned, integers by divisibility."""
+    signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
     for index, parameter in enumerate(launch.kernel.params):
@@ -112,6 +104,9 @@ def source(launch: Launch) -> ASTSource:
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = _TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, tuple):
+            signature[parameter.name] = type(value)(*(_TYPES[tensor.dtype] for tensor in value))
+            attributes.update({(index, i): [["tt.divisibility", 16]] for i in range(len(value))})
         elif isinstance(value, TensorDescriptor):
             element = _TYPES[value.base.dtype][1:]
             signature[parameter.name] = f"tensordesc<{element}{value.block_shape},{value.layout!r}>"

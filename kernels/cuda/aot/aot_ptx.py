@@ -1,9 +1,9 @@
-"""What a kernel touches before it waits for the kernel in front of it, read from its PTX.
+"""What a PDL consumer touches before it waits for its producer, read from its PTX.
 
 With programmatic dependent launch a kernel starts while its predecessor still runs; up to `griddepcontrol.wait` it may
-read what no kernel writes (weights), and write nothing. Where a kernel has warps of several kinds, one kind waits, and
-the others begin when they have met it. PTX: NVIDIA's "Parallel Thread Execution ISA", 9.7.13
-(griddepcontrol) and 9.7.9 (loads and stores). Knows instructions and parameters; not what the parameters mean.
+read what no kernel writes (weights), and write nothing. Where a kernel has specialized warps, one kind waits, and the
+others begin behind a barrier with it. PTX: NVIDIA's "Parallel Thread Execution ISA", 9.7.13 (griddepcontrol) and 9.7.9
+(loads and stores).
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 WAIT = "griddepcontrol.wait"
-_MEETING = "barrier.sync"
+_BARRIER = "barrier.sync"
 """Of all warps, where it names no number of threads; what Triton writes for those of one kind is `bar.sync`."""
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _PARAMETER = re.compile(r"_param_(\d+)\b")
@@ -24,7 +24,7 @@ _READS = ("ld.global", "cp.async", "prefetch")
 
 @dataclass(frozen=True)
 class Early:
-    """Numbers of the pointer parameters through which memory is read and written on some way from the kernel's start
+    """Numbers of the pointer parameters through which memory is read and written on some path from the kernel's start
     to its wait; `waits`: whether there is a wait at all."""
 
     waits: bool
@@ -79,17 +79,15 @@ def _body(ptx: str) -> tuple[list[_Instruction], dict[str, set[int]]]:
 
 def _reachable(body: list[_Instruction], labels: dict[str, set[int]]) -> Iterator[int]:
     """Instructions that can run before any wait."""
-    meetings = {at for at, found in enumerate(body) if found.name == _MEETING and "," not in found.operands}
-    if any(body[at].name == WAIT for meeting in meetings for at in _behind(meeting, body, labels, set())):
-        meetings = set()  # warps meet that have not waited
-    for at in _behind(0, body, labels, meetings):
+    barriers = {at for at, found in enumerate(body) if found.name == _BARRIER and "," not in found.operands}
+    if any(body[at].name == WAIT for barrier in barriers for at in _from(barrier, body, labels, set())):
+        barriers = set()  # warps that have not waited pass it
+    for at in _from(0, body, labels, barriers):
         if body[at].name != WAIT:
             yield at
 
 
-def _behind(
-    start: int, body: list[_Instruction], labels: dict[str, set[int]], ends: set[int]
-) -> Iterator[int]:
+def _from(start: int, body: list[_Instruction], labels: dict[str, set[int]], ends: set[int]) -> Iterator[int]:
     """Instructions that can run from `start` on, up to a wait and to any of `ends`, with these."""
     seen: set[int] = set()
     waiting = [start]

@@ -1,142 +1,144 @@
-"""What a launch of decode attention is given: one record, whichever kernel serves it, and the room for its slices.
-
-Knows the arguments that the kernels share, in the order in which both take them; not what a kernel does.
-"""
+"""What a launch of decode attention is given, whichever kernel serves it, and the workspace of its KV splits."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.cuda.attention.rope import rotation_arguments, rotation_constants, table_arguments
-from quengine.kernels.cuda.gemm.half import HalfRows
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cuda.attention.kv_store import check_block_tables
+from quengine.kernels.cuda.attention.rope import rope_variant, rotation_pointers
+from quengine.kernels.cuda.gemm.half import Form
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
-_TARGET_BLOCKS = 128
-"""Blocks wanted for one sequence: a constant, not this GPU's count of multiprocessors, so that the slices,
+_TARGET_PROGRAMS = 128
+"""Programs wanted for one sequence: a constant, not this GPU's count of multiprocessors, so that the KV splits,
 and with them the last bits of a result, are the same on every GPU."""
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 """Scores are in base 2: exp2 is one instruction."""
 
 
-def slice_count(kv_heads: int) -> int:
-    """How many slices a sequence's cache is cut into at most: a power of two, 2 to 64."""
-    return int(min(64, max(2, triton.next_power_of_2(_TARGET_BLOCKS // kv_heads))))
+def split_count(kv_heads: int) -> int:
+    """How many KV splits a sequence has at most: a power of two, 2 to 64."""
+    return int(min(64, max(2, triton.next_power_of_2(_TARGET_PROGRAMS // kv_heads))))
 
 
-@dataclass(frozen=True)
-class DecodeWorkspace:
-    """What the slices of one launch leave for the combination; reused by every layer.
+class DecodeWorkspace(NamedTuple):
+    """What the KV splits of one launch leave for the one that combines them; reused by every layer.
 
-    mixed: fp32 [sequences, heads, slices, head_dim], unnormalised; state: fp32 [sequences, heads, slices,
-    2], a slice's largest score (base 2) and sum; arrived: int32 [sequences, kv_heads], zero between
-    launches; out: fp32 [sequences, heads * head_dim], for a result that another launch rounds.
+    acc: fp32 [sequences, heads, splits, head_dim], unnormalized; state: fp32 [sequences, heads, splits, 2], a split's
+    row_max (base 2) and row_sum; arrivals: int32 [sequences, kv_heads], counters that are zero between launches.
     """
 
-    mixed: Tensor
+    acc: Tensor
     state: Tensor
-    arrived: Tensor
-    out: Tensor
+    arrivals: Tensor
 
     @classmethod
     def allocate(
         cls, sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> "DecodeWorkspace":
-        slices = slice_count(kv_heads)
+        splits = split_count(kv_heads)
         return cls(
-            torch.empty(sequences, heads, slices, head_dim, dtype=torch.float32, device=device),
-            torch.empty(sequences, heads, slices, 2, dtype=torch.float32, device=device),
+            torch.empty(sequences, heads, splits, head_dim, dtype=torch.float32, device=device),
+            torch.empty(sequences, heads, splits, 2, dtype=torch.float32, device=device),
             torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device),
-            torch.empty(sequences, heads * head_dim, dtype=torch.float32, device=device),
         )
+
+
+class DecodeOutputs(NamedTuple):
+    """Where the result goes: `data` alone, fp32 or an fp16 operand's, or the planes of quantized activations, whose
+    high bytes are `data`. What is not written is `data` again."""
+
+    data: Tensor
+    low: Tensor
+    scale: Tensor
+    sums: Tensor
+
+    @classmethod
+    def unquantized(cls, data: Tensor) -> "DecodeOutputs":
+        return cls(data, data, data, data)
+
+
+class HeadShape(NamedTuple):
+    """Key-value heads, query heads of each, elements of a head: what a kernel is compiled for."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
 class DecodeArguments:
     """A launch: arguments as those of `attention_decode.attention_decode`.
 
-    `outputs`: where the result goes; with `rounds`, the planes of rounded activations, else the first of the four,
-    which is `half`'s values where that is given.
+    `quantize`: the outputs are planes of quantized activations. `form`, `out_stride`: they are an fp16 operand in
+    that form; None: fp32 rows.
     """
 
     qkv: Tensor
     spec: AttentionSpec
-    cache: KVStore
+    layer: KVLayer
     positions: Tensor
+    block_tables: Tensor
     workspace: DecodeWorkspace
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    rounds: bool
+    outputs: DecodeOutputs
+    coarse: bool
     pdl: bool
-    block_tables: Tensor | None
-    coarse: bool = False
-    half: HalfRows | None = None
+    quantize: bool
+    form: Form | None
+    out_stride: int
 
     def __post_init__(self) -> None:
-        spec, batch = self.spec, self.qkv.shape[0]
-        kv_heads, head_dim = self.cache.k.shape[1], self.cache.k.shape[3]
-        mixed = self.workspace.mixed
+        spec, batch, acc = self.spec, self.qkv.shape[0], self.workspace.acc
+        _, kv_heads, head_dim = self.layer.k.shape
         assert self.qkv.stride(1) == 1 and self.qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
         assert self.positions.shape == (batch,) and self.positions.dtype == torch.int32
-        assert batch <= (self.cache.k if self.block_tables is None else self.block_tables).shape[0]
-        assert spec.heads % kv_heads == 0 and spec.cos.is_contiguous() and spec.sin.is_contiguous()
-        assert mixed.shape[1:] == (spec.heads, slice_count(kv_heads), head_dim) and batch <= mixed.shape[0]
+        check_block_tables(self.block_tables)
+        assert batch <= self.block_tables.shape[0] and spec.heads % kv_heads == 0
+        assert acc.shape[1:] == (spec.heads, split_count(kv_heads), head_dim) and batch <= acc.shape[0]
 
     @property
-    def group(self) -> int:
-        """Query heads of a key-value head."""
-        return self.spec.heads // self.cache.k.shape[1]
+    def shape(self) -> HeadShape:
+        _, kv_heads, head_dim = self.layer.k.shape
+        return HeadShape(kv_heads, self.spec.heads // kv_heads, head_dim)
 
     @property
-    def slices(self) -> int:
-        return self.workspace.mixed.shape[2]
+    def splits(self) -> int:
+        return self.workspace.acc.shape[2]
 
     def grid(self, least: int, more: int = 0) -> tuple[int, int, int]:
-        """Programs: key-value heads, slices, sequences. Slices have `least` keys or more, and there may be `more` of
+        """Programs: key-value heads, KV splits, sequences. Splits have `least` keys or more, and there may be `more` of
         them than the longest sequence has such.
 
-        None for slices that no sequence has here: each would take its turn to find that out.
+        None for splits that no sequence has here: each would take its turn to find that out.
         """
-        kv_heads, context = self.cache.k.shape[1:3]
-        room = context if self.block_tables is None else self.block_tables.shape[1] * BLOCK_SIZE
-        return kv_heads, min(self.slices, -(-room // least) + more), self.qkv.shape[0]
+        room = self.block_tables.shape[1] * BLOCK_SIZE
+        return self.layer.k.shape[1], min(self.splits, -(-room // least) + more), self.qkv.shape[0]
 
-    def leading(self) -> tuple[Tensor, ...]:
-        """Where a kernel reads from, but for the cache."""
-        table, _ = table_arguments(self.cache, self.block_tables, self.positions)
-        return self.qkv, *rotation_arguments(self.spec), self.positions, table
+    def inputs(self) -> tuple[object, ...]:
+        """What both kernels read, but for the cache."""
+        return self.qkv, rotation_pointers(self.spec), self.positions, self.block_tables
 
-    def trailing(self) -> tuple[Tensor | int | float, ...]:
-        """Where it writes, and the numbers: norm's eps, scale of the scores, and strides."""
-        room, half = self.workspace, self.half
-        _, blocks = table_arguments(self.cache, self.block_tables, self.positions)
+    def results(self) -> tuple[object, ...]:
+        """What both write, and the numbers: the norms' eps, the scale of scores in base 2, rows and blocks, strides."""
+        spec = self.spec
         return (
-            room.mixed,
-            room.state,
-            room.arrived,
-            *self.outputs,
-            self.spec.eps,
-            self.spec.scale * _LOG2_E,
-            self.cache.k.shape[2],
-            blocks,
-            self.qkv.stride(0),
-            0 if half is None else half.stride,
-        )
+            self.workspace, self.outputs, spec.eps, spec.scale * LOG2_E,
+            self.layer.k.shape[0], self.block_tables.shape[1], self.qkv.stride(0), self.out_stride,
+        )  # fmt: skip
 
-    def constants(self) -> dict[str, int | bool]:
-        """What both kernels are compiled for."""
+    def constants(self) -> dict[str, object]:
+        """What both are compiled for."""
         return {
-            "KV_HEADS": self.cache.k.shape[1],
-            "GROUP": self.group,
-            "HEAD_DIM": self.cache.k.shape[3],
-            **rotation_constants(self.spec),
+            "SHAPE": self.shape,
+            "ROPE": rope_variant(self.spec),
             "WINDOW": self.spec.window or 0,
-            "PAGED": self.block_tables is not None,
-            "SLICES": self.slices,
-            "ROUND": self.rounds,
-            "FORM": -1 if self.half is None else int(self.half.form),
+            "SPLITS": self.splits,
+            "QUANTIZE": self.quantize,
+            "FORM": -1 if self.form is None else int(self.form),
             "PDL": self.pdl,
         }

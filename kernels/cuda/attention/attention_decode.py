@@ -1,109 +1,79 @@
 """Decode attention on CUDA: one launch rotates q and k, writes the cache, attends and combines.
 
-A program serves one key-value head and one slice of the cache, so the query heads of a group share each read
-of K and V. Slice count and size follow the sequence's length and the model alone, never the batch (`coarse`
-slices, for batches, are a choice of their own), and the slices are combined in a fixed order by whichever program
-finishes last, so a result does not depend on what runs beside it. Positions are read from device memory: one
-captured launch serves every length. There is no mask: a query sees all keys that the window leaves. Where
-sequences lie in blocks of a pool, a block table says which; the slices, and the arithmetic, are the same.
+A program serves one key-value head and one KV split, so the query heads of a group share each read of K and V. Number
+and size of splits follow from the sequence's length and the model alone, never the batch (`coarse` splits, for batches,
+are a choice of their own), and the program that finishes last combines them in a fixed order, so a result does not
+depend on what runs beside it. Positions are read from device memory: one captured launch serves every length. There is
+no mask: a split begins at the first key that the window leaves visible, and table entries before it are not read.
 
-This file says what a launch does, and which kernel it takes: that of attention_warps.py for the common kinds of heads
-in fp16 caches, that of attention_tiles.py for all.
+Two kernels: attention_warps.py wins for fp16 caches with heads of 64 or 128 and groups of up to 8, on a GPU;
+attention_tiles.py takes every other head and cache.
 """
 
-import torch
+from typing import TypeVar
 
-from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.attention.attention_arguments import DecodeArguments, DecodeWorkspace
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cuda.attention.attention_arguments import (
+    DecodeArguments,
+    DecodeOutputs,
+    DecodeWorkspace,
+)
 from quengine.kernels.cuda.attention.attention_tiles import launch_tiles
 from quengine.kernels.cuda.attention.attention_warps import launch_warps, takes
-from quengine.kernels.cuda.attention.kv_store import KVStore
 from quengine.kernels.cuda.gemm.half import HalfRows
-from quengine.kernels.cuda.gemv.activations import GROUP as ROUND_GROUP
+from quengine.kernels.cuda.gemv.activations import GROUP as QUANTIZED_GROUP
 from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+
+Out = TypeVar("Out", Tensor, RoundedActivations, HalfRows)
 
 
 def attention_decode(
-    qkv: torch.Tensor,
+    qkv: Tensor,
     spec: AttentionSpec,
-    cache: KVStore,
-    positions: torch.Tensor,
+    layer: KVLayer,
+    positions: Tensor,
+    block_tables: Tensor,
     workspace: DecodeWorkspace,
-    out: torch.Tensor,
-    pdl: bool = False,
-    block_tables: torch.Tensor | None = None,
+    out: Out,
     coarse: bool = False,
-) -> torch.Tensor:
+    pdl: bool = False,
+) -> Out:
     """One new token of each of B sequences: rotate, write its key and value, attend to all keys up to itself.
 
-    qkv: [B, (heads + 2 * kv_heads) * head_dim] fp32 or fp16, unit inner stride; row b belongs to sequence b
-    of `cache`. positions: int32 [B] on the device. out: fp32 [B, heads * head_dim], written and returned.
-    block_tables: int32 [B, blocks] on the device, contiguous; `cache` is then one pool, and position p of sequence b
-    its row `block_tables[b, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. `coarse`: in few slices, for batches.
+    qkv: [B, (heads + 2 * kv_heads) * head_dim] fp32 or fp16, unit inner stride. positions: int32 [B] on the device.
+    block_tables: int32 [B, blocks] on the device, contiguous. `coarse`: in few KV splits, for batches.
+
+    `out` is [B, heads * head_dim], written and returned: fp32; quantized activations, int16 per group of 32 as the
+    q-dot takes it (a head that is no whole number of groups takes a second launch); or an fp16 operand, whose rows
+    need no scale, being means of what the cache holds: its row scales must be ones.
 
     With `pdl` (sm_90 and later) the launch overlaps the one before it: then only `qkv` may come from that
     launch; `positions`, `block_tables` and the rows already in the cache must be complete before the step began.
     Sources: Dao et al. 2023 (Flash-Decoding), Ainslie et al. 2023 (grouped queries).
     """
-    assert out.shape == (qkv.shape[0], spec.heads * spec.head_dim)
-    assert out.dtype == torch.float32 and out.is_contiguous()
-    outputs = (out, out, out, out)
-    _launch(
-        DecodeArguments(
-            qkv, spec, cache, positions, workspace, outputs, False, pdl, block_tables, coarse
-        )
-    )  # fmt: skip
-    return out
-
-
-def attention_decode_half(
-    qkv: torch.Tensor,
-    spec: AttentionSpec,
-    cache: KVStore,
-    positions: torch.Tensor,
-    workspace: DecodeWorkspace,
-    out: HalfRows,
-    pdl: bool = False,
-    block_tables: torch.Tensor | None = None,
-) -> HalfRows:
-    """As `attention_decode` in coarse slices, to fp16 rows that need no scale, being means of what the cache holds:
-    `out.unscale` is ones, and stays so."""
-    assert out.rows == qkv.shape[0] and out.fits(spec.heads * spec.head_dim)
-    outputs = (out.values, out.values, out.values, out.values)
-    _launch(
-        DecodeArguments(
-            qkv, spec, cache, positions, workspace, outputs, False, pdl, block_tables, True, out
-        )
-    )  # fmt: skip
-    return out
-
-
-def attention_decode_round(
-    qkv: torch.Tensor,
-    spec: AttentionSpec,
-    cache: KVStore,
-    positions: torch.Tensor,
-    workspace: DecodeWorkspace,
-    out: RoundedActivations,
-    pdl: bool = False,
-    block_tables: torch.Tensor | None = None,
-) -> RoundedActivations:
-    """As `attention_decode`, with the result rounded to int16 per group of 32 as the q-dot takes it.
-
-    A head that is no whole number of groups takes a second launch for the rounding.
-    """
-    batch = qkv.shape[0]
-    assert out.high.shape == (batch, spec.heads * spec.head_dim)
-    if spec.head_dim % ROUND_GROUP:
-        attention_decode(qkv, spec, cache, positions, workspace, workspace.out[:batch], pdl, block_tables)
-        return round_activations(workspace.out[:batch], out, pdl)
-    planes = (out.high, out.low, out.scale, out.sums)
-    _launch(DecodeArguments(qkv, spec, cache, positions, workspace, planes, True, pdl, block_tables))
-    return out
-
-
-def _launch(given: DecodeArguments) -> None:
-    if takes(given.qkv, given.spec, given.cache.q8_0):
+    shape = (qkv.shape[0], spec.heads * spec.head_dim)
+    quantize, form, stride = False, None, 0
+    if isinstance(out, RoundedActivations):
+        assert out.high.shape == shape
+        if spec.head_dim % QUANTIZED_GROUP:
+            rows = torch.empty(shape, dtype=torch.float32, device=qkv.device)
+            attention_decode(qkv, spec, layer, positions, block_tables, workspace, rows, coarse, pdl)
+            return round_activations(rows, out, pdl)
+        outputs, quantize = DecodeOutputs(out.high, out.low, out.scale, out.sums), True
+    elif isinstance(out, HalfRows):
+        assert out.rows == shape[0] and out.fits(shape[1])
+        outputs, form, stride = DecodeOutputs.unquantized(out.values), out.form, out.stride
+    else:
+        assert out.shape == shape and out.dtype == torch.float32 and out.is_contiguous()
+        outputs = DecodeOutputs.unquantized(out)
+    given = DecodeArguments(
+        qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride
+    )
+    if takes(qkv, spec, layer.k_scale is not None):
         launch_warps(given)
     else:
         launch_tiles(given)
+    return out

@@ -1,12 +1,11 @@
-"""Operands of attention in registers: which elements of the cache a thread loads, and what they are to an instruction.
+"""Operands of attention in registers: which elements of the cache a thread loads, and their place in an instruction.
 
 The matrix instruction is m16n8k16. Its rows are keys, in the scores, and columns of the head, in the sum of values;
-its 8 columns are 4 query heads, each in two fp16 terms (value and remainder, 22 bits) side by side, so that nothing of
-it is wasted on groups of 4 heads; 8 heads are two of them. Keys and values are loaded as operands, in an order of
-columns that makes every load 16 bytes: a sum over columns does not care about their order as long as both operands have
-it, and the order of output columns is undone when heads are stored. A thread is (warp, r, c), lane 4 r + c; its
-elements of an operand lie in the last dimension of a tensor [threads, n]. `HEADS`: 4 or 8, heads there is room for.
-Does not know: where keys lie, slices, or softmax.
+its 8 columns are 4 query heads, each in two fp16 terms (value and remainder, 22 bits) side by side, so that groups of 4
+heads leave none of it idle; 8 heads are two. Keys and values are loaded as operands, in an order of columns that
+makes every load 16 bytes: a sum over columns is the same in any order that both operands share, and the order of output
+columns is undone when heads are stored. A thread is (warp, r, c), lane 4 r + c; its elements of an operand lie in the
+last dimension of a tensor [threads, n]. `HEADS`: 4 or 8, heads there is room for.
 """
 
 import triton.language as tl
@@ -48,8 +47,8 @@ def value_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.const
 
 @gluon.jit
 def _halves(words):
-    """int32 of two fp16 each: fp16, side by side in a new last dimension. What a loop carries is words: as single
-    halves, the compiler gives it more registers."""
+    """int32 of two fp16 each: fp16, side by side in a new last dimension. A loop carries words: carried as single
+    fp16, they take more registers."""
     near = words.to(gl.int16).to(gl.float16, bitcast=True)
     far = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True)
     return gl.join(near, far)
@@ -64,21 +63,21 @@ def key_operand(k, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constex
 
 
 @gluon.jit
-def _shared_rows(there, WARPS: gl.constexpr):
+def _shared_rows(shared, WARPS: gl.constexpr):
     """Rows of a head in shared memory, fp16 [8, HEAD_DIM] or one, as [WARPS, 8, columns in the order (b, s, h,
     c, e)]: thread (r, c) has row r's columns as `key_words` has a key's."""
     L: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    HEAD_DIM: gl.constexpr = there.shape[1]
-    x = gl.expand_dims(there.load(gl.SliceLayout(0, L)), 0) + gl.zeros([WARPS, 8, HEAD_DIM], gl.float16, L)
+    HEAD_DIM: gl.constexpr = shared.shape[1]
+    x = gl.expand_dims(shared.load(gl.SliceLayout(0, L)), 0) + gl.zeros([WARPS, 8, HEAD_DIM], gl.float16, L)
     x = gl.reshape(x, [WARPS, 8, HEAD_DIM // 32, 4, 2, 2, 2])  # warp, r, b, c, s, h, e
     return gl.reshape(gl.permute(x, [0, 1, 2, 4, 5, 3, 6]), [WARPS, 8, HEAD_DIM])
 
 
 @gluon.jit
-def one_key_operand(there, WARPS: gl.constexpr, A: gl.constexpr):
+def one_key_operand(shared, WARPS: gl.constexpr, A: gl.constexpr):
     """A key in shared memory, fp16 [1, HEAD_DIM], as each of the rows of a left operand [WARPS, 16, HEAD_DIM]."""
-    k = _shared_rows(there, WARPS)
-    k = gl.reshape(gl.permute(gl.join(k, k), [0, 3, 1, 2]), [WARPS, 16, there.shape[1]])
+    k = _shared_rows(shared, WARPS)
+    k = gl.reshape(gl.permute(gl.join(k, k), [0, 3, 1, 2]), [WARPS, 16, shared.shape[1]])
     return gl.convert_layout(k, A, assert_trivial=True)
 
 
@@ -99,12 +98,12 @@ def two_terms(q):
 
 
 @gluon.jit
-def query_operand(there, WARPS: gl.constexpr, B: gl.constexpr):
+def query_operand(shared, WARPS: gl.constexpr, B: gl.constexpr):
     """`two_terms` in shared memory as the right operand [WARPS, HEAD_DIM, 2 * HEADS]."""
-    q = gl.permute(_shared_rows(there.slice(0, 8), WARPS), [0, 2, 1])
-    if there.shape[0] == 16:
-        far = gl.permute(_shared_rows(there.slice(8, 8), WARPS), [0, 2, 1])
-        q = gl.reshape(gl.permute(gl.join(q, far), [0, 1, 3, 2]), [WARPS, there.shape[1], 16])
+    q = gl.permute(_shared_rows(shared.slice(0, 8), WARPS), [0, 2, 1])
+    if shared.shape[0] == 16:
+        far = gl.permute(_shared_rows(shared.slice(8, 8), WARPS), [0, 2, 1])
+        q = gl.reshape(gl.permute(gl.join(q, far), [0, 1, 3, 2]), [WARPS, shared.shape[1], 16])
     return gl.convert_layout(q, B, assert_trivial=True)
 
 
@@ -117,7 +116,7 @@ def terms_added(x):
 
 @gluon.jit
 def of_both_terms(x, MMA: gl.constexpr):
-    """A number of each head [WARPS, HEADS], beside the terms: [WARPS, 1, 2 * HEADS]."""
+    """A number of each head [WARPS, HEADS], for both of its terms: [WARPS, 1, 2 * HEADS]."""
     x = gl.reshape(gl.join(x, x), [x.shape[0], 2 * x.shape[1]])
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, MMA), assert_trivial=True), 1)
 
@@ -151,7 +150,7 @@ def weight_operand(p, B: gl.constexpr):
 
 
 @gluon.jit
-def alone(v, HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr):
+def single_value(v, HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr):
     """One value as a sum of values: fp32 [threads, HEAD_DIM / 8], m = (j, i), column 64 j + 8 r + i -> [WARPS,
     HEAD_DIM, 2 * HEADS] of every head, in its first term."""
     v = gl.reshape(v, [WARPS, 8, 4, HEAD_DIM // 64, 8])  # warp, r, c, j, i

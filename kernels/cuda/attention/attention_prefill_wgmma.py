@@ -1,17 +1,17 @@
 """Prefill attention on Hopper's warp-group matrix instruction: fp16 caches, heads of 128.
 
-The same online softmax as attention_prefill.py's, with warps of three kinds. One copies tiles of keys and values to
-shared memory by the copy engine, ahead of two groups of four warps that take half of a program's rows each. These meet
-nobody: what is there, and what may be written over, is said by barriers in shared memory, so that one makes weights
-while the matrix units work for the other. Beside that, a group asks for the scores of a tile and the sum of values of
-the tile before together, and waits for the scores only. Tiles are visited from the last, which the diagonal crosses, to
-the first. A mask is positions compared. Results may be written as ordered rows (half.py): columns which lie side by
-side there are a thread's own, so it writes 16 bytes at a time.
-Does not know: which launches come here (attention_prefill.py), rotation, or where the cache's blocks come from.
+The same online softmax as attention_prefill.py's, with specialized warps. A producer warp copies tiles of keys and
+values to shared memory by TMA, ahead of two consumer warp groups that take half of a program's rows each. Producer and
+consumers synchronize by mbarriers alone (full and free), so that one group computes weights while the matrix units work
+for the other. Within a group, the scores of a tile and the sum of values of the tile before are issued together, and
+only the scores are waited for. Tiles are visited from the last, which the diagonal crosses, to the first; the mask is a
+comparison of positions. Results may be written in the WGMMA layout (half.py): columns which lie side by side there are
+a thread's own, so it writes 16 bytes at a time.
 """
 
 from functools import partial
 
+import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,9 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cuda.attention.attention_arguments import LOG2_E
+from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS
-from quengine.kernels.cuda.launch.relaunch import Relaunched
+from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 HEAD_DIM = 128
 GROUP_ROWS = 64
@@ -45,24 +48,25 @@ STAGED = gl.NVMMASharedLayout(128, 16, 2)
 
 
 @gluon.jit
-def _copy_tile(rows, stage, bar, table_ptr, blocks, head_row, tile, PAGED: gl.constexpr):
-    """Copy key tile `tile` of a head whose rows begin at `head_row`: whole, or by blocks of a pool."""
+def _copy_tile(rows, stage, bar, table_ptr, blocks, first, head_row, tile, WINDOW: gl.constexpr):
+    """Copy key tile `tile` of a head whose rows begin at `head_row`, block by block. Blocks before the one in which
+    position `first` begins to see may have been released: that one is copied in their place."""
     mbarrier.expect(bar, _KEYS * _SIZE * 2)
-    if PAGED:
-        for part in gl.static_range(_KEYS // BLOCK):
-            entry = gl.load(table_ptr + gl.minimum(tile * (_KEYS // BLOCK) + part, blocks - 1))
-            place = head_row + (entry << BLOCK_BITS)
-            tma.async_copy_global_to_shared(rows, [place, 0], bar, stage.slice(part * BLOCK, BLOCK, 0))
-    else:
-        tma.async_copy_global_to_shared(rows, [head_row + tile * _KEYS, 0], bar, stage)
+    for part in gl.static_range(_KEYS // BLOCK):
+        block = tile * (_KEYS // BLOCK) + part
+        if WINDOW > 0:
+            block = gl.maximum(block, gl.maximum(first - (WINDOW - 1), 0) >> BLOCK_BITS)
+        entry = gl.load(table_ptr + gl.minimum(block, blocks - 1))
+        row = head_row + (entry << BLOCK_BITS)
+        tma.async_copy_global_to_shared(rows, [row, 0], bar, stage.slice(part * BLOCK, BLOCK, 0))
 
 
 @gluon.jit
 def _copy_all(
-    q_rows, k_rows, v_rows, shared, table_ptr, blocks, head_row, query_row, column, last_tile, count,
-    PAGED: gl.constexpr,
+    q_rows, k_rows, v_rows, shared, table_ptr, blocks, first, head_row, query_row, column, last_tile, count,
+    WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """What the copying warp does: `count` tiles from `last_tile` down."""
+    """The producer warp: `count` tiles from `last_tile` down."""
     queries, keys, values, query_ready, keys_ready, values_ready, keys_free, values_free, _ = shared
     mbarrier.expect(query_ready, _GROUPS * _ROWS * _SIZE * 2)
     for group in gl.static_range(_GROUPS):
@@ -75,18 +79,26 @@ def _copy_all(
         tile = last_tile - i
         mbarrier.wait(keys_free.index(stage), free)
         _copy_tile(
-            k_rows, keys.index(stage), keys_ready.index(stage), table_ptr, blocks, head_row, tile, PAGED
+            k_rows,
+            keys.index(stage),
+            keys_ready.index(stage),
+            table_ptr,
+            blocks,
+            first,
+            head_row,
+            tile,
+            WINDOW,
         )
         mbarrier.wait(values_free.index(stage), free)
         _copy_tile(
-            v_rows, values.index(stage), values_ready.index(stage), table_ptr, blocks, head_row, tile, PAGED
-        )
+            v_rows, values.index(stage), values_ready.index(stage), table_ptr, blocks, first, head_row, tile, WINDOW
+        )  # fmt: skip
 
 
 @gluon.jit
-def _weigh(scores, largest, total, position, key0, scale, WINDOW: gl.constexpr, MASKED: gl.constexpr):
-    """One step of the online softmax (Milakov & Gimelshein 2018): weights [rows, keys], and by what the sums so far
-    shrink. Only a MASKED tile may hold keys that some row does not see."""
+def _weigh(scores, row_max, row_sum, position, key0, scale, WINDOW: gl.constexpr, MASKED: gl.constexpr):
+    """One step of the online softmax (Milakov & Gimelshein 2018): weights [rows, keys], and the factor `rescale` of the
+    sums so far. Only a MASKED tile may hold keys that some row does not see."""
     if MASKED:
         MMA: gl.constexpr = scores.type.layout
         key = gl.expand_dims(key0 + gl.arange(0, _KEYS, layout=gl.SliceLayout(0, MMA)), 0)
@@ -95,54 +107,54 @@ def _weigh(scores, largest, total, position, key0, scale, WINDOW: gl.constexpr, 
         if WINDOW > 0:
             visible = visible & (key > at - WINDOW)
         scores = gl.where(visible, scores, float("-inf"))
-    new_largest = gl.maximum(largest, gl.max(scores, 1) * scale)
-    base = new_largest
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
+    base = new_max
     if MASKED:
-        base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
-    shrink = gl.exp2(largest - base)
+        base = gl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = gl.exp2(row_max - base)
     weights = gl.exp2(scores * scale - gl.expand_dims(base, 1))
-    total = total * shrink + gl.sum(weights, 1)
-    return weights, shrink, new_largest, total
+    row_sum = row_sum * rescale + gl.sum(weights, 1)
+    return weights, rescale, new_max, row_sum
 
 
 @gluon.jit
 def _attend(
-    queries, shared, weights, mixed, largest, total, position, last_tile, begin, end, count, scale,
+    queries, shared, weights, acc, row_max, row_sum, position, last_tile, begin, end, count, scale,
     WINDOW: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Tiles number begin .. end - 1 of this program's `count`, number 0 being `last_tile`, and the values of the tile
-    in front of each, whose `weights` are made. The keys of `begin` are there."""
+    before each, whose `weights` are computed. The keys of `begin` have arrived."""
     _, keys, values, _, keys_ready, values_ready, keys_free, values_free, _ = shared
-    MMA: gl.constexpr = mixed.type.layout
+    MMA: gl.constexpr = acc.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     for i in range(begin, end):
-        here = i % _STAGES
-        before = (i - 1) % _STAGES
-        behind = (i + 1) % _STAGES
+        this = i % _STAGES
+        previous = (i - 1) % _STAGES
+        following = (i + 1) % _STAGES
         scores = gl.zeros([_ROWS, _KEYS], gl.float32, MMA)
         scores = warpgroup_mma(
-            queries, keys.index(here).permute((1, 0)), scores, use_acc=False, is_async=True
+            queries, keys.index(this).permute((1, 0)), scores, use_acc=False, is_async=True
         )
-        mbarrier.wait(values_ready.index(before), ((i - 1) // _STAGES) & 1)
-        mixed = warpgroup_mma(weights, values.index(before), mixed, is_async=True)
+        mbarrier.wait(values_ready.index(previous), ((i - 1) // _STAGES) & 1)
+        acc = warpgroup_mma(weights, values.index(previous), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        mbarrier.arrive(keys_free.index(here), count=1)
-        new, shrink, largest, total = _weigh(
-            scores, largest, total, position, (last_tile - i) * _KEYS, scale, WINDOW, MASKED
+        mbarrier.arrive(keys_free.index(this), count=1)
+        new, rescale, row_max, row_sum = _weigh(
+            scores, row_max, row_sum, position, (last_tile - i) * _KEYS, scale, WINDOW, MASKED
         )
         # Here, so that there is a loop between the weights and the wait for the sums: the assembler would wait first.
-        mbarrier.wait(keys_ready.index(behind), ((i + 1) // _STAGES) & 1, pred=i + 1 < count)
-        mixed = warpgroup_mma_wait(0, deps=[mixed])
-        mbarrier.arrive(values_free.index(before), count=1)
-        mixed = mixed * gl.expand_dims(shrink, 1)
+        mbarrier.wait(keys_ready.index(following), ((i + 1) // _STAGES) & 1, pred=i + 1 < count)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(values_free.index(previous), count=1)
+        acc = acc * gl.expand_dims(rescale, 1)
         weights = gl.convert_layout(new.to(gl.float16), A, assert_trivial=True)
-    return weights, mixed, largest, total
+    return weights, acc, row_max, row_sum
 
 
 @gluon.jit
 def _clear_from(stage, first):
-    """Rows [keys / 2] of values that nothing has been written to, from `first` on, become 0: a weight of 0 times what
-    is no number would be none."""
+    """Rows [keys / 2] of values that have not been written, from `first` on, become 0: a weight of 0 times NaN would be
+    NaN."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     live = gl.expand_dims(gl.arange(0, _KEYS // _GROUPS, layout=gl.SliceLayout(1, L)) < first, 1)
     values = stage.load(L)
@@ -151,10 +163,10 @@ def _clear_from(stage, first):
 
 
 @gluon.jit
-def _store(out_ptr, mixed, row, width, rows, ORDERED: gl.constexpr):
-    """Store [rows, columns of a head] from `out_ptr` on; ORDERED: with the columns in order (`half_place`)."""
-    if ORDERED:
-        # Thread (r, q) of a warp has columns 8 n + 2 q + e: the lowest three bits of a place lie in one thread.
+def _store(out_ptr, acc, row, width, rows, WGMMA_LAYOUT: gl.constexpr):
+    """Store [rows, columns of a head] from `out_ptr` on, as plain rows or in the WGMMA layout (`half_place`)."""
+    if WGMMA_LAYOUT:
+        # Thread (r, q) of a warp has columns 8 n + 2 q + e: the lowest three bits of an offset lie in one thread.
         L: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
             [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -162,28 +174,28 @@ def _store(out_ptr, mixed, row, width, rows, ORDERED: gl.constexpr):
             [],
             [_ROWS, _SIZE],
         )
-        mixed = gl.reshape(gl.permute(gl.reshape(mixed, [_ROWS, 4, 16, 2]), [0, 2, 1, 3]), [_ROWS, _SIZE])
+        acc = gl.reshape(gl.permute(gl.reshape(acc, [_ROWS, 4, 16, 2]), [0, 2, 1, 3]), [_ROWS, _SIZE])
         token = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, L))
         place = gl.expand_dims(token * width, 1) + gl.expand_dims(
             gl.arange(0, _SIZE, layout=gl.SliceLayout(0, L)), 0
         )
-        mixed = gl.convert_layout(mixed, L, assert_trivial=True)
-        gl.store(out_ptr + place, mixed, mask=gl.expand_dims(token < rows, 1))
+        acc = gl.convert_layout(acc, L, assert_trivial=True)
+        gl.store(out_ptr + place, acc, mask=gl.expand_dims(token < rows, 1))
     else:
-        MMA: gl.constexpr = mixed.type.layout
+        MMA: gl.constexpr = acc.type.layout
         token = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
         column = gl.expand_dims(gl.arange(0, _SIZE, layout=gl.SliceLayout(0, MMA)), 0)
         gl.store(
-            out_ptr + (gl.expand_dims(token * width, 1) + column), mixed, mask=gl.expand_dims(token < rows, 1)
+            out_ptr + (gl.expand_dims(token * width, 1) + column), acc, mask=gl.expand_dims(token < rows, 1)
         )
 
 
 @gluon.jit
 def _one_group(
     group: gl.constexpr, shared, out_ptr, scale, start, first_row, rows, last_tile, count,
-    width: gl.constexpr, WINDOW: gl.constexpr, ORDERED: gl.constexpr,
+    width: gl.constexpr, WINDOW: gl.constexpr, WGMMA_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """What group `group` of four warps does: its half of the program's rows."""
+    """Consumer warp group `group`: its half of the program's rows."""
     queries, keys, values, query_ready, keys_ready, values_ready, keys_free, _, cleared = shared
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIZE, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -197,9 +209,9 @@ def _one_group(
         low = last_tile - ((gl.maximum(last - (WINDOW - 1), 0) + _KEYS - 1) >> _BITS) + 1
         low = gl.maximum(gl.minimum(low, count), high)
     position = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
-    largest = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
-    total = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, MMA))
-    mixed = gl.zeros([_ROWS, _SIZE], gl.float32, MMA)
+    row_max = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    row_sum = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, MMA))
+    acc = gl.zeros([_ROWS, _SIZE], gl.float32, MMA)
     written = start + rows - last_tile * _KEYS
     if written < _KEYS:
         mbarrier.wait(values_ready.index(0), 0)
@@ -211,39 +223,39 @@ def _one_group(
     mbarrier.wait(query_ready, 0)
     mbarrier.wait(keys_ready.index(0), 0)
     mine = queries.index(group)
-    scores = warpgroup_mma(mine, keys.index(0).permute((1, 0)), mixed, use_acc=False)
+    scores = warpgroup_mma(mine, keys.index(0).permute((1, 0)), acc, use_acc=False)
     mbarrier.arrive(keys_free.index(0), count=1)
-    weights, _, largest, total = _weigh(
-        scores, largest, total, position, last_tile * _KEYS, scale, WINDOW, True
+    weights, _, row_max, row_sum = _weigh(
+        scores, row_max, row_sum, position, last_tile * _KEYS, scale, WINDOW, True
     )
     weights = gl.convert_layout(weights.to(gl.float16), A, assert_trivial=True)
     mbarrier.wait(keys_ready.index(1), 0, pred=count > 1)
-    weights, mixed, largest, total = _attend(
-        mine, shared, weights, mixed, largest, total, position, last_tile, 1, high, count, scale, WINDOW, True
+    weights, acc, row_max, row_sum = _attend(
+        mine, shared, weights, acc, row_max, row_sum, position, last_tile, 1, high, count, scale, WINDOW, True
     )
-    weights, mixed, largest, total = _attend(
-        mine, shared, weights, mixed, largest, total, position, last_tile, high, low, count, scale, WINDOW, False
+    weights, acc, row_max, row_sum = _attend(
+        mine, shared, weights, acc, row_max, row_sum, position, last_tile, high, low, count, scale, WINDOW, False
     )  # fmt: skip
     if WINDOW > 0:
-        weights, mixed, largest, total = _attend(
-            mine, shared, weights, mixed, largest, total, position, last_tile, low, count, count, scale, WINDOW, True
+        weights, acc, row_max, row_sum = _attend(
+            mine, shared, weights, acc, row_max, row_sum, position, last_tile, low, count, count, scale, WINDOW, True
         )  # fmt: skip
     end = count - 1
     mbarrier.wait(values_ready.index(end % _STAGES), (end // _STAGES) & 1)
-    mixed = warpgroup_mma(weights, values.index(end % _STAGES), mixed)
-    mixed = (mixed / gl.expand_dims(total, 1)).to(out_ptr.dtype.element_ty)
-    _store(out_ptr, mixed, row, width, rows, ORDERED)
+    acc = warpgroup_mma(weights, values.index(end % _STAGES), acc)
+    acc = (acc / gl.expand_dims(row_sum, 1)).to(out_ptr.dtype.element_ty)
+    _store(out_ptr, acc, row, width, rows, WGMMA_LAYOUT)
 
 
-@partial(Relaunched, layout=STAGED)
-@gluon.jit(do_not_specialize=["start", "rows", "context", "blocks"])
+@partial(DirectLaunch, layout=STAGED)
+@gluon.jit(do_not_specialize=["cache_rows", "blocks"])
 def attention_wgmma_kernel(
-    out_ptr, table_ptr, tile_ptr, q_rows, k_rows, v_rows, scale, start, rows, context, blocks,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, PAGED: gl.constexpr, TILED: gl.constexpr,
-    ORDERED: gl.constexpr, PDL: gl.constexpr,
+    out_ptr, table_ptr, tile_ptr, q_rows, k_rows, v_rows, scale, cache_rows, blocks,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, WGMMA_LAYOUT: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Programs (query head, TILE_ROWS rows of a chunk). q_rows [T, heads * head size], k_rows and v_rows [rows of all
-    heads, head size] are copied in blocks of [GROUP_ROWS, or TILE_KEYS, or BLOCK where PAGED, head size]."""
+    """Programs (query head, tile of TILE_ROWS rows). q_rows [T, heads * head size], k_rows and v_rows [rows of all
+    heads, head size] are copied in blocks of [GROUP_ROWS or BLOCK, head size]."""
     WIDTH: gl.constexpr = HEADS * _SIZE
     queries = gl.allocate_shared_memory(gl.float16, [_GROUPS, _ROWS, _SIZE], q_rows.layout)
     keys = gl.allocate_shared_memory(gl.float16, [_STAGES, _KEYS, _SIZE], k_rows.layout)
@@ -267,47 +279,67 @@ def attention_wgmma_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     head = gl.program_id(0)
-    head_row = (head // (HEADS // KV_HEADS)) * context
-    if TILED:
-        tile_ptr += gl.program_id(1) * _FIELDS
-        chunk_row = gl.load(tile_ptr)
-        out_ptr += chunk_row.to(gl.int64) * WIDTH
-        first_row = gl.load(tile_ptr + 1)
-        rows = gl.load(tile_ptr + 2)
-        start = gl.load(tile_ptr + 3)
-        table_ptr += gl.load(tile_ptr + 4) * blocks
-        query_row = chunk_row + first_row
-    else:
-        # The last rows see the most keys: they start first, so that no long program is left over at the end.
-        first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * (_GROUPS * _ROWS)
-        query_row = first_row
+    head_row = (head // (HEADS // KV_HEADS)) * cache_rows
+    tile_ptr += gl.program_id(1) * _FIELDS
+    chunk_row = gl.load(tile_ptr)
+    out_ptr += chunk_row.to(gl.int64) * WIDTH
+    first_row = gl.load(tile_ptr + 1)
+    rows = gl.load(tile_ptr + 2)
+    start = gl.load(tile_ptr + 3)
+    table_ptr += gl.load(tile_ptr + 4) * blocks
+    query_row = chunk_row + first_row
     out_ptr += head * _SIZE
     # Positions: the program's queries are first .. last.
     first = start + first_row
-    # A program of no rows goes through one tile for nothing.
+    # A program of no rows computes one tile, which is not stored.
     last_tile = (gl.maximum(gl.minimum(first + _GROUPS * _ROWS, start + rows), 1) - 1) >> _BITS
     count = last_tile + 1
     if WINDOW > 0:
         count = last_tile - (gl.maximum(first - (WINDOW - 1), 0) >> _BITS) + 1
-    # Written out: in a variable, constants would be none.
+    # Written out: constants in a variable would no longer be constants.
     gl.warp_specialize(
         [
             (
                 _one_group,
-                (0, shared, out_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW, ORDERED),
+                (0, shared, out_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW, WGMMA_LAYOUT),
             ),
             (
                 _one_group,
-                (1, shared, out_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW, ORDERED),
+                (1, shared, out_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW, WGMMA_LAYOUT),
             ),
             (
                 _copy_all,
                 (
-                    q_rows, k_rows, v_rows, shared, table_ptr, blocks, head_row, query_row, head * _SIZE, last_tile,
-                    count, PAGED,
+                    q_rows, k_rows, v_rows, shared, table_ptr, blocks, first, head_row, query_row, head * _SIZE,
+                    last_tile, count, WINDOW,
                 ),
             ),
         ],
         [4, 1],
         [232, 40],
+    )  # fmt: skip
+
+
+def launch_wgmma(
+    q: torch.Tensor,
+    spec: AttentionSpec,
+    layer: KVLayer,
+    block_tables: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    wgmma_layout: bool,
+    pdl: bool,
+) -> None:
+    """`attention_prefill` of tiles int32 [tiles, TILE_FIELDS] to `out`, plain rows or the WGMMA layout."""
+    tokens, heads, head_dim = q.shape
+    cache_rows, kv_heads, _ = layer.k.shape
+    cache = cache_pointers(layer)
+    k, v = (tensor.transpose(0, 1).view(-1, head_dim) for tensor in (cache.k, cache.v))
+    attention_wgmma_kernel[(heads, tiles.shape[0])](
+        out, block_tables, tiles,
+        Copied(q.view(tokens, heads * head_dim), (GROUP_ROWS, head_dim)),
+        Copied(k, (BLOCK_SIZE, head_dim)), Copied(v, (BLOCK_SIZE, head_dim)),
+        spec.scale * LOG2_E, cache_rows, block_tables.shape[1],
+        HEADS=heads, KV_HEADS=kv_heads, WINDOW=spec.window or 0, WGMMA_LAYOUT=wgmma_layout, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

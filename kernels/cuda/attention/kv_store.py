@@ -1,77 +1,50 @@
-"""The key-value cache of one layer on the device, and how a kernel writes and reads its rows.
+"""How a kernel writes and reads rows of the paged key-value cache: fp16, or q8_0 as kernels/kv/kv_q8_0.py defines it.
 
-fp16, or q8_0 as `quengine.kernels.kv.kv_q8_0` defines it. A head's positions lie together, so that a block that reads a
-slice of one head reads one contiguous run, or runs of BLOCK_SIZE positions where a block table says where each lies.
-Knows positions, heads and bytes; not attention.
+In memory a layer is [kv_heads, rows, head_dim]: a block of BLOCK_SIZE positions of one head is one contiguous run,
+and a sequence's block table says where each of its blocks lies.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor, float16, int8, int32
 
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, check_head_dim
-from quengine.kernels.kv.kv_q8_0 import GROUP
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, Q8_0_GROUP, check_head_dim
 
-Q8_GROUP = tl.constexpr(GROUP)
+Q8_GROUP = tl.constexpr(Q8_0_GROUP)
 BLOCK = tl.constexpr(BLOCK_SIZE)
 BLOCK_BITS = tl.constexpr(BLOCK_SIZE.bit_length() - 1)
 
 
-@dataclass(frozen=True)
-class KVStore:
-    """Keys and values of all sequences of a batch, one layer.
+class CachePointers(NamedTuple):
+    """One layer's cache as a kernel takes it. In an fp16 cache k and v stand in for the scales, which are not read."""
 
-    k, v: [sequences, kv_heads, context, head_dim], fp16, or int8 codes with k_scale, v_scale
-    [sequences, kv_heads, context, head_dim / 32] fp16. All contiguous. With block tables it is one pool,
-    [1, kv_heads, rows, head_dim], of which a sequence has blocks of BLOCK_SIZE rows (quengine.kernels.backend.Chunk).
-    """
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
 
-    def __post_init__(self) -> None:
-        if self.k.dtype == torch.int8:
-            check_head_dim(self.k.shape[-1])
-            assert self.k_scale is not None and self.v_scale is not None
-        else:
-            assert self.k.dtype == torch.float16
-        assert self.k.shape == self.v.shape and self.k.is_contiguous() and self.v.is_contiguous()
+def cache_pointers(layer: KVLayer) -> CachePointers:
+    """The tensors of a layer whose heads each have their rows together, as `allocate_layer` lays them out."""
+    k, v, k_scale, v_scale = layer.k, layer.v, layer.k_scale, layer.v_scale
+    assert k.shape == v.shape and k.dtype == v.dtype
+    rows, _, head_dim = k.shape
+    assert k.stride() == v.stride() == (head_dim, rows * head_dim, 1) and rows % BLOCK_SIZE == 0
+    assert rows * head_dim < 2**31, "a kernel counts a head's elements in 32 bits"
+    if k_scale is None or v_scale is None:
+        assert k.dtype == float16
+        return CachePointers(k, v, k, v)
+    check_head_dim(head_dim)
+    assert k.dtype == int8
+    return CachePointers(k, v, k_scale, v_scale)
 
-    @classmethod
-    def of_layer(cls, layer: KVLayer) -> "KVStore":
-        """A backend's layer, without a copy, as a batch of one sequence, or as one pool."""
-        k, v, *scales = (tensor.transpose(0, 1)[None] for tensor in layer.tensors)
-        return cls(k, v, *scales)
 
-    @property
-    def q8_0(self) -> bool:
-        return self.k_scale is not None
-
-    @classmethod
-    def allocate(
-        cls,
-        sequences: int,
-        context: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        q8_0: bool = False,
-    ) -> "KVStore":
-        """Reserve memory; rows are written before they are read, so nothing is cleared."""
-        shape = (sequences, kv_heads, context, head_dim)
-        if not q8_0:
-            k, v = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
-            return cls(k, v)
-        check_head_dim(head_dim)
-        k, v = (torch.empty(shape, dtype=torch.int8, device=device) for _ in range(2))
-        groups = (*shape[:-1], head_dim // GROUP)
-        k_scale, v_scale = (torch.empty(groups, dtype=torch.float16, device=device) for _ in range(2))
-        return cls(k, v, k_scale, v_scale)
+def check_block_tables(block_tables: Tensor) -> None:
+    """Kernels read int32 [sequences, blocks], contiguous."""
+    assert block_tables.ndim == 2 and block_tables.dtype == int32 and block_tables.is_contiguous()
 
 
 @triton.jit
@@ -82,18 +55,23 @@ def round_half_even(x):
 
 @triton.jit
 def table_rows(table_ptr, blocks, key, ASM: tl.constexpr):
-    """Rows of a pool where positions `key` [N] of a sequence lie.
+    """Cache rows of positions `key` [N] of a sequence, from the `blocks` entries of its table at `table_ptr`.
 
-    `table_ptr` points to the `blocks` entries of its table; positions behind them get some row. ASM: as in mma.py.
+    Positions past the table get some row of it. ASM: as in mma.py.
     """
-    place = table_ptr + tl.minimum(key >> BLOCK_BITS, blocks - 1)
+    entry_ptr = table_ptr + tl.minimum(key >> BLOCK_BITS, blocks - 1)
     if ASM:
-        # Seeing a load, the compiler would give it a turn of a loop of its own, and read tiles one turn less ahead.
+        # A load would become a stage of the software pipeline of its own, and tiles be fetched one stage later.
         entry = tl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+            "ld.global.nc.b32 $0, [$1];",
+            "=r,l",
+            [entry_ptr.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
         )
     else:
-        entry = tl.load(place)
+        entry = tl.load(entry_ptr)
     return (entry << BLOCK_BITS) + (key & (BLOCK - 1))
 
 
@@ -135,7 +113,7 @@ def load_tile(
 ):
     """Cache rows `row` [N] as stored: [N, PADDED] fp16, or int8 codes and their scales fp16 [N, PADDED / 32].
 
-    0 outside. An fp16 tile comes with itself in the place of the scales.
+    0 outside. An fp16 tile comes with itself in place of the scales.
     """
     d = tl.arange(0, PADDED)[None, :]
     mask = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (d < HEAD_DIM)
@@ -150,7 +128,7 @@ def load_tile(
 
 
 @triton.jit
-def expand_codes(codes, scale, ASM: tl.constexpr):
+def dequantize_codes(codes, scale, ASM: tl.constexpr):
     """codes int8 [N, PADDED] times scale fp16 [N, PADDED / 32] as two fp16 terms: the rounded product, the remainder.
 
     Their sum is exact down to fp16's smallest step, 2^-24. int8 to fp16 without a conversion: 0x6400 is 1024, whose

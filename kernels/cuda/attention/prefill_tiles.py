@@ -1,4 +1,4 @@
-"""Cuts the rows of several sequences' chunks into tiles for prefill attention, once a step for all layers."""
+"""Cuts the rows of a step's chunks into tiles for prefill attention, once a step for all layers."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,21 @@ from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 TILE_FIELDS = 5
 """int32 entries of a tile, see `PrefillTiles`."""
 
+_ALIGNED = 4
+"""int32 entries in 16 bytes: Triton compiles kernels apart for addresses that are no multiple of it."""
+
 
 def cut_tiles(batch: ForwardBatch, block_rows: int) -> PrefillTiles:
     """Tiles of at most `block_rows` rows of the chunks of a prefill step, on its device."""
     sequences, tiles = tile_entries(batch.starts, batch.query_lens, block_rows)
-    held = torch.tensor([*sequences, *tiles], dtype=torch.int32, device=batch.device)
+    rows, first_tile = len(sequences), -(-len(sequences) // _ALIGNED) * _ALIGNED
+    held = torch.tensor([*sequences, *[0] * (first_tile - rows), *tiles], dtype=torch.int32)
+    if batch.device.type == "cuda":  # the copy then does not wait for what the step has launched
+        held = held.pin_memory()
+    held = held.to(batch.device, non_blocking=True)
     return PrefillTiles(
-        sequences=held[: len(sequences)],
-        tiles=held[len(sequences) :].view(-1, TILE_FIELDS),
+        sequences=held[:rows],
+        tiles=held[first_tile:].view(-1, TILE_FIELDS),
         block_rows=block_rows,
         longest=max(batch.query_lens),
         latest=max(batch.starts),

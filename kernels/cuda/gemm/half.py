@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.launch.relaunch import Relaunched
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
 
 ROWS_A_TILE = 8
 COLUMNS_A_TILE = 128
@@ -208,7 +208,7 @@ def _in_order(values):
     return tl.reshape(tl.permute(tl.reshape(values, [N // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4]), [N])
 
 
-@Relaunched
+@DirectLaunch
 @triton.jit
 def _half_rows_kernel(
     x_ptr, half_ptr, unscale_ptr, K, half_stride, BLOCK: tl.constexpr, FORM: tl.constexpr, PDL: tl.constexpr
@@ -244,7 +244,7 @@ def half_rows(x: Tensor, out: HalfRows | None = None, pdl: bool = False) -> Half
     return rows
 
 
-@Relaunched
+@DirectLaunch
 @triton.jit
 def _order_rows_kernel(x_ptr, out_ptr, K, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
@@ -267,7 +267,7 @@ def order_rows(x: HalfRows, out: Tensor, pdl: bool = False) -> HalfRows:
     return HalfRows(out, x.unscale, Form.ORDERED)
 
 
-@Relaunched
+@DirectLaunch
 @triton.jit
 def _finish_kernel(y_ptr, unscale_ptr, residual_ptr, N, gain, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -30,7 +30,7 @@ from quengine.kernels.cuda.gemm.matmul_fused import FusedScratch
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_program import begin_block, few_rows_program
 from quengine.kernels.cuda.gemm.wgmma_store import RESIDUAL, ROWS, SWIGLU, store_block
-from quengine.kernels.cuda.launch.relaunch import Constants, Copied, Relaunched
+from quengine.kernels.cuda.launch.kernel import Constants, Copied, DirectLaunch
 from quengine.kernels.cuda.swiglu import reach_of
 from quengine.kernels.cuda.weights.launch_table import (
     MOST_FEW,
@@ -44,7 +44,7 @@ from quengine.kernels.cuda.weights.packed import PackedPart
 _STAGED = gl.NVMMASharedLayout(128, 16, 2)
 
 
-@partial(Relaunched, layout=_STAGED)
+@partial(DirectLaunch, layout=_STAGED)
 @gluon.jit(do_not_specialize=["T"])  # any number of rows up to TB runs the same code
 def _wgmma_kernel(
     low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, partial_ptr, tickets_ptr,
@@ -66,7 +66,7 @@ def _wgmma_kernel(
     )  # fmt: skip
 
 
-@partial(Relaunched, layout=_STAGED)
+@partial(DirectLaunch, layout=_STAGED)
 @gluon.jit(do_not_specialize=["T"])
 def _wgmma_two_parts_kernel(
     low, high, scales, supers, x_rows, unscale_ptr, out_ptr, partial_ptr, tickets_ptr, tiles, rows, N, T, gain,
@@ -96,7 +96,7 @@ def _wgmma_two_parts_kernel(
         )  # fmt: skip
 
 
-@partial(Relaunched, layout=_STAGED)
+@partial(DirectLaunch, layout=_STAGED)
 @gluon.jit(do_not_specialize=["T"])
 def _wgmma_blocks_kernel(
     low, high, scales, supers, x_rows, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, tiles, rows, first, N,

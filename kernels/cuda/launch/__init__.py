@@ -1,1 +1,1 @@
-"""How kernels are launched again, compiled ahead and cached."""
+"""How Triton kernels are launched (kernel.py), compiled ahead of a first request, and where they are cached."""

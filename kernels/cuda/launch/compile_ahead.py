@@ -1,10 +1,9 @@
 """Compiling kernels several at a time: what a step launches is compiled by threads while nothing is computed.
 
 Triton compiles a kernel when it is first launched, and the next launch waits. Here a step runs once with its launches
-only noted for compilation; Triton's compiler lets other threads run for about half of its time. While it does, Triton
-takes a millisecond or two for each launch, met before or not; so those that were are told here. A marker beside the
-compiled kernels says that they are there, since even the search takes a second.
-Does not know: which kernels there are, or what they do.
+only compiled; Triton's compiler lets other threads run for about half of its time. It takes a millisecond or two for
+each such launch, compiled before or not, so launches of one variant are recognized here. A marker beside the compiled
+kernels says that they are there, since even this search takes a second.
 """
 
 from collections.abc import Iterator
@@ -19,34 +18,34 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from quengine.kernels.cuda.launch.kernel import launches_handed_to
+
 
 @contextmanager
 def compiling_only(threads: int) -> Iterator[None]:
     """Within it, launches compile their kernels and do not run; at its end all are ready.
 
     What torch itself computes does run, on whatever memory holds: nothing within may depend on values. A kernel that
-    does not compile raises where it is launched in earnest, not here.
+    does not compile raises where it is first run, not here.
     """
     launch = JITFunction.run
-    met = set[object]()
+    seen = set[object]()
 
-    def compile_it(self: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> object:
-        del warmup
-        key = (self, *map(_specialised_on, args), *kwargs.items())
-        if key in met:
-            return None
-        met.add(key)
-        return launch(self, *args, grid=grid, warmup=True, **kwargs)
+    def compile_once(kernel: Any, grid: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        key = (kernel, *map(_specialized_on, args), *named.items())
+        if key not in seen:
+            seen.add(key)
+            launch(kernel, *args, grid=grid, warmup=True, **named)
 
-    with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        JITFunction.run = compile_it
-        try:
-            yield
-        finally:
-            JITFunction.run = launch
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+        launches_handed_to(compile_once),
+    ):
+        yield
 
 
-def _specialised_on(argument: object) -> object:
+def _specialized_on(argument: object) -> object:
     """What machine code may follow from in an argument."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
@@ -54,6 +53,8 @@ def _specialised_on(argument: object) -> object:
         return int, argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
     if isinstance(argument, TensorDescriptor):
         return argument.base.dtype, *argument.block_shape
+    if isinstance(argument, tuple):
+        return type(argument), *map(_specialized_on, argument)
     return float if isinstance(argument, float) else argument
 
 

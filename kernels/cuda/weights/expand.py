@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quengine.kernels.cuda.gemm.fragments import LANE_COLUMNS, chunk_scales, load_chunk, step_codes
 from quengine.kernels.cuda.gemm.mma import pack_halves, uses_assembly
-from quengine.kernels.cuda.launch.relaunch import Relaunched
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.weights.packed import PackedPart
 
 
@@ -36,7 +36,7 @@ def _store_run(pointer, values, inside):
     tl.store(pointer[:, None] + tl.arange(0, 8)[None, :], run, mask=inside[:, None])
 
 
-@Relaunched
+@DirectLaunch
 @triton.jit
 def _dequantize_kernel(
     low, high, scales, supers, out_ptr, chunk_count, first_tile, rows, gain,

@@ -85,14 +85,14 @@ def engine_for(path: Path, parts: Mapping[str, Any]) -> Engine:
     added = [token for token in given or () if isinstance(token, dict)]
     contents = [token["content"] for token in added if isinstance(token.get("content"), str)]
     marks = control_texts(set(contents), ())
-    forgotten = [
+    unmarked = [
         t
         for t in added
         if isinstance(t.get("content"), str) and t["content"] in marks and not t.get("special")
     ]
-    for token in forgotten:
+    for token in unmarked:
         token["special"] = True
-    text = json.dumps(parts) if forgotten else None
+    text = json.dumps(parts) if unmarked else None
     kind = LibraryEngine if is_bounded(parts) else LimitedEngine
     try:
         return kind(str(path.absolute()), text)

@@ -10,16 +10,13 @@ import pytest
 
 from quengine import LLM, EngineError
 from quengine.batch import Batch
+from quengine.config import EngineConfig
 from quengine.diagnostics.bench import bench
-from quengine.diagnostics.bench.bench import (
-    BenchPlan,
-    model_facts,
-    run_bench,
-    synthetic_model,
-)
-from quengine.diagnostics.bench.bench_batch import time_batch
+from quengine.diagnostics.bench.bench import model_facts, run_bench, synthetic_model
 from quengine.diagnostics.bench.bench_machine import describe_machine
-from quengine.diagnostics.bench.bench_row import BenchRow, BenchTest, ModelFacts, expand_tests
+from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest, expand_tests
+from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
+from quengine.diagnostics.bench.bench_time import time_batch
 from quengine.diagnostics.bench.bench_work import prompt_operations
 from quengine.diagnostics.bench.profile import read_profile
 from quengine.diagnostics.bench.profile_run import PROFILED_TOKENS, Traced
@@ -28,6 +25,7 @@ from quengine.kernels.cpu.runtime.threads import max_threads
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
+CPU = EngineConfig("cpu")
 FACTS = ModelFacts(name="m", path="/m.gguf", nbytes=10**9, params=2 * 10**9, types="Q4_K+Q6_K")
 
 
@@ -156,7 +154,7 @@ def test_every_test_of_a_plan_is_profiled_and_the_trace_written(
     monkeypatch.setattr(bench, "profile_decode", profiled("decode step"))
     path = tmp_path / "trace.json"
     tests = [BenchTest(9, 0, 32), BenchTest(0, 3), BenchTest(4, 2)]
-    plan = BenchPlan([model], tests, [1], repetitions=1, device="cpu", trace=path)
+    plan = BenchPlan([model], tests, 1, threads=(1,), config=CPU, trace=path)
     rows = list(run_bench(plan, lambda _: None))
     assert [[p.what for p in r.profile] for r in rows] == [
         ["prompt"],
@@ -171,8 +169,8 @@ def test_every_test_of_a_plan_is_profiled_and_the_trace_written(
 
 def test_kernels_cannot_be_timed_on_the_cpu_and_that_is_said_before_anything_runs(model: Path) -> None:
     for plan in (
-        BenchPlan([model], [BenchTest(8, 0)], [None], device="cpu", profile=True),
-        BenchPlan([model], [BenchTest(8, 0)], [None], device="cpu", trace=Path("t.json")),
+        BenchPlan([model], [BenchTest(8, 0)], config=CPU, profile=True),
+        BenchPlan([model], [BenchTest(8, 0)], config=CPU, trace=Path("t.json")),
     ):
         told: list[str] = []
         with pytest.raises(CannotRunError, match="run is on the CPU"):
@@ -192,12 +190,12 @@ def test_what_cannot_be_timed_of_several_sequences_is_refused(
     test: BenchTest, plan: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EngineError, match=message):
-        BenchPlan(["m"], [test], [None], **plan)
+        BenchPlan(["m"], [test], **plan)
 
 
 def test_several_sequences_are_timed_together(model: Path) -> None:
     tests = expand_tests([9], [5], [(4, 2)], [0, 32])
-    plan = BenchPlan([model], tests, [1], batches=(1, 3), repetitions=2, device="cpu")
+    plan = BenchPlan([model], tests, 2, (1, 3), (1,), config=CPU)
     rows = list(run_bench(plan, lambda _: None))
     assert [(r.batch, r.test) for r in rows] == [(b, test) for b in (1, 3) for test in tests]
     for r in rows:
@@ -238,8 +236,8 @@ def test_what_is_computed_together_is_what_the_test_says(
 
 
 def test_a_deterministic_run_is_one_and_says_so(model: Path) -> None:
-    tests, batches = [BenchTest(5, 3)], (1, 2)
-    plan = BenchPlan([model], tests, [1], batches, repetitions=1, device="cpu", deterministic=True)
+    config = EngineConfig("cpu", deterministic=True)
+    plan = BenchPlan([model], [BenchTest(5, 3)], 1, (1, 2), (1,), config=config)
     rows = list(run_bench(plan, lambda _: None))
     assert [row.batch for row in rows] == [1, 2]
     assert all(row.deterministic and row.as_dict()["deterministic"] is True for row in rows)
@@ -247,8 +245,8 @@ def test_a_deterministic_run_is_one_and_says_so(model: Path) -> None:
 
 def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:
     tests = expand_tests([9], [3], [(4, 2)], [0, 32])
-    counts = [1, max_threads()]
-    plan = BenchPlan([model], tests, counts, repetitions=2, device="cpu")
+    counts = (1, max_threads())
+    plan = BenchPlan([model], tests, 2, threads=counts, config=CPU)
     told: list[str] = []
     rows = list(run_bench(plan, told.append))
     assert [(r.threads, r.test) for r in rows] == [(t, test) for t in counts for test in tests]
@@ -261,7 +259,7 @@ def test_a_plan_gives_every_row_with_every_sample(model: Path) -> None:
 
 
 def test_bytes_of_a_token_are_the_weights_and_the_cache_so_far(model: Path) -> None:
-    plan = BenchPlan([model], [BenchTest(0, 4), BenchTest(0, 4, depth=50)], [1], repetitions=1, device="cpu")
+    plan = BenchPlan([model], [BenchTest(0, 4), BenchTest(0, 4, depth=50)], 1, threads=(1,), config=CPU)
     near, far = run_bench(plan, lambda _: None)
     with LLM(model, "cpu", 64, 1) as llm:
         weights, cache = llm.runner.decoder.bytes_per_token, llm.model_config.kv_cache_bytes(1)
@@ -270,7 +268,7 @@ def test_bytes_of_a_token_are_the_weights_and_the_cache_so_far(model: Path) -> N
 
 
 def test_a_test_longer_than_the_context_is_refused_before_anything_runs(model: Path) -> None:
-    plan = BenchPlan([model], [BenchTest(8, 0), BenchTest(100, 20, depth=32)], [None])
+    plan = BenchPlan([model], [BenchTest(8, 0), BenchTest(100, 20, depth=32)])
     with pytest.raises(EngineError, match=r"pp100\+tg20 @ d32 takes 153 positions.*128"):
         next(run_bench(plan, lambda _: None))
 

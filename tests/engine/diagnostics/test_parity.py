@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quengine import LLM, CannotRunError, EngineError
+from quengine.config import EngineConfig
 from quengine.diagnostics.parity.parity import (
     DEVICE_BUDGETS,
     REFERENCE_BUDGETS,
@@ -254,7 +255,11 @@ class EndsWith:
 
 
 def test_both_sides_are_loaded(model: Path) -> None:
-    with SidePair(SideSpec("reference", model, "reference"), SideSpec("cpu", model, "cpu"), 32, 1) as sides:
+    with SidePair(
+        SideSpec("reference", model, "reference"),
+        SideSpec("cpu", model, "cpu"),
+        EngineConfig(ctx_size=32, threads=1),
+    ) as sides:
         assert sides.a.decoder.backend.name == "reference"
         assert sides.b.decoder.backend.name != "reference"
 
@@ -262,7 +267,11 @@ def test_both_sides_are_loaded(model: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can run that side")
 def test_a_side_that_cannot_run_here_is_that_error(model: Path) -> None:
     with pytest.raises(CannotRunError):
-        SidePair(SideSpec("cpu", model, "cpu"), SideSpec("cuda", model, "cuda"), 32, 1)
+        SidePair(
+            SideSpec("cpu", model, "cpu"),
+            SideSpec("cuda", model, "cuda"),
+            EngineConfig(ctx_size=32, threads=1),
+        )
 
 
 def on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +365,10 @@ class TableSide:
         return self.table[start : start + len(ids)]
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        return [self.cache[start:end]]
+        return [self.cache[start:end].clone()]
+
+    def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
+        self.cache[start:end] = rows[0]
 
     def greedy(self, *_: object) -> list[int]:
         raise AssertionError("no prompts were given")

@@ -10,7 +10,7 @@ import torch
 
 from quengine import LLM
 from quengine.diagnostics.parity.parity import ParityReport, Place, compare_sides
-from quengine.diagnostics.parity.parity_locate import RECORDED, Location, _Call, _of_what_is_added, locate
+from quengine.diagnostics.parity.parity_locate import CAPTURED, Location, _Call, _of_what_is_added, locate
 from quengine.diagnostics.parity.parity_operations import LAYER_OPERATIONS, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
@@ -87,7 +87,7 @@ def test_a_healthy_pair_has_every_operation_of_every_layer_within_its_budget(
     layers = [(o.operation, o.layer) for o in found["prefill"].operations]
     in_layers = [(name, layer) for layer in range(LAYERS) for name in LAYER_OPERATIONS]
     assert layers == [("embed", None), *in_layers, ("logits", None)]
-    assert found["decode"].operations[-1].operation == RECORDED
+    assert found["decode"].operations[-1].operation == CAPTURED
     # In decode activations are rounded; a comparison of a run with itself would give zeros.
     assert all(o.nmse > 1e-12 for o in found["decode"].operations if o.operation == "norm+qkv")
 
@@ -161,7 +161,7 @@ def test_a_recorded_step_that_is_not_its_operations_is_found(reference: LLMSide,
         )
 
     found = located(reference, model, spoil)
-    assert first_places(found) == {"prefill": None, "decode": RECORDED}
+    assert first_places(found) == {"prefill": None, "decode": CAPTURED}
 
 
 def test_the_chunk_reaches_up_to_where_the_report_is_worst(reference: LLMSide, model: Path) -> None:

@@ -94,7 +94,7 @@ def test_an_answer_that_is_broken_off_is_kept_as_far_as_it_came(llm: LLM) -> Non
     assert session.last.timings.cached_tokens > 0
 
 
-def test_an_interrupt_before_the_answer_forgets_the_turn(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_the_answer_drops_the_turn(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     session = ChatSession(llm, PARAMS)
     ask(session, "hello")
     before = list(session.messages)

@@ -8,18 +8,19 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.batch import Batch, Chunk
+from quengine.block_manager import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.llm import CompletionStream
+from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.request import prompt_scores
 from quengine.request.prompt_scores import PromptScores, score_on_device, split_rows
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
-from quengine.runner import Runner
 from quengine.sampler import Sample, Sampler, TokenLogprobs, token_logprobs
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
@@ -144,7 +145,7 @@ def test_scores_that_are_there_stay_when_a_sequence_loses_its_blocks(
     with LLM(path, "cpu") as llm:
         expected = [of_logits(llm.logits(prompt), prompt) for prompt in prompts]
     with LLM(path, "cpu", parallel=2) as llm:
-        llm.loaded.cache.num_blocks = 5
+        llm.loaded.cache.pools = (CachePool(5),)
         llm.scheduler = llm._make_scheduler()
         lost: list[Sequence] = []
         preempt = llm.scheduler._preempt
@@ -207,7 +208,13 @@ def test_a_device_says_at_which_token_logits_are_not_finite(value: float) -> Non
 def scored_sequence(prompt: list[int], blocks: list[int], vocab_size: int, scored: bool) -> Sequence:
     stream = TextStream(lambda _: b"", ())
     sequence = Sequence(
-        prompt, GREEDY, Sampler(GREEDY.with_seed(), vocab_size), stream, frozenset(), 96, block_table=blocks
+        prompt,
+        GREEDY,
+        Sampler(GREEDY.with_seed(), vocab_size),
+        stream,
+        frozenset(),
+        96,
+        block_tables=(blocks,),
     )
     sequence.scores = PromptScores(prompt, 3) if scored else None
     return sequence
@@ -236,7 +243,7 @@ def test_on_cuda_a_step_of_several_prompts_scores_those_that_are_to_be(
             ([8, 9, 10], [0], False),
         )
     )
-    runner = Runner(decoder, cache)
+    runner = ModelRunner(decoder, cache)
     assert runner.run(Batch.prefill([Chunk(long, long.token_ids[:3], 0)])) == [None]
     chunks = [Chunk(long, long.token_ids[3:], 3), *(Chunk(s, s.token_ids, 0) for s in (short, plain))]
     results = runner.run(Batch.prefill(chunks))

@@ -12,7 +12,7 @@ import pytest
 from quengine import LLM, SamplingParams
 from quengine.batch import Batch
 from quengine.request.chat_session import ChatSession
-from quengine.runner import Result
+from quengine.sampler import Result
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

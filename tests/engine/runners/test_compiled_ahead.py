@@ -1,5 +1,5 @@
 """What a first request would wait for, kernel by kernel, is compiled ahead: prompts of every length, alone and in steps
-of several, and their recorded steps."""
+of several, and their captured steps."""
 
 import os
 import subprocess
@@ -11,23 +11,24 @@ CHECK = """
 import sys
 from unittest import mock
 import torch
-from quengine.runners import cuda_batch_graphs, cuda_rehearsal, cuda_runner
-from quengine.runners.cuda_prompts import ROWS, SEQUENCES, StepSize
+from quengine.runners import cuda_graphs
+from quengine.runners.compile_kernels import run_all
+from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
+from quengine.runners.step_rows import SequenceRows, forward_batch
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_cases import META, backend_for
 from quengine.kernels.cuda.aot.aot_compile import record
+from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.synthetic.synthetic import PRESETS, tensor_type
 from quengine.models.tensor_table import required_tensors
-from quengine.runner import Runner
 
 ctx, blocks, arch, fixed = map(int, sys.argv[1:])
 MOST = 2048
 torch.cuda.Event = mock.MagicMock
-for module in (cuda_batch_graphs,):
-    module.has_dependent_launch = lambda _: arch >= 90
+cuda_graphs.has_dependent_launch = lambda _: arch >= 90
 
 def tensor(name, shape):
     fmt = FORMATS[tensor_type(spec, name, shape)]
@@ -46,10 +47,8 @@ with backend_for(arch) as backend:
     tensors = {name: tensor(name, shape) for name, shape in shapes.items()}
     decoder = Decoder(config, tensors, backend, ctx, min(MOST, ctx))
     cache = KVCache.allocate(config, ctx, META, num_blocks=blocks)
-    runner = cuda_runner.CudaRunner(decoder, cache, 0, MOST)
-
-    rehearsal = runner._rehearsal()
-    compiled, missing = keys(rehearsal.all_steps), {}
+    graphs = cuda_graphs.CudaGraphs(decoder, cache, -(-blocks * 32 // ctx), MOST)
+    compiled, missing = keys(lambda: run_all(graphs)), {}
 
     def look(what, call):
         for key, name in keys(call).items():
@@ -60,18 +59,19 @@ with backend_for(arch) as backend:
     lengths = [*range(2, 40, 3), 48, 64, 99, 127, 128, 129, 160, 255, 257, 300, 385, 512, 700, 1100, 1664, 1999, MOST]
     for rows in [length for length in lengths if length <= longest]:
         first = 32 if rows + 32 <= ctx else 0
-        table = rehearsal._padding_blocks(first + rows)
-        look(("chunk", rows), lambda: Runner.prefill_logits(runner, [[0] * rows], [first], [table]))
+        chunk = SequenceRows([0] * rows, first, [[PADDING_BLOCK] * -(-(first + rows) // 32)])
+        look(("chunk", rows), lambda: decoder.forward(forward_batch("prefill", [chunk], META), cache.layers))
     for rows in lengths:
         for count in (2, 3, 7, 16, 33, 64):
             part, rest = rows // count, rows % count
             if 0 < part and part + rest <= longest:
                 step = [part] * (count - 1) + [part + rest]
-                look(("step", rows, count), lambda: rehearsal.prompts_step(step))
-    for rows in ROWS:
-        for count in SEQUENCES:
+                look(("step", rows, count), lambda: graphs.run_prompts(step))
+    for rows in PREFILL_ROWS:
+        for count in PREFILL_SEQUENCES:
             if rows <= MOST:
-                look(("recorded", rows, count), lambda: runner.prompts.rehearse(StepSize(rows, count)))
+                key = GraphKey("prefill", rows, count)
+                look(("captured", rows, count), lambda: graphs.run_padding(key))
 print(len(compiled), missing)
 assert len(compiled) > 30 and not missing
 """

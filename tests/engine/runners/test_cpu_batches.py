@@ -18,20 +18,22 @@ from quengine.errors import EngineError
 from quengine.kernels import cpu
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import decode_batch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
 from quengine.kv_cache import KVCache
+from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
-from quengine.runners.cpu_runner import CpuRunner
+from quengine.runners.cpu_steps import CpuSteps
+from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sample
 from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
 
 CTX, STEPS = 320, 4
-LENGTHS = (1, 2, 31, 32, 33, 70, 258, 300)  # of prompts; two see more than one stretch of attention
+LENGTHS = (1, 2, 31, 32, 33, 70, 258, 300)  # of prompts; attention splits the keys of two
 KINDS = {"attn_q": "Q4_0", "attn_k": "F16", "attn_v": "Q8_0", "attn_output": "Q5_1", "ffn_gate": "Q8_0"}
 KINDS |= {"ffn_up": "Q4_1", "ffn_down": "Q5_0", "output": "F32", "token_embd": "Q4_1"}
 
@@ -85,12 +87,12 @@ class Rig:
         self.decoder = Decoder(checkpoint.config, checkpoint.tensors, self.backend, CTX, CTX)
         self.cache_type = cache_type
 
-    def runner(self, num_blocks: int | None = None) -> CpuRunner:
+    def runner(self, num_blocks: int | None = None) -> ModelRunner:
         config, device = self.decoder.config, torch.device("cpu")
         cache = KVCache.allocate(config, CTX, device, self.cache_type, num_blocks)
         for tensor in (tensor for layer in cache.layers for tensor in layer.tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
-        return CpuRunner(self.decoder, cache)
+        return ModelRunner(self.decoder, cache, CpuSteps(self.decoder, cache))
 
     def sequences(self, lengths: tuple[int, ...]) -> list[Sequence]:
         stream = TextStream(lambda _: b"", ())
@@ -105,10 +107,11 @@ class Rig:
     def alone(self, sequence: Sequence) -> list[Tensor]:
         """Logits behind the prompt and each of the tokens after it, over a cache of its own."""
         runner, ids = self.runner(), list(sequence.token_ids)
-        table = runner.cache.whole_table
-        first = (
-            runner.prefill_logits([ids], [0], [table]) if len(ids) > 1 else runner.logits(ids, 0, "decode")
-        )
+        tables = runner.cache.whole_tables
+        if len(ids) > 1:
+            first = runner.forward("prefill", [SequenceRows(ids, 0, tables)])
+        else:
+            first = runner.logits(ids, 0, "decode")
         logits = [first[-1]]
         for _ in range(STEPS):
             ids.append(int(logits[-1].argmax()))
@@ -123,13 +126,13 @@ def take(sequence: Sequence, sample: Any) -> None:
 
 
 def place(sequences: list[Sequence], num_blocks: int) -> None:
-    free = random.Random(3).sample(range(num_blocks), num_blocks)
+    free = random.Random(3).sample(range(1, num_blocks + 1), num_blocks)
     for sequence in sequences:
         needed = -(-(len(sequence.token_ids) + STEPS) // BLOCK_SIZE)
-        sequence.block_table = [free.pop() for _ in range(needed)]
+        sequence.block_tables = ([free.pop() for _ in range(needed)],)
 
 
-def prefill(runner: CpuRunner, sequence: Sequence, chunk: int) -> None:
+def prefill(runner: ModelRunner, sequence: Sequence, chunk: int) -> None:
     ids = list(sequence.token_ids)
     for start in range(0, len(ids), chunk):
         (sample,) = prompt_step(runner, sequence, ids[start : start + chunk], start)
@@ -137,13 +140,13 @@ def prefill(runner: CpuRunner, sequence: Sequence, chunk: int) -> None:
     take(sequence, sample)
 
 
-def prompt_step(runner: CpuRunner, sequence: Sequence, ids: list[int], start: int) -> list[Any]:
+def prompt_step(runner: ModelRunner, sequence: Sequence, ids: list[int], start: int) -> list[Any]:
     if len(sequence.token_ids) == 1:  # a prompt of one token is a decode step
         return runner.run(Batch.decode([sequence]))
     return runner.run(Batch.prefill([Chunk(sequence, ids, start)]))
 
 
-def step(runner: CpuRunner, sequences: list[Sequence]) -> None:
+def step(runner: ModelRunner, sequences: list[Sequence]) -> None:
     for sequence, result in zip(sequences, runner.decode(sequences), strict=True):
         sequence.num_cached_tokens += 1
         take(sequence, result)
@@ -187,15 +190,15 @@ def test_rows_that_fill_a_step_up_change_nothing_and_nothing_changes_them(tmp_pa
     place(sequences, 30)
     for sequence in sequences:
         prefill(runner, sequence, 512)
-    owned = [i for sequence in sequences for i in sequence.block_table]
-    unowned = [i for i in range(30) if i not in owned]
+    owned = [i for sequence in sequences for i in sequence.block_tables[0]]
+    unowned = [i for i in range(1, 31) if i not in owned]
     for _ in range(STEPS):
         step(runner, sequences)  # 19 rows: a step of 20
     assert torch.equal(heard(sequences[0]), expected)
     for layer in runner.cache.layers:
         blocks = layer.k.unflatten(0, (-1, BLOCK_SIZE))
         assert blocks[unowned].isnan().all()
-        spare = blocks[runner.cache.padding_block]
+        spare = blocks[PADDING_BLOCK]
         assert spare[0].isfinite().all() and spare[1:].isnan().all()
 
 
@@ -208,7 +211,7 @@ def test_a_row_fails_alone_and_a_replayed_token_samples_nothing(tmp_path: Path) 
     for sequence in sequences:
         prefill(runner, sequence, 512)
     for layer in runner.cache.layers:
-        layer.k[sequences[0].block_table[0] * BLOCK_SIZE] = float("nan")
+        layer.k[sequences[0].block_tables[0][0] * BLOCK_SIZE] = float("nan")
     sequences[2].token_ids += [3, 4]  # more that was generated, and is to be computed again
     results = runner.decode(sequences)
     assert isinstance(results[0], EngineError) and results[2] is None
@@ -216,7 +219,7 @@ def test_a_row_fails_alone_and_a_replayed_token_samples_nothing(tmp_path: Path) 
     assert torch.equal(heard(sequences[1]), expected[:2])
 
 
-def test_eager_and_recorded_batches_have_the_same_bits(tmp_path: Path) -> None:
+def test_eager_and_compiled_batches_have_the_same_bits(tmp_path: Path) -> None:
     rig = Rig(write_model(tmp_path / "m.gguf", "window"))
     sequences = rig.sequences((33, 5, 70))
     runner = rig.runner(num_blocks=10)
@@ -226,7 +229,7 @@ def test_eager_and_recorded_batches_have_the_same_bits(tmp_path: Path) -> None:
     batch = decode_batch(
         [s.token_ids[-1] for s in sequences],
         [s.num_cached_tokens for s in sequences],
-        [s.block_table for s in sequences],
+        [s.block_tables for s in sequences],
         torch.device("cpu"),
     )
     with torch.no_grad():
@@ -251,7 +254,7 @@ def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
     rig = Rig(write_model(tmp_path / "m.gguf", "qwen3"))
     runner, vocabulary = rig.runner(num_blocks=10), rig.decoder.config.vocab_size
     (sequence,) = rig.sequences((1,))
-    sequence.block_table = list(range(10))
+    sequence.block_tables = (list(range(1, 11)),)
     for ids, match in [([vocabulary], "the embedding has rows"), ([0] * (CTX + 1), f"a cache of {CTX}")]:
         sequence.token_ids, sequence.num_cached_tokens = ids, len(ids) - 1
         with pytest.raises(ValueError, match=match):

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from quengine import LLM, SamplingParams
-from quengine.batch import Batch
+from quengine.batch import Chunk
 from quengine.errors import EngineError
 from quengine.models.synthetic.synthetic import write_synthetic
-from quengine.runner import Runner
-from quengine.runners.cuda_runner import CudaRunner
-from quengine.sampler import Sample
+from quengine.sampler import Result, Sample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +52,7 @@ def test_captured_steps_are_the_eager_ones(
     llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured = texts(llm, params)
-    monkeypatch.setattr(CudaRunner, "decode", Runner.decode)
+    monkeypatch.setattr(llm.runner, "device_decoder", None)
     same = [ours == eager for ours, eager in zip(captured, texts(llm, params), strict=True)]
     # A batch of three runs as one of four, whose sums may be rounded in another order.
     assert sum(same) >= len(PROMPTS) - 1, same
@@ -81,13 +79,13 @@ def test_streams_that_end_early_leave_the_others_alone(llm: LLM) -> None:
 
 
 def test_a_row_with_every_token_banned_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prefill(self: CudaRunner, batch: Batch) -> Sample | None:
-        try:
-            return Runner.prefill(self, batch)
-        except EngineError:
-            return Sample(5)  # so that the next token is asked of the captured step
+    prefill = llm.runner.prefill
 
-    monkeypatch.setattr(CudaRunner, "prefill", prefill)
+    def choosing(chunks: list[Chunk]) -> list[Result]:
+        # So that the next token is chosen in the captured step.
+        return [Sample(5) if isinstance(r, EngineError) else r for r in prefill(chunks)]
+
+    monkeypatch.setattr(llm.runner, "prefill", choosing)
     nothing = dict.fromkeys(range(llm.model_config.vocab_size), -float("inf"))
     good = llm.stream([8, 9], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     bad = llm.stream([5, 6], SamplingParams(temperature=0, max_tokens=5, logit_bias=nothing))

@@ -1,4 +1,4 @@
-"""What is done ahead changes no text, and on a GPU leaves nothing to be recorded for ordinary requests."""
+"""A warm-up changes no text, and on a GPU leaves nothing to be captured for ordinary requests."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.models.synthetic.synthetic import write_synthetic
-from quengine.runners.cuda_runner import CudaRunner
+from quengine.runners.cuda_graphs import CudaGraphs
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -23,6 +23,7 @@ def test_a_warmed_up_model_writes_the_same_text(tmp_path: Path, parallel: int) -
     with LLM(path, "cpu", parallel=parallel) as llm:
         before = llm.generate(["the cat", "a"], GREEDY)
         llm.warm_up()
+        llm.warm_up(SAMPLED)
         after = llm.generate(["the cat", "a"], GREEDY)
         assert [one.tokens for one in after] == [one.tokens for one in before]
         stream = llm.stream("the", GREEDY)
@@ -40,26 +41,39 @@ def test_a_warmed_up_model_writes_the_same_text(tmp_path: Path, parallel: int) -
     [{}, {"parallel": 8}, {"parallel": 4, "draft_ngram": 3}, {"parallel": 8, "deterministic": True}],
     ids=["alone", "many", "drafts", "deterministic"],
 )
-def test_ordinary_requests_find_their_steps_recorded(options: dict[str, Any], tmp_path: Path) -> None:
+def test_ordinary_requests_find_their_steps_captured(options: dict[str, Any], tmp_path: Path) -> None:
     path = write_synthetic(tmp_path / "tiny.gguf", "tiny")
     with LLM(path, "cuda", 256, **options) as llm:
         llm.warm_up()
-        runner = llm.runner
-        assert isinstance(runner, CudaRunner)
-
-        def recorded() -> tuple[int, int]:
-            batches = 0 if runner.batches is None else len(runner.batches.recorded)
-            return len(runner.prompts.recorded), batches
-
-        before, texts = recorded(), list[list[int]]()
-        assert before[0] >= 5 and before[1] >= 2
+        graphs = llm.runner.graphs
+        assert isinstance(graphs, CudaGraphs)
+        before, texts = graphs.captured, list[list[int]]()
+        phases = [key.phase for key in before]
+        assert phases.count("prefill") >= 5 and phases.count("decode") >= 2
         for _ in range(2):
             texts = [llm.generate(prompt, GREEDY)[0].tokens for prompt in PROMPTS]
             for prompt in PROMPTS:
                 llm.generate(prompt, SAMPLED)
-        assert recorded() == before
+        assert graphs.captured == before
     with LLM(path, "cuda", 256, **options) as llm:
         cold = [llm.generate(prompt, GREEDY)[0].tokens for prompt in PROMPTS]
     # An eager prompt's sums may be rounded in another order, but where kernels are fixed.
     same = sum(a == b for a, b in zip(texts, cold, strict=True))
     assert same == len(PROMPTS) if options.get("deterministic") else same >= len(PROMPTS) - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)  # a first run compiles the kernels
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SamplingParams(seed=3, max_tokens=5, ignore_eos=True)])
+def test_a_warm_up_for_one_request_leaves_no_decode_step_to_be_captured(
+    params: SamplingParams, tmp_path: Path
+) -> None:
+    with LLM(write_synthetic(tmp_path / "tiny.gguf", "tiny"), "cuda", 256) as llm:
+        llm.warm_up(params)
+        graphs = llm.runner.graphs
+        assert isinstance(graphs, CudaGraphs)
+        before = graphs.captured
+        assert [(key.phase, key.rows) for key in before] == [("decode", 1)]
+        llm.generate([7, 8, 9], params)
+        assert graphs.captured == before

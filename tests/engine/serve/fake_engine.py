@@ -1,6 +1,6 @@
 """An engine without a model, for load tests: token = hash of request and position, many sequences at once.
 
-Whoever knows a request can say what its text must be (`expected_tokens`), so that a token that is lost, doubled or
+The tokens of a request are known beforehand (`expected_tokens`), so that one that is missing, doubled or
 in another stream's text shows. Its vocabulary is words `w0 ` .. `w9999 `; text is encoded as its bytes.
 """
 
@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from quengine.errors import EngineError
@@ -19,7 +18,7 @@ from quengine.request.pooling import Pooling
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.text_stream import TextStream
 from quengine.sampler import TokenLogprobs
-from quengine.serve.worker.engine_port import (
+from quengine.serve.processes.shared_engine import (
     EngineStats,
     Event,
     Failed,
@@ -28,6 +27,8 @@ from quengine.serve.worker.engine_port import (
     Piece,
     SlotStats,
 )
+from quengine.serve.processes.shared_model import ServedModel
+from quengine.structured.tool_calls_format import ToolFormat
 
 WORDS = 10_000
 FIRST_BYTE = WORDS
@@ -49,20 +50,21 @@ def _token(key: bytes, seed: int, index: int, position: int) -> int:
     return int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "little") % WORDS
 
 
-class FakeModel:
-    """The text side of the fake engine."""
+class FakeModel(ServedModel):
+    """A model without a file."""
 
     vocab_size = WORDS + 256
-    template: str | None = "the messages as role: content, a line each"
-    notes: Sequence[str] = ("a fake engine: tokens are hashes",)
-    bos_id: int | None = None
-    eos_ids: frozenset[int] = frozenset()
-    token_length: TokenLength | None = TokenLength(1)
-    source: Path | None = None
+    tool_format: ToolFormat | None = None
 
     def __init__(self, ctx_size: int) -> None:
         self.ctx_size = ctx_size
-        self.facts: Mapping[str, Any] = {"n_ctx_train": ctx_size, "n_vocab": self.vocab_size}
+        self.template = "the messages as role: content, a line each"
+        self.notes = ("a fake engine: tokens are hashes",)
+        self.bos_id = None
+        self.eos_ids = frozenset()
+        self.token_length = TokenLength(1)
+        self.source = None
+        self.facts = {"n_ctx_train": ctx_size, "n_vocab": self.vocab_size}
 
     def encode(self, text: str, bos: bool, special: bool) -> list[int]:
         del bos, special
@@ -75,8 +77,6 @@ class FakeModel:
         if not 0 <= token < self.vocab_size:
             raise EngineError(f"token {token} is not from 0 to {self.vocab_size - 1}")
         return b"w%d " % token if token < WORDS else bytes([token - FIRST_BYTE])
-
-    tool_format = None
 
     def prepare(self, params: SamplingParams) -> None:
         if params.constraint is not None:

@@ -11,9 +11,9 @@ import httpx
 from openai import OpenAI
 
 from quengine.request.sampling_params import SamplingParams
+from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.server import Server, bind
 from quengine.serve.settings import Limits, ServerSettings
-from quengine.serve.worker.engine_port import Engine
 from tests.engine.serve.fake_engine import FakeEngine
 
 KEY = "test-key"

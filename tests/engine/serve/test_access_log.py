@@ -119,7 +119,7 @@ def test_a_fault_of_ours_has_its_cause_in_the_log_and_not_in_the_answer(
     assert isinstance(record.exc_info[1].__cause__, KeyError)
 
 
-def test_a_text_that_fails_is_a_line_of_its_own(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_fails_is_a_line_of_its_own(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with served.http() as client:
         answer = client.post("/v1/completions", json={"prompt": FAILING_PROMPT})
     assert answer.status_code == 500

@@ -75,10 +75,10 @@ def test_a_body_that_drips_behind_its_answer_is_cut_off() -> None:
         assert b" 404 " in drip(connection, b"x")
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["before a request", "after one"])
-def test_a_connection_that_sends_nothing_is_closed(asked: bool) -> None:
+@pytest.mark.parametrize("used", [False, True], ids=["before a request", "after one"])
+def test_a_connection_that_sends_nothing_is_closed(used: bool) -> None:
     with serving(limits=Limits(idle_s=0.3)) as served, raw_connection(served) as connection:
-        if asked:
+        if used:
             connection.sendall(HEADERS + b"\r\n")
         assert closed_by_server(connection)
 
@@ -102,7 +102,7 @@ def test_idle_connections_give_way_to_a_client_with_a_request() -> None:
         assert len(served.server.connections) <= 4
 
 
-def test_where_all_connections_are_being_answered_one_more_is_told_so() -> None:
+def test_where_all_connections_are_being_answered_one_more_gets_a_503() -> None:
     with (
         serving(lambda: FakeEngine(step_s=0.01), limits=Limits(connections=2)) as served,
         ExitStack() as stack,

@@ -177,7 +177,7 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
     assert answer.usage is not None and answer.usage.completion_tokens <= 3
 
 
-def test_a_prompt_is_told_of_tools_unless_none_may_be_called(served: Served) -> None:
+def test_a_prompt_names_tools_unless_none_may_be_called(served: Served) -> None:
     with served.http() as http:
         body = {"messages": MESSAGES, "tools": [TOOL]}
         assert "look" in http.post("/apply-template", json=body).json()["prompt"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from quengine.serve.worker.process_engine import ProcessEngine
+from quengine.serve.processes.server_engine import ProcessEngine
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.hostile_bodies import BODIES, Case, case, cases
 from tests.engine.serve.serving import Served, serving
@@ -110,7 +110,7 @@ def check_all(served: Served, given: Iterator[Case]) -> None:
 
 
 def check_all_while_busy(served: Served, given: Iterator[Case]) -> None:
-    """As `check_all`; the server is asked after each ten."""
+    """As `check_all`; the server is checked after each ten."""
     client = Client(served)
     for number, one in enumerate(given):
         client.check(one)

@@ -57,7 +57,7 @@ def test_pages_of_other_origins_are_refused_and_cors_is_off() -> None:
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_cors_is_on_for_the_origins_that_were_asked_for() -> None:
+def test_cors_is_on_for_the_origins_of_the_settings() -> None:
     settings = {"cors_origins": ("https://app.example",), "api_keys": ("k",)}
     with serving(settings=settings) as served, served.http() as client:
         origin = {"origin": "https://app.example"}

@@ -58,13 +58,13 @@ def test_a_streamed_chat_answer_joins_to_the_whole_one(client: OpenAI) -> None:
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 50
 
 
-def test_n_texts_of_one_seed_are_each_their_own(client: OpenAI) -> None:
+def test_n_completions_of_one_seed_are_each_their_own(client: OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt="abc", n=3, seed=7, max_tokens=4)
     assert [choice.text for choice in answer.choices] == [text_of("abc", 7, 4, i) for i in range(3)]
     assert answer.usage is not None and answer.usage.completion_tokens == 12
 
 
-def test_n_streamed_texts_do_not_mix(client: OpenAI) -> None:
+def test_n_streamed_completions_do_not_mix(client: OpenAI) -> None:
     texts = ["", "", ""]
     for chunk in client.completions.create(
         model="fake", prompt="abc", n=3, seed=7, max_tokens=20, stream=True
@@ -177,13 +177,13 @@ def test_a_prompt_that_does_not_fit_is_a_400_with_both_numbers(client: OpenAI) -
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_text_that_fills_the_context_ends_with_length(client: OpenAI) -> None:
+def test_a_completion_that_fills_the_context_ends_with_length(client: OpenAI) -> None:
     answer = client.completions.create(model="fake", prompt="x" * 4090, max_tokens=500)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None and answer.usage.total_tokens == 4096
 
 
-def test_a_text_that_fails_is_a_500_of_its_own(client: OpenAI) -> None:
+def test_a_completion_that_fails_is_a_500_of_its_own(client: OpenAI) -> None:
     with pytest.raises(openai.InternalServerError, match="not finite"):
         client.completions.create(model="fake", prompt="please fail")
     assert client.completions.create(model="fake", prompt="abc").choices[0].text

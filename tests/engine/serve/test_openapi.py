@@ -20,10 +20,10 @@ from schemathesis.checks import load_all_checks
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from quengine.request.sampling_params import SamplingParams
+from quengine.serve import http
 from quengine.serve.app import ROUTES
-from quengine.serve.schemas.fields import Fields
 from quengine.serve.schemas.openapi import EVENTS, OPERATIONS, document
-from quengine.serve.schemas.sampling_fields import OFF, SCALARS, WITHOUT_EFFECT
+from quengine.serve.schemas.requests import Body, Sampling
 from quengine.serve.settings import ServerSettings
 from quengine.structured.tool_calls_format import ToolFormat
 from tests.engine.serve.fake_engine import FakeEngine, FakeModel
@@ -38,7 +38,7 @@ UNSAID = re.compile(
     "only one of them can hold|too small a number for a schema|requires a call"  # two fields
     "|top_logprobs needs|stream_options is for streams"
     "|no tool is named|there are no tools|two functions are named|no function_call before it has this id"
-    "|tokens and the context holds|the prompt has no tokens|texts in one request"  # lengths and sums
+    "|tokens and the context holds|the prompt has no tokens|completions in one request"  # lengths and sums
     "|must be a token id from|it is no JSON|are more than the .* that are accepted"  # what a value means
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
 )
@@ -95,7 +95,7 @@ def driven(shared_fields: bool, coverage: bool) -> Any:
     """The document as schemathesis drives it. Fields that every text route reads in one function are driven on one."""
     given = copy.deepcopy(DOCUMENT)
     for name in () if shared_fields else ("CompletionRequest", "NativeRequest", "ResponseRequest"):
-        for key in (*SCALARS, *OFF, *WITHOUT_EFFECT):
+        for key in Sampling.__struct_fields__[len(Body.__struct_fields__) :]:
             del given["components"]["schemas"][name]["properties"][key]
     config = {"generation": {"deterministic": True}, "phases": {"coverage": {"enabled": coverage}}}
     return schemathesis.openapi.from_dict(given, config=schemathesis.Config.from_dict(config))
@@ -180,24 +180,30 @@ def test_the_document_names_every_route_and_no_other() -> None:
 def test_the_document_names_every_field_that_a_route_reads_and_no_other(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: dict[str, set[str]] = {}
-    finish = Fields.finish
+    read: list[type[Body]] = []
+    read_body = http.read_body
 
-    def noting(fields: Fields) -> None:
-        read[fields._path] = set(fields._known)
-        finish(fields)
+    def noting(kind: type[Body], raw: bytes) -> Body:
+        read.append(kind)
+        return read_body(kind, raw)
 
-    monkeypatch.setattr(Fields, "finish", noting)
+    monkeypatch.setattr(http, "read_body", noting)
     with served.http() as client:
         for path, body in BODIES.items():
             read.clear()
             answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text
             reference = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-            properties = SCHEMAS[reference["schema"]["$ref"].rpartition("/")[2]]["properties"]
-            assert read[""] == properties.keys(), path
-            for name in read.keys() - {""}:
-                assert read[name] == properties[name]["properties"].keys(), (path, name)
+            name = reference["schema"]["$ref"].rpartition("/")[2]
+            assert [kind.__name__ for kind in read] == [name]
+            (kind,) = read
+            assert SCHEMAS[name]["properties"].keys() == set(kind.__struct_fields__), path
+            for field in SCHEMAS[name]["properties"]:
+                answer = client.post(path, json={**body, field: {"?": 1}})
+                error = {} if answer.status_code == 200 else answer.json()["error"]
+                assert error.get("code") != "unknown_parameter" or error["param"] != field, (path, field)
+            answer = client.post(path, json={**body, "no_such_field": 1})
+            assert answer.json()["error"]["code"] == "unknown_parameter"
 
 
 def test_the_schemas_are_schemas_and_every_reference_is_there() -> None:
@@ -210,7 +216,7 @@ def test_the_schemas_are_schemas_and_every_reference_is_there() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_keys_are_in_the_document_where_they_are_asked_for() -> None:
+def test_keys_are_in_the_document_where_they_are_needed() -> None:
     assert "securitySchemes" not in DOCUMENT["components"]
     keyed = document(ServerSettings(("fake",), api_keys=("k",)))
     assert set(keyed["components"]["securitySchemes"]) == {"bearer", "header", "basic"}

@@ -154,7 +154,7 @@ def test_settings_are_sent_kept_and_given_back_to_the_server(page: Any) -> None:
     answered(page)
 
 
-def test_the_live_view_tells_of_speed_slots_and_cache(page: Any) -> None:
+def test_the_live_view_shows_speed_slots_and_cache(page: Any) -> None:
     live = page.get_by_role("status")
     sync_api.expect(live).to_contain_text("0 of 64 slots · 0 waiting · cache 0%")
     choose(page, max_tokens=3000)
@@ -182,7 +182,7 @@ def test_shift_enter_breaks_the_line_and_everything_is_reached_by_tab(page: Any)
     assert {"again", "send", "new", "log"} <= set(seen), seen
 
 
-def test_what_fails_is_said_and_the_message_can_be_asked_again(browser: Any, served: Served) -> None:
+def test_what_fails_is_shown_and_the_message_can_be_sent_again(browser: Any, served: Served) -> None:
     context = browser.new_context()
     page = context.new_page()
     page.goto(served.url)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quengine import LLM, SamplingParams
-from quengine.serve.worker.engine_port import Finished, GenerationRequest, Piece
-from quengine.serve.worker.llm_engine import LLMEngine
+from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from tests.engine.serve.serving import serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes
@@ -51,7 +51,7 @@ def test_a_scored_prompt_is_one_prefill_from_which_generation_goes_on(path: Path
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, seed=1, ignore_eos=True)
     prompt = [(7 * i) % 250 for i in range(70)]
     engine = LLMEngine(LLM(path, device="cpu", parallel=2))
-    engine.add(GenerationRequest(1, prompt, params, 0, False, 0.0, score_prompt=True))
+    engine.add(GenerationRequest(prompt, params, score_prompt=True))
     first = engine.step()
     rest = [event for _ in range(2) for event in engine.step()]
     engine.close()

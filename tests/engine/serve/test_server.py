@@ -1,4 +1,4 @@
-"""Limits, bodies, states, draining, and the routes that tell of the server."""
+"""Limits, bodies, states, draining, and the routes that describe the server."""
 
 import json
 import re
@@ -84,7 +84,10 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
             assert error(answer) == (429, "the queue is full: 1 wait, at most 1 may (--max-queue)")
             assert int(answer.headers["retry-after"]) >= 1
             never = client.post("/v1/completions", json={"prompt": "c", "n": 3})
-            assert error(never) == (400, "3 texts in one request: this server holds at most 2 at a time")
+            assert error(never) == (
+                400,
+                "3 completions in one request: this server holds at most 2 at a time",
+            )
         assert served.wait_until(lambda: worker.idle)
 
 
@@ -125,7 +128,7 @@ def test_draining_refuses_what_is_new_finishes_what_runs_and_then_stops() -> Non
         assert served.wait_until(lambda: served.server.should_exit)
 
 
-def test_a_drain_that_takes_too_long_ends_texts_with_an_error() -> None:
+def test_a_drain_that_takes_too_long_ends_requests_with_an_error() -> None:
     limits = Limits(drain_s=0.2)
     with serving(lambda: FakeEngine(step_s=0.01), limits=limits) as served, raw_connection(served) as running:
         running.sendall(raw_completion("a", 4000))
@@ -164,7 +167,7 @@ def test_text_goes_to_tokens_and_back() -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[0].content"
 
 
-def test_the_server_tells_of_itself() -> None:
+def test_the_server_describes_itself() -> None:
     with serving(lambda: FakeEngine(step_s=0.01, capacity=2)) as served, served.http() as client:
         with raw_connection(served) as running:
             running.sendall(raw_completion("abc", 4000))

@@ -123,7 +123,7 @@ def test_a_reader_that_sleeps_is_cut_off_and_the_others_go_on(caplog: pytest.Log
         assert served.wait_until(lambda: idle(served))
 
 
-def test_a_lost_engine_fails_what_runs_is_made_anew_and_serves_again() -> None:
+def test_a_failed_engine_fails_what_runs_is_replaced_and_serves_again() -> None:
     made: list[FakeEngine] = []
 
     def make_engine() -> FakeEngine:
@@ -143,7 +143,7 @@ def test_a_lost_engine_fails_what_runs_is_made_anew_and_serves_again() -> None:
         assert len(made) == 2
 
 
-def test_an_engine_that_is_lost_again_and_again_ends_the_server() -> None:
+def test_an_engine_that_fails_again_and_again_ends_the_server() -> None:
     with serving(FakeEngine) as served, served.http() as client:
         for _ in range(3):
             served.wait_until(lambda: served.server.worker.state == "ready")
@@ -156,7 +156,7 @@ def test_an_engine_that_is_lost_again_and_again_ends_the_server() -> None:
 def test_an_engine_that_cannot_be_started_again_at_once_is_tried_until_losses_and_failures_are_three(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quengine.serve.worker.worker.RESTART_SECONDS", 0.01)
+    monkeypatch.setattr("quengine.serve.processes.server_thread.RESTART_SECONDS", 0.01)
     attempts: list[int] = []
 
     def make_engine() -> FakeEngine:

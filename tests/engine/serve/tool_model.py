@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quengine import LLM
-from quengine.serve.worker.llm_engine import LLMEngine
+from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.serve.serving import Served, serving
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import CHATML, write_tiny

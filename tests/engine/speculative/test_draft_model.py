@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.block_manager import CachePool
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError
+from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.load import load_model
 from quengine.memory import DRAFT_WORKSPACE, WORKSPACE
 from quengine.models.checkpoint import open_checkpoint
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
+from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sampler
 from quengine.speculative.draft_model import MOST_ROWS, DraftJob, DraftModel
 from quengine.speculative.load_draft import check_vocabulary
@@ -32,13 +35,15 @@ class FakeRunner:
     def __init__(self) -> None:
         self.cache = self.decoder = self.config = self
         self.ctx_size, self.vocab_size, self.chunk_size, self.bytes_per_token = CTX, VOCAB, CHUNK, 0
+        self.pools = (CachePool(20),)
         self.pool: dict[int, int] = {}
         self.computed: list[int] = []
 
-    def prefill_logits(self, ids: Seq[Seq[int]], starts: Seq[int], tables: Seq[Seq[int]]) -> None:
-        for chunk, start, table in zip(ids, starts, tables, strict=True):
-            self.write(chunk, start, table)
-            self.computed.append(len(chunk))
+    def forward(self, phase: Phase, rows: Seq[SequenceRows]) -> None:
+        assert phase == "prefill"
+        for ids, start, (table,) in rows:
+            self.write(ids, start, table)
+            self.computed.append(len(ids))
 
     def write(self, ids: Seq[int], start: int, table: Seq[int]) -> None:
         for position, token in enumerate(ids, start):
@@ -85,7 +90,7 @@ def model(runner: FakeRunner, steps: FakeSteps) -> DraftModel:
 def sequence(ids: list[int], table: list[int]) -> Sequence:
     stream = TextStream(lambda _: b"", ())
     made = Sequence(list(ids), GREEDY, Sampler(GREEDY, VOCAB), stream, frozenset(), CTX)
-    made.block_table = table
+    made.block_tables = (table,)
     return made
 
 
@@ -158,7 +163,7 @@ def test_a_block_that_held_wrong_drafts_is_known_for_what_was_taken(
 def test_new_blocks_after_a_preemption_are_computed_anew(runner: FakeRunner, model: DraftModel) -> None:
     one = sequence(text(60), [4, 5])
     model.follow(one, 59)
-    one.block_table = [7, 8]
+    one.block_tables = ([7, 8],)
     runner.computed.clear()
     model.draft({one: 2})
     assert runner.computed == [50, 9]
@@ -180,7 +185,7 @@ def test_a_sequence_is_sampled_as_it_samples_but_for_its_own_models_business(mod
     )
     stream = TextStream(lambda _: b"", ())
     sampler = Sampler(params, VOCAB + 10, stream=3)
-    one = Sequence(text(5), params, sampler, stream, frozenset(), CTX, block_table=[0])
+    one = Sequence(text(5), params, sampler, stream, frozenset(), CTX, block_tables=([0],))
     made = model._progress(one).sampler
     assert (made.seed, made.stream, made.params.temperature) == (5, 3, 0.7)
     assert made.params.logprobs is None and dict(made.params.logit_bias) == {1: 2.0}
@@ -234,7 +239,7 @@ def test_weights_and_caches_of_both_models_are_counted_before_anything_is_alloca
                 load_model(target, config)
             continue
         loaded = load_model(target, config)
-        assert loaded.cache.num_blocks == 8 and loaded.cache.ctx_size == 256
+        assert loaded.cache.pools[0].num_blocks == 8 and loaded.cache.ctx_size == 256
         assert (loaded.draft is None) == (path is None)
         loaded.close()
 
@@ -244,10 +249,10 @@ def test_the_rows_of_both_models_lie_in_the_same_blocks(tmp_path: Path) -> None:
     with LLM(target, "cpu", 96, 1, draft_model=draft, parallel=2) as llm:
         assert llm.loaded.draft is not None
         ours, theirs = llm.loaded.cache, llm.loaded.draft._runner.cache
-        assert ours.num_blocks == theirs.num_blocks == 6
+        assert ours.pools[0].num_blocks == theirs.pools[0].num_blocks == 6
         stream = llm.stream(list(range(40)), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
         next(stream)
-        table = stream.sequence.block_table
+        table = stream.sequence.block_tables[0]
         for cache in (ours, theirs):
             rows = cache.layers[0].k.unflatten(0, (-1, BLOCK_SIZE))[table[0]]
             assert torch.isfinite(rows).all() and rows.abs().sum() > 0

@@ -9,9 +9,12 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.block_manager import CachePool
+from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
+from quengine.runners.step_rows import SequenceRows
 from quengine.scheduler import Scheduler
 from quengine.speculative.speculation import Speculation
 from quengine.structured.constraint_spec import ConstraintSpec
@@ -47,7 +50,7 @@ def model(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def other(folder: Path) -> Path:
-    """A model that knows nothing of the other, with a shorter context."""
+    """A model of other weights, with a shorter context."""
     sizes = ModelSizes(embedding=32, feed_forward=64, blocks=1, context=128)
     return write_tiny(folder / "other.gguf", kind="Q8_0", sizes=sizes, seed=9)
 
@@ -79,9 +82,9 @@ def all_free(llm: LLM) -> bool:
     return llm.scheduler.blocks.num_used == 0 and not llm.scheduler.waiting
 
 
-def shrink(llm: LLM, blocks: int) -> None:
+def limit_blocks(llm: LLM, blocks: int) -> None:
     """As if there were memory for so few blocks."""
-    llm.loaded.cache.num_blocks = blocks
+    llm.loaded.cache.pools = (CachePool(blocks),)
     llm.scheduler = llm._make_scheduler()
     llm.speculation = llm._make_speculation()
 
@@ -105,7 +108,7 @@ class Drafter:
         for sequence, draft in drafts.items():
             end = len(sequence.token_ids) + len(draft)
             assert len(draft) <= asked[sequence] and end < sequence.max_positions
-            assert len(sequence.block_table) * BLOCK_SIZE >= end
+            assert len(sequence.block_tables[0]) * BLOCK_SIZE >= end
         return drafts
 
 
@@ -217,7 +220,7 @@ def test_preempted_texts_are_the_same(
     prompts = [list(range(10 * i, 10 * i + 12 + 3 * i)) for i in range(5)]
     options = {"draft_ngram": 1} if drafts == "ngram" else {"draft_model": model}
     with load(model, parallel=5, chunk_size=24, deterministic=True, **options) as llm:
-        shrink(llm, 6)
+        limit_blocks(llm, 6)
         assert isinstance(llm.scheduler, Scheduler)
         preempted: list[int] = []
         preempt = llm.scheduler._preempt
@@ -296,18 +299,18 @@ def test_a_step_that_fails_is_tried_for_each_text_and_again_with_drafts(model: P
             stream.start()
         while len(llm.scheduler.decoding) < 3:
             llm.step()
-        decode_rows = llm.runner.decode_rows
-        llm.runner.decode_rows = _failing  # type: ignore[method-assign]
+        forward = llm.runner.forward
+        llm.runner.forward = _failing  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="all of them"):
             llm.step()
-        llm.runner.decode_rows = decode_rows  # type: ignore[method-assign]
+        llm.runner.forward = forward  # type: ignore[method-assign]
         llm.scheduler.retry_alone()
         same([s.finish() for s in streams], alone.generate(PROMPTS[:3], GREEDY))
         assert all_free(llm)
 
 
-def _failing(rows: object) -> Tensor:
-    raise RuntimeError(f"a step of all of them: {rows}")
+def _failing(phase: str, rows: object, all_logits: bool = False) -> Tensor:
+    raise RuntimeError(f"a {phase} step of all of them: {rows}, {all_logits}")
 
 
 def test_a_cancelled_text_frees_its_blocks_and_leaves_the_others_alone(model: Path, alone: LLM) -> None:
@@ -318,7 +321,7 @@ def test_a_cancelled_text_frees_its_blocks_and_leaves_the_others_alone(model: Pa
         for _ in range(8):
             llm.step()
         streams[1].close()
-        assert streams[1].sequence.block_table == []
+        assert streams[1].sequence.block_tables == ()
         same([streams[i].finish() for i in (0, 2)], [alone.generate(PROMPTS[i], SEEDED)[0] for i in (0, 2)])
         assert all_free(llm)
 
@@ -327,13 +330,14 @@ def test_rows_of_a_step_stay_within_their_number(model: Path) -> None:
     with load(model, parallel=4, draft_ngram=1) as llm:
         drafted_by(llm, lambda _, count: [1] * count, most=6, rows=9)
         sizes: list[int] = []
-        decode_rows = llm.runner.decode_rows
+        forward = llm.runner.forward
 
-        def watched(rows: list[object]) -> object:
-            sizes.append(len(rows))
-            return decode_rows(rows)  # type: ignore[arg-type]
+        def watched(phase: Phase, rows: list[SequenceRows]) -> Tensor:
+            if phase == "decode":
+                sizes.append(sum(len(part.ids) for part in rows))
+            return forward(phase, rows)
 
-        llm.runner.decode_rows = watched  # type: ignore[method-assign,assignment]
+        llm.runner.forward = watched  # type: ignore[method-assign,assignment]
         llm.generate(PROMPTS[:4], GREEDY)
         assert max(sizes) == 9
 

@@ -65,7 +65,7 @@ def errors() -> Iterator[tuple[str, float]]:
         expected = definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125)
         yield f"{cache_type} prompt attention", nmse(prefill_attention(q, layer, 0, 0.125), expected)
         yield f"{cache_type} attention", nmse(decode_attention(q[49], layer, 50, 0.125), expected[49])
-        newest = decode_batch([0, 0], [20, 31], [[0], [0]], torch.device("cpu"))
+        newest = decode_batch([0, 0], [20, 31], [[[0]], [[0]]], torch.device("cpu"))
         yield (
             f"{cache_type} attention of rows",
             nmse(batch_attention(q[[20, 31]], layer, newest, 0.125, None), expected[[20, 31]]),

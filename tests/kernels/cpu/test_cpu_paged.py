@@ -40,11 +40,13 @@ class Held:
 
 
 def newest(positions: Tensor, tables: Tensor) -> ForwardBatch:
-    return decode_batch([0] * len(positions), positions.tolist(), tables.tolist(), torch.device("cpu"))
+    return decode_batch(
+        [0] * len(positions), positions.tolist(), [[table] for table in tables.tolist()], torch.device("cpu")
+    )
 
 
 def chunk(start: int, tokens: int, table: Tensor) -> ForwardBatch:
-    return prefill_batch([[0] * tokens], [start], [table.tolist()], torch.device("cpu"))
+    return prefill_batch([[0] * tokens], [start], [[table.tolist()]], torch.device("cpu"))
 
 
 def held(kv_heads: int, width: int, cache_type: CacheType) -> Held:

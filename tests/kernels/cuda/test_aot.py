@@ -208,14 +208,16 @@ from quengine.kernels.cuda.aot import aot
 for v in aot.variants([90]):
     launch = aot.launches(v.case, 90)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
-    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT", "FIXED",
-        "ROUND", "WINDOW", "TILED", "SEQUENCES", "REGISTERS")
+    flags = ("TB", "EPILOGUE", "Q8", "ROW_SCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
+        "BATCH_INVARIANT", "QUANTIZE", "WINDOW", "REGISTERS")
     given["REGISTERS"] = launch.options.get("maxnreg")
+    if "ROPE" in given:
+        given["QUERY_SCALE"] = given["ROPE"].query_scale
     print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
 """
 
 
-def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
+def test_what_batches_launch_is_compiled() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", LISTED], capture_output=True, text=True, env=environment, timeout=250
@@ -234,21 +236,18 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
     assert met("fused_kernel", "EXACT") == {(x,) for x in truths}
     both = {(first, second) for first in truths for second in truths}
-    assert met("rope_store_kernel", "PAGED", "Q8", "UNSCALE") == {("True", *pair) for pair in both}
-    assert met("rope_store_kernel", "QUERY_SCALE", "UNSCALE") == both
-    assert met("attention_prefill_kernel", "FIXED") == {(x,) for x in truths}
+    assert met("rope_store_kernel", "Q8", "ROW_SCALE") == both
+    assert met("rope_store_kernel", "QUERY_SCALE", "ROW_SCALE") == both
+    assert met("attention_prefill_kernel", "BATCH_INVARIANT") == {(x,) for x in truths}
     assert met("wgmma_blocks_kernel", "TB", "EPILOGUE") == set(product(("128", "256"), forms))
-    assert met("attention_prefill_kernel", "FIXED", "TILED") == both
-    assert met("rope_store_kernel", "SEQUENCES", "UNSCALE") == both
     outs = {("torch.float16",), ("torch.float32",)}
-    assert met("attention_prefill_kernel", "PAGED", "Q8", "OUT") == {
-        ("True", q8, *out) for q8 in truths for out in outs
-    }
-    assert met("attention_tiles_kernel", "PAGED", "Q8", "PDL") == {("True", *pair) for pair in both}
-    assert ("True", "416") in met("attention_tiles_kernel", "PAGED", "LEAST")
-    assert met("attention_warps_kernel", "PAGED", "PDL") == {("True", pdl) for pdl in truths}
-    assert met("attention_warps_kernel", "ROUND", "FORM") >= {("True", "-1"), ("False", "2")}
-    assert ("1", "True") in met("attention_warps_kernel", "WINDOW", "PAGED")
+    assert met("attention_prefill_kernel", "Q8", "OUT") == {(q8, *out) for q8 in truths for out in outs}
+    assert met("attention_tiles_kernel", "Q8", "PDL") == both
+    assert ("416",) in met("attention_tiles_kernel", "LEAST")
+    assert met("attention_warps_kernel", "PDL") == {(pdl,) for pdl in truths}
+    assert met("attention_warps_kernel", "QUANTIZE", "FORM") >= {("True", "-1"), ("False", "2")}
+    assert ("1",) in met("attention_warps_kernel", "WINDOW")
+    assert met("qk_row_norm_kernel", "PDL") == {("True",)}
     assert met("attention_warps_kernel", "REGISTERS") == {("128",), ("255",)}
     assert {form for (form,) in met("rms_norm_kernel", "FORM")} == {"0", "1", "2"}
     assert met("norm_ordered_kernel", "PDL") == {("True",)}

@@ -11,6 +11,7 @@ from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.normed import NormedRows
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
+from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
@@ -44,14 +45,14 @@ def paged_logits(
     checkpoint = GGUFCheckpoint(path)
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
     cache = KVCache.allocate(checkpoint.config, 64, backend.device, num_blocks=2 * len(prompts))
-    tables = torch.arange(cache.num_blocks - 1, -1, -1).view(-1, 2).tolist()
+    tables = torch.arange(2 * len(prompts), 0, -1).view(-1, 2).tolist()
     for prompt, table in zip(prompts, tables, strict=True):
         forward(decoder, prompt, cache.layers, table=table)
     results = []
     for number, ids in enumerate(steps):
         positions = [len(prompt) + number for prompt in prompts] + [0]
-        padding = [cache.padding_block] * 2
-        batch = decode_batch([*ids, 0], positions, [*tables, padding], backend.device)
+        padding = [PADDING_BLOCK] * 2
+        batch = decode_batch([*ids, 0], positions, [[table] for table in (*tables, padding)], backend.device)
         results.append(decoder.forward(batch, cache.layers)[:-1].cpu())
     return results
 
@@ -96,7 +97,9 @@ def test_several_prompts_in_one_step_are_the_reference_of_each(backend: CudaBack
         decoder = Decoder(checkpoint.config, checkpoint.tensors, each, 64, 64)
         cache = KVCache.allocate(checkpoint.config, 64, each.device, num_blocks=6)
         forward(decoder, prompts[2][:20], cache.layers, table=tables[2])
-        batch = prefill_batch([*prompts[:2], prompts[2][20:]], (0, 0, 20), tables, each.device)
+        batch = prefill_batch(
+            [*prompts[:2], prompts[2][20:]], (0, 0, 20), [[table] for table in tables], each.device
+        )
         results.append(decoder.forward(batch, cache.layers).cpu())
         assert results[-1].shape[0] == 3
     assert nmse(results[0], results[1]) < 5e-5

@@ -9,9 +9,7 @@ import torch
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda import rms_norm as rms_norm_module
-from quengine.kernels.cuda.attention.attention_prefill import attention_prefill, is_hopper
-from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.cuda.attention.rope import rope_store
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import matmul as matmul_module
 from quengine.kernels.cuda.gemm.half import HalfRows
@@ -20,14 +18,14 @@ from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.glu import glu as swiglu
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
-from tests.kernels.cuda.attention.attention_cases import make_spec
+from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 from tests.tiny_models import write_tiny
 
@@ -152,17 +150,9 @@ def test_a_prompts_attention_does_not_depend_on_its_chunks(
     qkv = torch.randn(tokens, 8 * head_dim, generator=torch.Generator().manual_seed(1)).to(device)
 
     def run(chunks: list[int]) -> torch.Tensor:
-        cache = KVStore.allocate(1, 256, 2, head_dim, device, q8_0)
-        for tensor in (cache.k, cache.v, cache.k_scale, cache.v_scale):
-            if tensor is not None:
-                tensor.zero_()
-        outputs, start = [], 0
-        for size in [*chunks, tokens - sum(chunks)]:
-            positions = torch.arange(start, start + size, dtype=torch.int32, device=device)
-            q = rope_store(qkv[start : start + size], spec, cache, 0, positions)
-            outputs.append(attention_prefill(q, spec, cache, 0, start, torch.float32, fixed=True))
-            start += size
-        return torch.cat(outputs)
+        cache = PagedCache.empty(device, 1, 256, 2, head_dim, q8_0)
+        sizes = [*chunks, tokens - sum(chunks)]
+        return run_chunks(spec, cache.layer, qkv, sizes, cache.tables, batch_invariant=True)
 
     whole = run([])
     for chunks in [[1, 64]] + [[1, 2, 40], [64, 5], [33, 1], [1] * 100, [128]] * ON_GPU:
@@ -191,7 +181,7 @@ class Rig:
         parts, start = [], 0
         for size in [*chunks, len(ids) - sum(chunks)]:
             part = ids[start : start + size]
-            batch = prefill_batch([part], [start], [table], self.device, all_logits=True)
+            batch = prefill_batch([part], [start], [[table]], self.device, all_logits=True)
             parts.append(self.rows(batch, cache))
             start += size
         return torch.cat(parts)
@@ -219,7 +209,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(rig: Rig) -> None:
         rows = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(len(ids))]
         for mine, first in zip(again.layers[0].tensors, held.tensors, strict=True):
             assert torch.equal(mine[rows], first[: len(ids)])
-    alone = rig.rows(decode_batch(ids[-1:], [len(ids) - 1], [[0, 1, 2]], rig.device), cache)
+    alone = rig.rows(decode_batch(ids[-1:], [len(ids) - 1], [[[0, 1, 2]]], rig.device), cache)
     # One token in decode, whose attention keeps more bits: else this tests nothing.
     assert not torch.equal(alone, whole[-1:])
 
@@ -234,14 +224,14 @@ def test_rows_that_go_on_alone_behind_the_last_attention_have_their_bits(rig: Ri
         if ON_GPU:
             assert torch.equal(forward(rig.decoder, chunk, rig.cache().layers), every[-1:])
         parts.append(every[-1])
-    both = prefill_batch(chunks, [0] * len(chunks), [[3, 1], [0, 2]][: len(chunks)], rig.device)
+    both = prefill_batch(chunks, [0] * len(chunks), [[[3, 1]], [[0, 2]]][: len(chunks)], rig.device)
     assert torch.equal(rig.decoder.forward(both, cache.layers), torch.stack(parts))
 
 
 def test_a_step_has_the_same_bits_alone_and_in_every_batch(rig: Rig) -> None:
     """Over caches with something in them; two sequences, the rest of the batch is nobody's."""
     cache, plain, expected = rig.cache(7), rig.cache(), []
-    tables = [[4, 0, 2], [3, 1, 5]]
+    tables = [[4, 6, 2], [3, 1, 5]]
     for pooled, rows in zip(cache.layers[0].tensors, plain.layers[0].tensors, strict=True):
         pooled.copy_(torch.randn(pooled.shape, generator=torch.Generator().manual_seed(2)))
         for block, at in enumerate(tables[0]):
@@ -249,7 +239,7 @@ def test_a_step_has_the_same_bits_alone_and_in_every_batch(rig: Rig) -> None:
     positions, tokens = [70, 40], [11, 12]
 
     def step(ids: list[int], at: list[int], blocks: list[list[int]], held: KVCache) -> torch.Tensor:
-        return rig.rows(decode_batch(ids, at, blocks, rig.device), held)
+        return rig.rows(decode_batch(ids, at, [[table] for table in blocks], rig.device), held)
 
     for i in range(2):
         expected.append(step(tokens[i : i + 1], positions[i : i + 1], tables[i : i + 1], cache)[0])
@@ -257,6 +247,6 @@ def test_a_step_has_the_same_bits_alone_and_in_every_batch(rig: Rig) -> None:
     assert torch.equal(single[0], expected[0]), "blocks of another order"
     for count in [2, 3, 4, 7, 8, 9, 24, 33, 100, 128, 130] if ON_GPU else [3]:
         padding = count - 2
-        blocks = [[cache.padding_block] * 3] * padding + tables
+        blocks = [[PADDING_BLOCK] * 3] * padding + tables
         got = step([0] * padding + tokens, [0] * padding + positions, blocks, cache)
         assert torch.equal(got[-2], expected[0]) and torch.equal(got[-1], expected[1]), count

@@ -1,11 +1,18 @@
-"""What the tests of attention have in common: a layer's settings, and a cache with something in it."""
+"""What the tests of attention have in common: a layer's settings, and a paged cache with something in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.kv.kv_q8_0 import quantize_rows
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cuda.attention.attention_prefill import attention_prefill, prefill_tiles
+from quengine.kernels.cuda.attention.rope_store import rope_store
+from quengine.kernels.forward_batch import prefill_batch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.kv_q8_0 import dequantize_rows
+from quengine.kernels.kv.kv_rows import allocate_layer, write_rows
 from quengine.kernels.rope import RopeSpec, rope_table
 
 
@@ -38,17 +45,110 @@ def make_spec(
     )
 
 
+@dataclass(frozen=True)
+class PagedCache:
+    """One layer's cache and the block table of each sequence, int32 [sequences, blocks]."""
+
+    layer: KVLayer
+    tables: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        device: torch.device,
+        sequences: int,
+        context: int,
+        kv_heads: int,
+        head_dim: int,
+        q8_0: bool = False,
+        padding: int = 0,
+    ) -> "PagedCache":
+        """Blocks in order; `padding` blocks are behind those of the sequences. All is NaN: rows that are not written
+        must not be read."""
+        blocks = -(-context // BLOCK_SIZE)
+        count = sequences * blocks
+        layer = allocate_layer(
+            (count + padding) * BLOCK_SIZE, kv_heads, head_dim, device, "q8_0" if q8_0 else "f16"
+        )
+        for tensor in layer.tensors:
+            tensor.fill_(77 if tensor.dtype == torch.int8 else float("nan"))
+        tables = torch.arange(count, dtype=torch.int32, device=device).view(sequences, blocks)
+        return cls(layer, tables)
+
+    def planes(self) -> list[torch.Tensor]:
+        """What is stored, by sequence: each [sequences, context, kv_heads, ...]."""
+        blocks = self.tables.long()
+        return [t.unflatten(0, (-1, BLOCK_SIZE))[blocks].flatten(1, 2) for t in self.layer.tensors]
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values fp64, each [sequences, context, kv_heads, head_dim]."""
+        k, v, *scales = self.planes()
+        if scales:
+            k, v = dequantize_rows(k, scales[0]), dequantize_rows(v, scales[1])
+        return k.double(), v.double()
+
+    def shuffled(self, padding: int = 0) -> "PagedCache":
+        """The same sequences, in blocks in no order with `padding` blocks among them, whose bytes are 77."""
+        sequences, blocks = self.tables.shape
+        count = sequences * blocks + padding
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(4)).to(self.tables.device)
+        kv_heads, head_dim = self.layer.k.shape[1:]
+        cache_type = "f16" if self.layer.k_scale is None else "q8_0"
+        layer = allocate_layer(count * BLOCK_SIZE, kv_heads, head_dim, self.tables.device, cache_type)
+        tables = order[: sequences * blocks].view(sequences, blocks)
+        for tensor, plane in zip(layer.tensors, self.planes(), strict=True):
+            tensor.fill_(77)
+            tensor.unflatten(0, (-1, BLOCK_SIZE))[tables] = plane.unflatten(1, (blocks, BLOCK_SIZE))
+        return PagedCache(layer, tables.to(torch.int32))
+
+    def sequence(self, index: int) -> torch.Tensor:
+        """The block tables of one sequence alone."""
+        return self.tables[index : index + 1].contiguous()
+
+
 def filled_cache(
     device: torch.device, sequences: int, context: int, kv_heads: int, head_dim: int, q8_0: bool
-) -> KVStore:
+) -> PagedCache:
     generator = torch.Generator().manual_seed(head_dim + kv_heads)
-    cache = KVStore.allocate(sequences, context, kv_heads, head_dim, device, q8_0)
-    for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale)):
-        rows = torch.randn(codes.shape, generator=generator)
-        if scales is None:
-            codes.copy_(rows)
-        else:
-            quantized = quantize_rows(rows)
-            codes.copy_(quantized[0])
-            scales.copy_(quantized[1])
+    cache = PagedCache.empty(device, sequences, context, kv_heads, head_dim, q8_0)
+    shape = cache.layer.k.shape
+    k, v = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+    write_rows(cache.layer, 0, k, v)
     return cache
+
+
+def run_prefill(
+    spec: AttentionSpec,
+    layer: KVLayer,
+    qkv: torch.Tensor,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    tables: torch.Tensor,
+    batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step of chunks, each of `lengths` rows of qkv at its position in `starts` and with its row of `tables`: rotate,
+    store and attend. The rotated queries fp16, and fp32 [T, heads * head_dim]."""
+    batch = prefill_batch(
+        [[0] * length for length in lengths], starts, [[table] for table in tables.tolist()], qkv.device
+    )
+    tiles = prefill_tiles(batch, spec.head_dim, batch_invariant)
+    q = rope_store(qkv, spec, layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
+    out = torch.full((len(qkv), spec.heads * spec.head_dim), float("nan"), device=qkv.device)
+    return q, attention_prefill(q, spec, layer, batch.block_tables_of(0), tiles, out, batch_invariant)
+
+
+def run_chunks(
+    spec: AttentionSpec,
+    layer: KVLayer,
+    qkv: torch.Tensor,
+    chunks: Sequence[int],
+    tables: torch.Tensor,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """One sequence, with block tables [1, blocks], chunk by chunk from position 0 on."""
+    outputs, start = [], 0
+    for size in chunks:
+        rows = qkv[start : start + size]
+        outputs.append(run_prefill(spec, layer, rows, [start], [size], tables, batch_invariant)[1])
+        start += size
+    return torch.cat(outputs)

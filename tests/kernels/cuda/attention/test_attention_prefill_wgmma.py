@@ -12,15 +12,14 @@ from quengine.kernels.cuda.attention.attention_prefill import (
     attention_prefill,
     is_hopper,
     prefill_tiles,
-    stores_ordered,
+    stores_wgmma_layout,
 )
-from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.cuda.attention.rope import rope_store
+from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_shape
-from quengine.kernels.forward_batch import prefill_batch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from tests.kernels.cuda.attention.attention_cases import make_spec
-from tests.kernels.cuda.attention.test_cuda_attention_prefill import expected_rows, run_chunks
+from quengine.kernels.forward_batch import ForwardBatch, prefill_batch
+from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks, run_prefill
+from tests.kernels.cuda.attention.test_cuda_attention_prefill import expected_rows
+from tests.kernels.cuda.attention.test_paged_attention import released
 
 CONTEXT = 768
 CHUNK = 700
@@ -35,14 +34,6 @@ def _hopper(device: torch.device) -> None:
 def long_spec(device: torch.device, heads: int, kv_heads: int, window: int | None = None) -> AttentionSpec:
     spec = make_spec(device, CONTEXT, heads, kv_heads, 128, window)
     return replace(spec, mask_band=causal_mask_band(CHUNK, CONTEXT, window, device))
-
-
-def unwritten_cache(device: torch.device, rows: int, kv_heads: int) -> KVStore:
-    """Rows that are not written must not be read: a NaN there would show."""
-    cache = KVStore.allocate(1, rows, kv_heads, 128, device)
-    for tensor in (cache.k, cache.v):
-        tensor.fill_(float("nan"))
-    return cache
 
 
 def random_qkv(device: torch.device, tokens: int, heads: int, kv_heads: int) -> torch.Tensor:
@@ -69,42 +60,64 @@ def test_chunks_are_as_defined(
     heads: int, kv_heads: int, chunks: list[int], window: int | None, device: torch.device
 ) -> None:
     spec = long_spec(device, heads, kv_heads, window)
-    cache = unwritten_cache(device, CONTEXT, kv_heads)
-    assert stores_ordered(cache, None, chunks[-1])
+    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, 128)
+    last = prefill_batch([[0] * chunks[-1]], [0], [[table] for table in cache.tables.tolist()], device)
+    assert stores_wgmma_layout(cache.layer, prefill_tiles(last, 128))
     qkv = random_qkv(device, sum(chunks), heads, kv_heads)
-    out = run_chunks(spec, cache, qkv, chunks, device)
+    out = run_chunks(spec, cache.layer, qkv, chunks, cache.tables)
     expected = expected_rows(spec, cache, qkv)
     assert torch.isfinite(out).all()
     error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 1e-3, f"relative error {error.max():.2e} of row {error.argmax()}"
 
 
+def in_wgmma_layout(
+    q: torch.Tensor, spec: AttentionSpec, cache: PagedCache, batch: ForwardBatch
+) -> torch.Tensor:
+    """The values of an fp16 operand, zeros where nothing was written."""
+    tiles = prefill_tiles(batch, 128)
+    assert stores_wgmma_layout(cache.layer, tiles)
+    shape = half_shape(len(q), spec.heads * 128, Form.ORDERED)
+    room = torch.zeros(shape, dtype=torch.float16, device=q.device)
+    return attention_prefill(
+        q, spec, cache.layer, batch.block_tables_of(0), tiles, room, wgmma_layout=True, pdl=True
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 200])
-def test_blocks_of_a_pool_and_ordered_rows_have_the_same_bits(
+def test_blocks_anywhere_and_the_wgmma_layout_have_the_same_bits(
     window: int | None, device: torch.device
 ) -> None:
     spec = long_spec(device, 4, 2, window)
-    blocks = CONTEXT // BLOCK_SIZE
-    table = torch.randperm(blocks + 3, generator=torch.Generator().manual_seed(1))[:blocks]
-    table = table.to(device, torch.int32)
-    own, pool = unwritten_cache(device, CONTEXT, 2), unwritten_cache(device, CONTEXT + 3 * BLOCK_SIZE, 2)
+    own = PagedCache.empty(device, 1, CONTEXT, 2, 128)
+    pool = own.shuffled(3)
+    for tensor in pool.layer.tensors:
+        tensor.fill_(float("nan"))
     qkv = random_qkv(device, 605, 4, 2)
     start = 0
     for length in (205, 400):
-        rows = qkv[start : start + length]
-        positions = torch.arange(start, start + length, dtype=torch.int32, device=device)
-        q = rope_store(rows, spec, own, 0, positions)
-        again = rope_store(rows, spec, pool, 0, positions, block_table=table)
-        assert torch.equal(q, again)
-        plain = attention_prefill(q, spec, own, 0, start)
-        paged = attention_prefill(q, spec, pool, 0, start, block_table=table, pdl=True)
-        assert torch.equal(plain, paged)
-        room = torch.zeros(half_shape(length, 512, Form.ORDERED), dtype=torch.float16, device=device)
-        attention_prefill(q, spec, own, 0, start, ordered=room)
+        results = []
+        for cache in (own, pool):
+            batch = prefill_batch(
+                [[0] * length], [start], [[table] for table in cache.tables.tolist()], device
+            )
+            tiles = prefill_tiles(batch, 128)
+            rows = qkv[start : start + length]
+            q = rope_store(
+                rows, spec, cache.layer, batch.positions, batch.block_tables_of(0), tiles.sequences
+            )
+            plain = torch.empty(length, 512, dtype=torch.float16, device=device)
+            attention_prefill(q, spec, cache.layer, batch.block_tables_of(0), tiles, plain, pdl=cache is pool)
+            results.append((q, plain))
+        (q, plain), (again, paged) = results
+        assert torch.equal(q, again) and torch.equal(plain, paged)
+        room = in_wgmma_layout(q, spec, pool, batch)
         assert torch.equal(room[:length], HalfRows(plain, plain[:, 0]).as_ordered().values[:length])
         assert not room[length:].any(), "rows behind the last were written"
-        assert torch.equal(attention_prefill(q, spec, own, 0, start, in_place=True), plain)
+        in_place = q.view(length, 512)
+        attention_prefill(q, spec, pool.layer, batch.block_tables_of(0), tiles, in_place)
+        assert torch.equal(in_place, plain)
         start += length
 
 
@@ -112,32 +125,48 @@ def test_blocks_of_a_pool_and_ordered_rows_have_the_same_bits(
 def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> None:
     spec = long_spec(device, 4, 2)
     starts, lengths = (0, 61, 32), (267, 1, 140)
-    own = [unwritten_cache(device, CONTEXT, 2) for _ in starts]
-    pool = unwritten_cache(device, 3 * CONTEXT, 2)
-    tables = torch.randperm(3 * CONTEXT // BLOCK_SIZE, generator=torch.Generator().manual_seed(2)).view(3, -1)
-    batch = prefill_batch([[0] * length for length in lengths], starts, tables.tolist(), device)
+    own = PagedCache.empty(device, 3, CONTEXT, 2, 128)
+    pool = own.shuffled()
+    for tensor in pool.layer.tensors:
+        tensor.fill_(float("nan"))
     for sequence, start in enumerate(starts):  # what earlier chunks have left
         if start:
             before = random_qkv(device, start, 4, 2)
-            at = torch.arange(start, dtype=torch.int32, device=device)
-            rope_store(before, spec, own[sequence], 0, at)
-            rope_store(before, spec, pool, 0, at, block_table=batch.block_tables[sequence].contiguous())
-    prompts = prefill_tiles(batch, 128)
+            for cache in (own, pool):
+                run_prefill(spec, cache.layer, before, [0], [start], cache.sequence(sequence))
     qkv = random_qkv(device, sum(lengths), 4, 2)
-    q = rope_store(
-        qkv, spec, pool, 0, batch.positions, block_table=batch.block_tables, sequences=prompts.sequences
+    batch = prefill_batch(
+        [[0] * length for length in lengths], starts, [[table] for table in pool.tables.tolist()], device
     )
-    assert stores_ordered(pool, prompts, len(qkv))
-    room = torch.zeros(half_shape(len(qkv), 512, Form.ORDERED), dtype=torch.float16, device=device)
-    attention_prefill(
-        q, spec, pool, 0, 0, block_table=batch.block_tables, prompts=prompts, ordered=room, pdl=True
-    )
+    tiles = prefill_tiles(batch, 128)
+    q = rope_store(qkv, spec, pool.layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
+    room = in_wgmma_layout(q, spec, pool, batch)
     together = HalfRows(room, torch.ones(len(qkv), device=device), Form.ORDERED).row_major(512)
-    for sequence, (rows, start, _) in enumerate(batch.chunks()):
-        at = torch.arange(start, start + lengths[sequence], dtype=torch.int32, device=device)
-        alone = rope_store(qkv[rows], spec, own[sequence], 0, at)
-        expected = attention_prefill(alone, spec, own[sequence], 0, start)
-        if lengths[sequence] > 128:
+    for sequence, (rows, start, _) in enumerate(batch.chunks(0)):
+        length = lengths[sequence]
+        alone = prefill_batch(
+            [[0] * length], [start], [[table] for table in own.sequence(sequence).tolist()], device
+        )
+        tiles = prefill_tiles(alone, 128)
+        q = rope_store(qkv[rows], spec, own.layer, alone.positions, alone.block_tables_of(0), tiles.sequences)
+        expected = torch.empty(length, 512, dtype=torch.float16, device=device)
+        attention_prefill(q, spec, own.layer, alone.block_tables_of(0), tiles, expected)
+        if length > 128:
             assert torch.equal(together[rows], expected)
         else:  # alone it is computed by another kernel
             torch.testing.assert_close(together[rows], expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window,start,rows", [(40, 300, 130), (150, 256, 300), (1, 200, 140)])
+def test_no_block_behind_the_window_is_read(window: int, start: int, rows: int, device: torch.device) -> None:
+    """The first key tile begins before the first key that a row sees, in blocks that may have been released."""
+    spec = long_spec(device, 2, 1, window)
+    cache = PagedCache.empty(device, 1, CONTEXT, 1, 128, padding=1)
+    run_chunks(spec, cache.layer, random_qkv(device, start, 2, 1), [start], cache.tables)
+    qkv = random_qkv(device, rows, 2, 1)
+    _, expected = run_prefill(spec, cache.layer, qkv, [start], [rows], cache.tables)
+    assert torch.isfinite(expected).all()
+    tables = released(cache, start + 1 - window)
+    _, out = run_prefill(spec, cache.layer, qkv, [start], [rows], tables)
+    assert torch.equal(out, expected)

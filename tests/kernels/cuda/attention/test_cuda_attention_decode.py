@@ -8,14 +8,13 @@ import torch
 from quengine.kernels.attention import attention
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
-from quengine.kernels.cuda.attention.attention_decode import attention_decode, attention_decode_round
+from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.attention_tiles import combine_heads
-from quengine.kernels.cuda.attention.kv_store import KVStore
 from quengine.kernels.cuda.gemv.activations import RoundedActivations
 from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
-from tests.kernels.cuda.attention.attention_cases import filled_cache, make_spec
+from tests.kernels.cuda.attention.attention_cases import PagedCache, filled_cache, make_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONTEXT = 700
@@ -35,19 +34,13 @@ def spec_of(
     return make_spec(DEVICE, CONTEXT, heads, kv_heads, head_dim, window, layout, rope_dim, norms)
 
 
-def cache_of(sequences: int, kv_heads: int, head_dim: int, q8_0: bool) -> KVStore:
+def cache_of(sequences: int, kv_heads: int, head_dim: int, q8_0: bool = False) -> PagedCache:
     return filled_cache(DEVICE, sequences, CONTEXT, kv_heads, head_dim, q8_0)
 
 
 def stored(x: torch.Tensor, q8_0: bool) -> torch.Tensor:
     """x as the cache gives it back."""
     return dequantize_rows(*quantize_rows(x)).double() if q8_0 else x.half().double()
-
-
-def cached(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """[sequences, context, kv_heads, head_dim]"""
-    rows = codes.double() if scales is None else dequantize_rows(codes, scales).double()
-    return rows.transpose(1, 2)
 
 
 def expected_row(
@@ -75,17 +68,16 @@ def check(
 ) -> None:
     batch = len(positions)
     cache = cache_of(batch, spec.kv_heads, spec.head_dim, q8_0)
-    k_old, v_old = cached(cache.k, cache.k_scale), cached(cache.v, cache.v_scale)
+    k_old, v_old = cache.read()
     generator = torch.Generator().manual_seed(sum(positions))
     width = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
     qkv = torch.randn(batch, width, generator=generator).to(DEVICE, qkv_dtype)
     workspace = DecodeWorkspace.allocate(batch, spec.heads, spec.kv_heads, spec.head_dim, DEVICE)
     out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=DEVICE)
-    attention_decode(
-        qkv, spec, cache, torch.tensor(positions, dtype=torch.int32, device=DEVICE), workspace, out
-    )
-    assert not workspace.arrived.any(), "the arrival counters must be zero for the next launch"
-    k_after, v_after = cached(cache.k, cache.k_scale), cached(cache.v, cache.v_scale)
+    at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+    attention_decode(qkv, spec, cache.layer, at, cache.tables, workspace, out)
+    assert not workspace.arrivals.any(), "the arrival counters must be zero for the next launch"
+    k_after, v_after = cache.read()
     for b, position in enumerate(positions):
         expected, k_new, v_new = expected_row(qkv[b], spec, k_old[b], v_old[b], position, q8_0)
         error = (out[b].double() - expected).norm() / expected.norm()
@@ -121,12 +113,12 @@ def test_head_sizes_and_positions(
 
 
 @pytest.mark.parametrize("position", [128, 129, 200])
-def test_more_keys_than_one_slice_takes(position: int) -> None:
+def test_more_keys_than_one_split_takes(position: int) -> None:
     check(spec_of(4, 2, 64), [position], False)
 
 
 @pytest.mark.parametrize("position", [0, 130])
-@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_q8_0_cache(position: int, head_dim: int) -> None:
     check(spec_of(4, 2, head_dim, "halves"), [position], True)
 
@@ -148,7 +140,7 @@ def test_a_batch_of_different_lengths() -> None:
     check(spec_of(4, 2, 64), [3, 250, 0], False)
 
 
-def test_many_slices() -> None:
+def test_many_splits() -> None:
     check(spec_of(2, 2, 64), [699], False)
 
 
@@ -158,12 +150,13 @@ def test_result_does_not_depend_on_the_batch() -> None:
     positions = torch.tensor([100, 260, 41], dtype=torch.int32, device=DEVICE)
     together = torch.empty(3, 256, device=DEVICE)
     workspace = DecodeWorkspace.allocate(3, 4, 2, 64, DEVICE)
-    attention_decode(qkv, spec, cache_of(3, 2, 64, False), positions, workspace, together)
-    cache = cache_of(3, 2, 64, False)
+    cache = cache_of(3, 2, 64)
+    attention_decode(qkv, spec, cache.layer, positions, cache.tables, workspace, together)
+    cache = cache_of(3, 2, 64)
     for b in range(3):
         alone = torch.empty(1, 256, device=DEVICE)
-        own = KVStore(cache.k[b : b + 1], cache.v[b : b + 1])
-        attention_decode(qkv[b : b + 1], spec, own, positions[b : b + 1], workspace, alone)
+        own = cache.sequence(b)
+        attention_decode(qkv[b : b + 1], spec, cache.layer, positions[b : b + 1], own, workspace, alone)
         assert torch.equal(alone[0], together[b])
 
 
@@ -175,9 +168,11 @@ def test_rounded_output_is_the_output_rounded(heads: int, kv_heads: int, head_di
     positions = torch.tensor([140, 3], dtype=torch.int32, device=DEVICE)
     workspace = DecodeWorkspace.allocate(2, heads, kv_heads, head_dim, DEVICE)
     plain = torch.empty(2, heads * head_dim, device=DEVICE)
-    attention_decode(qkv, spec, cache_of(2, kv_heads, head_dim, False), positions, workspace, plain)
+    cache = cache_of(2, kv_heads, head_dim)
+    attention_decode(qkv, spec, cache.layer, positions, cache.tables, workspace, plain)
     rounded = RoundedActivations.empty(2, heads * head_dim, DEVICE)
-    attention_decode_round(qkv, spec, cache_of(2, kv_heads, head_dim, False), positions, workspace, rounded)
+    cache = cache_of(2, kv_heads, head_dim)
+    attention_decode(qkv, spec, cache.layer, positions, cache.tables, workspace, rounded)
     step = rounded.scale.repeat_interleave(32, dim=1)
     assert bool(((rounded.dequantize() - plain).abs() <= step * 0.51).all())
     sums = rounded.ints().int().view(2, -1, 16).sum(-1)
@@ -192,8 +187,8 @@ def test_queries_are_scaled_by_their_position() -> None:
     position = torch.tensor([50], dtype=torch.int32, device=DEVICE)
     outputs = []
     for variant in (replace(spec, query_scale=scales), replace(spec, scale=spec.scale * float(scales[50]))):
-        out = torch.empty(1, 128, device=DEVICE)
-        outputs.append(attention_decode(qkv, variant, cache_of(1, 1, 64, False), position, workspace, out))
+        out, cache = torch.empty(1, 128, device=DEVICE), cache_of(1, 1, 64)
+        outputs.append(attention_decode(qkv, variant, cache.layer, position, cache.tables, workspace, out))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
 
 

@@ -7,13 +7,11 @@ import torch
 
 from quengine.kernels.attention import attention, causal_mask_band, mask_slice
 from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.attention.attention_prefill import attention_prefill
-from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.cuda.attention.rope import heads_per_block, rope_store, rope_warps
-from quengine.kernels.kv.kv_q8_0 import dequantize_rows
+from quengine.kernels.cuda.attention.rope_store import heads_per_block, rope_store, rope_warps
+from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
-from tests.kernels.cuda.attention.attention_cases import make_spec
+from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks
 
 CONTEXT = 256
 
@@ -42,11 +40,11 @@ def test_rope_store_rotates_and_writes(
     spec = make_spec(device, CONTEXT, 6, 2, 64, None, layout, rope_dim, (norm, norm))
     wide = torch.randn(5, 10 * 64 + 3, generator=generator).to(device, dtype)
     qkv = wide[:, :640]  # rows of a wider buffer
-    cache = KVStore.allocate(2, CONTEXT, 2, 64, device)
-    cache.k.fill_(7.0)
-    cache.v.fill_(7.0)
+    cache = PagedCache.empty(device, 2, CONTEXT, 2, 64).shuffled(1)
+    for tensor in cache.layer.tensors:
+        tensor.fill_(7.0)
     positions = torch.tensor([17, 3, 255, 100, 18], dtype=torch.int32, device=device)
-    q = rope_store(qkv, spec, cache, 1, positions)
+    q = rope_store(qkv, spec, cache.layer, positions, cache.tables, torch.ones_like(positions))
     expected_q, expected_k, expected_v = qkv.double().view(5, 10, 64).split([6, 2, 2], dim=1)
     if norm is not None:
         expected_q = rms_norm(expected_q, norm.double(), 1e-6)
@@ -55,63 +53,52 @@ def test_rope_store_rotates_and_writes(
     expected_q = apply_rope(expected_q, cos, sin, spec.rope_layout)
     expected_k = apply_rope(expected_k, cos, sin, spec.rope_layout)
     torch.testing.assert_close(q.double(), expected_q, rtol=1e-3, atol=1e-5)
-    for held, expected in ((cache.k, expected_k), (cache.v, expected_v)):
-        rows = held[1, :, positions.long()].transpose(0, 1)
-        torch.testing.assert_close(rows.double(), expected, rtol=1e-3, atol=1e-5)
-    assert bool((cache.k[0] == 7).all()), "another sequence's rows changed"
-    untouched = torch.ones(CONTEXT, dtype=torch.bool, device=device)
-    untouched[positions.long()] = False
-    assert bool((cache.k[1, :, untouched] == 7).all() and (cache.v[1, :, untouched] == 7).all())
+    rows = slot_mapping(positions.long(), cache.tables[1].long())
+    untouched = torch.ones(cache.layer.k.shape[0], dtype=torch.bool, device=device)
+    untouched[rows] = False
+    for held, expected in ((cache.layer.k, expected_k), (cache.layer.v, expected_v)):
+        torch.testing.assert_close(held[rows].double(), expected, rtol=1e-3, atol=1e-5)
+        assert bool((held[untouched] == 7).all()), "other rows changed"
 
 
 def test_a_position_past_the_context_is_not_written(device: torch.device) -> None:
     cos, sin = rope_table(RopeSpec(dim=64), CONTEXT + 4, device)
     spec = replace(make_spec(device, CONTEXT, 2, 2, 64), cos=cos, sin=sin)
-    cache = KVStore.allocate(2, CONTEXT, 2, 64, device)
-    for tensor in (cache.k, cache.v):
+    cache = PagedCache.empty(device, 2, CONTEXT, 2, 64)
+    for tensor in cache.layer.tensors:
         tensor.fill_(7.0)
     past = torch.tensor([CONTEXT], dtype=torch.int32, device=device)
-    rope_store(torch.ones(1, 6 * 64, device=device), spec, cache, 0, past)
-    assert bool((cache.k == 7).all() and (cache.v == 7).all())
+    rope_store(
+        torch.ones(1, 6 * 64, device=device), spec, cache.layer, past, cache.tables, torch.zeros_like(past)
+    )
+    assert all(bool((tensor == 7).all()) for tensor in cache.layer.tensors)
 
 
-def run_chunks(
-    spec: AttentionSpec, cache: KVStore, qkv: torch.Tensor, chunks: list[int], device: torch.device
-) -> torch.Tensor:
-    """Rotate, store and attend chunk by chunk."""
-    outputs, start = [], 0
-    for size in chunks:
-        positions = torch.arange(start, start + size, dtype=torch.int32, device=device)
-        q = rope_store(qkv[start : start + size], spec, cache, 0, positions)
-        outputs.append(attention_prefill(q, spec, cache, 0, start, torch.float32))
-        start += size
-    return torch.cat(outputs)
-
-
-def expected_rows(spec: AttentionSpec, cache: KVStore, qkv: torch.Tensor) -> torch.Tensor:
-    """By definition in fp64 over the cache as it now is."""
+def expected_rows(spec: AttentionSpec, cache: PagedCache, qkv: torch.Tensor) -> torch.Tensor:
+    """By definition in fp64 over the cache of one sequence as it now is."""
     tokens = qkv.shape[0]
     q = qkv.double().view(tokens, -1, spec.head_dim)[:, : spec.heads]
+    if spec.q_norm is not None:
+        q = rms_norm(q, spec.q_norm.double(), spec.eps)
     q = apply_rope(q, spec.cos[:tokens], spec.sin[:tokens], spec.rope_layout).half().double()
-    k, v = (
-        (codes if scales is None else dequantize_rows(codes, scales))[0, :, :tokens].double().transpose(0, 1)
-        for codes, scales in ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
-    )
+    k, v = (tensor[0, :tokens] for tensor in cache.read())
     band = causal_mask_band(tokens, 0, spec.window, qkv.device)
     return attention(q, k, v, mask_slice(band, 0, tokens), spec.scale).flatten(1)
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,head_dim,chunks,window,q8_0",
+    "heads,kv_heads,head_dim,chunks,window,q8_0,rope_dim",
     [
-        (4, 2, 64, [1], None, False),
-        (2, 1, 64, [70, 131], None, False),
-        (2, 2, 80, [65, 3], None, False),
-        (2, 1, 96, [33], 20, False),
-        (2, 2, 128, [130, 64], 67, False),
-        (1, 1, 256, [40, 30], None, False),
-        (2, 1, 64, [66, 70], None, True),
-        (2, 1, 64, [64, 129], 1, False),
+        (4, 2, 64, [1], None, False, None),
+        (2, 1, 64, [70, 131], None, False, None),
+        (2, 2, 80, [65, 3], None, False, None),
+        (2, 1, 96, [33], 20, False, None),
+        (2, 2, 128, [130, 64], 67, False, None),
+        (2, 1, 128, [40], None, False, 96),
+        (1, 1, 256, [40, 30], None, False, None),
+        (2, 1, 256, [35, 30], 33, True, None),
+        (2, 1, 64, [66, 70], None, True, None),
+        (2, 1, 64, [64, 129], 1, False, None),
     ],
 )
 def test_chunked_prefill(
@@ -121,18 +108,46 @@ def test_chunked_prefill(
     chunks: list[int],
     window: int | None,
     q8_0: bool,
+    rope_dim: int | None,
     device: torch.device,
 ) -> None:
-    spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
-    cache = KVStore.allocate(1, CONTEXT, kv_heads, head_dim, device, q8_0)
-    # Rows that are not written yet must not be read: a NaN there would show.
-    for tensor in (cache.k, cache.v) if not q8_0 else (cache.k_scale, cache.v_scale):
-        assert tensor is not None
-        tensor.fill_(float("nan"))
+    layout = "pairs" if rope_dim is None else "halves"
+    spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window, layout, rope_dim)
+    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, head_dim, q8_0)
     generator = torch.Generator().manual_seed(head_dim)
     qkv = torch.randn(sum(chunks), (heads + 2 * kv_heads) * head_dim, generator=generator).to(device)
-    out = run_chunks(spec, cache, qkv, chunks, device)
+    out = run_chunks(spec, cache.layer, qkv, chunks, cache.tables)
     expected = expected_rows(spec, cache, qkv)
     assert torch.isfinite(out).all()
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < 6e-4, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,head_dim,window,q8_0,layout,rope_dim",
+    [
+        (4, 1, 256, 40, False, "halves", None),  # gemma3, a local layer
+        (2, 1, 256, None, True, "halves", None),
+        (2, 2, 96, 33, True, "halves", None),  # phi3
+        (3, 1, 128, None, False, "halves", 96),  # phi4-mini: a part of the head is rotated
+    ],
+)
+def test_heads_with_norms_of_other_architectures(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    q8_0: bool,
+    layout: str,
+    rope_dim: int | None,
+    device: torch.device,
+) -> None:
+    generator = torch.Generator().manual_seed(head_dim)
+    norms = tuple((torch.rand(head_dim, generator=generator) + 0.5).to(device) for _ in range(2))
+    spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window, layout, rope_dim, norms)
+    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, head_dim, q8_0).shuffled(2)
+    qkv = torch.randn(60, (heads + 2 * kv_heads) * head_dim, generator=generator).to(device)
+    out = run_chunks(spec, cache.layer, qkv, [40, 20], cache.tables)
+    expected = expected_rows(spec, cache, qkv)
     error = (out.double() - expected).norm() / expected.norm()
     assert error < 6e-4, f"relative error {error:.2e}"

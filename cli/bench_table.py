@@ -1,0 +1,142 @@
+"""The rows of `engine bench` on standard output: a Markdown table as it grows, JSON or CSV."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quengine.diagnostics.bench import bench_machine
+from quengine.diagnostics.bench.bench_machine import MATRIX_SIZE
+from quengine.diagnostics.bench.bench_row import BenchRow
+from quengine.diagnostics.bench.profile import format_profile
+from quengine.memory import gib
+
+
+def write_rows(rows: Iterator[BenchRow], output: str) -> None:
+    """Write rows as "md", "json" (one list at the end), "jsonl" or "csv"."""
+    _WRITERS[output](rows)
+
+
+_Column = tuple[str, int, Callable[[BenchRow], str]]
+
+_COLUMNS: tuple[_Column, ...] = (
+    ("model", 28, lambda row: row.model.name),
+    ("size", 10, lambda row: gib(row.model.nbytes)),
+    ("params", 9, lambda row: _count(row.model.params)),
+    ("type", 12, lambda row: row.model.types),
+    ("device", 9, lambda row: _device(row)),
+    ("threads", 7, lambda row: str(row.threads)),
+    ("test", 14, lambda row: row.name),
+    ("t/s", 19, lambda row: f"{row.tok_s:.2f} ± {row.deviation:.2f}"),
+    ("GB/s", 7, lambda row: _number(row.gb_s, 1)),
+    ("% of bandwidth", 14, lambda row: _number(row.bandwidth_percent, 0)),
+    ("peak memory", 11, lambda row: gib(row.peak_bytes)),
+)
+"""Heading, least width and text of the table's columns; the numbers stand to the right."""
+
+_CUDA_COLUMNS: tuple[_Column, ...] = (
+    ("over weights + cache", 20, lambda row: gib(row.peak_over_bytes)),
+    ("% of matrix rate", 16, lambda row: _number(row.matrix_percent, 0)),
+    ("kernels/step", 12, lambda row: _number(row.kernels_per_step, 0)),
+)
+"""What only a CUDA device has."""
+
+_DRAFT_COLUMNS: tuple[_Column, ...] = (
+    ("drafted", 7, lambda row: "-" if row.drafts is None else str(row.drafts.drafted)),
+    ("accepted", 8, lambda row: "-" if row.drafts is None else str(row.drafts.accepted)),
+    ("accept length", 13, lambda row: _number(None if row.drafts is None else row.drafts.accept_length, 2)),
+)
+"""What became of drafts, of all repetitions, where there are any."""
+
+_LEFT = {"model", "type", "device", "test"}
+
+
+def _device(row: BenchRow) -> str:
+    """The device, and what of the way it computes is not as usual."""
+    named = row.device if row.backend in row.device else f"{row.device} {row.backend}"
+    return f"{named} deterministic" if row.deterministic else named
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _count(params: int) -> str:
+    return f"{params / 1e9:.2f} B" if params >= 1e9 else f"{params / 1e6:.2f} M"
+
+
+def _write_md(rows: Iterator[BenchRow]) -> None:
+    """The table as it grows; what the percentages are of, and profiles, below it."""
+    shown: list[BenchRow] = []
+    for row in rows:
+        columns = _COLUMNS + (_CUDA_COLUMNS if row.device.startswith("cuda") else ())
+        columns += _DRAFT_COLUMNS if row.drafts is not None else ()
+        if not shown:
+            print(_line(columns, [heading for heading, _, _ in columns]))
+            rules = ["-" * (w + 2) if h in _LEFT else "-" * (w + 1) + ":" for h, w, _ in columns]
+            print(f"|{'|'.join(rules)}|")
+        print(_line(columns, [text(row) for _, _, text in columns]), flush=True)
+        shown.append(row)
+    if shown and shown[0].device.startswith("cuda"):
+        print(f"\n{_yardsticks(shown[0])}")
+    for row in shown:
+        _print_profiles(row)
+
+
+def _line(columns: tuple[_Column, ...], cells: list[str]) -> str:
+    padded = (
+        cell.ljust(width) if heading in _LEFT else cell.rjust(width)
+        for cell, (heading, width, _) in zip(cells, columns, strict=True)
+    )
+    return f"| {' | '.join(padded)} |"
+
+
+def _yardsticks(row: BenchRow) -> str:
+    """What the percentages are of."""
+    parts = [f"copies at {row.bandwidth / 1e9:.0f} GB/s, read and written"]
+    if row.matrix_rate is not None:
+        size = " x ".join([str(MATRIX_SIZE)] * 3)
+        parts.append(f"fp16 matrix products (cuBLAS, {size}) at {row.matrix_rate / 1e12:.0f} TFLOP/s")
+    name = bench_machine.describe_machine(row.device)["machine"]["gpu"]["name"]
+    return f"Measured on this {name}: {'; '.join(parts)}."
+
+
+def _print_profiles(row: BenchRow) -> None:
+    for profile in row.profile:
+        of = f", mean of {profile.steps}" if profile.steps > 1 else ""
+        print(f"\n{row.model.name}, {row.test.name}: device time of a {profile.what}{of}\n")
+        print("\n".join(format_profile(profile)))
+
+
+def _described(row: BenchRow) -> dict[str, Any]:
+    return row.as_dict(bench_machine.describe_machine(row.device))
+
+
+def _write_json(rows: Iterator[BenchRow]) -> None:
+    print(json.dumps([_described(row) for row in rows], indent=2))
+
+
+def _write_jsonl(rows: Iterator[BenchRow]) -> None:
+    for row in rows:
+        print(json.dumps(_described(row)), flush=True)
+
+
+def _write_csv(rows: Iterator[BenchRow]) -> None:
+    writer = None
+    for row in rows:
+        # A cell that is a list or an object holds it as JSON.
+        cells = {k: json.dumps(v) if isinstance(v, list | dict) else v for k, v in _described(row).items()}
+        if writer is None:
+            writer = csv.DictWriter(sys.stdout, cells.keys(), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(cells)
+        sys.stdout.flush()
+
+
+_WRITERS: dict[str, Callable[[Iterator[BenchRow]], None]] = {
+    "md": _write_md,
+    "json": _write_json,
+    "jsonl": _write_jsonl,
+    "csv": _write_csv,
+}

@@ -1,0 +1,162 @@
+"""Commands whose flags are the fields of dataclasses (`quengine.options`), and the options that no dataclass has."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from quengine.errors import EngineError
+from quengine.options import MODEL_HELP, Flag, Only
+from quengine.platform.input_files import read_text
+from quengine.request.sampling_params import PANEL
+
+if TYPE_CHECKING:
+    from quengine.structured.constraint_spec import ConstraintSpec
+
+Model = Annotated[str, Flag("-m --model", MODEL_HELP, show_default=False)]
+System = Annotated[str | None, Flag("--system -sys", "System message.")]
+
+
+@dataclass(frozen=True)
+class ConstraintFlags:
+    """What the answer has to be; each flag takes a file's name or the text itself."""
+
+    json_schema: Annotated[
+        str | None,
+        Flag(
+            "-j --json-schema --json-schema-file -jf",
+            "Answer in JSON that is valid under this schema; {} takes any JSON.",
+            PANEL,
+            "FILE|JSON",
+        ),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        Flag(
+            "--grammar --grammar-file", "Answer in this grammar's language, GBNF or Lark.", PANEL, "FILE|TEXT"
+        ),
+    ] = None
+
+    def spec(self) -> "ConstraintSpec | None":
+        """The constraint for `SamplingParams`. Raises EngineError where both are given, or a file cannot be read."""
+        from quengine.structured.constraint_spec import ConstraintSpec, is_grammar
+
+        if self.json_schema is not None and self.grammar is not None:
+            raise EngineError("--json-schema and --grammar cannot both hold: give one of them")
+        if self.json_schema is not None:
+            inline = self.json_schema.lstrip().startswith(("{", "[", '"'))
+            return ConstraintSpec.json_schema(
+                self.json_schema
+                if inline
+                else read_text(Path(self.json_schema), "--json-schema: cannot read")
+            )
+        if self.grammar is not None:
+            inline = is_grammar(self.grammar)
+            return ConstraintSpec.grammar(
+                self.grammar if inline else read_text(Path(self.grammar), "--grammar: cannot read")
+            )
+        return None
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command for typer: each parameter that is a dataclass becomes the flags of its fields.
+
+    Fields without a `Flag` have none and keep their default; fields that are dataclasses become their fields' flags.
+    """
+    taken = inspect.signature(command).parameters.values()
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(**{each.name: _value(each.name, each.annotation, given) for each in taken})
+
+    flags = [flag for each in taken for flag in _parameters(each.name, each.annotation, each.default)]
+    vars(run)["__signature__"] = inspect.Signature(flags)
+    run.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return run
+
+
+def _parameters(name: str, annotation: Any, default: Any) -> Iterator[inspect.Parameter]:
+    """What typer has to see of a command's parameter, or of a field: its flag, or the flags of a dataclass."""
+    kind, notes = _unpacked(annotation)
+    if _is_group(kind):
+        for field in _flagged(kind, notes):
+            yield from _parameters(f"{name}.{field.name}", field.type, field.default)
+        return
+    for flag in (note for note in notes if isinstance(note, Flag)):
+        option = typer.Option(
+            *flag.names.split(),
+            help=flag.help,
+            rich_help_panel=flag.panel,
+            metavar=flag.metavar,
+            show_default=flag.show_default,
+        )
+        annotation = Annotated[_typed(kind, flag), option]
+        default = flag.none if flag.none is not None else None if _repeats(kind) else default
+    yield inspect.Parameter(
+        _name(name), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
+def _value(name: str, annotation: Any, given: Mapping[str, Any]) -> Any:
+    """What a parameter, or a field, becomes by the values `given` for its flags; MISSING: its default."""
+    kind, notes = _unpacked(annotation)
+    if _is_group(kind):
+        values = {
+            each.name: _value(f"{name}.{each.name}", each.type, given) for each in _flagged(kind, notes)
+        }
+        return kind(**{field: value for field, value in values.items() if value is not MISSING})
+    value = given[_name(name)]
+    flag = next((note for note in notes if isinstance(note, Flag)), None)
+    if flag is None:
+        return value
+    if _repeats(kind):
+        return MISSING if not value else flag.read(value) if flag.read else tuple(value)
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise EngineError(f"{flag.names.split()[0]} {value!r}: must be {' or '.join(get_args(kind))}")
+    return None if flag.none is not None and value == flag.none else value
+
+
+def _name(path: str) -> str:
+    """A parameter's name; a field's is behind its group's."""
+    return path.replace(".", "__")
+
+
+def _unpacked(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The type and what annotates it."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, ()
+    kind, *notes = get_args(annotation)
+    return kind, tuple(notes)
+
+
+def _flagged(kind: Any, notes: Iterable[Any]) -> Iterator[Field[Any]]:
+    """The fields of a dataclass that have flags, or are dataclasses; `Only` some of them."""
+    only = next((note.names for note in notes if isinstance(note, Only)), None)
+    for field in fields(kind):
+        of_field, flags = _unpacked(field.type)
+        has_flag = _is_group(of_field) or any(isinstance(flag, Flag) for flag in flags)
+        if has_flag and (only is None or field.name in only):
+            yield field
+
+
+def _is_group(kind: Any) -> bool:
+    return is_dataclass(kind)
+
+
+def _repeats(kind: Any) -> bool:
+    return get_origin(kind) in (tuple, Mapping)
+
+
+def _typed(kind: Any, flag: Flag) -> Any:
+    """The type as typer reads it from the command line."""
+    if _repeats(kind):
+        return list[get_args(kind)[0] if flag.read is None else str] | None  # type: ignore[misc]
+    if flag.none is not None:
+        return int
+    if get_origin(kind) is Literal:
+        return str
+    return str | None if kind == str | Path | None else kind

@@ -1,0 +1,235 @@
+"""The report of `engine parity`, for people and as JSON."""
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quengine import __version__
+from quengine.diagnostics.parity.parity import ParityReport
+from quengine.diagnostics.parity.parity_files import FileComparison
+from quengine.diagnostics.parity.parity_locate import Location
+from quengine.diagnostics.parity.parity_operations import LAYER_OPERATIONS
+from quengine.diagnostics.parity.parity_sides import LLMSide, SidePair
+from quengine.diagnostics.parity.parity_workload import Workload
+
+_SHOWN_DIVERGENCES = 20
+_SHOWN_TENSORS = 10
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that was compared, and the verdict: it holds when nothing of it is outside its budget.
+
+    files: the stored tensors of the two sides' files, where those are two. seconds: what all of it took.
+    """
+
+    report: ParityReport
+    located: list[Location]
+    files: FileComparison | None
+    sides: SidePair
+    workload: Workload
+    seconds: float
+
+    @property
+    def failures(self) -> list[str]:
+        """A phrase for each thing that fails the verdict."""
+        stored = self.files.failures if self.files else []
+        return [*stored, *self.report.failures, *(phrase for at in self.located for phrase in at.failures)]
+
+
+def print_findings(found: Findings, as_json: bool, operations: bool) -> None:
+    """Print the report; with `operations` the one for people, too, shows the comparison operation by operation."""
+    if as_json:
+        json.dump(_as_json(found), sys.stdout, ensure_ascii=False, allow_nan=False)
+        print()
+        return
+    print(_header(found))
+    if found.files:
+        print(_files_text(found.files))
+    print(_phase_table(found.report))
+    print(_divergence_lines(found.report, found.sides.b))
+    for location in found.located if operations else ():
+        print(_location_table(location))
+    print(_verdict(found))
+
+
+def _header(found: Findings) -> str:
+    report, workload, sides = found.report, found.workload, found.sides
+    paths = sides.a.llm.loaded.path, sides.b.llm.loaded.path
+    cuts = f" in {len(workload.windows)} windows" if len(workload.windows) > workload.texts else ""
+    lines = [
+        *([f"model     {paths[1].name}"] if paths[0] == paths[1] else []),
+        f"a         {_side_text(sides.a)}",
+        f"b         {_side_text(sides.b)}",
+        f"compared  {workload.texts} texts{cuts}, {sum(map(len, workload.windows))} tokens, in each phase; "
+        f"{report.prompts} prompts with {report.generated} generated tokens",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _side_text(side: LLMSide) -> str:
+    backend = side.decoder.backend
+    kind = "the float64 definition" if side.device == "reference" else f"{backend.name} backend"
+    return f"{side.name} ({kind}, {side.llm.loaded.threads} threads)"
+
+
+def _files_text(files: FileComparison) -> str:
+    """What is stored in two files: the tensors that differ, one a line, and the settings."""
+    if not files.differing and not files.retyped and not files.settings:
+        return f"the files' {files.tensors} tensors are the same byte for byte\n"
+    lines = [f"the files' {files.tensors} tensors: {len(files.differing)} of the same type have other bytes"]
+    lines += [f"  {tensor}" for tensor in files.differing[:_SHOWN_TENSORS]]
+    if len(files.differing) > _SHOWN_TENSORS:
+        lines.append(f"  and {len(files.differing) - _SHOWN_TENSORS} more; --json has all")
+    if files.retyped:
+        lines.append(f"  {files.retyped} stored as another type, or in one file only")
+    return "\n".join([*lines, *(f"  {setting}" for setting in files.settings)]) + "\n"
+
+
+def _phase_table(report: ParityReport) -> str:
+    errors = ("NMSE median", "NMSE p99", "NMSE max", "K/V p99", "KL mean", "KL p99")
+    rows: list[tuple[str, ...]] = [("phase", "positions", *errors, "top-1", "top-5")]
+    for name, m in report.phases.items():
+        budget = report.budgets[name]
+        numbers = (m.nmse_median, m.nmse_p99, m.nmse_max, m.cached_p99, m.kl_mean, m.kl_p99)
+        rows.append((name, str(m.positions), *map(_number, numbers), _share(m.top1), _share(m.top5)))
+        median, p99, most = (
+            f"{limit:.0e}" for limit in (budget.nmse_median, budget.nmse_p99, budget.nmse_max)
+        )
+        rows.append(("  budget", "", median, p99, most, "" if math.isnan(m.cached_p99) else p99, *[""] * 4))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1e}"
+
+
+def _share(value: float) -> str:
+    # Rounded down: 100% must mean all.
+    return "-" if math.isnan(value) else f"{math.floor(value * 1e4) / 1e2:.2f}%"
+
+
+def _divergence_lines(report: ParityReport, side: LLMSide) -> str:
+    if not report.prompts:
+        return "free-running greedy: not run\n"
+    lines = [
+        f"free-running greedy: {report.identical_prompts} of {report.prompts} texts identical, "
+        f"{len(report.divergences)} choices differ"
+    ]
+    # The wide ones are what the user must see.
+    for d in sorted(report.divergences, key=lambda d: d.near_tie)[:_SHOWN_DIVERGENCES]:
+        where = f"prompt {d.prompt + 1}, token {d.index}{'' if d.first else ' (after an earlier difference)'}"
+        chosen = ", ".join(
+            f"{name} {token} {_token_text(side, token)!r}"
+            for name, token in ((report.a, d.token_a), (report.b, d.token_b))
+        )
+        lines.append(
+            f"  {where}: {chosen}; top-2 margin {d.margin:.2g}, "
+            f"largest logit difference {d.max_difference:.2g}: {'a near-tie' if d.near_tie else 'TOO WIDE'}"
+        )
+    if len(report.divergences) > _SHOWN_DIVERGENCES:
+        lines.append(f"  and {len(report.divergences) - _SHOWN_DIVERGENCES} more; --json has all")
+    return "\n".join(lines) + "\n"
+
+
+def _token_text(side: LLMSide, token: int) -> str:
+    return side.llm.tokenizer.decode([token], skip_special=False, continuation=True)
+
+
+def _location_table(location: Location) -> str:
+    """A row a layer, a column an operation; what is past its budget is marked."""
+    tokens = location.end - location.start
+    what = f"{tokens} tokens from position {location.start}" if tokens > 1 else f"position {location.start}"
+    lines = [f"{location.phase}, operation by operation on the same inputs, {what}: largest NMSE"]
+    outside = [found for found in location.operations if found.layer is None]
+    lines += [f"  {found.operation:14}{_marked(found.nmse, found.within)}" for found in outside[:1]]
+    lines.append("  layer" + "".join(f"{name:>18}" for name in LAYER_OPERATIONS) + f"{'keys, values':>18}")
+    layers = [found for found in location.operations if found.layer is not None]
+    for first in range(0, len(layers), len(LAYER_OPERATIONS)):
+        row = layers[first : first + len(LAYER_OPERATIONS)]
+        cells = [f"{_marked(found.nmse, found.nmse <= found.budget):>18}" for found in row]
+        cells += [f"{_marked(f.cached, f.within):>18}" for f in row if f.cached is not None]
+        lines.append(f"  {row[0].layer:5}" + "".join(cells))
+    lines += [f"  {found.operation:14}{_marked(found.nmse, found.within)}" for found in outside[1:]]
+    first_wrong = location.first
+    if first_wrong is None:
+        lines.append("  every operation is within its budget")
+    else:
+        lines.append(f"  first past its budget of {first_wrong.budget:.0e}: {first_wrong.place}")
+    return "\n".join(lines) + "\n"
+
+
+def _marked(value: float, within: bool) -> str:
+    return f"{value:.1e}{' ' if within else '*'}"
+
+
+def _verdict(found: Findings) -> str:
+    failures = found.failures
+    if not failures:
+        return f"within the budget ({found.seconds:.0f} s)"
+    if found.report.failures and not any(location.first for location in found.located):
+        failures.append(
+            "no single operation is past its budget: look at what is around them (cache, sampling, a captured step)"
+        )
+    return "\n".join(
+        [f"OUTSIDE the budget ({found.seconds:.0f} s):", *(f"  {phrase}" for phrase in failures)]
+    )
+
+
+def _as_json(found: Findings) -> dict[str, Any]:
+    report, workload, b = found.report, found.workload, found.sides.b
+    return {
+        "model": str(b.llm.loaded.path),
+        "model_a": str(found.sides.a.llm.loaded.path),
+        "a": report.a,
+        "b": report.b,
+        "within": not found.failures,
+        "failures": found.failures,
+        "files": found.files and asdict(found.files),
+        "texts": workload.texts,
+        "windows": len(workload.windows),
+        "phases": {
+            name: {**_finite(asdict(metrics)), "budget": asdict(report.budgets[name])}
+            for name, metrics in report.phases.items()
+        },
+        "prompts": report.prompts,
+        "generated": report.generated,
+        "identical_prompts": report.identical_prompts,
+        "divergences": [
+            {
+                **_finite(asdict(d)),
+                "text_a": _token_text(b, d.token_a),
+                "text_b": _token_text(b, d.token_b),
+                "near_tie": d.near_tie,
+            }
+            for d in report.divergences
+        ],
+        "threads": b.llm.loaded.threads,
+        "seconds": found.seconds,
+        "version": __version__,
+        "located": [
+            {
+                "phase": location.phase,
+                "start": location.start,
+                "end": location.end,
+                "first": location.first and location.first.place,
+                "operations": [{**_finite(asdict(o)), "within": o.within} for o in location.operations],
+            }
+            for location in found.located
+        ],
+    }
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

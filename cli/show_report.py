@@ -1,0 +1,193 @@
+"""The report of `engine show`, for people and as JSON: what a model's header says, and where the model fits."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quengine.config import DEFAULT_CHUNK
+from quengine.errors import CannotRunError
+from quengine.memory import WORKSPACE, CacheNeeds, choose_context, gib
+from quengine.models.config import ModelConfig
+from quengine.models.gguf.errors import shown
+from quengine.models.model_summary import ModelSummary, TokenizerSummary
+from quengine.platform.machine import available_memory, cuda_devices
+
+
+def devices_of(summary: ModelSummary) -> list[dict[str, Any]]:
+    """Per device here: free bytes, bytes needed at the model's own context, the context that fits."""
+    config = summary.config
+    if config is None or not summary.tensors:
+        return []
+    named = [("cpu", available_memory())]
+    # Importing torch takes a second, so it is asked only where there is a driver.
+    if Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists():
+        named += [(f"cuda:{device.index}", device.free_memory) for device in cuda_devices()]
+    found = []
+    for name, free in named:
+        kind, problem = name.partition(":")[0], None
+        needs = CacheNeeds(config, DEFAULT_CHUNK[kind])
+        try:
+            context = choose_context(needs, None, summary.weight_bytes, free, name, workspace=WORKSPACE[kind])
+        except CannotRunError as error:
+            context, problem = 0, str(error)
+        found.append(
+            {
+                "device": name,
+                "free_bytes": free,
+                "weight_bytes": summary.weight_bytes,
+                "kv_cache_bytes": needs.nbytes(config.context_length),
+                "context_that_fits": context,
+                "problem": problem,
+            }
+        )
+    return found
+
+
+def lines_of(summary: ModelSummary, devices: list[dict[str, Any]], tensors: bool) -> list[str]:
+    files = f", {len(summary.files)} files" if len(summary.files) > 1 else ""
+    lines = [
+        f"file          {summary.path}",
+        f"format        {summary.file_format}, {gib(summary.nbytes)}{files}",
+        f"name          {shown(summary.name) if summary.name else '(none)'}",
+        f"architecture  {shown(summary.architecture)}",
+    ]
+    if summary.problem:
+        lines.append(f"cannot run    {summary.problem}")
+    if summary.tensors:
+        bits = 8 * sum(row.nbytes for row in summary.tensors) / max(1, summary.parameters)
+        lines.append(f"parameters    {_count(summary.parameters)}, {bits:.2f} bits a weight")
+    if summary.config is not None:
+        lines += _config_lines(summary.config)
+    lines += _device_lines(summary, devices)
+    lines += _tokenizer_lines(summary.tokenizer)
+    for name, text in summary.templates.items():
+        lines.append(f"template      {shown(name)}, {len(text)} characters")
+    if not summary.templates:
+        lines.append("template      none")
+    if summary.tensors:
+        lines += ["", *_group_table(summary)]
+    if tensors:
+        lines += ["", *_tensor_table(summary)]
+    return lines
+
+
+def _config_lines(config: ModelConfig) -> list[str]:
+    scaling = config.rope_scaling
+    scaled = "" if scaling.kind == "none" else f", scaling {scaling.kind}"
+    if scaling.kind in ("linear", "yarn"):
+        scaled += f" x{scaling.factor:g} over {scaling.original_context_length}"
+    base = config.rope_freq_base_swa
+    local = "" if base is None else f"; base {base:g} in layers with a window"
+    traits = [
+        name
+        for name, there in (
+            ("query/key/value biases", config.block.qkv_bias),
+            ("query/key norms", config.block.qk_norm),
+            ("merged projections", config.block.merged),
+            ("tied output", config.tied_output),
+        )
+        if there
+    ]
+    windowed = sum(window is not None for window in config.layer_windows)
+    window = f", sliding window {config.sliding_window}" if windowed else ""
+    if windowed < config.block_count and windowed:
+        window += f" in {windowed} of {config.block_count} layers"
+    return [
+        f"context       {config.context_length} tokens{window}",
+        f"layers        {config.block_count} of width {config.embedding_length}, "
+        f"feed-forward {config.feed_forward_length}",
+        f"attention     {config.head_count} heads of {config.head_dim}, "
+        f"{config.head_count_kv} key/value heads",
+        f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.rope_layout}, "
+        f"base {config.rope_freq_base:g}{scaled}{local}",
+        f"vocabulary    {config.vocab_size}" + (f"; {', '.join(traits)}" if traits else ""),
+    ]
+
+
+def _device_lines(summary: ModelSummary, devices: list[dict[str, Any]]) -> list[str]:
+    config = summary.config
+    if config is None or not summary.tensors:
+        return []
+    needs = CacheNeeds(config, DEFAULT_CHUNK["cpu"])
+    cache = needs.nbytes(config.context_length)
+    smaller = ""
+    if needs.can_store("q8_0"):
+        smaller = f" ({gib(needs.nbytes(1024, 'q8_0'))} with --cache-type q8_0)"
+    lines = [
+        f"memory        weights {gib(summary.weight_bytes)} + KV cache {gib(cache)} (fp16, "
+        f"{config.context_length} tokens) = {gib(summary.weight_bytes + cache)}; "
+        f"{gib(needs.nbytes(1024))} of cache for a context of 1024 tokens{smaller}"
+    ]
+    for device in devices:
+        context = device["context_that_fits"]
+        fits = (
+            "the whole context fits" if context == config.context_length else f"a context of {context} fits"
+        )
+        verdict = "does not fit" if device["problem"] else fits
+        lines.append(f"  {device['device']:<11} {gib(device['free_bytes'])} free: {verdict}")
+    return lines
+
+
+def _tokenizer_lines(tokenizer: TokenizerSummary | None) -> list[str]:
+    if tokenizer is None:
+        return ["tokenizer     none in this file"]
+    pre = f" ({shown(tokenizer.pre)})" if tokenizer.pre else ""
+    merges = f", {tokenizer.merges} merges" if tokenizer.merges else ""
+    lines = [f"tokenizer     {shown(tokenizer.model)}{pre}, {tokenizer.tokens} tokens{merges}"]
+    if tokenizer.problem:
+        lines.append(f"  damaged     {tokenizer.problem}")
+    if tokenizer.special:
+        lines.append(
+            "  special     " + ", ".join(f"{k} {i} {t!r}" for k, (i, t) in tokenizer.special.items())
+        )
+    return lines
+
+
+def _group_table(summary: ModelSummary) -> list[str]:
+    groups = summary.groups()
+    wide = max(len(shown(group.name)) for group in groups)
+    lines = [f"{'TENSORS':{wide}}  {'TYPE':8} {'COUNT':>5} {'WEIGHTS':>9} {'SIZE':>12}"]
+    for group in groups:
+        name, weights, size = shown(group.name), _count(group.parameters), gib(group.nbytes)
+        lines.append(f"{name:{wide}}  {group.type:8} {group.count:5} {weights:>9} {size:>12}")
+    return lines
+
+
+def _tensor_table(summary: ModelSummary) -> list[str]:
+    wide = max((len(shown(row.name)) for row in summary.tensors), default=6)
+    lines = [f"{'TENSOR':{wide}}  {'TYPE':8} {'BYTES':>12}  SHAPE (rows first)"]
+    for row in summary.tensors:
+        lines.append(
+            f"{shown(row.name):{wide}}  {row.type:8} {row.nbytes:12}  {' x '.join(map(str, row.shape))}"
+        )
+    return lines
+
+
+def _count(parameters: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if parameters >= size:
+            return f"{parameters / size:.2f} {unit}"
+    return str(parameters)
+
+
+def as_object(summary: ModelSummary, devices: list[dict[str, Any]], tensors: bool) -> dict[str, Any]:
+    tokenizer = summary.tokenizer
+    result: dict[str, Any] = {
+        "path": str(summary.path),
+        "files": [str(path) for path in summary.files],
+        "format": summary.file_format,
+        "name": summary.name,
+        "architecture": summary.architecture,
+        "problem": summary.problem,
+        "file_bytes": summary.nbytes,
+        "parameters": summary.parameters,
+        "config": None if summary.config is None else asdict(summary.config),
+        "weight_bytes": summary.weight_bytes,
+        "devices": devices,
+        "tensor_groups": [asdict(group) for group in summary.groups()],
+        "tokenizer": None if tokenizer is None else {**asdict(tokenizer), "special": dict(tokenizer.special)},
+        "templates": dict(summary.templates),
+    }
+    if tensors:
+        result["tensors"] = [asdict(row) for row in summary.tensors]
+    return result

@@ -1,0 +1,72 @@
+"""The step lists of the CPU: a decode step as one compiled list of kernels, for each number of rows as it comes.
+
+The kernels give a prompt's token the same bits however the prompt is cut into chunks, and a row of a decode step those
+that it has alone, so a completion depends neither on the chunk size nor on drafts and other sequences, nor, as
+everywhere on the CPU, on the number of threads.
+"""
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.cpu.step import Buffers, Step
+from quengine.kernels.forward_batch import BlockTables, Phase
+from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
+from quengine.kv_cache import KVCache
+from quengine.models.decoder import Decoder
+from quengine.request.sampling_params import SamplingParams
+from quengine.runners.graph_keys import EXACT_CPU_ROWS, GraphKey, decode_key
+from quengine.runners.step_rows import SequenceRows
+
+
+class CpuSteps:
+    """`model_runner.StepGraphs` of a decoder whose backend is a CpuBackend. `rows`: of a decode step at most."""
+
+    captured_at = 1
+    kernels_per_step: int | None = None
+
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: int = 1) -> None:
+        self._decoder, self._cache, self._most_rows = decoder, cache, rows
+        self._steps: dict[GraphKey, Step] = {}
+        self._buffers: Buffers = {}
+        self.capture(decode_key(min(2, rows)))  # loads or compiles the kernels that decode needs
+
+    def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
+        """The step list of a decode step; chunks of prompts are computed eagerly."""
+        if phase == "prefill":
+            return None
+        count = sum(len(part.ids) for part in rows)
+        return decode_key(count if count <= EXACT_CPU_ROWS else -(-count // 4) * 4)
+
+    def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+        """Logits fp32 [rows, vocab], valid until the next step."""
+        tokens, positions, tables = list[int](), list[int](), list[BlockTables]()
+        for ids, start, of_sequence in rows:
+            tokens += ids
+            positions += range(start, start + len(ids))
+            tables += [of_sequence] * len(ids)
+        count = len(tokens)
+        padding = key.rows - count
+        tables += [[[PADDING_BLOCK]] * len(self._cache.pools)] * padding
+        step = self._steps.get(key) or self.capture(key)
+        return step.run(tokens + [0] * padding, positions + [0] * padding, tables)[:count]
+
+    @torch.no_grad()
+    def capture(self, key: GraphKey) -> Step:
+        """The step list of a key, made unless it is there."""
+        if key not in self._steps:
+            backend, layers = self._decoder.backend, self._cache.layers
+            assert isinstance(backend, CpuBackend)
+            blocks, groups = blocks_for(self._cache.ctx_size), len(self._cache.pools)
+            self._steps[key] = backend.record(
+                lambda batch: self._decoder.forward(batch, layers), key.rows, blocks, self._buffers, groups
+            )
+        return self._steps[key]
+
+    def warm_up(self, params: SamplingParams | None = None) -> None:
+        """Make the step lists of one sequence, or with `params` None of all numbers of rows, largest first."""
+        most = 1 if params is not None else min(self._most_rows, EXACT_CPU_ROWS)
+        for rows in range(most, 0, -1):
+            self.capture(decode_key(rows))

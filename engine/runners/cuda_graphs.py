@@ -1,0 +1,278 @@
+"""The captured steps of a model on a CUDA device: decode steps with the sampling in them, and steps of prompts.
+
+A graph is found by its key (graph_keys.py). All graphs read one set of static inputs (static_inputs.py) and share one
+memory pool, since they run one behind the other; what one leaves for the host is copied out, or read, before the next.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quengine.config import MIXED_CHUNK
+from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
+from quengine.kernels.cuda.sampling.batch_rows import settle_rows
+from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.forward_batch import Phase
+from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
+from quengine.kv_cache import KVCache
+from quengine.models.decoder import Decoder
+from quengine.request.sampling_params import SamplingParams
+from quengine.runners.graph_capture import CapturedStep, capture_step
+from quengine.runners.graph_keys import (
+    CAPTURED_AT,
+    UNMOVED_ROWS,
+    GraphKey,
+    SamplingKind,
+    decode_keys,
+    expected_keys,
+    padded_rows,
+    prefill_key,
+)
+from quengine.runners.static_inputs import DecodeInputs, PrefillInputs
+from quengine.runners.step_rows import SequenceRows, forward_batch
+from quengine.sampler import Sampler
+
+PENDING = 4
+"""Decode steps whose tokens are not read yet, at most, where nothing else is said."""
+
+_ONE_SEQUENCE = 8
+"""Rows of a decode step that one sequence usually comes to with drafts."""
+
+
+class StepTokens:
+    """The tokens that a decode step chooses, on their way to pinned memory."""
+
+    def __init__(self, memory: Tensor, arrived: torch.cuda.Event, logits: Tensor) -> None:
+        self._memory = memory
+        self._arrived = arrived
+        self._logits = logits
+        self._tokens: list[int] | None = None
+
+    def wait(self) -> list[int]:
+        """The chosen tokens, row by row; NO_TOKEN where there was none to choose."""
+        if self._tokens is None:
+            self._arrived.synchronize()
+            self._tokens = self._memory.tolist()
+        return self._tokens
+
+    def logits(self, row: int) -> Tensor:
+        """Logits fp32 [vocab] on the host; only until the next step is launched."""
+        return self._logits[row].cpu()
+
+
+class CudaGraphs:
+    """`model_runner.StepGraphs` of a decoder whose backend is a CudaBackend.
+
+    Args:
+        slots: rows of a decode step at most.
+        prefill_tokens: tokens of prompts in a step at most.
+        shares_sequences: a sequence may have several rows of a decode step.
+        pending: decode steps whose tokens are not read yet, at most.
+        capture: `graph_capture.capture_step`.
+    """
+
+    captured_at = CAPTURED_AT
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        slots: int,
+        prefill_tokens: int = 0,
+        shares_sequences: bool = False,
+        pending: int = PENDING,
+        capture: Callable[[Callable[[], Tensor], Callable[[], Tensor], Any], CapturedStep] = capture_step,
+    ) -> None:
+        assert isinstance(decoder.backend, CudaBackend)
+        device = decoder.backend.device
+        self.decoder, self.cache, self.slots = decoder, cache, padded_rows(slots)
+        self.prefill_tokens = max(prefill_tokens, self.longest_chunk)
+        self.shares_sequences = shares_sequences
+        self.inputs = DecodeInputs(self.slots, blocks_for(cache.ctx_size), len(cache.pools), device)
+        self.prompts = PrefillInputs(
+            cache.ctx_size,
+            decoder.chunk_size,
+            decoder.config.head_dim,
+            decoder.backend.fixed_kernels,
+            len(cache.pools),
+            device,
+        )
+        rows = self.inputs.rows
+        self._history = torch.zeros(rows, cache.ctx_size, dtype=torch.int32, device=device)
+        self._chosen = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._host = torch.empty(pending, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._events = [torch.cuda.Event() for _ in range(pending)]  # type: ignore[no-untyped-call]
+        self._launched = 0
+        self._sampling: dict[SamplingKind, SamplingBuffers] = {}
+        self._steps: dict[GraphKey, CapturedStep] = {}
+        self._seen: Counter[GraphKey] = Counter()
+        self._capture_step = capture
+        self._pool: Any = None
+        self._backend = decoder.backend
+        self._moves = -1
+        self.kernels_per_step: int | None = None
+
+    @property
+    def longest_chunk(self) -> int:
+        """Tokens of one prompt in a step at most."""
+        return min(self.cache.ctx_size, self.decoder.chunk_size)
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """The steps that ordinary requests come to, largest first."""
+        return expected_keys(self.slots, self.decoder.chunk_size, MIXED_CHUNK["cuda"])
+
+    @property
+    def captured(self) -> list[GraphKey]:
+        return list(self._steps)
+
+    def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
+        """The captured step of prompts' chunks; None where they are to be computed eagerly.
+
+        So are decode steps whose logits are wanted: those that choose tokens are run by `launch`.
+        """
+        key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
+        if key is None:
+            return None
+        self._seen[key] += 1
+        return key if key in self._steps or self._seen[key] >= CAPTURED_AT else None
+
+    def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+        """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
+        step = self.capture(key)
+        self.prompts.send(key, rows)
+        step.graph.replay()
+        return step.logits[: len(rows)].clone()
+
+    @torch.no_grad()
+    def launch(self, key: GraphKey) -> StepTokens:
+        """Start a decode step on the slots as `inputs` and `configure` have them; returns at once."""
+        step = self._steps.get(key)
+        if step is None or key.rows > UNMOVED_ROWS:
+            step = self.capture(key)
+        self.kernels_per_step = step.nodes.kernels
+        self.inputs.send()
+        step.graph.replay()
+        number = self._launched % len(self._events)
+        self._launched += 1
+        self._host[number].copy_(self._chosen, non_blocking=True)
+        self._events[number].record()
+        return StepTokens(self._host[number], self._events[number], step.logits)
+
+    def configure(
+        self, slot: int, kind: SamplingKind, params: SamplingParams, sampler: Sampler, ids: list[int]
+    ) -> None:
+        """How steps of `kind` sample a slot, with the seed of `sampler`; `ids` are its tokens with the next input."""
+        if params.penalizes:
+            self._history[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        self._sampling_buffers(kind).set(slot, settings_of(params, sampler), ids, dict(params.logit_bias))
+
+    @torch.no_grad()
+    def capture(self, key: GraphKey) -> CapturedStep:
+        """The captured step of a key, captured unless it is there."""
+        if key.phase == "prefill" or key.rows > UNMOVED_ROWS:
+            self._drop_stale()
+        step = self._steps.get(key)
+        if step is None:
+            if self._pool is None and self._chosen.is_cuda:
+                self._pool = torch.cuda.graph_pool_handle()
+            if key.sampling is not None:
+                self._sampling_buffers(
+                    key.sampling
+                )  # outside of the capture: graphs of other sizes share them
+            step = self._capture_step(lambda: self.run_padding(key), lambda: self._run(key), self._pool)
+            self._drop_stale()
+            self._steps[key] = step
+        return step
+
+    def warm_up(self, params: SamplingParams | None = None) -> None:
+        """Capture the steps that ordinary requests come to; with `params`, decode steps of one sequence with these."""
+        if params is not None:
+            keys = decode_keys(min(_ONE_SEQUENCE, self.slots) if self.shares_sequences else 1, params)
+        else:
+            keys = self.keys
+            self.run_prompts(self.lengths_of(self.prefill_tokens))  # memory is then as large as it gets
+        for key in keys:
+            self.capture(key)
+
+    def lengths_of(self, tokens: int) -> list[int]:
+        """Prompts' chunks in a step of so many tokens: as few as there may be."""
+        whole, rest = divmod(tokens, self.longest_chunk)
+        return [self.longest_chunk] * whole + [rest] * (rest > 0)
+
+    @torch.no_grad()
+    def run_prompts(self, lengths: Seq[int]) -> None:
+        """A step of prompts of these lengths, eagerly; it writes to the padding block alone."""
+        tables = [[PADDING_BLOCK] * blocks_for(max(lengths))] * len(self.cache.pools)
+        rows = [SequenceRows([0] * length, 0, tables) for length in lengths]
+        self.decoder.forward(forward_batch("prefill", rows, self.decoder.backend.device), self.cache.layers)
+
+    @torch.no_grad()
+    def run_padding(self, key: GraphKey) -> Tensor:
+        """A step of padding rows, uncaptured: compiles what it takes, and writes to the padding block alone."""
+        if key.sampling is None:
+            self.prompts.send(key, [])
+            return self._run(key)
+        inputs = DecodeInputs(key.rows, self.inputs.blocks, self.inputs.groups, self._chosen.device)
+        history = torch.zeros(
+            inputs.rows, self._history.shape[1], dtype=torch.int32, device=self._chosen.device
+        )
+        return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows))
+
+    def _run(self, key: GraphKey) -> Tensor:
+        if key.sampling is None:
+            return self.decoder.forward(self.prompts.batch(key), self.cache.layers)
+        return self._decode(key, self.inputs, self._history, self._sampling_buffers(key.sampling))
+
+    def _decode(
+        self, key: GraphKey, inputs: DecodeInputs, history: Tensor, buffers: SamplingBuffers
+    ) -> Tensor:
+        """Logits fp32 [rows, vocab] of the first rows; `_chosen` has the tokens."""
+        rows = key.rows
+        batch = inputs.batch(rows, self.shares_sequences and rows > 1)
+        logits = self.decoder.forward(batch, self.cache.layers)
+        state = DecodeState(batch.token_ids, batch.positions, history[:rows])
+        sample_step(logits, state, buffers, has_dependent_launch(batch.device))
+        settle_rows(batch.token_ids, batch.positions, inputs.live[:rows], self._chosen[:rows])
+        return logits
+
+    def _sampling_buffers(self, kind: SamplingKind) -> SamplingBuffers:
+        if kind not in self._sampling:
+            self._sampling[kind] = self._new_buffers(kind, self.inputs.rows)
+        return self._sampling[kind]
+
+    def _new_buffers(self, kind: SamplingKind, rows: int) -> SamplingBuffers:
+        vocab, device = self.decoder.config.vocab_size, self._chosen.device
+        return SamplingBuffers.allocate(rows, vocab, kind.top_k, device, kind.bias, kind.penalties)
+
+    def _drop_stale(self) -> None:
+        """Drop steps that were captured with memory which the backend has since replaced by a larger piece."""
+        moves = self._backend.rooms_left
+        if moves != self._moves:
+            self._moves = moves
+            self._steps = {
+                key: step
+                for key, step in self._steps.items()
+                if key.phase == "decode" and key.rows <= UNMOVED_ROWS
+            }
+
+
+def settings_of(params: SamplingParams, sampler: Sampler) -> Settings:
+    """How a sequence samples, in the device's terms."""
+    return Settings(
+        temperature=params.temperature,
+        top_k=1 if params.greedy else params.top_k,
+        typical_p=params.typical_p,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repeat=params.repeat_penalty,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        repeat_last_n=params.repeat_last_n,
+        seed=sampler.seed,
+        stream=sampler.stream,
+    )

@@ -1,0 +1,104 @@
+"""Decode steps on a device that chooses the tokens itself, launched a step ahead of the host.
+
+Where it can, a step is launched before the tokens of the one before it are read, so that the host's work on them
+(text, stop strings, output) runs while the device computes. A result belongs to a slot and stays good when other
+sequences came or went meanwhile. New sequences find the others one result ahead; after a few steps those are computed
+once more, and all are a step ahead again.
+
+Rows whose settings the device cannot sample (log-probabilities, a constraint, penalties behind a draft) are sampled on
+the host from their logits. While there are such rows, or drafts, no step is launched ahead.
+"""
+
+from collections.abc import Sequence as Seq
+
+from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
+from quengine.runners.decode_slots import DecodeRow, DecodeSlots, Slot
+from quengine.runners.graph_keys import SamplingKind
+from quengine.sampler import NO_CHOICE, Result, Sample, Verified, sample_next
+
+_PATIENCE = 4
+"""Steps in which slots are not equally far ahead, and the device waits for the host, before one is spent on it."""
+
+
+class DeviceDecoder:
+    """See the module docstring. With `graphs.shares_sequences` sequences may have drafts."""
+
+    def __init__(self, graphs: CudaGraphs) -> None:
+        self._most_rows = graphs.slots
+        self._drafts = graphs.shares_sequences
+        self._slots = DecodeSlots(graphs)
+        self._uneven = 0
+
+    def step(self, sequences: Seq[Sequence]) -> list[Result] | None:
+        """`ModelRunner.decode`; NO_CHOICE where the device found no token to choose. None: these are too many rows."""
+        rows = [row for sequence in sequences for row in self._rows_of(sequence)]
+        if len(rows) > self._most_rows:
+            self._slots.place([])  # releases all
+            return None
+        slots, new = self._slots.place(rows)
+        if new:
+            self._uneven = 0
+        if not all(slot.ready for slot in slots):
+            self._slots.launch(slots)
+        if not self._drafts and all(row.kind is not None for row in rows) and any(map(_goes_on, sequences)):
+            self._launch_ahead(rows, slots)
+        placed = iter(zip(rows, slots, strict=True))
+        return [self._result(s, [next(placed) for _ in range(1 + len(s.draft))]) for s in sequences]
+
+    def _rows_of(self, sequence: Sequence) -> list[DecodeRow]:
+        start, params = sequence.num_cached_tokens, sequence.params
+        kind = None
+        # Penalties count the tokens before a row, which behind a drafted token may be others than the device's.
+        if sequence.next_is_newest and not (self._drafts and params.penalizes):
+            kind = SamplingKind.of(params)
+        entries = sequence.max_positions // BLOCK_SIZE + 1  # a step launched ahead included
+        tables, history = sequence.block_tables, sequence.token_ids
+        return [
+            DecodeRow(sequence, n, token, start + n, tables, entries, params, sequence.sampler, kind, history)
+            for n, token in enumerate([history[start], *sequence.draft])
+        ]
+
+    def _launch_ahead(self, rows: list[DecodeRow], slots: list[Slot]) -> None:
+        """One more step, if after it no slot is more than two results ahead of the host."""
+        ahead = [(row, slot) for row, slot in zip(rows, slots, strict=True) if len(slot.ready) > 1]
+        if ahead:
+            self._uneven += 1
+            if self._uneven < _PATIENCE:
+                return
+            for row, slot in ahead:
+                self._slots.recompute(row, slot)
+        self._uneven = 0
+        self._slots.launch(slots)
+
+    def _result(self, sequence: Sequence, placed: list[tuple[DecodeRow, Slot]]) -> Result:
+        taken = [slot.take() for _, slot in placed]
+        row, slot = placed[0]
+        if not sequence.next_is_newest:
+            return None
+        first = _token(sequence, row.kind, *taken[0])
+        if first is NO_CHOICE:
+            for other, _ in placed:
+                self._slots.release(other.owner, other.number)
+        if not isinstance(first, Sample):
+            return first
+        if sequence.draft:
+            return Verified(first, lambda number: _token(sequence, row.kind, *taken[number]))
+        if row.kind is not None:
+            slot.token = first.token  # the device goes on from it
+        return first
+
+
+def _token(sequence: Sequence, kind: SamplingKind | None, step: StepTokens, index: int) -> Result:
+    """The token behind a row."""
+    if kind is None:
+        return sample_next(sequence, step.logits(index))
+    token = step.wait()[index]
+    return NO_CHOICE if token == NO_TOKEN else Sample(token)
+
+
+def _goes_on(sequence: Sequence) -> bool:
+    """Whether the token now computed may be followed by another."""
+    return len(sequence.token_ids) + 1 < sequence.max_positions

@@ -1,0 +1,108 @@
+"""Which steps are captured: the one table of their sizes, and the key that identifies a captured step."""
+
+from typing import NamedTuple
+
+from quengine.kernels.forward_batch import Phase
+from quengine.request.sampling_params import SamplingParams
+
+DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of rows of a decode step: matmuls take 8 rows at a time, above 128 blocks of 128 or 256, and from 16 on a
+row more or less costs little beside the weights."""
+
+PREFILL_ROWS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
+"""Numbers of rows of a prompt's step, some 300 launches of 10 to 100 us of the host's time each: with fewer than 500 to
+1000 rows the GPU waits for them. Matmuls take 8, 16, 32, 64 or 128 rows, or a multiple of 128, at a time, so padding
+rows cost nearly nothing."""
+
+PREFILL_SEQUENCES = (1, 4, 16)
+"""Numbers of sequences of a prompt's step."""
+
+CAPTURED_AT = 2
+"""A prompt's step of some size is captured when it comes for this time, unless it was captured ahead."""
+
+EXACT_CPU_ROWS = 16
+"""On a CPU, decode steps of up to so many rows have a step list each; beyond it the multiples of 4."""
+
+CANDIDATES = (64, 128)
+"""Candidates that sampling in a graph may keep; above the largest, or without a top-k, every token is one."""
+
+UNMOVED_ROWS = 128
+"""Decode steps of up to so many rows use memory that the backend never replaces by a larger piece."""
+
+
+class SamplingKind(NamedTuple):
+    """What the sampling in a decode step has buffers for: candidates kept (0: all), and bias and penalties."""
+
+    top_k: int
+    bias: bool
+    penalties: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "SamplingKind | None":
+        """None where such settings are sampled on the host."""
+        if params.logprobs is not None or params.constraint is not None:
+            return None
+        kept = next((most for most in CANDIDATES if 1 <= params.top_k <= most), 0)
+        return cls(1 if params.greedy else kept, bool(params.logit_bias), params.penalizes)
+
+    def union(self, other: "SamplingKind") -> "SamplingKind":
+        """With buffers for both."""
+        top_k = max(self.top_k, other.top_k) if self.top_k and other.top_k else 0
+        return SamplingKind(top_k, self.bias or other.bias, self.penalties or other.penalties)
+
+
+GREEDY = SamplingKind(1, bias=False, penalties=False)
+
+
+class GraphKey(NamedTuple):
+    """A captured step: padded numbers of rows and sequences, and how tokens are chosen in it (None: it gives logits).
+
+    In decode every row is a sequence of its own.
+    """
+
+    phase: Phase
+    rows: int
+    sequences: int
+    sampling: SamplingKind | None = None
+
+
+def decode_key(rows: int, sampling: SamplingKind | None = None) -> GraphKey:
+    return GraphKey("decode", rows, rows, sampling)
+
+
+def padded_rows(rows: int) -> int:
+    """The smallest captured number of decode rows that holds so many."""
+    return next(size for size in DECODE_ROWS if size >= rows)
+
+
+def prefill_key(lengths: list[int]) -> GraphKey | None:
+    """The step that takes prompts' chunks of these lengths; None where they are not captured."""
+    count = sum(lengths)
+    rows = next((size for size in PREFILL_ROWS if size >= count), None)
+    sequences = next((size for size in PREFILL_SEQUENCES if size >= len(lengths)), None)
+    if rows is None or sequences is None or count < 2:
+        return None
+    return GraphKey("prefill", rows, sequences)
+
+
+def expected_keys(most_decode_rows: int, chunk_size: int, mixed_rows: int) -> list[GraphKey]:
+    """The keys that ordinary requests come to, largest first.
+
+    Decode steps of up to `most_decode_rows`, greedy and with the default settings; chunks of one prompt of up to
+    `chunk_size` tokens, and of several in steps of `mixed_rows`.
+    """
+    keys = [GraphKey("prefill", rows, 1) for rows in PREFILL_ROWS if rows <= chunk_size]
+    if mixed_rows in PREFILL_ROWS:
+        keys += [GraphKey("prefill", mixed_rows, sequences) for sequences in PREFILL_SEQUENCES[1:]]
+    keys.reverse()
+    return keys + decode_keys(most_decode_rows, SamplingParams(temperature=0), SamplingParams())
+
+
+def decode_keys(most_rows: int, *settings: SamplingParams) -> list[GraphKey]:
+    """The keys of decode steps of up to `most_rows` with these settings, largest first.
+
+    Steps with rows that the host samples are those of greedy ones.
+    """
+    kinds = dict.fromkeys(SamplingKind.of(params) or GREEDY for params in settings)
+    sizes = DECODE_ROWS[: DECODE_ROWS.index(padded_rows(most_rows)) + 1]
+    return [decode_key(rows, kind) for kind in kinds for rows in reversed(sizes)]

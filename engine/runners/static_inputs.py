@@ -1,0 +1,191 @@
+"""The static inputs of captured CUDA steps: memory that graphs read, and that is written before a launch.
+
+There is one set for all decode steps, whose rows the device moves on from step to step by itself, and one for all steps
+of prompts, which is written anew for each. Both have a block table per sequence and group of layers that share one.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.cuda.attention.attention_prefill import tile_rows
+from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, tile_entries
+from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles, pad_block_tables
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
+from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
+from quengine.runners.step_rows import SequenceRows
+
+_ALIGNED_ROWS = 8
+"""Rows are a multiple of this, so that each vector begins where a kernel may read 16 bytes at once."""
+
+_ALIGNED = 4
+"""int32 entries: 16 bytes likewise."""
+
+
+class DecodeInputs:
+    """The inputs of R decode rows, or slots, in one int32 vector: live [R], positions [R], tokens int64 [R], and block
+    tables [groups, R, blocks]. A step of B rows reads the first B.
+
+    Changes are gathered on the host and sent together, as pairs of index and value, by `send`. A slot that is not live
+    stays at position 0 of the padding block.
+    """
+
+    def __init__(self, rows: int, blocks: int, groups: int, device: torch.device) -> None:
+        self.rows = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
+        self.blocks, self.groups = blocks, groups
+        self.all = torch.zeros(self.rows * (4 + groups * blocks), dtype=torch.int32, device=device)
+        self.live = self.all[: self.rows]
+        self.positions = self.all[self.rows : 2 * self.rows]
+        self.tokens = self.all[2 * self.rows : 4 * self.rows].view(torch.int64)
+        self.tables = self.all[4 * self.rows :].view(groups, self.rows, blocks)
+        self.tables.fill_(PADDING_BLOCK)
+        self._changes: dict[int, int] = {}
+
+    def assign(self, slot: int, tables: Seq[Seq[int]], entries: int) -> None:
+        """Give a slot a sequence's block tables, with the padding block in the rest of their first `entries`."""
+        self._changes[slot] = 1
+        for group, table in enumerate(tables):
+            self.extend(slot, group, 0, [*table, *[PADDING_BLOCK] * (entries - len(table))])
+
+    def extend(self, slot: int, group: int, first: int, blocks: Seq[int]) -> None:
+        """Set entries `first`, ... of a block table."""
+        start = 4 * self.rows + (group * self.rows + slot) * self.blocks + first
+        self._changes.update(zip(range(start, start + len(blocks)), blocks, strict=True))
+
+    def set_input(self, slot: int, token: int, position: int) -> None:
+        """Set a slot's next input."""
+        self._changes[self.rows + slot] = position
+        self._changes[2 * self.rows + 2 * slot] = token  # the low half; the high one stays 0
+
+    def release(self, slot: int) -> None:
+        self._changes[slot] = 0
+        self.set_input(slot, 0, 0)
+        for group in range(self.groups):
+            self.extend(slot, group, 0, [PADDING_BLOCK])
+
+    def send(self) -> None:
+        """Send the changes since the last call, in stream order, without waiting for the device."""
+        if not self._changes:
+            return
+        pairs = torch.tensor([list(self._changes), list(self._changes.values())])
+        if self.all.is_cuda:
+            pairs = pairs.pin_memory().to(self.all.device, non_blocking=True)
+        self.all.index_copy_(0, pairs[0], pairs[1].to(torch.int32))
+        self._changes.clear()
+
+    def batch(self, rows: int, shares_sequences: bool) -> ForwardBatch:
+        """A step of the first `rows` slots."""
+        return ForwardBatch(
+            "decode",
+            self.tokens[:rows],
+            self.positions[:rows],
+            self.tables[:, :rows],
+            shares_sequences=shares_sequences,
+        )
+
+
+@dataclass(frozen=True)
+class PrefillLayout:
+    """Where a step of some size has its parts in the vector: first entry and length of the ids (int64), the rows whose
+    logits are wanted (int64), positions, sequences of the rows, and attention tiles of `tile_rows` rows."""
+
+    parts: tuple[tuple[int, int], ...]
+    tile_rows: int
+
+    @classmethod
+    def of(cls, rows: int, sequences: int, tile: int) -> "PrefillLayout":
+        tiles = (rows + (tile - 1) * sequences) // tile
+        lengths = (2 * rows, 2 * sequences, rows, rows, TILE_FIELDS * tiles)
+        ends = accumulate(-(-length // _ALIGNED) * _ALIGNED for length in lengths)
+        return cls(tuple(zip([0, *ends], lengths, strict=False)), tile)
+
+    @property
+    def entries(self) -> int:
+        first, length = self.parts[-1]
+        return first + length
+
+
+class PrefillInputs:
+    """The inputs of steps of prompts: one int32 vector, which each size of step divides in its own way, and the block
+    tables [groups, sequences + 1, blocks], of which the last is that of padding rows.
+
+    Args:
+        ctx_size: positions of a sequence at most.
+        chunk_size: rows of a sequence in a step at most.
+        head_dim, fixed_kernels: of the attention, which cuts chunks into tiles.
+    """
+
+    def __init__(
+        self,
+        ctx_size: int,
+        chunk_size: int,
+        head_dim: int,
+        fixed_kernels: bool,
+        groups: int,
+        device: torch.device,
+    ) -> None:
+        self._ctx_size, self._chunk_size = ctx_size, chunk_size
+        self._device = device
+        self._tile_rows = cache(lambda longest: tile_rows(head_dim, longest, device, fixed_kernels))
+        sizes = [self.layout(GraphKey("prefill", r, s)) for r in PREFILL_ROWS for s in PREFILL_SEQUENCES]
+        self._all = torch.zeros(max(s.entries for s in sizes), dtype=torch.int32, device=device)
+        shape = (groups, PREFILL_SEQUENCES[-1] + 1, -(-ctx_size // BLOCK_SIZE))
+        self.tables = torch.full(shape, PADDING_BLOCK, dtype=torch.int32, device=device)
+
+    def layout(self, key: GraphKey) -> PrefillLayout:
+        tile = self._tile_rows(min(key.rows, self._chunk_size))
+        return PrefillLayout.of(key.rows, key.sequences, tile)
+
+    def batch(self, key: GraphKey) -> ForwardBatch:
+        """A step of this size."""
+        layout = self.layout(key)
+        ids, last, positions, sequences, tiles = (
+            self._all[first : first + length] for first, length in layout.parts
+        )
+        longest = min(key.rows, self._chunk_size)
+        return ForwardBatch(
+            "prefill",
+            token_ids=ids.view(torch.int64),
+            positions=positions,
+            block_tables=self.tables,
+            logits_rows=last.view(torch.int64),
+            tiles=PrefillTiles(sequences, tiles.view(-1, TILE_FIELDS), layout.tile_rows, longest, 0, 0),
+        )
+
+    def send(self, key: GraphKey, rows: Seq[SequenceRows]) -> None:
+        """Make these the rows of the next step, in stream order, without waiting for the device."""
+        if rows:
+            tables = self._pinned(pad_block_tables([part.block_tables for part in rows]))
+            self.tables[:, : len(rows), : tables.shape[2]].copy_(tables, non_blocking=True)
+        layout = self.layout(key)
+        entries = [0] * layout.entries
+        for (first, _), part in zip(layout.parts, self._entries(key, layout, rows), strict=True):
+            entries[first : first + len(part)] = part
+        self._all[: len(entries)].copy_(self._pinned(entries), non_blocking=True)
+
+    def _entries(
+        self, key: GraphKey, layout: PrefillLayout, rows: Seq[SequenceRows]
+    ) -> tuple[list[int], ...]:
+        """The parts, each as far as it is not zeros."""
+        lengths = [len(part.ids) for part in rows]
+        sequences, tiles = tile_entries([part.start for part in rows], lengths, layout.tile_rows)
+        positions = [part.start + row for part in rows for row in range(len(part.ids))]
+        padding = key.rows - len(positions)
+        positions += [min(row % BLOCK_SIZE, self._ctx_size - 1) for row in range(padding)]
+        sequences += [PREFILL_SEQUENCES[-1]] * padding
+        last = [end - 1 for end in accumulate(lengths)]
+        ids = [token for part in rows for token in part.ids]
+        return _halves(ids), _halves(last), positions, sequences, tiles
+
+    def _pinned(self, values: list[int] | list[list[list[int]]]) -> Tensor:
+        made = torch.tensor(values, dtype=torch.int32)
+        return made.pin_memory() if self._device.type == "cuda" else made
+
+
+def _halves(values: Seq[int]) -> list[int]:
+    """The int32 halves of numbers that an int64 vector holds."""
+    return [half for value in values for half in (value, 0)]

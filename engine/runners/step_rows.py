@@ -1,0 +1,46 @@
+"""What a step computes, as the host describes it to the decoder and to captured steps."""
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import torch
+
+from quengine.batch import Chunk
+from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
+from quengine.request.sequence import Sequence
+
+
+class SequenceRows(NamedTuple):
+    """Rows of one sequence: `ids` at positions `start`, ..., with the sequence's block tables."""
+
+    ids: Seq[int]
+    start: int
+    block_tables: BlockTables
+
+
+def prefill_rows(chunks: Seq[Chunk]) -> list[SequenceRows]:
+    return [SequenceRows(chunk.ids, chunk.start, chunk.sequence.block_tables) for chunk in chunks]
+
+
+def decode_rows(sequences: Seq[Sequence]) -> list[SequenceRows]:
+    """Of each sequence the first token that is not in the cache, and behind it its draft."""
+    return [
+        SequenceRows([s.token_ids[s.num_cached_tokens], *s.draft], s.num_cached_tokens, s.block_tables)
+        for s in sequences
+    ]
+
+
+def forward_batch(
+    phase: Phase, rows: Seq[SequenceRows], device: torch.device, all_logits: bool = False
+) -> ForwardBatch:
+    """The step of these rows. In prefill logits are wanted of each sequence's last row, or of all; in decode of all."""
+    ids, starts, tables = zip(*rows, strict=True)
+    if phase == "prefill":
+        return prefill_batch(ids, starts, tables, device, all_logits)
+    return decode_batch(
+        [token for part in ids for token in part],
+        [start + n for part, start in zip(ids, starts, strict=True) for n in range(len(part))],
+        [table for part, table in zip(ids, tables, strict=True) for _ in part],
+        device,
+        shares_sequences=any(len(part) > 1 for part in ids),
+    )

@@ -1,0 +1,81 @@
+"""Requests' prompts and parameters, checked and made into sequences that the scheduler takes."""
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from quengine.errors import EngineError
+from quengine.kernels.sampling import Choose
+from quengine.models.config import ModelConfig
+from quengine.models.tokenizer import Tokenizer
+from quengine.request.sampling_params import SamplingParams
+from quengine.request.sequence import Sequence
+from quengine.request.text_stream import TextStream
+from quengine.sampler import Sampler
+from quengine.structured.constraint import ConstraintCompiler
+
+
+@dataclass(frozen=True)
+class SequenceFactory:
+    """Makes sequences for one model. `choose` chooses tokens on the host."""
+
+    tokenizer: Tokenizer
+    config: ModelConfig
+    ctx_size: int
+    constraints: ConstraintCompiler
+    choose: Choose
+
+    def make(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        index: int = 0,
+        show_special: bool | Collection[int] = False,
+    ) -> Sequence:
+        """The sequence of a prompt; `index` and `show_special` as for `LLM.stream`.
+
+        Raises:
+            EngineError: the prompt does not fit, or a parameter names a token outside the vocabulary or has a
+                constraint that cannot be compiled.
+        """
+        ids, params = self.checked(ids), self.resolved(params)
+        spec = params.constraint
+        constraint = None if spec is None else self.constraints.compile(spec, params.stop_token_ids)
+        sampler = Sampler(params, self.config.vocab_size, index, constraint, self.choose)
+        end_ids = self.tokenizer.eos_ids | set(params.stop_token_ids)
+        stream = TextStream(self._shown_bytes(show_special), params.stop)
+        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size)
+
+    def resolved(self, params: SamplingParams) -> SamplingParams:
+        """The parameters with a seed, and `ignore_eos` as a bias."""
+        params = params.with_seed()
+        if not params.ignore_eos:
+            return params
+        banned = dict.fromkeys(self.tokenizer.eos_ids, -math.inf)
+        return replace(params, logit_bias={**params.logit_bias, **banned})
+
+    def checked(self, ids: list[int]) -> list[int]:
+        """A prompt's ids. Raises EngineError where there are none, too many, or one is not in the vocabulary."""
+        if not ids:
+            raise EngineError("the prompt is empty: it has no tokens, and this model adds none of its own")
+        if len(ids) > self.ctx_size - 1:
+            raise EngineError(
+                f"the prompt has {len(ids)} tokens and the context holds {self.ctx_size}, of which one is for the "
+                f"answer; shorten the prompt or raise -c (this model: up to {self.config.context_length})"
+            )
+        vocab = self.config.vocab_size
+        for position, token in enumerate(ids):
+            if not 0 <= token < vocab:
+                raise EngineError(
+                    f"token id {token} at position {position} is not in the vocabulary of {vocab}"
+                )
+        return ids
+
+    def _shown_bytes(self, special: bool | Collection[int]) -> Callable[[int], bytes]:
+        tokenizer = self.tokenizer
+        if special is True:
+            return tokenizer.token_bytes
+        shown = special or ()
+        return lambda token: (
+            b"" if tokenizer.is_control(token) and token not in shown else tokenizer.token_bytes(token)
+        )

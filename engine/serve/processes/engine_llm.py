@@ -1,0 +1,127 @@
+"""Engine process: an LLM as the server's `Engine`. It computes as many sequences at once as it was loaded for."""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from quengine.llm import LLM
+from quengine.request.prompt_scores import PromptScores
+from quengine.request.sequence import Sequence as LLMSequence
+from quengine.sampler import TokenLogprobs
+from quengine.serve.processes.shared_engine import (
+    EngineStats,
+    Event,
+    Finished,
+    GenerationRequest,
+    Piece,
+    SlotStats,
+    failed,
+)
+from quengine.serve.processes.shared_model import ServedModel, TextSide
+
+logger = logging.getLogger("quengine.serve")
+
+
+class LLMEngine:
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        loaded = llm.loaded
+        self.model = ServedModel(
+            TextSide(loaded.checkpoint, llm.tokenizer, llm.chat_template, llm.constraints),
+            llm.ctx_size,
+            loaded.notes,
+            str(loaded.device),
+            llm.config.cache_type,
+        )
+        self.capacity = llm.config.parallel
+        self._requests: dict[int, LLMSequence] = {}
+
+    silent_seconds = 0.0
+
+    def add(self, request: GenerationRequest) -> None:
+        if request.pooling is not None:
+            sequence = self._llm.embedding_sequence(list(request.prompt), request.pooling)
+        else:
+            sequence = self._llm.stream(
+                request.prompt, request.params, index=request.index, show_special=request.show_special
+            ).sequence
+        sequence.arrived = request.arrived
+        if request.score_prompt and request.params.logprobs is not None:
+            sequence.scores = PromptScores(request.prompt, request.params.logprobs)
+        self._llm.scheduler.add(sequence)
+        self._requests[request.id] = sequence
+
+    def cancel(self, request_id: int) -> None:
+        self._llm.scheduler.cancel(self._requests.pop(request_id))
+
+    def step(self) -> list[Event]:
+        ids = {sequence: request_id for request_id, sequence in self._requests.items()}
+        before = {request_id: len(sequence.generated) for request_id, sequence in self._requests.items()}
+        try:
+            advanced = self._llm.step()
+        except Exception as error:
+            return self._step_failed(error, ids)
+        events: list[Event] = []
+        for sequence, text in advanced:
+            events += self._events(ids[sequence], sequence, before[ids[sequence]], text)
+        return events
+
+    def _events(self, request_id: int, sequence: LLMSequence, start: int, text: str) -> list[Event]:
+        """The events of a step for one sequence, whose generated tokens from `start` on are new."""
+        if sequence.error is not None:
+            self._check_device()
+            del self._requests[request_id]
+            return [failed(request_id, sequence.error, "engine")]
+        scores: tuple[TokenLogprobs, ...] = ()
+        if sequence.scores is not None and not start and sequence.first_token:  # once, with the first token
+            scores = tuple(sequence.scores.logprobs)
+        events: list[Event] = []
+        tokens = tuple(sequence.generated[start:])
+        if tokens or text or scores:
+            events.append(Piece(request_id, tokens, text, tuple(sequence.logprobs[start:]), scores))
+        if sequence.finish_reason is not None:
+            del self._requests[request_id]
+            timings = self._llm.completion(sequence).timings
+            stop_text, seed = sequence.stream.stopped, sequence.sampler.seed
+            embedding = None if sequence.pool is None else tuple(sequence.pool.embedding())
+            events.append(Finished(request_id, sequence.finish_reason, stop_text, timings, seed, embedding))
+        return events
+
+    def stats(self) -> EngineStats:
+        slots = tuple(
+            SlotStats(i, s.num_prompt_tokens, s.num_cached_tokens, len(s.generated))
+            for i, s in self._requests.items()
+        )
+        scheduler = self._llm.scheduler
+        return EngineStats(slots, scheduler.cache_used, scheduler.cache_size)
+
+    def kill(self) -> None:
+        """Nothing: it runs in this process."""
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def _step_failed(self, error: Exception, ids: Mapping[LLMSequence, int]) -> list[Event]:
+        """Fail the sequence whose step failed; of several, find out which it is, each by itself.
+
+        Raises `error` again where no step can work any more.
+        """
+        scheduler = self._llm.scheduler
+        batch = scheduler.current
+        if batch is None:
+            raise error
+        self._check_device()
+        if len(batch.sequences) > 1:
+            logger.warning("a step of %d sequences failed; each is tried alone", len(batch.sequences))
+            scheduler.retry_alone()
+            return []
+        (sequence,) = batch.sequences
+        sequence.fail(error)
+        scheduler.release()
+        return self._events(ids[sequence], sequence, 0, "")
+
+    def _check_device(self) -> None:
+        """Raises where the device has failed."""
+        if self._llm.loaded.device.type == "cuda":
+            torch.cuda.synchronize(self._llm.loaded.device)

@@ -1,0 +1,207 @@
+"""Engine process: `python -m quengine.serve.processes.engine_main FD HEARTBEAT [-v]`, started by `server_engine`.
+
+It computes as long as it has sequences, whatever the server does meanwhile, and ends when the server does. A device
+that has failed stays so for its process, so this one ends then, and the server starts another.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from quengine.errors import CannotRunError, EngineError
+from quengine.platform import bus_error, collector, log_lines
+from quengine.serve.processes.shared_engine import (
+    STATS_SECONDS,
+    Engine,
+    Event,
+    Failed,
+    GenerationRequest,
+    Piece,
+    add,
+    failed,
+)
+from quengine.serve.processes.shared_heartbeat import Heartbeat
+from quengine.serve.processes.shared_wire import (
+    Add,
+    Broken,
+    Cancel,
+    Load,
+    Progress,
+    Ready,
+    Step,
+    ToEngine,
+    can_be_sent,
+    receive_in_engine,
+    send,
+)
+
+logger = logging.getLogger("quengine.serve")
+
+_COMPILING = 2  # constraints at once
+
+
+class EngineLoop:
+    """Runs an engine: takes messages from `connection` between its steps, and sends the events of each step there."""
+
+    def __init__(self, connection: "Connection[Any, Any]", engine: Engine) -> None:
+        self._connection = connection
+        self._engine = engine
+        self._received: deque[ToEngine | Future[GenerationRequest]] = deque()
+        self._wake = threading.Condition()
+        self._compilers = ThreadPoolExecutor(_COMPILING)
+        self._preparing: dict[Future[GenerationRequest], int] = {}
+        self._running: set[int] = set()
+        self._stats_at = 0.0
+
+    def run(self) -> None:
+        """Until the server is gone, which ends the process. Raises what the engine raises when it fails."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        while True:
+            with self._wake:
+                while not (self._received or self._running):
+                    self._wake.wait()
+                received = list(self._received)
+                self._received.clear()
+            events: list[Event] = [event for each in received if (event := self._handle(each)) is not None]
+            if self._running:
+                events += self._engine.step()
+            self._send(events)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._receive(receive_in_engine(self._connection))
+        except (EOFError, OSError):
+            os._exit(0)  # nothing receives what is computed
+        except BaseException:
+            # Without this thread the server would wait for ever; a process that has ended is replaced.
+            logger.exception("the engine cannot read what the server sends")
+            os._exit(1)
+
+    def _receive(self, message: "ToEngine | Future[GenerationRequest]") -> None:
+        with self._wake:
+            self._received.append(message)
+            self._wake.notify()
+
+    def _handle(self, message: "ToEngine | Future[GenerationRequest]") -> Failed | None:
+        if isinstance(message, Future):
+            return self._prepared(message)
+        if isinstance(message, Cancel):
+            self._cancel(message.request_id)
+        elif isinstance(message, Add):
+            try:
+                request = message.request
+            except Exception as error:
+                return failed(message.request_id, error, "request")
+            if request.params.constraint is None:
+                return self._add(request)
+            self._prepare(request)
+        return None
+
+    def _prepare(self, request: GenerationRequest) -> None:
+        """Compile the request's constraint while others are computed; it is added then."""
+
+        def prepared() -> GenerationRequest:
+            self._engine.model.prepare(request.params)
+            return request
+
+        future = self._compilers.submit(prepared)
+        self._preparing[future] = request.id
+        future.add_done_callback(self._receive)
+
+    def _prepared(self, future: Future[GenerationRequest]) -> Failed | None:
+        request_id = self._preparing.pop(future, None)
+        if request_id is None:  # cancelled
+            return None
+        error = future.exception()
+        return self._add(future.result()) if error is None else failed(request_id, error, "request")
+
+    def _cancel(self, request_id: int) -> None:
+        if request_id in self._running:
+            self._running.remove(request_id)
+            self._engine.cancel(request_id)
+        self._preparing = {future: given for future, given in self._preparing.items() if given != request_id}
+
+    def _add(self, request: GenerationRequest) -> Failed | None:
+        failure = add(self._engine, request)
+        if failure is None:
+            self._running.add(request.id)
+        return failure
+
+    def _send(self, events: list[Event]) -> None:
+        self._running.difference_update(event.request_id for event in events if not isinstance(event, Piece))
+        now = time.monotonic()
+        stats = None
+        if now - self._stats_at > STATS_SECONDS or not self._running:
+            self._stats_at, stats = now, self._engine.stats()
+        try:
+            send(self._connection, Step(events, stats))
+        except (OverflowError, UnicodeError, TypeError):
+            self._send(self._without_unsendable(events))
+
+    def _without_unsendable(self, events: list[Event]) -> list[Event]:
+        """The events with those requests failed of which an event has no form on the wire; the others go on."""
+        message = "the answer cannot be sent: it holds what is no text or number"
+        unsendable = {event.request_id for event in events if not can_be_sent(event)}
+        for request_id in unsendable:
+            logger.error("request %d: %s", request_id, message)
+            with suppress(KeyError):  # it may have ended with this step
+                self._cancel(request_id)
+        kept = [event for event in events if event.request_id not in unsendable]
+        return [*kept, *(Failed(request_id, message) for request_id in unsendable)]
+
+
+def load(connection: "Connection[Any, Any]") -> Engine:
+    """The engine of the server's first message. Raises EngineError where it cannot be loaded."""
+    from quengine.llm import LLM
+    from quengine.serve.processes.engine_llm import LLMEngine
+
+    wanted = receive_in_engine(connection)
+    assert isinstance(wanted, Load)
+    llm = LLM(wanted.model, progress=lambda text: send(connection, Progress(text)), **wanted.options)
+    llm.warm_up()
+    notes = tuple(llm.loaded.notes)
+    send(connection, Ready(llm.config.parallel, llm.ctx_size, str(llm.loaded.device), notes))
+    return LLMEngine(llm)
+
+
+def broken(error: Exception) -> Broken:
+    """The last message to the server."""
+    if isinstance(error, EngineError):
+        return Broken("CannotRunError" if isinstance(error, CannotRunError) else "EngineError", str(error))
+    logger.error("the engine has failed", exc_info=error)
+    return Broken("failed", f"{type(error).__name__}: {error}")
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    log_lines.set_up(verbose="-v" in sys.argv[3:])
+    collector.starting()
+    bus_error.install()
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    Heartbeat(int(sys.argv[2])).keep_beating()
+    try:
+        engine = load(connection)
+        collector.working()
+        EngineLoop(connection, engine).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 0
+    except Exception as error:
+        with suppress(OSError):  # the server is gone as well
+            send(connection, broken(error))
+    return 1
+
+
+if __name__ == "__main__":
+    # Not `sys.exit`: after a device has failed, freeing what it holds may hang.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

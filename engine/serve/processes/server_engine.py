@@ -1,0 +1,180 @@
+"""Server process: an engine that runs in a process of its own (`engine_main`), for the worker's thread.
+
+The engine computes while the server writes to its clients: neither waits for the other's turn in one interpreter. When
+the device or the process fails, `step` raises, and the next engine is a new process, which may use the device again.
+"""
+
+import atexit
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quengine.errors import CannotRunError, EngineError
+from quengine.models.hub.hub import resolve_model
+from quengine.platform.bus_error import install
+from quengine.serve.processes import shared_heartbeat
+from quengine.serve.processes.shared_engine import EngineStats, Event, GenerationRequest
+from quengine.serve.processes.shared_model import ServedModel, TextSide
+from quengine.serve.processes.shared_wire import (
+    Add,
+    Broken,
+    Cancel,
+    FromEngine,
+    Kind,
+    Load,
+    Progress,
+    Ready,
+    Step,
+    receive_from_engine,
+    send,
+)
+
+logger = logging.getLogger("quengine.serve")
+
+END_SECONDS = 5.0
+"""How long the process may take to end by itself."""
+
+
+class EngineFailedError(RuntimeError):
+    """The engine's process has ended, or is of no use any more."""
+
+
+class ProcessEngine:
+    """See the module docstring; an `Engine`.
+
+    Args:
+        model: as `LLM` takes it.
+        options: what else `LLM` is given, by name; numbers, strings, booleans and None.
+        progress: called with a line that says how far the weights are loaded.
+
+    Raises:
+        EngineError: no such model, or its file is wrong.
+        CannotRunError: no such device, or too little memory.
+    """
+
+    def __init__(
+        self, model: str, options: Mapping[str, Any], progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._stats = EngineStats()
+        self._events: list[Event] = []
+        self._connection, theirs = multiprocessing.Pipe()
+        with tempfile.TemporaryFile(buffering=0) as shared:
+            shared.truncate(shared_heartbeat.SIZE)
+            passed = [theirs.fileno(), shared.fileno()]
+            verbose = ["-v"] if logger.isEnabledFor(logging.DEBUG) else []
+            # A session of its own: the terminal's Ctrl-C is for the server, which lets requests end first.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "quengine.serve.processes.engine_main", *map(str, passed), *verbose],
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                start_new_session=True,
+            )
+            self._heartbeat = shared_heartbeat.Heartbeat(os.dup(shared.fileno()))
+        theirs.close()
+        atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
+        try:
+            self._send(Load(model, options))
+            install()  # this process reads the mapped vocabulary as long as it serves
+            text = TextSide.of_file(resolve_model(model))  # while the process begins
+            ready = self._loaded(progress)
+        except BaseException:
+            self._process.kill()
+            self.close()
+            raise
+        cache_type = str(options.get("cache_type", "f16"))
+        self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type)
+        self.capacity = ready.capacity
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._process.pid
+
+    @property
+    def silent_seconds(self) -> float:
+        return self._heartbeat.age
+
+    def add(self, request: GenerationRequest) -> None:
+        self._send(Add.of(request))
+
+    def cancel(self, request_id: int) -> None:
+        self._send(Cancel(request_id))
+
+    def step(self) -> list[Event]:
+        """The events since the last call; waits for the end of a step where there are none."""
+        if not self._events:
+            self._receive()
+        self._receive_all()
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> EngineStats:
+        """As of the last message. Raises EngineFailedError where the process has ended."""
+        self._receive_all()
+        return self._stats
+
+    def _receive_all(self) -> None:
+        while self._connection.poll():
+            self._receive()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self._connection.close()  # it ends by that
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        atexit.unregister(self._process.kill)
+
+    def _loaded(self, progress: Callable[[str], None]) -> Ready:
+        while True:
+            message = self._receive()
+            if isinstance(message, Progress):
+                progress(message.text)
+            elif isinstance(message, Ready):
+                return message
+
+    def _send(self, message: Load | Add | Cancel) -> None:
+        try:
+            send(self._connection, message)
+        except OSError:
+            raise EngineFailedError(self._how_it_ended()) from None
+
+    def _receive(self) -> FromEngine:
+        """Wait for a message; a step's events and statistics are kept."""
+        try:
+            message = receive_from_engine(self._connection)
+        except (EOFError, OSError):
+            raise EngineFailedError(self._how_it_ended()) from None
+        if isinstance(message, Step):
+            self._events += message.events
+            self._stats = message.stats or self._stats
+        elif isinstance(message, Broken):
+            raise _ERRORS[message.kind](message.message)
+        return message
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "the engine's process does not answer"
+        return (
+            f"the engine's process was ended by signal {-code}"
+            if code < 0
+            else f"the engine's process ended ({code})"
+        )
+
+
+_ERRORS: dict[Kind, type[Exception]] = {
+    "EngineError": EngineError,
+    "CannotRunError": CannotRunError,
+    "failed": EngineFailedError,
+}

@@ -1,0 +1,191 @@
+"""Server process: tokenizing and chat templates for the event loop, short requests in a thread, long ones in a process.
+
+Long and very long requests have a process each, which does one at a time: a prompt of a document never waits for one of
+megabytes. A process starts with the first request that needs it (half a second).
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.processes.shared_text import TextJob, TextResult, perform
+from quengine.serve.processes.text_main import MEMORY_BYTES, OUT_OF_MEMORY
+from quengine.serve.schemas.errors import ApiError, bad_request
+
+logger = logging.getLogger("quengine.serve")
+
+SHORT_BYTES = 8 << 10
+"""Of a request, as JSON: the interpreter's lock is held for a few milliseconds at most."""
+LONG_BYTES = 256 << 10
+"""More is very long."""
+SECONDS = 60.0
+"""For one request in a process."""
+MOST_WAITING = 16
+"""Requests of one process that wait for it."""
+_ABORTED = -6  # by SIGABRT: what a library does that is refused memory
+_THREADS = 4
+
+_encoder = msgspec.json.Encoder()
+
+
+class TextPool:
+    """Does jobs for any number of requests. Called in the event loop."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._seconds = seconds
+        self._threads = ThreadPoolExecutor(_THREADS, "text")
+        self._long, self._very_long = _Lane("long"), _Lane("very long")
+
+    async def perform(self, model: ServedModel, job: TextJob) -> TextResult:
+        """The result of a job; cancelling ends it.
+
+        Raises:
+            ApiError: the text or the template is to blame, it took too much time or memory, or too many wait.
+        """
+        message = _encoder.encode(job)
+        source = model.source
+        if source is None or len(message) <= SHORT_BYTES:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._threads, perform, model, job)
+        else:
+            lane = self._long if len(message) <= LONG_BYTES else self._very_long
+            result = await lane.perform(source, message, self._seconds)
+        if result.error is not None:
+            raise bad_request(result.error)
+        return result
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        self._long.close()
+        self._very_long.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Lane:
+    """One process, and the requests that wait for it, first come, first served."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+        self._thread = ThreadPoolExecutor(1, f"text-{name}")
+        self._process: _TextProcess | None = None
+
+    async def perform(self, source: Path, message: bytes, seconds: float) -> TextResult:
+        if self._waiting >= MOST_WAITING:
+            raise ApiError(
+                429,
+                f"{self._waiting} {self._name} prompts wait to be tokenized, no more may",
+                code="queue_full",
+                retry_after=5,
+            )
+        self._waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            return await self._exchange(source, message, seconds)
+        finally:
+            self._turn.release()
+
+    async def _exchange(self, source: Path, message: bytes, seconds: float) -> TextResult:
+        process = self._process
+        if process is None or not process.alive:
+            process = self._process = _TextProcess(source)
+            logger.debug("process %d started for %s prompts", process.pid, self._name)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(seconds, process.out_of_time)
+        answer = loop.run_in_executor(self._thread, process.request, message)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            process.kill()
+            await asyncio.wait([answer])
+            answer.exception()
+            raise
+        except (EOFError, OSError):
+            raise self._ended(process, len(message), seconds) from None
+        finally:
+            timer.cancel()
+
+    def _ended(self, process: "_TextProcess", size: int, seconds: float) -> ApiError:
+        """The error of a process that gave no answer."""
+        code = process.close()
+        logger.warning(
+            "the process that tokenizes %s prompts ended (%d) over %d bytes", self._name, code, size
+        )
+        what = f"the request's text ({size} bytes as JSON)"
+        if process.late:
+            return bad_request(f"{what} takes more than {seconds:g} s to tokenize", code="over_limit")
+        if code in (OUT_OF_MEMORY, _ABORTED):
+            memory = MEMORY_BYTES >> 20
+            return bad_request(
+                f"{what} takes more than {memory} MiB of memory to tokenize", code="over_limit"
+            )
+        return ApiError(
+            500, "the process that tokenizes long prompts has ended; another one is started when needed"
+        )
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class _TextProcess:
+    """A running `text_main`."""
+
+    def __init__(self, source: Path) -> None:
+        self.late = False
+        self._connection, theirs = multiprocessing.Pipe()
+        command = [
+            sys.executable,
+            "-m",
+            "quengine.serve.processes.text_main",
+            str(theirs.fileno()),
+            str(source),
+        ]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return not self._connection.closed and self._process.poll() is None
+
+    def request(self, message: bytes) -> TextResult:
+        """In a thread. Raises EOFError or OSError where the process ends before it answers."""
+        self._connection.send_bytes(message)
+        result = msgspec.msgpack.decode(self._connection.recv_bytes(), type=TextResult)
+        if result.last:
+            self.close()
+        return result
+
+    def out_of_time(self) -> None:
+        self.late = True
+        self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> int:
+        """End it; its exit code, negative for a signal."""
+        self._connection.close()
+        try:
+            return self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()

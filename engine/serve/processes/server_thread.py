@@ -1,0 +1,339 @@
+"""Server process: the thread that drives the engine, and the queue in front of it.
+
+The event loop's side (`submit`, `cancel`, `drain`) never waits for a step; the thread's side (`_run` and below) never
+touches a connection.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from quengine.errors import CannotRunError
+from quengine.serve.processes.shared_engine import (
+    STATS_SECONDS,
+    Engine,
+    EngineStats,
+    Event,
+    Failed,
+    GenerationRequest,
+    Piece,
+    add,
+)
+
+logger = logging.getLogger("quengine.serve")
+
+RESTART_SECONDS = 1.0
+"""Between attempts to replace a failed engine."""
+LOOK_SECONDS = 0.5
+"""Between two reads of an idle engine's statistics, which raise where its process has ended."""
+STOP_SECONDS = 2.0
+"""For the current step to end when the server stops; then the engine's process is killed."""
+SILENT_SECONDS = 4.0
+"""Without a heartbeat of the engine's process for so long, it is reported as not answering."""
+STEP_SECONDS = 60.0
+"""A step that takes longer is reported. Kernels that have to be compiled first take up to a minute."""
+MAX_RESTARTS = 3
+"""Failures in a row, without a finished step between them, after which the engine is not replaced again."""
+
+
+class QueueFullError(Exception):
+    """No room in the queue for so many more requests."""
+
+
+class NotServingError(Exception):
+    """The worker takes no requests now; `state` says why."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(state)
+        self.state = state
+
+
+class Handle:
+    """The events of one HTTP request's completions, in order, each with the position of its completion."""
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        self.requests = tuple(requests)
+        self.cancelled = False
+        self._choice = {request.id: choice for choice, request in enumerate(requests)}
+        self._events: list[tuple[int, Event]] = []
+        self._arrived = asyncio.Event()
+
+    async def events(self) -> list[tuple[int, Event]]:
+        """The events since the last call, at least one; (position among the requests, event)."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        events, self._events = self._events, []
+        return events
+
+    def put(self, event: Event) -> None:
+        """Called in the event loop."""
+        if not self.cancelled:
+            self._events.append((self._choice[event.request_id], event))
+            self._arrived.set()
+
+
+class Worker:
+    """Runs an engine in a thread of its own and hands its events to the event loop.
+
+    Args:
+        make_engine: builds the engine, in the thread; called again when the engine has failed.
+        parallel: most sequences given to the engine at once (never more than its capacity).
+        max_queue: most sequences that may wait.
+        observe: called with every event, in the event loop.
+        stopped: called in the event loop when the thread is done; the error if it could not go on.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        *,
+        parallel: int,
+        max_queue: int,
+        observe: Callable[[Event], None],
+        stopped: Callable[[BaseException | None], None],
+    ) -> None:
+        self.parallel = parallel
+        self.max_queue = max_queue
+        self.engine: Engine | None = None
+        self.stats = EngineStats()
+        self.state = "starting"
+        self.busy_seconds = 0.0
+        self._make_engine = make_engine
+        self._observe = observe
+        self._stopped = stopped
+        self._wake = threading.Condition()
+        self._waiting: deque[tuple[Handle, GenerationRequest]] = deque()
+        self._running: dict[int, Handle] = {}
+        self._cancels: list[int] = []
+        self._stopping = False
+        self._step_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- the event loop's side -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to load the engine; `state` is "ready" once it is there."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that can be computed at once."""
+        return self.parallel if self.engine is None else min(self.parallel, self.engine.capacity)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine may not answer although the state is "ready"; None where all is well."""
+        engine, began = self.engine, self._step_began
+        if engine is not None and (silent := engine.silent_seconds) > SILENT_SECONDS:
+            return f"the engine has not answered for {silent:.0f} s"
+        if began is not None and (taken := time.perf_counter() - began) > STEP_SECONDS:
+            return f"the engine has been in one step for {taken:.0f} s"
+        return None
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> Handle:
+        """Queue the requests of one HTTP request, all of them or none.
+
+        Raises:
+            NotServingError: starting, draining, or the engine is being replaced.
+            QueueFullError: the queue has no room for all of them.
+        """
+        with self._wake:
+            if self.state != "ready":
+                raise NotServingError(self.state)
+            # A free slot counts as room in the queue: it takes its request at the next step.
+            room = self.max_queue + max(0, self.slots - len(self._running)) - len(self._waiting)
+            if len(requests) > room:
+                raise QueueFullError
+            handle = Handle(requests)
+            self._waiting.extend((handle, request) for request in handle.requests)
+            self._wake.notify()
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """Release all that a request holds: at once what waits, at the next step what is computed."""
+        handle.cancelled = True
+        ids = {request.id for request in handle.requests}
+        with self._wake:
+            if any(waiter is handle for waiter, _ in self._waiting):
+                self._waiting = deque(entry for entry in self._waiting if entry[0] is not handle)
+            self._cancels += ids & self._running.keys()
+            self._wake.notify()
+
+    def drain(self) -> None:
+        """Take no more requests; those taken go on. May be called from a signal handler's thread."""
+        if self.state in ("starting", "ready", "restarting"):
+            self.state = "draining"
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    def stop(self) -> None:
+        """Fail what is left and end the thread after the current step, which has STOP_SECONDS to end."""
+        with self._wake:
+            if self._stopping:
+                return
+            self._stopping = True
+            self._wake.notify()
+        killer = threading.Timer(STOP_SECONDS, self._kill_engine)
+        killer.daemon = True
+        killer.start()
+
+    def _kill_engine(self) -> None:
+        engine = self.engine
+        if engine is not None and self._thread.is_alive():
+            engine.kill()
+
+    async def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, at most so long: it may be loading, or in a long step."""
+        end = time.monotonic() + seconds
+        while self._thread.is_alive() and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+
+    # --- the thread's side ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        problem: BaseException | None = None
+        try:
+            self._serve_until_stopped()
+        except BaseException as error:
+            problem = error
+        self._fail_all("the server is shutting down" if problem is None else f"the engine failed: {problem}")
+        self.state = "stopped"
+        if self.engine is not None:
+            self.engine.close()
+        self._call(lambda: self._stopped(problem))
+
+    def _serve_until_stopped(self) -> None:
+        failures = 0
+        while (engine := self._make_engine_again(failures) if failures else self._make_engine()) is not None:
+            self.engine = engine
+            if self.state != "draining":
+                self.state = "ready"
+            try:
+                while self._turn(engine):
+                    failures = 0
+                return
+            except Exception as error:
+                if self._stopping:
+                    return
+                failures += 1
+                logger.exception("the engine has failed")
+                if self.state != "draining":
+                    self.state = "restarting"
+                self._fail_running(
+                    f"the engine failed ({type(error).__name__}: {error}) and is starting again"
+                )
+                self.engine = None
+                engine.close()
+                if failures >= MAX_RESTARTS:
+                    raise CannotRunError(
+                        f"the engine failed {failures} times in a row, last with {type(error).__name__}: {error}"
+                    ) from error
+            del engine  # its memory is needed for the next one
+
+    def _make_engine_again(self, failures: int) -> Engine | None:
+        """A new engine after this number of failures; None where it is time to stop.
+
+        A device that has failed may take a while to come back. Raises what the last attempt raised.
+        """
+        while True:
+            try:
+                return self._make_engine()
+            except Exception:
+                failures += 1
+                if failures >= MAX_RESTARTS:
+                    raise
+                logger.exception("the engine cannot be started again yet")
+            with self._wake:
+                if self._wake.wait_for(lambda: self._stopping, RESTART_SECONDS):
+                    return None
+
+    def _turn(self, engine: Engine) -> bool:
+        """Wait for work, then cancel, add and compute one step; False when it is time to stop."""
+        while not self._has_work():
+            self.stats = engine.stats()  # raises where the engine's process has ended meanwhile
+            with self._wake:
+                self._wake.wait_for(self._has_work, LOOK_SECONDS)
+        with self._wake:
+            if self._stopping:
+                return False
+            cancels, self._cancels = self._cancels, []
+            for request_id in cancels:
+                if self._running.pop(request_id, None) is not None:
+                    engine.cancel(request_id)
+            free = min(self.parallel, engine.capacity) - len(self._running)
+            admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+            self._running.update({request.id: handle for handle, request in admitted})
+        # At once: the engine reports nothing while it has nothing to compute.
+        self._deliver([event for _, request in admitted if (event := add(engine, request)) is not None])
+        if self._running:
+            self._step(engine)
+        return True
+
+    def _has_work(self) -> bool:
+        return bool(self._stopping or self._waiting or self._running or self._cancels)
+
+    def _step(self, engine: Engine) -> None:
+        self._step_began = began = time.perf_counter()
+        try:
+            self._deliver(engine.step())
+        finally:
+            self._step_began = None
+        now = time.perf_counter()
+        self.busy_seconds += now - began
+        if now - self._stats_at > STATS_SECONDS:
+            self._stats_at = now
+            self.stats = engine.stats()
+
+    _stats_at = 0.0
+
+    def _deliver(self, events: list[Event]) -> None:
+        """Hand a step's events to the event loop in one call, and free the slots of what has ended."""
+        pairs = []
+        with self._wake:
+            for event in events:
+                handle = self._running.get(event.request_id)
+                if handle is None:  # cancelled
+                    continue
+                if not isinstance(event, Piece):
+                    del self._running[event.request_id]
+                pairs.append((handle, event))
+        if pairs:
+            self._call(lambda: self._distribute(pairs))
+
+    def _distribute(self, pairs: list[tuple[Handle, Event]]) -> None:
+        for handle, event in pairs:
+            self._observe(event)
+            handle.put(event)
+
+    def _fail_running(self, message: str) -> None:
+        """Fail what was running; what waits stays."""
+        with self._wake:
+            self._cancels.clear()
+            running = list(self._running)
+        self._deliver([Failed(request_id, message) for request_id in running])
+
+    def _fail_all(self, message: str) -> None:
+        with self._wake:
+            self._running.update({request.id: handle for handle, request in self._waiting})
+            self._waiting.clear()
+        self._fail_running(message)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            logger.debug("the event loop has closed; an event is dropped")

@@ -1,0 +1,162 @@
+"""Server and engine process: the boundary between them. Requests go in, events come out, one step at a time.
+
+An engine may compute one sequence or many in a step, in this process or another.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from quengine.errors import EngineError
+from quengine.request.output import Timings
+from quengine.request.pooling import Pooling
+from quengine.request.sampling_params import SamplingParams
+from quengine.sampler import TokenLogprobs
+from quengine.serve.processes.shared_model import ServedModel
+
+logger = logging.getLogger("quengine.serve")
+
+STATS_SECONDS = 0.1
+"""Between two looks at what an engine holds, while it computes."""
+
+
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """One sequence to compute: made by a route, and sent to the engine as it is.
+
+    Attributes:
+        prompt: token ids; they fit the context and are in the vocabulary.
+        params: with a seed.
+        index: which completion of the prompt under its seed.
+        show_special: keep the names of control tokens in the text; of these ones, or of all.
+        score_prompt: give the log-probabilities of the prompt's tokens too; `params.logprobs` is set then.
+        pooling: no text is wanted but the prompt's embedding, pooled so.
+        arrived: `time.perf_counter()` when the request was made.
+        id: unique in the server's process.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    index: int = 0
+    show_special: bool | frozenset[int] = False
+    score_prompt: bool = False
+    pooling: Pooling | None = None
+    arrived: float = msgspec.field(default_factory=time.perf_counter)
+    id: int = msgspec.field(default_factory=itertools.count(1).__next__)
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    """What a step added to one completion. `logprobs` has an entry a token where they were asked for.
+
+    The first piece has in `prompt_logprobs` an entry for each token of the prompt but the first, if they are wanted.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The end of a completion: `reason` "stop" (end token, stop token or stop string) or "length".
+
+    `stop_text` is the stop string that ended it, if one did. `seed` gives the same text again. `embedding` is the
+    prompt's, a vector of unit length, where that was wanted instead of a text.
+    """
+
+    request_id: int
+    reason: str
+    stop_text: str | None
+    timings: Timings
+    seed: int
+    embedding: tuple[float, ...] | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """One request cannot go on; the others do. `fault` is "request" (it is to blame) or "engine"."""
+
+    request_id: int
+    message: str
+    fault: str = "engine"
+
+
+Event = Piece | Finished | Failed
+
+
+class SlotStats(msgspec.Struct, frozen=True):
+    """How far one running sequence is, in tokens. `computed` are those in the cache, prompt included."""
+
+    request_id: int
+    prompt_tokens: int
+    computed: int
+    generated: int
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """What the engine holds. `cache_used` and `cache_size` are positions of keys and values."""
+
+    slots: tuple[SlotStats, ...] = ()
+    cache_used: int = 0
+    cache_size: int = 0
+
+
+class Engine(Protocol):
+    """What computes. Only the worker's thread calls it, but for `silent_seconds` and `kill`.
+
+    An error that concerns one sequence is a `Failed` event. Whatever `step` raises means that the engine has failed
+    with all its sequences; it is then closed, and another is made.
+    """
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    @property
+    def capacity(self) -> int:
+        """How many sequences it takes at once."""
+        ...
+
+    def add(self, request: GenerationRequest) -> None:
+        """Take a sequence. Raises EngineError where it cannot be computed."""
+        ...
+
+    def cancel(self, request_id: int) -> None:
+        """Release a sequence, in prefill or decode, with all that it holds."""
+        ...
+
+    def step(self) -> list[Event]:
+        """Compute one batch of the sequences held."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the last heartbeat of the engine's process; 0 for one in this process."""
+        ...
+
+    def kill(self) -> None:
+        """End the engine's process: a step that waits for it raises. Nothing is done to one in this process."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def add(engine: Engine, request: GenerationRequest) -> Failed | None:
+    """Give an engine a sequence; the reason why it cannot be computed, if so."""
+    try:
+        engine.add(request)
+    except Exception as error:
+        return failed(request.id, error, "request")
+    return None
+
+
+def failed(request_id: int, error: BaseException, to_blame: Literal["request", "engine"]) -> Failed:
+    """The event of an error. `to_blame`: for an EngineError; of any other the engine is, and the log has it."""
+    if isinstance(error, EngineError):
+        return Failed(request_id, str(error), to_blame)
+    logger.error("request %d failed", request_id, exc_info=error)
+    return Failed(request_id, f"{type(error).__name__}: {error}")

@@ -1,0 +1,114 @@
+"""Every process of the server: a model's tokenizer, chat template, constraints and description.
+
+It needs the model's file and no weights, so that any process can have it beside an engine in another one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quengine.errors import EngineError
+from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.template.chat_template import ChatTemplate, encode_chat
+from quengine.models.tokenizer import Tokenizer
+from quengine.request.sampling_params import SamplingParams
+from quengine.structured.constraint import ConstraintCompiler
+from quengine.structured.tool_calls_format import ToolFormat
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """What a model's file holds beside its weights."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    constraints: ConstraintCompiler
+
+    @classmethod
+    def of_file(cls, path: Path) -> "TextSide":
+        """Raises EngineError where the file is no model."""
+        checkpoint = open_checkpoint(path)
+        tokenizer = checkpoint.tokenizer()
+        constraints = ConstraintCompiler(tokenizer, checkpoint.config.vocab_size)
+        return cls(checkpoint, tokenizer, checkpoint.chat_template(), constraints)
+
+
+class ServedModel:
+    """All of a served model but its weights. Safe to use from any thread while the engine computes.
+
+    `ctx_size` (positions of one sequence), `notes`, `device` and `cache_type` are those of the engine.
+
+    Attributes:
+        template: source of the chat template; None where the model has none.
+        facts: of /v1/models and /props, as JSON values.
+        notes: lines for the terminal: device, context, memory.
+        token_length: how much of a text one token can stand for; None where that has no bound.
+        source: the file or folder from which another process has the same model; None where there is none.
+        tool_format: how the model writes tool calls; None where no form is known.
+    """
+
+    def __init__(
+        self, text: TextSide, ctx_size: int, notes: Sequence[str], device: str, cache_type: str
+    ) -> None:
+        self._text = text
+        config, template = text.checkpoint.config, text.chat_template
+        self.ctx_size = ctx_size
+        self.vocab_size = config.vocab_size
+        self.template: str | None = None if template is None else template.source
+        self.notes = notes
+        self.bos_id: int | None = text.tokenizer.bos_id
+        self.tool_format = None if self.template is None else ToolFormat.of(self.template, text.tokenizer)
+        self.eos_ids = text.tokenizer.eos_ids
+        self.token_length = text.tokenizer.token_length
+        self.source: Path | None = text.checkpoint.path
+        self.facts: Mapping[str, Any] = {
+            "architecture": config.architecture,
+            "n_ctx_train": config.context_length,
+            "n_vocab": config.vocab_size,
+            "n_embd": config.embedding_length,
+            "n_params": text.checkpoint.weights,
+            "size": text.checkpoint.nbytes,
+            "path": str(text.checkpoint.path),
+            "device": device,
+            "cache_type": cache_type,
+        }
+
+    def encode(self, text: str, bos: bool, special: bool) -> list[int]:
+        return self._text.tokenizer.encode(text, bos=bos, special=special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._text.tokenizer.decode(ids, skip_special=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._text.tokenizer.token_bytes(token)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile the constraint, so that no step waits for it. Raises EngineError where that cannot be done."""
+        if params.constraint is not None:
+            self._text.constraints.compile(params.constraint, params.stop_token_ids)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    ) -> str:
+        """The prompt of a conversation as text. Raises EngineError where the template refuses it."""
+        template = self._chat_template()
+        return template.render(self._as_read(messages), tools=tools, variables=variables)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    ) -> list[int]:
+        """The prompt of a conversation as token ids, in which messages hold no control tokens."""
+        template = self._chat_template()
+        given = self._as_read(messages)
+        return encode_chat(self._text.tokenizer, template, given, tools=tools, variables=variables)
+
+    def _as_read(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        return messages if self.tool_format is None else self.tool_format.messages(messages)
+
+    def _chat_template(self) -> ChatTemplate:
+        template = self._text.chat_template
+        if template is None:
+            raise EngineError(f"{self._text.checkpoint.path.name} has no chat template; use /v1/completions")
+        return template

@@ -1,0 +1,142 @@
+"""Server and text process: jobs of tokenizing and of chat templates, and their results.
+
+Both are plain JSON values, but for token ids, which are packed.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from quengine.errors import EngineError
+from quengine.serve.processes.shared_model import ServedModel
+
+Kind = Literal["encode", "encode_chat", "render_chat", "tokenize"]
+
+
+class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing to do.
+
+    Attributes:
+        kind: encode `prompts`, or `messages` through the chat template; only render these; or answer /tokenize for
+            the one text in `prompts`.
+        prompts: each of texts and token ids, in order; checked.
+        bos: begin a text with BOS where the model asks for it.
+        special: text may spell control tokens.
+        pieces: with each token's text.
+        most_tokens: a prompt of more is not given, only counted.
+        long: a chat is rendered once ahead, and not tokenized where its bytes are too many; set by `text_main`.
+    """
+
+    kind: Kind
+    prompts: Sequence[Sequence[str | int]] = ()
+    bos: bool = True
+    special: bool = False
+    pieces: bool = False
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Any] | None = None
+    variables: Mapping[str, Any] = {}
+    most_tokens: int | None = None
+    long: bool = False
+
+
+class TextResult(msgspec.Struct, frozen=True):
+    """The result of a job.
+
+    Attributes:
+        ids: packed token ids of each prompt (`unpacked`).
+        text: rendered, or the body of an answer, in UTF-8.
+        tokens: of the first prompt that is too long; at least so many where `size` is given.
+        size: bytes of a text that was too long to be tokenized at all.
+        error: the text or the template is to blame.
+        last: the process that did the job ends with it.
+    """
+
+    ids: list[bytes] = []
+    text: bytes = b""
+    tokens: int | None = None
+    size: int | None = None
+    error: str | None = None
+    last: bool = False
+
+
+def perform(model: ServedModel, job: TextJob) -> TextResult:
+    """Do a job. Raises MemoryError, and any error that is neither the text's nor the template's."""
+    try:
+        return _PERFORM[job.kind](model, job)
+    except EngineError as error:
+        return TextResult(error=str(error))
+
+
+def least_tokens(model: ServedModel, text: str) -> int:
+    """Tokens that a text has at least, without tokenizing it."""
+    return 0 if model.token_length is None else model.token_length.least_tokens(text)
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of a text; a surrogate alone, which has none, counts as one."""
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
+
+
+def unpacked(ids: bytes) -> list[int]:
+    packed = array("i")
+    packed.frombytes(ids)
+    return packed.tolist()
+
+
+def _encode(model: ServedModel, job: TextJob) -> TextResult:
+    packed = []
+    for prompt in job.prompts:
+        ids = array("i")
+        for position, part in enumerate(prompt):
+            ids.extend(
+                [part]
+                if isinstance(part, int)
+                else model.encode(part, job.bos and position == 0, job.special)
+            )
+        if job.most_tokens is not None and len(ids) > job.most_tokens:
+            return TextResult(tokens=len(ids))
+        packed.append(ids.tobytes())
+    return TextResult(packed)
+
+
+def _encode_chat(model: ServedModel, job: TextJob) -> TextResult:
+    if job.long and job.most_tokens is not None:
+        text = model.render_chat(job.messages, job.tools, job.variables)
+        if (least := least_tokens(model, text)) > job.most_tokens:
+            return TextResult(tokens=least, size=utf8_size(text))
+    ids = model.encode_chat(job.messages, job.tools, job.variables)
+    if job.most_tokens is not None and len(ids) > job.most_tokens:
+        return TextResult(tokens=len(ids))
+    return TextResult([array("i", ids).tobytes()])
+
+
+def _render_chat(model: ServedModel, job: TextJob) -> TextResult:
+    return TextResult(text=model.render_chat(job.messages, job.tools, job.variables).encode(errors="replace"))
+
+
+def _tokenize(model: ServedModel, job: TextJob) -> TextResult:
+    ((content,),) = job.prompts
+    assert isinstance(content, str)
+    ids = model.encode(content, job.bos, job.special)
+    tokens = (
+        [{"id": token, "piece": _piece(model.token_bytes(token))} for token in ids] if job.pieces else ids
+    )
+    return TextResult(text=msgspec.json.encode({"tokens": tokens}))
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """The token's text, or its bytes where they are only part of a character."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+_PERFORM = {
+    "encode": _encode,
+    "encode_chat": _encode_chat,
+    "render_chat": _render_chat,
+    "tokenize": _tokenize,
+}

@@ -1,0 +1,114 @@
+"""Server and engine process: the messages between them, in MessagePack, checked against these types.
+
+The server's side is `server_engine`, the other `engine_main`. Both are of one installation: there are no versions.
+"""
+
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import msgspec
+
+from quengine.serve.processes.shared_engine import (
+    EngineStats,
+    Event,
+    GenerationRequest,
+)
+
+
+class Load(msgspec.Struct, tag=True, frozen=True):
+    """To the engine, first: the model's name, and what else `LLM` is given."""
+
+    model: str
+    options: Mapping[str, Any]
+
+
+class Add(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: take a sequence. Its request is a message within the message, so that one that cannot be read
+    fails alone."""
+
+    request_id: int
+    encoded: msgspec.Raw
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> "Add":
+        """Raises OverflowError, UnicodeError or TypeError for a value that has no form on the wire."""
+        return cls(request.id, msgspec.Raw(_encoder.encode(request)))
+
+    @property
+    def request(self) -> GenerationRequest:
+        """Raises msgspec.MsgspecError for what is none."""
+        return _request.decode(self.encoded)
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: release a sequence, which may have ended meanwhile."""
+
+    request_id: int
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """From the engine, while it loads: a line that says how far it is."""
+
+    text: str
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """From the engine: it is loaded. `device` as torch writes it; `ctx_size` in positions of one sequence."""
+
+    capacity: int
+    ctx_size: int
+    device: str
+    notes: tuple[str, ...]
+
+
+class Step(msgspec.Struct, tag=True, frozen=True):
+    """From the engine: the events of a step. `stats` now and then."""
+
+    events: list[Event] = []
+    stats: EngineStats | None = None
+
+
+Kind = Literal["EngineError", "CannotRunError", "failed"]
+"""The exception that the server raises: one of this project's, or its own for all others."""
+
+
+class Broken(msgspec.Struct, tag=True, frozen=True):
+    """From the engine, last: why it has ended."""
+
+    kind: Kind
+    message: str
+
+
+ToEngine = Load | Add | Cancel
+FromEngine = Progress | Ready | Step | Broken
+
+_encoder = msgspec.msgpack.Encoder()
+_request: msgspec.msgpack.Decoder[GenerationRequest] = msgspec.msgpack.Decoder(GenerationRequest)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def send(connection: "Connection[Any, Any]", message: ToEngine | FromEngine) -> None:
+    """Raises OSError where the other side is gone; OverflowError, UnicodeError or TypeError, with nothing sent, for a
+    value that has no form on the wire."""
+    connection.send_bytes(_encoder.encode(message))
+
+
+def can_be_sent(message: Event) -> bool:
+    """Whether every value of it has a form on the wire."""
+    try:
+        _encoder.encode(message)
+    except (OverflowError, UnicodeError, TypeError):
+        return False
+    return True
+
+
+def receive_in_engine(connection: "Connection[Any, Any]") -> ToEngine:
+    """Waits for a message to the engine. Raises EOFError or OSError where the server is gone."""
+    return _to_engine.decode(connection.recv_bytes())
+
+
+def receive_from_engine(connection: "Connection[Any, Any]") -> FromEngine:
+    """Waits for a message of the engine. Raises EOFError or OSError where it is gone."""
+    return _from_engine.decode(connection.recv_bytes())

@@ -1,0 +1,62 @@
+"""Text process: `python -m quengine.serve.processes.text_main FD MODEL`, started by `server_text` for long prompts.
+
+The tokenizers library holds the interpreter's lock for seconds while it cuts megabytes, and takes gigabytes for them.
+Here that stops no stream. The kernel bounds the memory, `server_text` the time.
+"""
+
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quengine.platform import collector
+from quengine.serve.processes.shared_model import ServedModel, TextSide
+from quengine.serve.processes.shared_text import TextJob, perform
+
+MEMORY_BYTES = 2 << 30
+KEPT_BYTES = 512 << 20
+"""A process that holds more after a job ends, for the memory is not given back otherwise."""
+OUT_OF_MEMORY = 3
+"""Exit code."""
+
+
+def _held_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve(connection: "Connection[Any, Any]", path: Path) -> None:
+    """Does jobs until the server is gone, or this process has grown too large. Raises MemoryError."""
+    model = ServedModel(TextSide.of_file(path), 0, (), "", "")
+    collector.working()
+    last = False
+    while not last:
+        job = msgspec.json.decode(connection.recv_bytes(), type=TextJob)
+        result = perform(model, msgspec.structs.replace(job, long=True))
+        last = _held_bytes() > KEPT_BYTES
+        connection.send_bytes(msgspec.msgpack.encode(msgspec.structs.replace(result, last=last)))
+        del job, result
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    with suppress(ValueError, OSError):  # a system may have no such limit
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    collector.starting()
+    try:
+        serve(Connection(int(sys.argv[1])), Path(sys.argv[2]))
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except (EOFError, OSError):
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())

@@ -1,0 +1,156 @@
+"""From the body of a generating request to its sampling parameters, by the server's defaults and limits and the model's
+vocabulary, and to the requests for the engine."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from quengine.errors import EngineError
+from quengine.request.sampling_params import MAX_BIAS, MAX_SEED, Range, SamplingParams
+from quengine.serve.http import off_loop
+from quengine.serve.processes.shared_engine import GenerationRequest
+from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.reading import shown, token_ids, wrong_value
+from quengine.serve.schemas.requests import (
+    Accepted,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    NativeRequest,
+    Sampling,
+)
+from quengine.serve.service import Service
+from quengine.serve.settings import Limits
+from quengine.structured.constraint_spec import ConstraintSpec
+
+_ID = re.compile("[0-9]{1,9}")
+_BIAS = Range(-MAX_BIAS, MAX_BIAS)
+_NAMES = Sampling.__struct_fields__[len(Accepted.__struct_fields__) :]
+"""Fields of a request that are sampling parameters as they are."""
+
+
+async def sampling_params(
+    service: Service,
+    body: Generation,
+    *,
+    logprobs: int | None,
+    constraint: ConstraintSpec | None,
+    max_tokens: int | None = None,
+) -> SamplingParams:
+    """The parameters of a request. `max_tokens` holds where the request gives none.
+
+    Raises ApiError for what is over a limit, not in the vocabulary, or a constraint that cannot be compiled.
+    """
+    limits, model = service.limits, service.model
+    given = {name: getattr(body, name) for name in _NAMES}
+    if body.repetition_penalty is not None:
+        given["repeat_penalty"] = body.repetition_penalty
+    given |= {
+        "seed": _seed(body),
+        "stop": _stops(body.stop, limits),
+        "stop_token_ids": _stop_ids(body.stop_token_ids, limits, model),
+        "logit_bias": _biases(body.logit_bias, limits, model),
+        "max_tokens": _max_tokens(body, model.ctx_size) or max_tokens,
+        "logprobs": logprobs,
+        "constraint": constraint,
+    }
+    settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    try:
+        params = replace(service.settings.defaults, **settings)
+    except EngineError as error:
+        raise bad_request(str(error), code="invalid_value") from None
+    if constraint is not None:
+        await off_loop(lambda: model.prepare(params))
+    return params
+
+
+def check_choices(body: ChatRequest | CompletionRequest | NativeRequest, limits: Limits) -> None:
+    """Raises ApiError for more completions of a prompt than the server takes, or stream options without a stream."""
+    if body.n > limits.n:
+        raise _too_many("n", body.n, limits.n, "--max-n")
+    if not isinstance(body, NativeRequest) and body.stream_options.include_usage and not body.stream:
+        raise bad_request("stream_options is for streams: set stream to true", "stream_options")
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    params: SamplingParams,
+    show_special: bool | frozenset[int] = False,
+    score_prompt: bool = False,
+) -> list[GenerationRequest]:
+    """`n` completions of each prompt, in order; all under one seed."""
+    seeded = params.with_seed()
+    return [
+        GenerationRequest(prompt, seeded, index, show_special, score_prompt)
+        for prompt in prompts
+        for index in range(n)
+    ]
+
+
+def _too_many(name: str, count: int, limit: int, flag: str) -> ApiError:
+    """A limit was passed; `flag` is the server's flag that sets it."""
+    return bad_request(
+        f"{name}: {shown(count)} given, this server takes at most {limit} ({flag})", name, "over_limit"
+    )
+
+
+def _max_tokens(body: Generation, ctx_size: int) -> int | None:
+    given = {key: value for key in body.MAX_TOKENS if (value := getattr(body, key)) is not None}
+    for key, value in given.items():
+        if value == 0:
+            raise wrong_value(type(body), key, value)
+    first: int | None = next(iter(given.values()), None)
+    return ctx_size if first == -1 else first
+
+
+def _seed(body: Generation) -> int | None:
+    """-1 draws one. OpenAI's seeds are signed: another negative one stands for the 64-bit number of its bits."""
+    if body.seed is not None and body.seed > MAX_SEED:
+        raise wrong_value(type(body), "seed", body.seed)
+    return None if body.seed is None or body.seed == -1 else body.seed % 2**64
+
+
+def _stops(stop: str | list[str] | None, limits: Limits) -> tuple[str, ...] | None:
+    stops = [stop] if isinstance(stop, str) else stop
+    if stops is not None and len(stops) > limits.stops:
+        raise _too_many("stop", len(stops), limits.stops, "--max-stops")
+    return None if stops is None else tuple(stops)
+
+
+def _stop_ids(ids: list[Any] | None, limits: Limits, model: ServedModel) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    if len(ids) > limits.stops:
+        raise _too_many("stop_token_ids", len(ids), limits.stops, "--max-stops")
+    return tuple(token_ids(ids, "stop_token_ids", model.vocab_size))
+
+
+def _biases(value: Any, limits: Limits, model: ServedModel) -> dict[int, float] | None:
+    """OpenAI's {"id": bias}, or llama-server's [[id or text, bias or false]]."""
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        pairs = [[int(key) if _ID.fullmatch(key) else key, v] for key, v in value.items()]
+    elif all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        pairs = value
+    else:
+        raise wrong_value(Generation, "logit_bias", value)
+    if len(pairs) > limits.biases:
+        raise _too_many("logit_bias", len(pairs), limits.biases, "--max-logit-bias")
+    biases: dict[int, float] = {}
+    for token, bias in pairs:
+        number = float("-inf") if bias is False else bias
+        real = isinstance(number, int | float) and not isinstance(number, bool)
+        if not real or not (bias is False or _BIAS.holds(number)):
+            rule = f"a bias must be a number {_BIAS}, or false to ban the token"
+            raise bad_request(
+                f"logit_bias of {shown(token, 40)} = {shown(bias, 40)}: {rule}", "logit_bias", "invalid_value"
+            )
+        text = isinstance(token, str) and isinstance(value, list)
+        ids = model.encode(token, bos=False, special=False) if text else [token]
+        for token_id in token_ids(ids, "logit_bias", model.vocab_size):
+            biases[token_id] = float(number)
+    return biases

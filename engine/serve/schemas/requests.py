@@ -1,0 +1,420 @@
+"""The bodies of requests as structs, a class a route. Reading and its errors (`reading`) and the OpenAPI document
+(`openapi_requests`) follow from their types.
+
+What a server's own limits, a vocabulary, a template or a grammar refuses is checked where it is used. So are parts that
+msgspec has no type for (`_ref`); their schemas are in `openapi_requests`.
+"""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quengine.request.pooling import POOLINGS, Pooling
+from quengine.request.sampling_params import MAX_SEED, RANGES, Range
+from quengine.structured.tool_calls import MAX_TOOLS
+
+REF = "#/components/schemas/{name}"
+
+
+def _ref(name: str, rule: str | None = None) -> Meta:
+    """A type whose schema is a component of the document; `rule`: for errors."""
+    return Meta(
+        extra_json_schema={"$ref": REF.format(name=name)}, extra=None if rule is None else {"rule": rule}
+    )
+
+
+def _only(*values: Any) -> Meta:
+    """A field whose effect is not supported: only values that switch it off pass."""
+    schema: dict[str, Any] = {"enum": list(values)} if values else {"type": "null"}
+    words = " or ".join(map(json.dumps, values))  # typing keeps equal annotations once, and 0 == False
+    return Meta(extra={"only": values, "words": words}, extra_json_schema=schema)
+
+
+def _of(name: str) -> Meta:
+    """A number in the range that the engine's parameter of this name has."""
+    allowed = RANGES[name]
+    if allowed.above is not None:
+        return Meta(gt=allowed.above, le=allowed.high, description=_ABOUT[name])
+    return Meta(ge=allowed.low, le=allowed.high, description=_ABOUT[name])
+
+
+_ABOUT = {
+    "temperature": "0 takes the likeliest token.",
+    "top_k": "Keep so many of the likeliest tokens; 0 or -1: all.",
+    "top_p": "Keep the likeliest tokens that together reach this probability.",
+    "min_p": "Drop tokens less likely than this share of the likeliest one.",
+    "typical_p": "Keep the tokens of most typical surprise; 1: all.",
+    "repeat_penalty": "Divides the logits of recent tokens; 1: none.",
+    "repeat_last_n": "How many tokens the penalties look at; -1: all.",
+    "presence_penalty": "Subtracted from the logit of every recent token.",
+    "frequency_penalty": "Subtracted for every time a token is among the recent ones.",
+}
+_UNTIL_FULL = f"must be a whole number {RANGES['max_tokens']}, or -1 for until the context is full"
+UntilFull = Annotated[
+    int,
+    Meta(
+        ge=-1,
+        le=RANGES["max_tokens"].high,
+        description="Most tokens to generate; -1: until the context is full.",
+        examples=[16],
+        extra_json_schema={"not": {"const": 0}},
+        extra={"rule": _UNTIL_FULL},
+    ),
+]
+Seed = Annotated[
+    int,
+    Meta(
+        ge=-(2**63),
+        description="Gives the same text again; -1 draws one.",
+        extra_json_schema={"maximum": MAX_SEED},
+        extra={"rule": f"must be a whole number {Range(-(2**63), MAX_SEED)}"},
+    ),
+]
+"""OpenAI's are signed 64-bit numbers, ours unsigned ones."""
+SomeText = Annotated[str, Meta(min_length=1)]
+Logprobs = Annotated[int, Meta(ge=0, le=20)]
+Token = Annotated[Any, _ref("Token")]
+Prompt = Annotated[str | list[Any], _ref("Prompt", "must be a string, token ids, or an array of these")]
+JSONSchema = Annotated[Any, _ref("JSONSchema")]
+
+
+class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Fields of which each may be null, as if it were absent."""
+
+
+class Body(Fields, frozen=True):
+    model: Annotated[str, Meta(description="What is served, by one of its names.")] = ""
+
+
+class Accepted(Body, frozen=True):
+    """Parameters of other servers: samplers that the engine lacks, with the values that switch them off, and what
+    changes no token."""
+
+    mirostat: Annotated[Any, _only(0)] = None
+    dynatemp_range: Annotated[Any, _only(0)] = None
+    dry_multiplier: Annotated[Any, _only(0)] = None
+    xtc_probability: Annotated[Any, _only(0)] = None
+    top_n_sigma: Annotated[Any, _only(-1, 0)] = None
+    tfs_z: Annotated[Any, _only(1)] = None
+    min_keep: Annotated[Any, _only(0, 1)] = None
+    min_tokens: Annotated[Any, _only(0)] = None
+    best_of: Annotated[Any, _only(1)] = None
+    use_beam_search: Annotated[Any, _only(False)] = None
+    t_max_predict_ms: Annotated[Any, _only(-1, 0)] = None
+    n_indent: Annotated[Any, _only(0)] = None
+    bad_words: Annotated[Any, _only([])] = None
+    lora: Annotated[Any, _only([])] = None
+    samplers: Annotated[Any, _only()] = None
+    logits_processors: Annotated[Any, _only()] = None
+    prompt_logprobs: Annotated[Any, _only(0)] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
+    priority: Annotated[Any, _only(0)] = None
+
+    mirostat_tau: Any = None
+    mirostat_eta: Any = None
+    dynatemp_exponent: Any = None
+    dry_base: Any = None
+    dry_allowed_length: Any = None
+    dry_penalty_last_n: Any = None
+    dry_sequence_breakers: Any = None
+    xtc_threshold: Any = None
+    cache_prompt: Any = None
+    id_slot: Any = None
+    n_keep: Any = None
+    n_discard: Any = None
+    n_cache_reuse: Any = None
+    timings_per_token: Any = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+    spaces_between_special_tokens: Any = None
+
+
+class Sampling(Accepted, frozen=True):
+    """Sampling parameters of one value each, under the engine's names."""
+
+    temperature: Annotated[float, _of("temperature")] | None = None
+    top_k: Annotated[int, _of("top_k")] | None = None
+    top_p: Annotated[float, _of("top_p")] | None = None
+    min_p: Annotated[float, _of("min_p")] | None = None
+    typical_p: Annotated[float, _of("typical_p")] | None = None
+    repeat_penalty: Annotated[float, _of("repeat_penalty")] | None = None
+    repeat_last_n: Annotated[int, _of("repeat_last_n")] | None = None
+    presence_penalty: Annotated[float, _of("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _of("frequency_penalty")] | None = None
+    seed: Seed | None = None
+    ignore_eos: Annotated[bool, Meta(description="Go on after the model's end tokens.")] | None = None
+
+
+class Generation(Sampling, frozen=True):
+    """What every generating route takes. At most one of the constraints may be given."""
+
+    MAX_TOKENS: ClassVar[tuple[str, ...]]
+    """The names of the limit on generated tokens; the first that is given holds."""
+
+    repetition_penalty: Annotated[float, _of("repeat_penalty")] | None = None
+    stop: SomeText | list[SomeText] | None = None
+    stop_token_ids: list[Token] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Any] | list[Any],
+            _ref("LogitBias", "must be an object {token id: bias} or an array of [token, bias]"),
+        ]
+        | None
+    ) = None
+    stream: bool = False
+    response_format: Annotated[dict[str, Any], _ref("TextFormat")] | None = None
+    json_schema: JSONSchema = None
+    grammar: str = ""
+    guided_json: JSONSchema = None
+    guided_regex: str = ""
+    guided_grammar: str = ""
+    guided_choice: Annotated[list[SomeText], Meta(min_length=1)] | None = None
+    guided_decoding_backend: Annotated[Any, _only()] = None
+    structured_outputs: Annotated[Any, _only()] = None
+    grammar_triggers: Annotated[Any, _only()] = None
+    grammar_lazy: Annotated[Any, _only(False)] = None
+
+
+class Tools(Generation, frozen=True):
+    """What routes of conversations take beside it."""
+
+    tools: Annotated[list[Annotated[Any, _ref("Tool")]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[Any, _ref("ToolChoice")] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, _only([], "none")] = None
+    function_call: Annotated[Any, _only([], "none")] = None
+    parse_tool_calls: Any = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class StreamOptions(Fields, frozen=True):
+    include_usage: bool = False
+    include_obfuscation: Any = None
+
+
+Messages = Annotated[list[Annotated[dict[str, Any], _ref("Message")]], Meta(min_length=1)]
+
+
+class ChatRequest(Tools, frozen=True, kw_only=True):
+    MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
+
+    messages: Messages
+    n: Annotated[int, Meta(ge=1)] = 1
+    max_completion_tokens: UntilFull | None = None
+    max_tokens: UntilFull | None = None
+    n_predict: UntilFull | None = None
+    stream_options: Annotated[StreamOptions, Meta(description="With stream: true only.")] = StreamOptions()
+    logprobs: bool = False
+    top_logprobs: Logprobs = 0
+    skip_special_tokens: bool = True
+    modalities: Annotated[Any, _only(["text"])] = None
+    verbosity: Annotated[Any, _only("medium")] = None
+    reasoning_effort: Annotated[Any, _only("none")] = None
+    reasoning_format: Any = None
+    add_generation_prompt: Annotated[Any, _only(True)] = None
+    continue_final_message: Annotated[Any, _only(False)] = None
+    return_progress: Annotated[Any, _only(False)] = None
+    audio: Annotated[Any, _only()] = None
+    web_search_options: Annotated[Any, _only()] = None
+    chat_template: Annotated[Any, _only()] = None
+
+
+class CompletionRequest(Generation, frozen=True, kw_only=True):
+    MAX_TOKENS = ("max_tokens", "max_completion_tokens", "n_predict")
+
+    prompt: Prompt
+    n: Annotated[int, Meta(ge=1)] = 1
+    max_tokens: UntilFull | None = None
+    max_completion_tokens: UntilFull | None = None
+    n_predict: UntilFull | None = None
+    stream_options: Annotated[StreamOptions, Meta(description="With stream: true only.")] = StreamOptions()
+    logprobs: Logprobs | None = None
+    echo: bool = False
+    suffix: Annotated[Any, _only("")] = None
+    skip_special_tokens: bool = True
+    parse_special: bool = True
+
+
+class NativeRequest(Generation, frozen=True, kw_only=True):
+    """llama-server's names."""
+
+    MAX_TOKENS = ("n_predict", "max_tokens")
+
+    prompt: Prompt
+    n: Annotated[int, Meta(ge=1)] = 1
+    n_predict: UntilFull | None = None
+    max_tokens: UntilFull | None = None
+    n_probs: Logprobs = 0
+    return_tokens: bool = False
+    parse_special: bool = True
+    post_sampling_probs: Annotated[Any, _only(False)] = None
+    return_progress: Annotated[Any, _only(False)] = None
+    image_data: Annotated[Any, _only([])] = None
+    response_fields: Annotated[Any, _only([])] = None
+
+
+class TextOptions(Fields, frozen=True):
+    format: Annotated[dict[str, Any], _ref("TextFormat")] | None = None
+    verbosity: Annotated[Any, _only("medium")] = None
+
+
+class ResponseRequest(Tools, frozen=True, kw_only=True):
+    MAX_TOKENS = ("max_output_tokens",)
+
+    input: (
+        str
+        | Annotated[
+            list[Annotated[dict[str, Any], _ref("InputItem")]],
+            Meta(min_length=1, extra={"rule": "must be a string or an array of at least one item"}),
+        ]
+    )
+    instructions: str | None = None
+    max_output_tokens: UntilFull | None = None
+    text: TextOptions = TextOptions()
+    truncation: Annotated[Any, _only("disabled")] = None
+    background: Annotated[Any, _only(False)] = None
+    top_logprobs: Annotated[Any, _only(0)] = None
+    stream_options: Any = None
+    include: Any = None
+    truncation_strategy: Any = None
+    previous_response_id: Annotated[Any, _only()] = None
+    conversation: Annotated[Any, _only()] = None
+    prompt: Annotated[Any, _only()] = None
+    reasoning: Annotated[Any, _only()] = None
+    max_tool_calls: Annotated[Any, _only()] = None
+
+
+class EmbeddingRequest(Body, frozen=True, kw_only=True):
+    input: Prompt
+    pooling: (
+        Annotated[
+            Pooling,
+            Meta(
+                description="Of the hidden rows; --pooling says which if the request does not.",
+                extra={"rule": f"must be {' or '.join(POOLINGS)}"},
+            ),
+        ]
+        | None
+    ) = None
+    encoding_format: Annotated[
+        Literal["float", "base64"], Meta(extra={"rule": "must be float or base64"})
+    ] = "float"
+    dimensions: Annotated[Any, _only()] = None
+    parse_special: bool = True
+    user: Any = None
+
+
+class TokenizeRequest(Body, frozen=True, kw_only=True):
+    content: Annotated[str, Meta(extra={"rule": "must be a string"})]
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
+    tokens: Annotated[list[Token], Meta(extra={"rule": "must be an array of token ids"})]
+
+
+class TemplateRequest(Body, frozen=True, kw_only=True):
+    messages: Messages
+    tools: Annotated[list[Annotated[Any, _ref("Tool")]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[Any, _ref("ToolChoice")] = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, _only([], "none")] = None
+    function_call: Annotated[Any, _only([], "none")] = None
+    parse_tool_calls: Any = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: Annotated[Any, _only(True)] = None
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    type: Annotated[
+        Literal["text", "input_text", "output_text"],
+        Meta(extra={"rule": "must be text, input_text or output_text: this model reads text only"}),
+    ]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class Call(msgspec.Struct, frozen=True):
+    function: CalledFunction
+
+
+class _OfText(msgspec.Struct, frozen=True, tag_field="role"):
+    content: Content
+    tool_calls: Annotated[
+        None, Meta(extra={"rule": "must be an array of calls, in a message of the assistant's"})
+    ] = None
+
+
+class SystemMessage(_OfText, frozen=True, tag="system"): ...
+
+
+class DeveloperMessage(_OfText, frozen=True, tag="developer"): ...
+
+
+class UserMessage(_OfText, frozen=True, tag="user"): ...
+
+
+class ToolMessage(_OfText, frozen=True, tag="tool"): ...
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):
+    """Text, calls, or both."""
+
+    content: Content | None = None
+    tool_calls: list[Call] | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("content is missing")
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+"""Other fields of a message are the template's."""
+
+
+class MessageItem(msgspec.Struct, frozen=True, tag="message"):
+    """An item without a type is one."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content
+
+
+class FunctionCallItem(msgspec.Struct, frozen=True, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutputItem(msgspec.Struct, frozen=True, tag="function_call_output"):
+    call_id: str
+    output: Content
+
+
+InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem
+BODIES: tuple[type[Body], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    NativeRequest,
+    ResponseRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    TemplateRequest,
+)

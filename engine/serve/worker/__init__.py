@@ -1,1 +1,0 @@
-"""The engine behind the server: its queue, its process, and the tokenizing beside it."""

@@ -1,0 +1,193 @@
+"""How Triton kernels are launched: the one place that goes past Triton's launcher, or takes launches away from it.
+
+A launch by Triton takes 14 to 30 us of the host's time: it binds and classifies each argument, looks its settings up
+in the environment and compares every constant that the kernel's source names. What a CUDA graph replays pays none of
+it: decode steps, and prompts of up to 1024 tokens. Eager steps do, some ten launches a layer: longer prompts, whose GPU
+time hides it for a large model, but not for a small one or on a slow host. So `DirectLaunch` keeps a compiled kernel by
+what Triton would specialize it on, and launches it directly: about 10 us.
+
+Of a tensor that TMA reads (`Copied`), a kernel is given a tensor map: 128 bytes that follow from address, shape and
+block alone. Triton encodes one anew at every launch; here they are kept.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.backends.nvidia import driver
+from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+_TRITON_LAUNCH = JITFunction.run
+_MOST_MAPS = 1024
+
+Handler = Callable[[Any, object, tuple[Any, ...], dict[str, Any]], None]
+"""Takes a launch: the Triton function, its grid, arguments by position, constants and options by name."""
+
+
+@contextmanager
+def launches_handed_to(handler: Handler) -> Iterator[None]:
+    """Within it, launches of all Triton kernels of this process go to `handler` and do not run."""
+
+    def run(self: Any, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
+        del warmup
+        handler(self, grid, args, named)
+
+    original = JITFunction.run
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = original
+
+
+class Copied(NamedTuple):
+    """A contiguous tensor [rows, columns] of which a kernel copies blocks [rows, columns] to shared memory by TMA."""
+
+    tensor: Tensor
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """Constants and options of a kernel that its caller keeps: compared by identity, so that none of them is looked at
+    again."""
+
+    named: dict[str, Any]
+
+
+class DirectLaunch:
+    """A Triton kernel, launched as any other: `kernel[grid](*arguments, **constants_and_options)`.
+
+    Everything that is no constant must be given by position, a tensor first, every constant by name. Arguments are
+    tensors, numbers, and (named) tuples of tensors. Under the interpreter, and while launches are handed to a handler,
+    Triton's own launch is taken. `layout`: how what is `Copied` lies in shared memory.
+    """
+
+    def __init__(self, kernel: Any, layout: Any = None) -> None:
+        self.kernel = kernel
+        self.layout = layout
+        self._compiled: dict[object, tuple[CompiledKernel, tuple[Any, ...], TensorMaps | None]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **named: self._launch(grid, arguments, named, tuple(named.items()))
+
+    def launch(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Constants) -> None:
+        """As `kernel[grid](*arguments, **constants.named)`."""
+        self._launch(grid, arguments, constants.named, constants)
+
+    def _launch(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any], constants_key: object
+    ) -> None:
+        if JITFunction.run is not _TRITON_LAUNCH:
+            self.kernel[grid](*self._described(arguments), **named)
+            return
+        # Written out: a call for each argument would take as long as all the rest.
+        kinds = [
+            (argument.dtype, argument.data_ptr() & 15 == 0)
+            if isinstance(argument, Tensor)
+            else (argument == 1, argument & 15 == 0, -(2**31) <= argument < 2**31)
+            if type(argument) is int
+            else _kind(argument)
+            for argument in arguments
+        ]
+        key = (arguments[0].get_device(), tuple(kinds), constants_key)
+        found = self._compiled.get(key)
+        if found is not None:
+            compiled, constants, maps = found
+            passed = arguments if maps is None else maps.expand(arguments)
+            compiled[(*grid, 1, 1)](*passed, *constants)
+            return
+        described = self._described(arguments)
+        made = self.kernel[grid](*described, **named)
+        if isinstance(made, CompiledKernel):
+            # A compiled kernel takes its constants too, and passes over them.
+            constants = tuple(named[name] for name in self.kernel.arg_names[len(arguments) :])
+            maps = None
+            if self.layout is not None:
+                made, maps = _with_maps(made, described, self.layout)
+            self._compiled[key] = made, constants, maps
+
+    def _described(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments as Triton takes them."""
+        if self.layout is None:
+            return arguments
+        return tuple(_descriptor(a, self.layout) if isinstance(a, Copied) else a for a in arguments)
+
+
+class TensorMaps:
+    """Arguments with what is `Copied` replaced: by descriptors, which Triton turns into tensor maps at every launch,
+    or, where `encode` is given, by what it makes of number i of them: the map, its shape and its strides."""
+
+    def __init__(self, layout: Any, encode: Callable[[int, TensorDescriptor], list[Any]] | None) -> None:
+        self.layout = layout
+        self.encode = encode
+        self._kept: dict[tuple[int, ...], list[Any]] = {}
+
+    def expand(self, arguments: tuple[Any, ...]) -> list[Any]:
+        passed: list[Any] = []
+        number = 0
+        for argument in arguments:
+            if type(argument) is Copied:
+                passed += self._map(number, argument)
+                number += 1
+            else:
+                passed.append(argument)
+        return passed
+
+    def _map(self, number: int, copied: Copied) -> list[Any]:
+        if self.encode is None:
+            return [_descriptor(copied, self.layout)]
+        key = (number, copied.tensor.data_ptr(), *copied.tensor.shape, *copied.block)
+        kept = self._kept.get(key)
+        if kept is None:
+            if len(self._kept) >= _MOST_MAPS:
+                self._kept.clear()
+            kept = self._kept[key] = self.encode(number, _descriptor(copied, self.layout))
+        return kept
+
+
+def _with_maps(
+    made: CompiledKernel, described: tuple[Any, ...], layout: Any
+) -> tuple[CompiledKernel, TensorMaps]:
+    """A compiled kernel that takes tensor maps themselves, and how to give it them.
+
+    Triton's launcher wraps the function that launches in one that makes the maps; it is taken out. Where this version
+    of Triton keeps it in some other way, the kernel stays as it is and takes descriptors.
+    """
+    try:
+        launcher: Any = made.run
+        wrapper = launcher.launch
+        held = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+        facts = list(held["tensordesc_meta"].cell_contents)
+        encode: Any = driver.make_tensordesc_arg
+        descriptors = [a for a in described if isinstance(a, TensorDescriptor)]
+        for descriptor, of_it in zip(descriptors, facts, strict=True):
+            if len(encode(descriptor, of_it)) != 1 + 2 * len(descriptor.shape):
+                return made, TensorMaps(layout, None)
+        direct, plain = copy.copy(made), copy.copy(launcher)
+        plain.launch = held["launcher"].cell_contents
+        direct._run = plain
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return made, TensorMaps(layout, None)
+    return direct, TensorMaps(layout, lambda number, descriptor: list(encode(descriptor, facts[number])))
+
+
+def _descriptor(copied: Copied, layout: Any) -> TensorDescriptor:
+    tensor = copied.tensor
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(copied.block), layout)
+
+
+def _kind(argument: object) -> object:
+    """What Triton specializes on in an argument that is neither a constant nor a tensor nor a whole number."""
+    if isinstance(argument, float):
+        return float
+    if isinstance(argument, Copied):
+        return argument.tensor.dtype, argument.block
+    if isinstance(argument, tuple):
+        return type(argument), *[(tensor.dtype, tensor.data_ptr() & 15 == 0) for tensor in argument]
+    raise TypeError(f"a kernel is launched with tensors and numbers, not with {type(argument).__name__}")

@@ -1,0 +1,312 @@
+"""Captured steps give what the same steps give eagerly, whatever was in the step before.
+
+Without a GPU a "graph" is the step itself, run again in Triton's interpreter.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from quengine.kernels.cuda import backend as cuda_backend
+from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.gemm import matmul
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
+from quengine.kv_cache import KVCache
+from quengine.model_runner import ModelRunner
+from quengine.models.decoder import Decoder
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
+from quengine.request.sampling_params import SamplingParams
+from quengine.request.sequence import Sequence
+from quengine.request.text_stream import TextStream
+from quengine.runners import cuda_graphs, graph_keys, static_inputs
+from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.device_decode import DeviceDecoder
+from quengine.runners.graph_capture import CapturedStep, GraphNodes, capture_step
+from quengine.runners.graph_keys import (
+    GREEDY,
+    PREFILL_SEQUENCES,
+    GraphKey,
+    SamplingKind,
+    decode_key,
+    expected_keys,
+    prefill_key,
+)
+from quengine.runners.static_inputs import PrefillInputs
+from quengine.runners.step_rows import SequenceRows, forward_batch
+from quengine.sampler import Sample, Sampler, Verified
+from tests.gguf_builder import ModelSizes
+from tests.kernels.cuda.weights import nmse
+from tests.tiny_models import write_tiny
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+CTX = 96
+
+
+class Again:
+    """A step, run again."""
+
+    def __init__(self, step: Callable[[], Tensor], logits: Tensor) -> None:
+        self.step, self.logits = step, logits
+
+    def replay(self) -> None:
+        logits = self.step()
+        self.logits[: len(logits)] = logits
+
+
+class Rig:
+    """A tiny model whose rows have the same bits in whatever step they are."""
+
+    def __init__(self, path: Path, blocks: int) -> None:
+        checkpoint = GGUFCheckpoint(path)
+        backend = CudaBackend(DEVICE, fixed_kernels=True)
+        self.decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
+        self.cache, self.other = (
+            KVCache.allocate(checkpoint.config, CTX, DEVICE, num_blocks=blocks) for _ in range(2)
+        )
+        for cache in (self.cache, self.other):
+            for tensor in cache.layers[0].tensors:
+                tensor.zero_()
+        self.graphs = CudaGraphs(self.decoder, self.cache, 1, capture=capture_step if ON_GPU else self.again)
+
+    def again(self, _warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
+        logits = torch.empty(max(PREFILL_SEQUENCES), self.decoder.config.vocab_size)
+        return CapturedStep(Again(step, logits), logits, GraphNodes(0, 0, 0, 0))
+
+    def compute(self, chunks: list[SequenceRows]) -> Tensor | None:
+        key = self.graphs.lookup("prefill", chunks)
+        return None if key is None else self.graphs.replay(key, chunks)
+
+    def eagerly(self, chunks: list[SequenceRows]) -> Tensor:
+        """In the other cache."""
+        return self.decoder.forward(forward_batch("prefill", chunks, DEVICE), self.other.layers)
+
+    def hold(self, first: int, count: int) -> None:
+        """Keys and values in so many rows of both caches."""
+        for cache in (self.cache, self.other):
+            for tensor in cache.layers[0].tensors:
+                tensor[first : first + count] = torch.linspace(-1, 1, 32)
+
+    def rows(self, cache: KVCache) -> Tensor:
+        """All that sequences have in the cache."""
+        return torch.cat([tensor[BLOCK_SIZE:].flatten() for tensor in cache.layers[0].tensors])
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Rig]:
+    if not ON_GPU:
+        monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
+        monkeypatch.setattr(cuda_graphs, "has_dependent_launch", lambda _device: False)
+        monkeypatch.setattr(torch.cuda, "Event", MagicMock())
+    sizes = ModelSizes("qwen2", blocks=1, embedding=32, feed_forward=32, heads=2, kv_heads=1, head_dim=32)
+    path = write_tiny(tmp_path / "m.gguf", "qwen2", "Q8_0", sizes=sizes)
+    return lambda blocks: Rig(path, blocks)
+
+
+def ids_of(first: int, count: int) -> list[int]:
+    return [(37 * i + 11) % 250 for i in range(first, first + count)]
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:  # the interpreter takes long for rows
+        for module in (graph_keys, static_inputs):
+            monkeypatch.setattr(module, "PREFILL_ROWS", (8,))
+            monkeypatch.setattr(module, "PREFILL_SEQUENCES", (1, 2))
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.usefixtures("small_steps")
+def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Callable[[int], Rig]) -> None:
+    """One that continues, one that begins, in blocks of any order; nothing but their rows is written."""
+    rig = make_rig(5)
+    rig.hold(4 * BLOCK_SIZE, 3)
+    chunks = [SequenceRows(ids_of(3, 4), 3, [[4]]), SequenceRows(ids_of(50, 2), 0, [[1, 3]])]
+    assert rig.compute(chunks) is None, "the first time is eager"
+    ours = rig.compute(chunks)
+    assert ours is not None and rig.graphs.captured == [GraphKey("prefill", 8, 2)]
+    assert torch.equal(ours, rig.eagerly(chunks))
+    assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("way", ["this GPU's", "expanded weights"])
+def test_long_chunks_on_the_kernels_of_a_real_size(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their attention has padding tiles, and their rows' bits follow from how many there are."""
+    if way == "expanded weights":
+        monkeypatch.setattr(matmul, "uses_wgmma", lambda *_: False)
+    sizes = ModelSizes(
+        blocks=2, embedding=256, feed_forward=512, heads=4, kv_heads=2, head_dim=128, context=512
+    )
+    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", "llama", "Q8_0", sizes=sizes))
+    decoder = Decoder(checkpoint.config, checkpoint.tensors, CudaBackend(DEVICE), 512, 512)
+    caches = [KVCache.allocate(checkpoint.config, 512, DEVICE, num_blocks=40) for _ in range(2)]
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        for mine, other in zip(*(layer.tensors for layer in layers), strict=True):
+            mine.copy_(other.normal_())
+    graphs = CudaGraphs(decoder, caches[0], 1)
+    tables = [[list(range(1, 11))], [list(range(12, 24))], [list(range(30, 34))]]
+    lengths, starts = (300, 200, 7), (0, 150, 90)
+    for cut in (0, 290, 100, 0):
+        parts = list(zip(lengths, starts, tables, strict=True))
+        chunks = [SequenceRows(ids_of(cut, length - min(cut, length - 5)), s, t) for length, s, t in parts]
+        key = prefill_key([len(chunk.ids) for chunk in chunks])
+        assert key is not None and (cut or key == GraphKey("prefill", 512, 4))
+        expected = decoder.forward(forward_batch("prefill", chunks, DEVICE), caches[1].layers)
+        assert nmse(graphs.replay(key, chunks), expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size"),
+    [
+        ([2], (16, 1)),
+        ([16], (16, 1)),
+        ([17], (32, 1)),
+        ([60, 60, 9], (256, 4)),
+        ([3] * 17, None),  # more sequences than a step has
+        ([1], None),  # few launches more than a step of decode
+        ([90] * 12, None),  # the GPU does not wait for the host
+        ([80], (128, 1)),
+        ([96], (128, 1)),
+    ],
+)
+def test_keys_of_prompts_are_rows_and_sequences(lengths: list[int], size: tuple[int, int] | None) -> None:
+    assert prefill_key(lengths) == (None if size is None else GraphKey("prefill", *size))
+
+
+def test_steps_whose_memory_was_replaced_are_captured_again(
+    make_rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, captured = make_rig(4), list[int]()
+    moves = [0]
+    monkeypatch.setattr(CudaBackend, "rooms_left", property(lambda _: moves[0]))
+
+    def noted(_warm: Any, _step: Any, _pool: Any) -> CapturedStep:
+        captured.append(moves[0])
+        return CapturedStep(
+            Again(lambda: torch.ones(4, 8), torch.ones(4, 8)), torch.ones(4, 8), GraphNodes(0, 0, 0, 0)
+        )
+
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 1, capture=noted)
+    chunk = [SequenceRows([5, 6], 0, [[1]])]
+    answers = [rig.compute(chunk) is None for _ in range(3)]
+    assert answers == [True, False, False] and captured == [0]
+    small, large = decode_key(128, GREEDY), decode_key(192, GREEDY)
+    rig.graphs.capture(small)
+    rig.graphs.capture(large)
+    moves[0] = 1
+    assert rig.compute(chunk) is not None and captured == [0, 0, 0, 1]
+    rig.graphs.capture(small)
+    assert captured == [0, 0, 0, 1], "its memory stays where it is"
+    rig.graphs.capture(large)
+    assert captured == [0, 0, 0, 1, 1]
+
+
+def test_a_step_that_is_captured_ahead_rounds_as_a_prompts_does(
+    make_rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are rounded once in prefill, up to the output matrix."""
+    rig, phases = make_rig(4), list[str]()
+
+    def noted(batch: ForwardBatch, *_: object) -> Tensor:
+        phases.append(batch.phase)
+        return torch.zeros(1, 8)
+
+    monkeypatch.setattr(rig.decoder, "forward", noted)
+    rig.graphs.run_padding(GraphKey("prefill", 16, 4))
+    assert phases == ["prefill"]
+
+
+def test_static_inputs_hold_what_a_batch_does_and_where_the_padding_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(static_inputs, "tile_rows", lambda *_: 16)
+    inputs = PrefillInputs(CTX, 40, 32, False, 1, torch.device("cpu"))
+    chunks = [SequenceRows(ids_of(0, 20), 30, [[2, 5]]), SequenceRows(ids_of(3, 33), 0, [[1, 0]])]
+    key = GraphKey("prefill", 64, 4)
+    inputs.send(GraphKey("prefill", 1024, 16), [SequenceRows([9] * 1000, 0, [[3, 4]])])
+    inputs.send(key, [SequenceRows([9] * 64, 0, [[3, 4]])])
+    inputs.send(key, chunks)
+    expected = forward_batch("prefill", chunks, torch.device("cpu"))
+    cut = cut_tiles(expected, 16)
+    batch, tiles = inputs.batch(key), inputs.batch(key).tiles
+    assert tiles is not None and batch.logits_rows is not None
+    assert batch.positions[:53].equal(expected.positions) and tiles.sequences[:53].equal(cut.sequences)
+    count = cut.tiles.shape[0]
+    assert tiles.tiles[:count].equal(cut.tiles)
+    assert tiles.tiles.shape == (7, TILE_FIELDS) and not tiles.tiles[count:].any()
+    assert batch.token_ids[:53].tolist() == [*chunks[0].ids, *chunks[1].ids]
+    assert batch.logits_rows.tolist() == [19, 52, 0, 0]
+    assert set(tiles.sequences[53:].tolist()) == {16} and batch.positions[53:].max() < BLOCK_SIZE
+    assert batch.block_tables[0, 16].tolist() == [PADDING_BLOCK] * 3
+    assert batch.block_tables[0, :2, :2].tolist() == [[2, 5], [1, 0]]
+
+
+def test_expected_keys_are_those_that_a_server_comes_to() -> None:
+    prompts, decode = expected_keys(3, CTX, 512)[:5], expected_keys(3, CTX, 512)[5:]
+    assert prompts == [
+        GraphKey("prefill", *size) for size in ((512, 16), (512, 4), (64, 1), (32, 1), (16, 1))
+    ]
+    assert decode == [
+        decode_key(rows, kind) for kind in (GREEDY, SamplingKind(64, False, False)) for rows in (4, 2, 1)
+    ]
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.parametrize("drafts", [False, True])
+def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
+    drafts: bool, make_rig: Callable[[int], Rig]
+) -> None:
+    """Two sequences in blocks of any order, one of which comes later; with drafts that are right, and that are not."""
+    rig = make_rig(5)
+    rig.graphs = CudaGraphs(
+        rig.decoder, rig.cache, 4, shares_sequences=drafts, capture=capture_step if ON_GPU else rig.again
+    )
+    runner = ModelRunner(rig.decoder, rig.cache, rig.graphs, DeviceDecoder(rig.graphs))
+    eager = ModelRunner(rig.decoder, rig.other)
+    for cache in (rig.cache, rig.other):
+        for tensor in cache.layers[0].tensors:
+            tensor.fill_(0.25)
+    params = SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)
+
+    def sequence(ids: list[int], blocks: list[int]) -> Sequence:
+        sampler = Sampler(params, rig.decoder.config.vocab_size)
+        made = Sequence(ids, params, sampler, TextStream(lambda _: b""), frozenset(), CTX)
+        made.num_cached_tokens, made.block_tables = len(ids) - 1, (blocks,)
+        return made
+
+    def step(used: ModelRunner, sequences: list[Sequence]) -> None:
+        for one, result in zip(sequences, used.decode(sequences), strict=True):
+            draft, one.draft = one.draft, []
+            taken = result.first if isinstance(result, Verified) else result
+            for number in range(len(draft) + 1):
+                assert isinstance(taken, Sample)
+                one.num_cached_tokens += 1
+                one.token_ids.append(taken.token)
+                if number == len(draft) or taken.token != draft[number]:
+                    break
+                assert isinstance(result, Verified)
+                taken = result.later(number + 1)
+
+    texts = []
+    for used in (eager, runner):
+        first, second = sequence([5, 6, 7], [4]), sequence([9], [1, 3])
+        step(used, [first])
+        for _ in range(2):
+            if used is runner and drafts:
+                first.draft = [*texts[0][0][len(first.token_ids) :][:1], 0]
+            step(used, [first, second])
+        texts.append((first.token_ids, second.token_ids))
+    count = [len(ids) for ids in texts[0]]
+    assert [ids[:n] for ids, n in zip(texts[1], count, strict=True)] == list(texts[0])
+    assert {key.sampling for key in rig.graphs.captured} == {GREEDY}
