@@ -76,24 +76,30 @@ def _config_lines(config: ModelConfig) -> list[str]:
     scaled = "" if scaling.kind == "none" else f", scaling {scaling.kind}"
     if scaling.kind in ("linear", "yarn"):
         scaled += f" x{scaling.factor:g} over {scaling.original_context_length}"
+    base = config.rope_freq_base_swa
+    local = "" if base is None else f"; base {base:g} in layers with a window"
     traits = [
         name
         for name, there in (
-            ("query/key/value biases", config.qkv_bias),
-            ("query/key norms", config.qk_norm),
+            ("query/key/value biases", config.block.qkv_bias),
+            ("query/key norms", config.block.qk_norm),
+            ("merged projections", config.block.merged),
             ("tied output", config.tied_output),
         )
         if there
     ]
-    window = f", sliding window {config.sliding_window}" if config.sliding_window else ""
+    windowed = sum(window is not None for window in config.layer_windows)
+    window = f", sliding window {config.sliding_window}" if windowed else ""
+    if 0 < windowed < config.block_count:
+        window += f" in {windowed} of {config.block_count} layers"
     return [
         f"context       {config.context_length} tokens{window}",
         f"layers        {config.block_count} of width {config.embedding_length}, "
         f"feed-forward {config.feed_forward_length}",
         f"attention     {config.head_count} heads of {config.head_dim}, "
         f"{config.head_count_kv} key/value heads",
-        f"rope          {config.rope_dim} of {config.head_dim} elements in {config.rope_layout}, "
-        f"base {config.rope_freq_base:g}{scaled}",
+        f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.rope_layout}, "
+        f"base {config.rope_freq_base:g}{scaled}{local}",
         f"vocabulary    {config.vocab_size}" + (f"; {', '.join(traits)}" if traits else ""),
     ]
 

@@ -254,7 +254,7 @@ def _copied(checkpoint: Checkpoint, progress: Callable[[str], None] | None) -> M
     from quengine.platform.weight_copy import copy_weights
 
     try:
-        return copy_weights(checkpoint.tensors, checkpoint.let_go_of_pages, progress)
+        return copy_weights(checkpoint.tensors, checkpoint.release_pages, progress)
     finally:
         if progress is not None:
             progress("")

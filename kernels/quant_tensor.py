@@ -41,3 +41,9 @@ class QuantTensor:
     @property
     def nbytes(self) -> int:
         return self.data.numel()
+
+    def row_slices(self, rows: int) -> "list[QuantTensor]":
+        """Views of `rows` rows each, in order."""
+        shape = (rows, *self.shape[1:])
+        starts = range(0, self.rows, rows)
+        return [QuantTensor(self.name, self.format, shape, self.data[i : i + rows]) for i in starts]

@@ -43,8 +43,8 @@ class Checkpoint(Protocol):
         """What the user should know of how this model is held, one line each."""
         ...
 
-    def let_go_of_pages(self) -> None:
-        """What has been read of the mapped files need not stay in memory; it is read again where it is asked for."""
+    def release_pages(self) -> None:
+        """Let the system drop pages of the mapped files; they are read again when they are needed."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...

@@ -1,15 +1,14 @@
 """The shape of a model: one frozen dataclass, filled from GGUF metadata or a Hugging Face config.json.
 
-It knows sizes and rotary positions, not tensors, tokenizers or devices. How the two sources name things is
-in `config_gguf` and `config_hf`; what they must agree on is checked here, once, for both.
+What the two sources call things is in `gguf.config_gguf` and `hf.config_hf`, what each architecture computes in
+`architectures`. What values must agree on is checked here, once, for all of them.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from math import isfinite, log
+from math import isfinite, log, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
-from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import CacheType, row_bytes
 
 if TYPE_CHECKING:
@@ -17,17 +16,7 @@ if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
 
 RopeLayout = Literal["pairs", "halves"]
-RopeScalingKind = Literal["none", "linear", "yarn", "llama3"]
-
-# GGUF architecture -> how its Q and K rows are laid out for the rotation. Converters permute Q and K of the
-# llama family so that rotated elements are neighbours.
-ROPE_LAYOUTS: Mapping[str, RopeLayout] = {
-    "llama": "pairs",
-    "mistral3": "pairs",
-    "qwen2": "halves",
-    "qwen3": "halves",
-}
-SUPPORTED_ARCHITECTURES = tuple(ROPE_LAYOUTS)
+RopeScalingKind = Literal["none", "linear", "yarn", "llama3", "longrope"]
 
 # Limits far above any model of these architectures, below what would overflow or exhaust memory.
 LIMITS: Mapping[str, tuple[int, int]] = {
@@ -43,11 +32,6 @@ LIMITS: Mapping[str, tuple[int, int]] = {
 }
 
 
-def unsupported_architecture(name: str, why: str = "is not supported") -> EngineError:
-    """The error for a model that this engine has no decoder for."""
-    return EngineError(f"architecture {name!r} {why}; supported are {', '.join(SUPPORTED_ARCHITECTURES)}")
-
-
 def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
     """What YaRN multiplies cos and sin with, for a context stretched `factor` times.
 
@@ -59,15 +43,24 @@ def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
     return (0.1 * log(factor) + 1.0) / (0.1 * log_multiplier * log(factor) + 1.0)
 
 
+def longrope_attention_factor(factor: float, original: int) -> float:
+    """What LongRoPE multiplies cos and sin with, for a context of `original` positions stretched `factor` times.
+
+    `sqrt(1 + ln(factor) / ln(original))` (Ding et al. 2024, LongRoPE).
+    """
+    return sqrt(1.0 + log(factor) / log(original)) if factor > 1.0 and original > 1 else 1.0
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary positions are stretched beyond the context that the model was first trained on.
 
     kind: "none"; "linear" divides every frequency by `factor`; "yarn" those that turn slowly (between
         `beta_slow` and `beta_fast` turns over `original_context_length` blended); "llama3" divides each by
-        its own entry of `freq_factors`.
+        its own entry of `freq_factors`; "longrope" by that of `freq_factors`, or of `long_freq_factors` where a run's
+        context is longer than `original_context_length`.
     attention_factor: multiplies cos and sin, so attention scores grow by its square.
-    freq_factors: rope_dim / 2 divisors (GGUF `rope_freqs.weight`), or None.
+    freq_factors, long_freq_factors: rope_dim / 2 divisors each, or None.
     """
 
     kind: RopeScalingKind = "none"
@@ -77,11 +70,34 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     freq_factors: tuple[float, ...] | None = None
+    long_freq_factors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """What every layer of an architecture computes.
+
+    rope_layout: which elements of a head rotate together (kernels/rope.py); GGUF converters permute the query and key
+        rows of the llama family so that they are neighbours ("pairs").
+    norms: "pre" in front of attention and feed-forward (`attn_norm`, `ffn_norm`), "post" on their results before the
+        residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
+    qk_norm: a norm of queries and keys, of each "head" by itself or of a whole "row".
+    qkv_bias: query, key and value projections have biases.
+    activation: of the feed-forward's gate.
+    merged: one tensor `attn_qkv` holds query, key and value rows, one tensor `ffn_up` those of gate and up.
+    """
+
+    rope_layout: RopeLayout = "halves"
+    norms: Literal["pre", "post", "both"] = "pre"
+    qk_norm: Literal["head", "row"] | None = None
+    qkv_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    merged: bool = False
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers whose keys and values are kept alike: of the last `window` positions, or of all (None)."""
+    """Layers that keep the same positions: the last `window` of them, or all (None)."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -92,15 +108,18 @@ class ModelConfig:
     """One decoder's shape.
 
     `embedding_length`, `feed_forward_length` and the rest carry GGUF's names. `head_count` query heads of
-    `head_dim` share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated,
-    in `rope_layout`. `sliding_window` W lets position i see i-W+1 .. i; None is full attention.
+    `head_dim` share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated.
+    `sliding_window` W lets position i see i-W+1 .. i in all layers but `full_attention_layers`; None is full
+    attention everywhere. Layers with a window rotate by `rope_freq_base_swa`, without scaling, where it is given.
+    `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
-    `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `qkv_bias`, `qk_norm` and
-    `tied_output` say which tensors there are.
+    `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
+    embedding.
     """
 
     architecture: str
     name: str
+    block: BlockKind
     vocab_size: int
     context_length: int
     embedding_length: int
@@ -111,13 +130,14 @@ class ModelConfig:
     head_dim: int
     rope_dim: int
     rope_freq_base: float
-    rope_layout: RopeLayout
     rope_scaling: RopeScaling
     rms_eps: float
     sliding_window: int | None = None
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    full_attention_layers: tuple[int, ...] = ()
+    rope_freq_base_swa: float | None = None
     tied_output: bool = False
+    attention_scale: float | None = None
+    embedding_scale: float = 1.0
     attention_temperature_scale: float = 0.0
     attention_temperature_length: int = 0
 
@@ -141,31 +161,43 @@ class ModelConfig:
         return read_hf_config(config)
 
     @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The groups of layers that share block tables."""
-        return (CacheGroup(self.sliding_window, tuple(range(self.block_count))),)
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None is full attention."""
+        full = frozenset(self.full_attention_layers)
+        return tuple(None if i in full else self.sliding_window for i in range(self.block_count))
 
     @property
-    def rope(self) -> "RopeSpec":
-        """The rotary embedding as the kernels take it, scaling and frequency factors included."""
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The layers by the positions that they keep; those that keep every position, if any, come first."""
+        groups: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(self.layer_windows):
+            groups.setdefault(window, []).append(layer)
+        order = sorted(groups, key=lambda window: (window is not None, window))
+        return tuple(CacheGroup(window, tuple(groups[window])) for window in order)
+
+    def rope(self, context: int = 0, windowed: bool = False) -> "RopeSpec":
+        """The rotary embedding of layers with or without a window, in a run of `context` positions."""
         from quengine.kernels.rope import RopeSpec
 
-        scaling = self.rope_scaling
+        layout, scaling = self.block.rope_layout, self.rope_scaling
+        if windowed and self.rope_freq_base_swa is not None:
+            return RopeSpec(self.rope_dim, self.rope_freq_base_swa, layout)
+        long = scaling.kind == "longrope" and context > scaling.original_context_length
         return RopeSpec(
             dim=self.rope_dim,
             base=self.rope_freq_base,
-            layout=self.rope_layout,
-            scaling="none" if scaling.kind == "llama3" else scaling.kind,
+            layout=layout,
+            scaling=scaling.kind if scaling.kind in ("linear", "yarn") else "none",
             factor=scaling.factor,
             original_context=scaling.original_context_length,
             beta_fast=scaling.beta_fast,
             beta_slow=scaling.beta_slow,
             attention_factor=scaling.attention_factor,
-            freq_factors=scaling.freq_factors,
+            freq_factors=scaling.long_freq_factors if long else scaling.freq_factors,
         )
 
     def kv_cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
-        """Bytes of keys and values of all layers for `positions` tokens.
+        """Bytes of keys and values of all layers for `positions` tokens, windows aside.
 
         Raises EngineError where the heads cannot be stored in `cache_type`.
         """
@@ -190,8 +222,10 @@ class ModelConfig:
             yield "rope_dim", f"{self.rope_dim} is odd, rotary dimensions come in pairs"
         if not (isfinite(self.rms_eps) and 0.0 < self.rms_eps < 1.0):
             yield "rms_eps", f"{self.rms_eps} is not a number between 0 and 1"
-        if not (isfinite(self.rope_freq_base) and self.rope_freq_base > 1.0):
-            yield "rope_freq_base", f"{self.rope_freq_base} is not a finite number above 1"
+        for field_name in ("rope_freq_base", "rope_freq_base_swa"):
+            base = getattr(self, field_name)
+            if base is not None and not (isfinite(base) and base > 1.0):
+                yield field_name, f"{base} is not a finite number above 1"
         if self.sliding_window is not None and self.sliding_window < 1:
             yield "sliding_window", f"{self.sliding_window} is not positive"
         yield from self._scaling_problems()
@@ -199,6 +233,7 @@ class ModelConfig:
     def _scaling_problems(self) -> Iterator[tuple[str, str]]:
         scaling = self.rope_scaling
         positive = {
+            "attention_scale": 1.0 if self.attention_scale is None else self.attention_scale,
             "rope_scaling.factor": scaling.factor,
             "rope_scaling.attention_factor": scaling.attention_factor,
             "rope_scaling.beta_fast": scaling.beta_fast,
@@ -207,13 +242,17 @@ class ModelConfig:
         for name, value in positive.items():
             if not (isfinite(value) and value > 0.0):
                 yield name, f"{value} is not a positive finite number"
-        if scaling.kind == "yarn" and scaling.original_context_length < 1:
+        if scaling.kind in ("yarn", "longrope") and scaling.original_context_length < 1:
             yield "rope_scaling.original_context_length", f"{scaling.original_context_length} is not positive"
-        factors = scaling.freq_factors
-        if factors is not None and len(factors) != self.rope_dim // 2:
-            yield "rope_scaling.freq_factors", f"{len(factors)} factors for {self.rope_dim // 2} frequencies"
-        if factors is not None and not all(isfinite(f) and f > 0.0 for f in factors):
-            yield "rope_scaling.freq_factors", "not all are positive finite numbers"
+        for field_name in ("freq_factors", "long_freq_factors"):
+            factors = getattr(scaling, field_name)
+            if factors is not None and len(factors) != self.rope_dim // 2:
+                yield (
+                    f"rope_scaling.{field_name}",
+                    f"{len(factors)} factors for {self.rope_dim // 2} frequencies",
+                )
+            if factors is not None and not all(isfinite(f) and f > 0.0 for f in factors):
+                yield f"rope_scaling.{field_name}", "not all are positive finite numbers"
         if not (isfinite(self.attention_temperature_scale) and self.attention_temperature_scale >= 0.0):
             yield (
                 "attention_temperature_scale",

@@ -1,9 +1,4 @@
-"""The decoder: llama, Mistral, Qwen2 and Qwen3 shapes on the shared layers.
-
-What differs between them (biases, query/key norms, rotary layout, window, tied output) follows from the
-configuration and from which tensors are there. The decoder knows positions and one cache; it does not know of
-requests, text or sampling.
-"""
+"""The decoder of every architecture. What differs between them is data: a `ModelConfig`, after its declaration."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,14 +20,17 @@ from quengine.models.layers import Attention, FeedForward, LayerTensors
 class Block:
     """One transformer layer."""
 
-    def __init__(
-        self, config: ModelConfig, tensors: LayerTensors, backend: Backend[Any], spec: AttentionSpec
-    ) -> None:
-        self.attention = Attention(config, tensors, backend, spec)
-        self.ffn = FeedForward(config, tensors, backend)
+    def __init__(self, config: ModelConfig, tensors: LayerTensors, spec: AttentionSpec) -> None:
+        self.attention = Attention(config, tensors, spec)
+        self.ffn = FeedForward(config, tensors)
 
     def __call__(
-        self, batch: ForwardBatch, x: Hidden, cache: KVLayer, next_norm: RMSNorm, rows: Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        cache: KVLayer,
+        next_norm: RMSNorm | None,
+        rows: Tensor | None = None,
     ) -> Hidden:
         """`next_norm`: the norm behind this layer, the next one's or the output's. `rows`: see Attention."""
         x = self.attention(batch, x, cache, self.ffn.ffn_norm, rows)
@@ -61,15 +59,16 @@ class Decoder:
         self.config = config
         self.backend = backend
         self.chunk_size = chunk_size
-        top = LayerTensors(tensors, "")
-        self.token_embd = backend.weight(top.take("token_embd"))
-        self.output_norm = RMSNorm(backend.vector(top.take("output_norm")), config.rms_eps)
-        self.output = backend.weight(top.take("output")) if top.has("output") else self.token_embd
-        shared = self._attention_spec(ctx_size)
+        top = LayerTensors(tensors, "", backend, config.rms_eps)
+        self.token_embd = top.weight("token_embd")
+        self.output_norm = RMSNorm(top.vector("output_norm"), config.rms_eps)
+        self.output = top.weight("output") if top.has("output") else self.token_embd
+        specs = _attention_specs(config, backend.device, ctx_size, chunk_size)
         self.blk = [
-            self._block(LayerTensors(tensors, f"blk.{i}."), shared) for i in range(config.block_count)
+            self._block(LayerTensors(tensors, f"blk.{i}.", backend, config.rms_eps), spec)
+            for i, spec in enumerate(specs)
         ]
-        self._next_norms = [block.attention.attn_norm for block in self.blk[1:]] + [self.output_norm]
+        self._next_norms = [*(block.attention.attn_norm for block in self.blk[1:]), self.output_norm]
 
     def forward(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all, given the cache before them."""
@@ -95,8 +94,9 @@ class Decoder:
         return self.backend.logits(batch, x, self.output_norm, self.output)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[KVLayer], rows: Tensor | None) -> Hidden:
-        """`rows`: those that go on behind the last layer's attention."""
-        x, last = self.backend.embed(batch, self.token_embd), self.blk[-1]
+        """`rows`: those gathered behind the last layer's attention; None: all."""
+        last = self.blk[-1]
+        x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
         for block, layer, next_norm in zip(self.blk, cache, self._next_norms, strict=True):
             x = block(batch, x, layer, next_norm, rows if block is last else None)
         return x
@@ -107,30 +107,39 @@ class Decoder:
         blocks = sum(block.attention.nbytes + block.ffn.nbytes for block in self.blk)
         return int(blocks + self.output.nbytes + self.token_embd.nbytes // self.token_embd.rows)
 
-    def _block(self, tensors: LayerTensors, shared: AttentionSpec) -> Block:
-        spec = shared
-        if self.config.qk_norm:
-            (q_norm,), (k_norm,) = tensors.take("attn_q_norm"), tensors.take("attn_k_norm")
-            spec = replace(shared, q_norm=self.backend.vector([q_norm]), k_norm=self.backend.vector([k_norm]))
-        return Block(self.config, tensors, self.backend, spec)
+    def _block(self, tensors: LayerTensors, spec: AttentionSpec) -> Block:
+        if self.config.block.qk_norm:
+            q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
+            spec = replace(spec, q_norm=q_norm, k_norm=k_norm)
+        return Block(self.config, tensors, spec)
 
-    def _attention_spec(self, ctx_size: int) -> AttentionSpec:
-        config, device = self.config, self.backend.device
-        cos, sin = rope_table(config.rope, ctx_size, device)
-        band = causal_mask_band(min(self.chunk_size, ctx_size), ctx_size, config.sliding_window, device)
-        return AttentionSpec(
+
+def _attention_specs(
+    config: ModelConfig, device: torch.device, ctx_size: int, chunk_size: int
+) -> list[AttentionSpec]:
+    """What each layer's attention is given, without norms; layers of a cache group share their tables."""
+    specs: dict[int, AttentionSpec] = {}
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    query_scale = _query_scale(config, ctx_size, device)
+    for index, group in enumerate(config.cache_groups):
+        windowed = group.window is not None
+        cos, sin = rope_table(config.rope(ctx_size, windowed), ctx_size, device)
+        spec = AttentionSpec(
             heads=config.head_count,
             kv_heads=config.head_count_kv,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            window=config.sliding_window,
-            rope_layout=config.rope_layout,
+            scale=scale,
+            window=group.window,
+            rope_layout=config.block.rope_layout,
             cos=cos,
             sin=sin,
-            query_scale=_query_scale(config, ctx_size, device),
-            mask_band=band,
+            query_scale=query_scale,
+            mask_band=causal_mask_band(min(chunk_size, ctx_size), ctx_size, group.window, device),
             eps=config.rms_eps,
+            cache_group=index,
         )
+        specs |= dict.fromkeys(group.layers, spec)
+    return [specs[layer] for layer in range(config.block_count)]
 
 
 def _query_scale(config: ModelConfig, ctx_size: int, device: torch.device) -> Tensor | None:

@@ -1,7 +1,4 @@
-"""The layers that decoders share. Attributes carry the GGUF tensor names, so there is no rename table.
-
-A layer holds weights in the form its backend gave them and knows neither the device nor the number of layers.
-"""
+"""The layers of a decoder. Attributes carry the GGUF tensor names, so there is no rename table."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +13,15 @@ from quengine.models.config import ModelConfig
 
 
 class LayerTensors:
-    """The tensors under one prefix (`blk.3.`), taken by their short names."""
+    """The tensors under one prefix (`blk.3.`), taken by their short names onto a backend."""
 
-    def __init__(self, tensors: Mapping[str, QuantTensor], prefix: str) -> None:
+    def __init__(
+        self, tensors: Mapping[str, QuantTensor], prefix: str, backend: Backend[Any], eps: float
+    ) -> None:
         self.tensors = tensors
         self.prefix = prefix
+        self.backend = backend
+        self.eps = eps
 
     def take(self, *names: str, kind: str = "weight") -> list[QuantTensor]:
         return [self.tensors[f"{self.prefix}{name}.{kind}"] for name in names]
@@ -28,31 +29,49 @@ class LayerTensors:
     def has(self, name: str, kind: str = "weight") -> bool:
         return f"{self.prefix}{name}.{kind}" in self.tensors
 
+    def weight(self, *names: str) -> Any:
+        """Matrices on the same input."""
+        return self.backend.weight(self.take(*names))
+
+    def vector(self, *names: str, kind: str = "weight") -> Tensor:
+        return self.backend.vector(self.take(*names, kind=kind))
+
+    def norm(self, name: str, there: bool = True) -> RMSNorm | None:
+        """The norm with weights `name`, or None where the architecture has no norm `there`."""
+        return RMSNorm(self.vector(name), self.eps) if there else None
+
 
 class Attention:
-    """Norm, merged query/key/value projection, rotary causal attention over the cache, output projection."""
+    """Merged query/key/value projection, rotary causal attention over the cache, output projection.
 
-    def __init__(
-        self, config: ModelConfig, tensors: LayerTensors, backend: Backend[Any], spec: AttentionSpec
-    ) -> None:
-        self.backend = backend
+    `attn_norm` is the norm in front, `post_norm` that of the result before the residual is added; None: there is none.
+    """
+
+    def __init__(self, config: ModelConfig, tensors: LayerTensors, spec: AttentionSpec) -> None:
+        block = config.block
+        self.backend = tensors.backend
         self.spec = spec
-        self.attn_norm = RMSNorm(backend.vector(tensors.take("attn_norm")), config.rms_eps)
-        self.attn_qkv = backend.weight(tensors.take("attn_q", "attn_k", "attn_v"))
-        self.attn_qkv_bias: Tensor | None = None
-        if tensors.has("attn_q", "bias"):
-            self.attn_qkv_bias = backend.vector(tensors.take("attn_q", "attn_k", "attn_v", kind="bias"))
-        self.attn_output = backend.weight(tensors.take("attn_output"))
+        parts = ["attn_q", "attn_k", "attn_v"]
+        self.attn_norm = tensors.norm("attn_norm", block.norms != "post")
+        self.attn_qkv = tensors.weight("attn_qkv") if block.merged else tensors.weight(*parts)
+        self.attn_qkv_bias = tensors.vector(*parts, kind="bias") if block.qkv_bias else None
+        self.attn_output = tensors.weight("attn_output")
+        self.post_norm = tensors.norm("post_attention_norm", block.norms != "pre")
 
     def __call__(
-        self, batch: ForwardBatch, x: Hidden, cache: KVLayer, next_norm: RMSNorm, rows: Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        cache: KVLayer,
+        next_norm: RMSNorm | None,
+        rows: Tensor | None = None,
     ) -> Hidden:
-        """`next_norm`: the norm that reads the result. `rows`: those that go on behind the attention."""
+        """`next_norm`: the norm that reads the result. `rows`: those gathered behind the attention; None: all."""
         qkv = self.backend.norm_linear(batch, x, self.attn_norm, self.attn_qkv, self.attn_qkv_bias)
-        mixed = self.backend.attention(batch, qkv, self.spec, cache)
+        y = self.backend.attention(batch, qkv, self.spec, cache)
         if rows is not None:
-            mixed, x = self.backend.gather_rows(mixed, rows), self.backend.gather_rows(x, rows)
-        return self.backend.linear_add(batch, mixed, self.attn_output, x, next_norm)
+            y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
+        return self.backend.linear_add(batch, y, self.attn_output, x, next_norm, self.post_norm)
 
     @property
     def nbytes(self) -> int:
@@ -60,18 +79,26 @@ class Attention:
 
 
 class FeedForward:
-    """Norm, merged gate and up projection, SwiGLU, down projection."""
+    """Merged gate and up projection, gated activation, down projection; norms as in Attention."""
 
-    def __init__(self, config: ModelConfig, tensors: LayerTensors, backend: Backend[Any]) -> None:
-        self.backend = backend
-        self.ffn_norm = RMSNorm(backend.vector(tensors.take("ffn_norm")), config.rms_eps)
-        self.ffn_gate_up = backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
-        self.ffn_down = backend.weight(tensors.take("ffn_down"))
+    def __init__(self, config: ModelConfig, tensors: LayerTensors) -> None:
+        block = config.block
+        self.backend = tensors.backend
+        self.activation = block.activation
+        self.ffn_norm = tensors.norm("ffn_norm", block.norms != "post")
+        if block.merged:
+            (merged,) = tensors.take("ffn_up")
+            gate, up = merged.row_slices(config.feed_forward_length)
+        else:
+            gate, up = tensors.take("ffn_gate", "ffn_up")
+        self.ffn_gate_up = self.backend.gate_up_weight(gate, up)
+        self.ffn_down = tensors.weight("ffn_down")
+        self.post_norm = tensors.norm("post_ffw_norm", block.norms != "pre")
 
-    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm) -> Hidden:
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
-        gated = self.backend.norm_glu(batch, x, self.ffn_norm, self.ffn_gate_up)
-        return self.backend.linear_add(batch, gated, self.ffn_down, x, next_norm)
+        gated = self.backend.norm_glu(batch, x, self.ffn_norm, self.ffn_gate_up, self.activation)
+        return self.backend.linear_add(batch, gated, self.ffn_down, x, next_norm, self.post_norm)
 
     @property
     def nbytes(self) -> int:

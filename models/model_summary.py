@@ -1,7 +1,6 @@
 """What a model on disk is, read from its headers alone: for people to look at before anything is loaded.
 
 It also describes models that this engine cannot run, saying why, and files with a vocabulary and no tensors.
-It computes nothing and knows no devices.
 """
 
 import re
@@ -14,7 +13,7 @@ from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, GGUFFile, StringArray, open_gguf
 from quengine.models.gguf.vocab_checks import CHAT_TEMPLATE, MERGES, TOKENS, check_vocabulary
-from quengine.models.tensor_table import EXPANDED_TYPES, check_tensors
+from quengine.models.tensor_table import DEQUANTIZED_TYPES, check_tensors
 
 _LAYER = re.compile(r"^blk\.\d+\.(.*)$")
 
@@ -76,7 +75,9 @@ class ModelSummary:
     @property
     def weight_bytes(self) -> int:
         """Bytes the weights take in memory: as stored, or as F32 for types that have no packed kernel."""
-        return sum(4 * prod(row.shape) if row.type in EXPANDED_TYPES else row.nbytes for row in self.tensors)
+        return sum(
+            4 * prod(row.shape) if row.type in DEQUANTIZED_TYPES else row.nbytes for row in self.tensors
+        )
 
     def groups(self) -> list[TensorGroup]:
         """Tensors by role and type, in file order of the first of each."""

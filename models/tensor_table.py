@@ -1,7 +1,4 @@
-"""Which tensors a model must have, and of what shape: the table that a file is checked against before use.
-
-It knows names, shapes and which types can be computed with; it reads no weights.
-"""
+"""Which tensors a model must have, and of what shape and types: the table that a file is checked against before use."""
 
 import logging
 
@@ -12,51 +9,30 @@ from quengine.models.gguf.errors import shown
 log = logging.getLogger(__name__)
 
 FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
+# Run as stored.
 QUANT_TYPES = frozenset(
-    [
-        "Q4_0",
-        "Q4_1",
-        "Q5_0",
-        "Q5_1",
-        "Q8_0",
-        "Q2_K",
-        "Q3_K",
-        "Q4_K",
-        "Q5_K",
-        "Q6_K",
-        "IQ4_NL",
-        "IQ4_XS",
-        "MXFP4",
-    ]
-)  # run as stored
-EXPANDED_TYPES = frozenset(
-    ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
-)  # dequantized at load
-MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | EXPANDED_TYPES
+    {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
+    | {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+    | {"IQ4_NL", "IQ4_XS", "MXFP4"}
+)
+# Dequantized at load.
+DEQUANTIZED_TYPES = frozenset(
+    {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"} | {"TQ1_0", "TQ2_0"}
+)
+MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | DEQUANTIZED_TYPES
 
 Shape = tuple[int, ...]
 
-# Tensors that some model of a supported architecture has and that change its result: never to be passed over.
-_MEANINGFUL = (
-    "attn_output.bias",
-    "attn_qkv.weight",
-    "attn_qkv.bias",
-    "attn_q_norm.weight",
-    "attn_k_norm.weight",
-    "attn_sinks.weight",
-    "attn_q.bias",
-    "attn_k.bias",
-    "attn_v.bias",
-    "attn_norm.bias",
-    "ffn_norm.bias",
-    "ffn_gate.bias",
-    "ffn_up.bias",
-    "ffn_down.bias",
-    "ffn_gate_inp.weight",
-    "post_attention_norm.weight",
-    "post_ffw_norm.weight",
+# Ends of tensor names of layers that some model has and that change its result: never to be passed over.
+_MEANINGFUL = (".bias", "norm.weight", "attn_qkv.weight", "attn_sinks.weight", "ffn_gate_inp.weight")
+_MEANINGFUL_TOP = (
+    "output.bias",
+    "output_norm.bias",
+    "token_embd_norm.weight",
+    "position_embd.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
 )
-_MEANINGFUL_TOP = ("output.bias", "output_norm.bias", "token_embd_norm.weight", "position_embd.weight")
 
 
 def required_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -67,29 +43,40 @@ def required_tensors(config: ModelConfig) -> dict[str, Shape]:
     shapes["output_norm.weight"] = (config.embedding_length,)
     if not config.tied_output:
         shapes["output.weight"] = (config.vocab_size, config.embedding_length)
-    if config.rope_scaling.freq_factors is not None:
-        shapes["rope_freqs.weight"] = (config.rope_dim // 2,)
-    return shapes
+    if config.rope_scaling.kind == "longrope":
+        names = ["rope_factors_long.weight", "rope_factors_short.weight"]
+    else:
+        names = [] if config.rope_scaling.freq_factors is None else ["rope_freqs.weight"]
+    return shapes | dict.fromkeys(names, (config.rope_dim // 2,))
 
 
 def _block_tensors(config: ModelConfig) -> dict[str, Shape]:
-    hidden, inner = config.embedding_length, config.feed_forward_length
+    hidden, inner, block = config.embedding_length, config.feed_forward_length, config.block
     q, kv = config.head_count * config.head_dim, config.head_count_kv * config.head_dim
-    shapes: dict[str, Shape] = {
-        "attn_norm.weight": (hidden,),
-        "attn_q.weight": (q, hidden),
-        "attn_k.weight": (kv, hidden),
-        "attn_v.weight": (kv, hidden),
-        "attn_output.weight": (hidden, q),
-        "ffn_norm.weight": (hidden,),
-        "ffn_gate.weight": (inner, hidden),
-        "ffn_up.weight": (inner, hidden),
-        "ffn_down.weight": (hidden, inner),
-    }
-    if config.qkv_bias:
+    pre, post = block.norms != "post", block.norms != "pre"
+    shapes: dict[str, Shape] = {"attn_norm.weight": (hidden,)} if pre else {}
+    if block.merged:
+        shapes["attn_qkv.weight"] = (q + 2 * kv, hidden)
+    else:
+        shapes |= {f"attn_{name}.weight": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+    shapes["attn_output.weight"] = (hidden, q)
+    if post:
+        shapes["post_attention_norm.weight"] = (hidden,)
+    if pre:
+        shapes["ffn_norm.weight"] = (hidden,)
+    if block.merged:
+        shapes["ffn_up.weight"] = (2 * inner, hidden)
+    else:
+        shapes |= {"ffn_gate.weight": (inner, hidden), "ffn_up.weight": (inner, hidden)}
+    shapes["ffn_down.weight"] = (hidden, inner)
+    if post:
+        shapes["post_ffw_norm.weight"] = (hidden,)
+    if block.qkv_bias:
         shapes |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
-    if config.qk_norm:
+    if block.qk_norm == "head":
         shapes |= {"attn_q_norm.weight": (config.head_dim,), "attn_k_norm.weight": (config.head_dim,)}
+    elif block.qk_norm == "row":
+        shapes |= {"attn_q_norm.weight": (q,), "attn_k_norm.weight": (kv,)}
     return shapes
 
 

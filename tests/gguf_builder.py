@@ -217,6 +217,48 @@ def bpe_vocabulary(
     }
 
 
+BLOCK = {
+    "attn_norm.weight": "d",
+    "attn_q.weight": "q d",
+    "attn_k.weight": "kv d",
+    "attn_v.weight": "kv d",
+    "attn_output.weight": "d q",
+    "ffn_norm.weight": "d",
+    "ffn_gate.weight": "f d",
+    "ffn_up.weight": "f d",
+    "ffn_down.weight": "d f",
+}
+"""A layer's tensors: rows and columns as sizes of `ModelSizes.tensor_shapes`."""
+
+CHANGES = {
+    "qwen2": {"attn_q.bias": "q", "attn_k.bias": "kv", "attn_v.bias": "kv"},
+    "qwen3": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
+    "olmo2": {
+        "attn_norm.weight": "",
+        "ffn_norm.weight": "",
+        "attn_q_norm.weight": "q",
+        "attn_k_norm.weight": "kv",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+    },
+    "gemma3": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+    },
+    "phi3": {
+        "attn_q.weight": "",
+        "attn_k.weight": "",
+        "attn_v.weight": "",
+        "ffn_gate.weight": "",
+        "attn_qkv.weight": "qkv d",
+        "ffn_up.weight": "2f d",
+    },
+}
+"""Architecture -> what other layers than llama's have besides or otherwise; "" for tensors that they lack."""
+
+
 @dataclass
 class ModelSizes:
     """The sizes of a model small enough to build in memory."""
@@ -252,23 +294,14 @@ class ModelSizes:
     def tensor_shapes(self, vocab: int, tied: bool = False) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model and its torch-order shape."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = {"d": self.embedding, "f": self.feed_forward, "2f": 2 * self.feed_forward, "h": self.head_dim}
+        sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv}
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
         for i in range(self.blocks):
+            block = BLOCK | CHANGES.get(self.architecture, {})
             block = {
-                "attn_norm.weight": (self.embedding,),
-                "attn_q.weight": (q, self.embedding),
-                "attn_k.weight": (kv, self.embedding),
-                "attn_v.weight": (kv, self.embedding),
-                "attn_output.weight": (self.embedding, q),
-                "ffn_norm.weight": (self.embedding,),
-                "ffn_gate.weight": (self.feed_forward, self.embedding),
-                "ffn_up.weight": (self.feed_forward, self.embedding),
-                "ffn_down.weight": (self.embedding, self.feed_forward),
+                name: tuple(sizes[size] for size in shape.split()) for name, shape in block.items() if shape
             }
-            if self.architecture == "qwen2":
-                block |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
-            if self.architecture == "qwen3":
-                block |= {"attn_q_norm.weight": (self.head_dim,), "attn_k_norm.weight": (self.head_dim,)}
             shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
         shapes["output_norm.weight"] = (self.embedding,)
         if not tied:

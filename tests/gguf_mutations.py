@@ -116,6 +116,31 @@ def _entry_part(raw: bytes) -> Part:
     return Part(raw, raw[8 : 8 + length], structure, values)
 
 
+OTHERS: dict[str, dict[str, object]] = {
+    "olmo2": {"olmo2.rope.freq_base": 5e5},
+    "gemma3": {
+        "gemma3.attention.sliding_window": 4,
+        "gemma3.attention.sliding_window_pattern": 2,
+        "gemma3.rope.freq_base_swa": 2e4,
+    },
+    "phi3": {
+        "phi3.attention.sliding_window": 4,
+        "phi3.rope.dimension_count": 2,
+        "phi3.rope.scaling.original_context_length": 16,
+        "phi3.rope.scaling.attn_factor": 1.25,
+    },
+}
+"""Other architectures, with keys of their own."""
+
+
+def _of_others(name: str, sizes: ModelSizes, vocabulary: dict[str, object]) -> GGUFBuilder:
+    builder = model_builder(sizes, vocabulary, changes=OTHERS[name])
+    if name == "phi3":
+        for length in ("long", "short"):
+            builder.tensor(f"rope_factors_{length}.weight", (1,), data=b"\0\0\x80?")
+    return builder
+
+
 def _small_spm() -> dict[str, object]:
     return {
         "tokenizer.ggml.model": "llama",
@@ -155,6 +180,7 @@ def seeds() -> list[Seed]:
         model_builder(ModelSizes("mistral3", **tiny), _small_spm(), changes=yarn),
         model_builder(ModelSizes("qwen2", **tiny), bpe, tied=True),
         model_builder(ModelSizes("qwen3", **tiny), bpe, changes={"qwen3.attention.head_count_kv": [1]}),
+        *(_of_others(name, ModelSizes(name, **tiny), bpe) for name in OTHERS),
         GGUFBuilder().kvs({**ModelSizes().metadata(), **_small_spm()}),
         shard,
     ]

@@ -11,6 +11,7 @@ import random
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from quengine.models.model_summary import summarize
 from quengine.models.template.chat_template import ChatTemplate, encode_chat
 from quengine.models.tokenizer import Tokenizer
 from tests.gguf_builder import ModelSizes, byte_level_alphabet
-from tests.hf_writer import hf_config, random_weights, write_hf
+from tests.hf_writer import hf_config, hf_name, random_weights, write_hf
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 GENERATION, TEMPLATE, WEIGHTS = "generation_config.json", "chat_template.jinja", "model.safetensors"
@@ -142,7 +143,8 @@ def _seed(
 ) -> Files:
     sizes = ModelSizes(architecture, blocks=1, embedding=8, feed_forward=8, heads=2, kv_heads=1, head_dim=4)
     config = {**hf_config(sizes, 270, tied), "eos_token_id": 1, **more}
-    write_hf(folder, config, random_weights(sizes, 270, tied), shards)
+    rename = partial(hf_name, architecture=architecture)
+    write_hf(folder, config, random_weights(sizes, 270, tied), shards, rename)
     files: Files = {
         CONFIG: config,
         TOKENIZER: json.loads(engine.to_str()),
@@ -161,6 +163,27 @@ def _seed(
     return files
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmo2": {"rope_theta": 5e5},
+    "gemma3": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_theta": 2e4},
+        },
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 4,
+        "sliding_window_pattern": 2,
+    },
+    "phi3": {
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 8,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [4.0]},
+    },
+}
+"""Other architectures, with keys of their own."""
+
+
 def seeds(folder: Path) -> list[Files]:
     """Whole folders: each architecture, kind of tokenizer and of rotary scaling, one file of weights and two."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32}
@@ -174,6 +197,7 @@ def seeds(folder: Path) -> list[Files]:
         _seed(folder / "c", "qwen3", _byte_level(), shards=2, layer_types=["full_attention"]),
         _seed(folder / "d", "llama", _unigram(), rope_scaling=linear, model_type="mistral", sliding_window=8),
     ]
+    found += [_seed(folder / name, name, _llama(), **keys) for name, keys in OTHERS.items()]
     found[1][TOKENIZER_CONFIG]["chat_template"] = named
     found[2][TEMPLATE] = CHATML
     return found
@@ -358,7 +382,7 @@ def read_everything(folder: Path) -> str:
 def _read_weights(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     assert checkpoint.nbytes > 0 and checkpoint.weights > 0
-    assert checkpoint.config.rope.factor > 0 and " ".join(checkpoint.notes).isprintable()
+    assert checkpoint.config.rope().factor > 0 and " ".join(checkpoint.notes).isprintable()
     for tensor in checkpoint.tensors.values():
         tensor.data.max()
     checkpoint.close()

@@ -27,6 +27,20 @@ MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+OTHER_MODULES = {
+    "olmo2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+"""Architecture -> what differs."""
+
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -54,11 +68,12 @@ def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any)
     return {key: value for key, value in {**config, **changes}.items() if value is not None}
 
 
-def hf_name(gguf_name: str) -> str:
+def hf_name(gguf_name: str, architecture: str = "llama") -> str:
     if gguf_name in TOP:
         return TOP[gguf_name]
     _, block, module, kind = gguf_name.split(".")
-    return f"model.layers.{block}.{MODULES[module]}.{kind}"
+    modules = MODULES | OTHER_MODULES.get(architecture, {})
+    return f"model.layers.{block}.{modules[module]}.{kind}"
 
 
 def random_weights(
@@ -75,7 +90,7 @@ def random_weights(
 
 def in_gguf_order(weights: dict[str, Tensor], sizes: ModelSizes) -> dict[str, Tensor]:
     """The weights as a GGUF converter writes them: Q and K of the llama family with rotated rows in pairs."""
-    if sizes.architecture.startswith("qwen"):
+    if sizes.architecture not in ("llama", "mistral3"):
         return weights
     ordered = dict(weights)
     for name, values in weights.items():

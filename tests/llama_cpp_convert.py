@@ -14,6 +14,9 @@ from typing import Any
 
 from tests.llama_cpp_source import llama_cpp_source
 
+VOCAB = 288
+"""Tokens of `write_tokenizer`: bytes, a few merges, and control tokens."""
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -33,6 +36,35 @@ class Conversion:
     def arguments(self) -> list[str]:
         flags = ["--mistral-format"] if self.mistral else []
         return [str(self.folder), "--outfile", str(self.output), "--outtype", "f32", *flags]
+
+
+def write_tokenizer(folder: Path, tokenizer_class: str = "PreTrainedTokenizerFast") -> None:
+    """A byte-level tokenizer.json of VOCAB tokens, the control tokens last."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    engine = Tokenizer(BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 16, initial_alphabet=alphabet, show_progress=False)
+    engine.train_from_iterator(["the cat sat on the mat, and that is that"] * 4, trainer)
+    controls = ["<s>", "</s>", "<|endoftext|>"]
+    engine.add_special_tokens(controls)
+    engine.add_special_tokens([f"<unused{i}>" for i in range(VOCAB - engine.get_vocab_size())])
+    engine.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": tokenizer_class, "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_sentencepiece(folder: Path) -> int:
+    """Mistral's v3 vocabulary as tokenizer.model; returns its number of tokens."""
+    from importlib.resources import files
+
+    data = files("mistral_common") / "data" / "mistral_instruct_tokenizer_240323.model.v3"
+    (folder / "tokenizer.model").write_bytes(data.read_bytes())
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    return 32768
 
 
 def convert(conversions: Sequence[Conversion]) -> None:

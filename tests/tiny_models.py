@@ -8,7 +8,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
-from quengine.models.config import ModelConfig, RopeScaling
+from quengine.models.config import BlockKind, ModelConfig, RopeScaling
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
 
 CHATML = (
@@ -66,6 +66,7 @@ def small_config() -> ModelConfig:
     return ModelConfig(
         architecture="llama",
         name="small",
+        block=BlockKind(rope_layout="pairs"),
         vocab_size=512,
         context_length=128,
         embedding_length=64,
@@ -76,7 +77,6 @@ def small_config() -> ModelConfig:
         head_dim=16,
         rope_dim=16,
         rope_freq_base=10000.0,
-        rope_layout="pairs",
         rope_scaling=RopeScaling(),
         rms_eps=1e-5,
     )

@@ -43,7 +43,7 @@ DROP = object()
 def write_model(
     folder: Path, model_type: str, vision: bool = False, vocab: int = VOCAB, **config: Any
 ) -> Path:
-    """`save_pretrained` of a model with random weights; `vision` puts it into a Mistral 3 vision model.
+    """`save_pretrained` of a model with random weights; `vision` puts it into a Mistral 3 or Gemma 3 vision model.
 
     `tie_word_embeddings` of a vision model goes to the outer configuration, where `transformers` reads it.
     """
@@ -53,11 +53,17 @@ def write_model(
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     outer = {"tie_word_embeddings": config.pop("tie_word_embeddings", True)} if vision else {}
-    head_dim = {} if model_type == "qwen2" else {"head_dim": 16}  # Qwen2 has no such key
+    head_dim = {} if model_type in ("qwen2", "olmo2", "phi3") else {"head_dim": 16}  # those have no such key
     text = transformers.AutoConfig.for_model(
-        model_type, **{**SIZES, "vocab_size": vocab, **head_dim, **config}
+        model_type, **{**SIZES, "vocab_size": vocab, "pad_token_id": 0, **head_dim, **config}
     )
-    if vision:
+    if vision and model_type == "gemma3_text":
+        tower = transformers.SiglipVisionConfig(**VISION)
+        both = transformers.Gemma3Config(
+            text_config=text.to_dict(), vision_config=tower.to_dict(), mm_tokens_per_image=4, **outer
+        )
+        model = transformers.Gemma3ForConditionalGeneration(both)
+    elif vision:
         tower = transformers.PixtralVisionConfig(**VISION)
         both = transformers.Mistral3Config(text_config=text.to_dict(), vision_config=tower.to_dict(), **outer)
         model = transformers.Mistral3ForConditionalGeneration(both)
@@ -102,9 +108,16 @@ def transformers_logits(folder: Path, vocab: int = VOCAB) -> Tensor:
     """What `from_pretrained` makes of the folder, in float64: [TOKENS, vocab]."""
     import transformers
 
-    vision = json.loads((folder / "config.json").read_text())["model_type"] == "mistral3"
-    maker = transformers.Mistral3ForConditionalGeneration if vision else transformers.AutoModelForCausalLM
-    model = maker.from_pretrained(folder, dtype=torch.float64).eval()
+    makers = {
+        "mistral3": transformers.Mistral3ForConditionalGeneration,
+        "gemma3": transformers.Gemma3ForConditionalGeneration,
+    }
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    model = (
+        makers.get(model_type, transformers.AutoModelForCausalLM)
+        .from_pretrained(folder, dtype=torch.float64)
+        .eval()
+    )
     with torch.no_grad():
         logits: Tensor = model(token_ids(vocab)[None]).logits[0]
     return logits
@@ -122,3 +135,8 @@ def our_logits(checkpoint: Checkpoint, vocab: int = VOCAB) -> Tensor:
 def nmse(ours: Tensor, theirs: Tensor) -> float:
     """Squared error over squared signal, of the position that is worst."""
     return float((((ours - theirs) ** 2).sum(-1) / (theirs**2).sum(-1)).max())
+
+
+def difference(checkpoint: Checkpoint, folder: Path, vocab: int = VOCAB) -> float:
+    """`nmse` of a checkpoint's logits, to those that `transformers` gets from the folder."""
+    return nmse(our_logits(checkpoint, vocab), transformers_logits(folder, vocab))

@@ -6,18 +6,13 @@ the computation in a way the decoder lacks are refused, never ignored.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from quengine.models.config import (
-    LIMITS,
-    ROPE_LAYOUTS,
-    ModelConfig,
-    RopeScaling,
-    RopeScalingKind,
-    unsupported_architecture,
-    yarn_attention_factor,
-)
+from quengine.models.architectures import ARCHITECTURES, unsupported_architecture
+from quengine.models.architectures.architecture import Architecture
+from quengine.models.config import LIMITS, ModelConfig, RopeScaling, RopeScalingKind, yarn_attention_factor
 from quengine.models.gguf import GGUFError, GGUFFile
 from quengine.models.gguf.vocab_checks import TOKENS, check_chat_templates
 
@@ -35,6 +30,7 @@ KEYS: Mapping[str, str] = {
     "head_dim": "attention.key_length",
     "rope_dim": "rope.dimension_count",
     "rope_freq_base": "rope.freq_base",
+    "rope_freq_base_swa": "rope.freq_base_swa",
     "rms_eps": "attention.layer_norm_rms_epsilon",
     "sliding_window": "attention.sliding_window",
     "rope_scaling.factor": "rope.scaling.factor",
@@ -42,10 +38,14 @@ KEYS: Mapping[str, str] = {
     "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
     "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
     "rope_scaling.original_context_length": "rope.scaling.original_context_length",
+    "attention_scale": "attention.scale",
     "attention_temperature_scale": "attention.temperature_scale",
     "attention_temperature_length": "rope.scaling.original_context_length",
 }
-ROPE_FREQS = "rope_freqs.weight"
+ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
+    f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
+)
+_GGUF_SCALINGS = frozenset({"linear", "yarn", "longrope"})  # llama3 has no name, but a tensor
 
 # Keys whose presence with another value than the neutral one means a computation that the decoder lacks.
 _NEUTRAL: dict[str, float | bool] = {
@@ -62,16 +62,21 @@ _NEUTRAL: dict[str, float | bool] = {
     "use_parallel_residual": False,
 }
 _NEUTRAL_OF_YARN: dict[str, float | bool] = {"rope.scaling.yarn_ext_factor": 1.0}
-_REFUSED = ("attention.sliding_window_pattern", "rope.dimension_sections", "attention.kv_lora_rank")
+_REFUSED = (
+    "attention.sliding_window_pattern",
+    "rope.freq_base_swa",
+    "rope.dimension_sections",
+    "attention.kv_lora_rank",
+)
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
     """See ModelConfig.from_gguf."""
-    architecture = file.require_str("general.architecture")
-    layout = ROPE_LAYOUTS.get(architecture)
-    if layout is None:
-        raise unsupported_architecture(architecture)
-    _refuse_unimplemented(file, architecture)
+    declared = ARCHITECTURES.get(file.require_str("general.architecture"))
+    if declared is None:
+        raise unsupported_architecture(file.require_str("general.architecture"))
+    architecture = declared.name
+    _refuse_unimplemented(file, declared)
     check_chat_templates(file)
     heads = _uniform_int(file, architecture, "head_count")
     heads_kv = _uniform_int(file, architecture, "head_count_kv", default=heads)
@@ -79,11 +84,13 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     context = _uniform_int(file, architecture, "context_length")
     head_dim = _head_dim(file, architecture, embedding, heads)
     temperature = file.get_float(f"{architecture}.attention.temperature_scale") or 0.0
-    scaling = _rope_scaling(file, architecture, context, bool(temperature))
+    scaling = _rope_scaling(file, declared, context, bool(temperature))
     window = file.get_int(f"{architecture}.attention.sliding_window")
+    block = declared.block
     config = ModelConfig(
         architecture=architecture,
         name=_name(file, architecture),
+        block=replace(block, qkv_bias=block.qkv_bias or "blk.0.attn_q.bias" in file.tensors),
         vocab_size=_vocab_size(file, architecture),
         context_length=context,
         embedding_length=embedding,
@@ -94,19 +101,18 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         head_dim=head_dim,
         rope_dim=_uniform_int(file, architecture, "rope_dim", default=head_dim),
         rope_freq_base=_float(file, f"{architecture}.rope.freq_base", 10000.0),
-        rope_layout=layout,
         rope_scaling=scaling,
         rms_eps=_rms_eps(file, architecture),
         # Converters write 0 for "no window".
         sliding_window=window or None,
-        qkv_bias=architecture == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
-        qk_norm=architecture == "qwen3",
         tied_output="token_embd.weight" in file.tensors and "output.weight" not in file.tensors,
         attention_temperature_scale=temperature,
         attention_temperature_length=scaling.original_context_length if temperature else 0,
     )
+    config = replace(config, **declared.size_fields(config))
+    config = replace(config, **declared.gguf_fields(file, config))
     for field, problem in config.problems():
-        raise _field_error(file, architecture, field, problem)
+        raise _field_error(file, config, field, problem)
     return config
 
 
@@ -118,15 +124,20 @@ def _name(file: GGUFFile, architecture: str) -> str:
     return name if isinstance(name, str) and name else architecture
 
 
-def _field_error(file: GGUFFile, architecture: str, field: str, problem: str) -> GGUFError:
+def _field_error(file: GGUFFile, config: ModelConfig, field: str, problem: str) -> GGUFError:
     if field == "rope_scaling.freq_factors":
-        return file.tensor_error(ROPE_FREQS, problem)
+        return file.tensor_error(
+            ROPE_SHORT if config.rope_scaling.kind == "longrope" else ROPE_FREQS, problem
+        )
+    if field == "rope_scaling.long_freq_factors":
+        return file.tensor_error(ROPE_LONG, problem)
     if field == "vocab_size" and TOKENS in file.metadata:
         return file.error(TOKENS, problem)
-    return file.error(f"{architecture}.{KEYS[field]}", problem)
+    return file.error(f"{config.architecture}.{KEYS[field]}", problem)
 
 
-def _refuse_unimplemented(file: GGUFFile, architecture: str) -> None:
+def _refuse_unimplemented(file: GGUFFile, declared: Architecture) -> None:
+    architecture = declared.name
     if file.get_int(f"{architecture}.expert_count"):
         experts = file.get_int(f"{architecture}.expert_count")
         why = f"with {experts} experts (a mixture of experts) is not supported"
@@ -139,7 +150,7 @@ def _refuse_unimplemented(file: GGUFFile, architecture: str) -> None:
         if value is not None and (not isinstance(value, int | float) or value != neutral):
             shown = value if isinstance(value, int | float) else f"a {file.entries[key].type_name}"
             raise file.error(key, f"{shown}: the decoder does not implement this, only {neutral}")
-    for suffix in _REFUSED:
+    for suffix in set(_REFUSED) - set(declared.gguf_keys):
         key = f"{architecture}.{suffix}"
         if key in file.metadata:
             raise file.error(key, "the decoder does not implement what this key asks for")
@@ -204,12 +215,15 @@ def _head_dim(file: GGUFFile, architecture: str, embedding: int, heads: int) -> 
     return key_length
 
 
-def _rope_scaling(file: GGUFFile, architecture: str, context: int, tempered: bool) -> RopeScaling:
+def _rope_scaling(file: GGUFFile, declared: Architecture, context: int, tempered: bool) -> RopeScaling:
     """`tempered`: the attention's temperature follows the original context, so that it is read without YaRN too."""
-    prefix = f"{architecture}.rope.scaling"
+    architecture, prefix = declared.name, f"{declared.name}.rope.scaling"
     named = file.get_str(f"{prefix}.type")
-    if named not in (None, "none", "linear", "yarn"):
-        raise file.error(f"{prefix}.type", f"{named!r} is not implemented; none, linear and yarn are")
+    if named not in (None, "none", *(_GGUF_SCALINGS & declared.rope_scalings)):
+        known = ", ".join(sorted(_GGUF_SCALINGS & declared.rope_scalings))
+        raise file.error(f"{prefix}.type", f"{named!r} is not implemented; none, {known} are")
+    if "longrope" in declared.rope_scalings and (named == "longrope" or ROPE_LONG in file.tensors):
+        return _longrope(file, prefix, context)
     factor = None if named == "none" else file.get_float(f"{prefix}.factor")
     if factor is None and named != "none":
         factor = file.get_float(f"{architecture}.rope.scale_linear")  # the name before GGUF had scaling types
@@ -220,21 +234,37 @@ def _rope_scaling(file: GGUFFile, architecture: str, context: int, tempered: boo
         kind = "yarn"
     elif named != "none" and factor != 1.0:
         kind = "linear"
-    freq_factors = _freq_factors(file)
+    freq_factors = _freq_factors(file, ROPE_FREQS)
     if freq_factors is not None and kind == "none":
         kind = "llama3"
     yarn = kind == "yarn"  # without it these keys are not read, whatever they hold
-    original = None
-    if yarn or tempered:
-        original = file.get_int(f"{prefix}.original_context_length", 1, LIMITS["context_length"][1])
     return RopeScaling(
         kind=kind,
         factor=factor if kind in ("linear", "yarn") else 1.0,
-        original_context_length=context if original is None else original,
+        original_context_length=_original_context(file, prefix, context) if yarn or tempered else context,
         beta_fast=_float(file, f"{prefix}.yarn_beta_fast", 32.0) if yarn else 32.0,
         beta_slow=_float(file, f"{prefix}.yarn_beta_slow", 1.0) if yarn else 1.0,
         attention_factor=_attention_factor(file, prefix, kind, factor),
         freq_factors=freq_factors,
+    )
+
+
+def _original_context(file: GGUFFile, prefix: str, context: int) -> int:
+    original = file.get_int(f"{prefix}.original_context_length", 1, LIMITS["context_length"][1])
+    return context if original is None else original
+
+
+def _longrope(file: GGUFFile, prefix: str, context: int) -> RopeScaling:
+    short, long = _freq_factors(file, ROPE_SHORT), _freq_factors(file, ROPE_LONG)
+    if short is None or long is None:
+        missing = ROPE_SHORT if short is None else ROPE_LONG
+        raise file.tensor_error(missing, "missing: LongRoPE needs factors for short and long contexts")
+    return RopeScaling(
+        "longrope",
+        original_context_length=_original_context(file, prefix, context),
+        attention_factor=_float(file, f"{prefix}.attn_factor", 1.0),
+        freq_factors=short,
+        long_freq_factors=long,
     )
 
 
@@ -254,14 +284,14 @@ def _attention_factor(file: GGUFFile, prefix: str, kind: RopeScalingKind, factor
     return extra * (yarn_attention_factor(factor, multiplier) if given is None else given)
 
 
-def _freq_factors(file: GGUFFile) -> tuple[float, ...] | None:
-    tensor = file.tensors.get(ROPE_FREQS)
+def _freq_factors(file: GGUFFile, name: str) -> tuple[float, ...] | None:
+    tensor = file.tensors.get(name)
     if tensor is None:
         return None
     if tensor.type_name != "F32" or len(tensor.shape) != 1:
         problem = f"{tensor.type_name} of shape {list(tensor.shape)}, must be a vector of F32"
-        raise file.tensor_error(ROPE_FREQS, problem)
+        raise file.tensor_error(name, problem)
     if tensor.shape[0] > LIMITS["rope_dim"][1]:
-        raise file.tensor_error(ROPE_FREQS, f"{tensor.shape[0]} frequency factors are more than any head has")
+        raise file.tensor_error(name, f"{tensor.shape[0]} frequency factors are more than any head has")
     values = np.frombuffer(tensor.data.tobytes(), "<f4")
     return tuple(float(value) for value in values)

@@ -53,7 +53,7 @@ class GGUFFile:
         self.entries = {}
         self.metadata = MappingProxyType({})
 
-    def let_go_of_pages(self) -> None:
+    def release_pages(self) -> None:
         """What has been read of the mapped files no longer counts as this process's memory, until it is read again."""
         for buffer in self._buffers:
             buffer.madvise(mmap.MADV_DONTNEED)

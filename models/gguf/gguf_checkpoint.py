@@ -1,6 +1,6 @@
 """A GGUF model as the decoder wants it: configuration, checked tensors, tokenizer, template.
 
-Who asks for no tensors needs no torch: the server beside an engine in another process, or `engine show`.
+torch is imported with the first tensor, so that `engine show` and the server's own process do without it.
 """
 
 from collections import Counter
@@ -55,17 +55,17 @@ class GGUFCheckpoint:
     def notes(self) -> list[str]:
         from quengine.kernels.block_formats import FORMATS
 
-        expanded = [t for t in self.file.tensors.values() if t.type_name not in FORMATS]
-        if not expanded:
+        unpacked = [t for t in self.file.tensors.values() if t.type_name not in FORMATS]
+        if not unpacked:
             return []
-        types = ", ".join(sorted({t.type_name for t in expanded}))
-        gib = sum(4 * prod(t.shape) for t in expanded) / 2**30
+        types = ", ".join(sorted({t.type_name for t in unpacked}))
+        gib = sum(4 * prod(t.shape) for t in unpacked) / 2**30
         return [
-            f"{len(expanded)} tensors of type {types} have no packed kernel: expanded to F32, {gib:.2f} GiB"
+            f"{len(unpacked)} tensors of type {types} have no packed kernel: dequantized to F32, {gib:.2f} GiB"
         ]
 
-    def let_go_of_pages(self) -> None:
-        self.file.let_go_of_pages()
+    def release_pages(self) -> None:
+        self.file.release_pages()
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self.file)

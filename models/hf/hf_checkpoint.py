@@ -3,7 +3,8 @@
 F32, F16 and BF16 are taken as they are, as views on the mapped files. Only the query and key matrices of the
 llama family are copied, when they are asked for: their rows go from Hugging Face's order to GGUF's, so that a
 checkpoint and the GGUF file made of it give the same logits to the last bit, and kernels see one layout per
-architecture. That is under a tenth of a model. It knows no quantized checkpoints; they are refused.
+architecture. That is under a tenth of a model. Norm weights are copied where an architecture stores them less one.
+Quantized checkpoints are refused.
 """
 
 from collections import Counter
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_headers import read_config
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
@@ -27,31 +29,35 @@ from quengine.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from quengine.models.template.chat_template import ChatTemplate
 
-# GGUF tensor (without .weight or .bias) -> Hugging Face module, and where its rows belong to heads that are
-# rotated the ModelConfig field that counts them: GGUF's llama has such rows in pairs, Hugging Face in halves.
-NAMES: Mapping[str, tuple[str, str | None]] = {
-    "token_embd": ("{body}.embed_tokens", None),
-    "output_norm": ("{body}.norm", None),
-    "output": ("{head}lm_head", None),
-    "blk.{i}.attn_norm": ("{body}.layers.{i}.input_layernorm", None),
-    "blk.{i}.attn_q": ("{body}.layers.{i}.self_attn.q_proj", "head_count"),
-    "blk.{i}.attn_k": ("{body}.layers.{i}.self_attn.k_proj", "head_count_kv"),
-    "blk.{i}.attn_v": ("{body}.layers.{i}.self_attn.v_proj", None),
-    "blk.{i}.attn_q_norm": ("{body}.layers.{i}.self_attn.q_norm", None),
-    "blk.{i}.attn_k_norm": ("{body}.layers.{i}.self_attn.k_norm", None),
-    "blk.{i}.attn_output": ("{body}.layers.{i}.self_attn.o_proj", None),
-    "blk.{i}.ffn_norm": ("{body}.layers.{i}.post_attention_layernorm", None),
-    "blk.{i}.ffn_gate": ("{body}.layers.{i}.mlp.gate_proj", None),
-    "blk.{i}.ffn_up": ("{body}.layers.{i}.mlp.up_proj", None),
-    "blk.{i}.ffn_down": ("{body}.layers.{i}.mlp.down_proj", None),
+# GGUF tensor (without .weight or .bias) -> Hugging Face module.
+TOP_MODULES: Mapping[str, str] = {
+    "token_embd": "{body}.embed_tokens",
+    "output_norm": "{body}.norm",
+    "output": "{head}lm_head",
 }
+# The same of a layer, below {body}.layers.{i}; architectures declare others.
+LAYER_MODULES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Tensors whose rows belong to heads that are rotated -> the ModelConfig field that counts those.
+HEADS: Mapping[str, str] = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 
-# (body, head) of those names: a text model; the text part of a Mistral 3 vision model as it was released, and
-# as newer releases of transformers save it.
+# (body, head) of those names: a text model; the text part of a model with vision as it was released, and as newer
+# releases of transformers save it.
 PREFIXES = (("model", ""), ("language_model.model", "language_model."), ("model.language_model", ""))
 
 # Not in a checkpoint: the configuration gives these numbers.
-_COMPUTED = "rope_freqs.weight"
+_COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # In old checkpoints, a buffer of what the decoder computes.
 _BUFFER = "rotary_emb.inv_freq"
 _ROWS_AT_A_TIME = 1024
@@ -70,10 +76,10 @@ class HFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        said = ModelConfig.from_hf(read_config(path))
+        declared = ModelConfig.from_hf(read_config(path))
         self._shards = HFShards(path)
-        self.config = _with_own_output(said, self._shards)
-        self._untied = self.config is not said
+        self.config = _with_own_output(declared, self._shards)
+        self._untied = self.config is not declared
         self._tensors = HFTensors(self._shards, self.config)
 
     @property
@@ -120,11 +126,11 @@ class HFCheckpoint:
 
         return ChatTemplate.from_hf(self.path)
 
-    def let_go_of_pages(self) -> None:
-        """Nothing is done: the mapping is the safetensors package's, and the system takes pages when it needs them."""
+    def release_pages(self) -> None:
+        """Does nothing: the mapping is the safetensors package's, and the system drops pages when it needs memory."""
 
     def close(self) -> None:
-        """Let the mapped files go; tensors taken before stay valid as long as they are held."""
+        """Close the files; tensors taken before stay valid as long as they are held."""
         self._shards.close()
 
 
@@ -132,7 +138,8 @@ class HFTensors(Mapping[str, QuantTensor]):
     """GGUF name -> tensor of a checkpoint, made when asked for.
 
     `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
-    `unused` the checkpoint's tensors outside the text model.
+    `offsets` what is added to each that is not stored as GGUF has it, `unused` the checkpoint's tensors outside the
+    text model.
     """
 
     def __init__(self, shards: HFShards, config: ModelConfig) -> None:
@@ -140,19 +147,25 @@ class HFTensors(Mapping[str, QuantTensor]):
         self._rope_dim = config.rope_dim
         self.stored: dict[str, StoredTensor] = {}
         self.heads: dict[str, int] = {}
+        self.offsets: dict[str, float] = {}
+        declared = ARCHITECTURES[config.architecture]
         body, head = _prefix(shards)
         for name, shape in required_tensors(config).items():
-            if name == _COMPUTED:
+            if name in _COMPUTED:
                 continue
-            module, kind = name.rsplit(".", 1)
-            block = module.split(".")[1] if module.startswith("blk.") else ""
-            hf_module, heads = NAMES[module.replace(f"blk.{block}.", "blk.{i}.", 1)]
-            hf_name = f"{hf_module.format(body=body, head=head, i=block)}.{kind}"
+            *layer, tensor, kind = name.split(".")
+            if layer:
+                module = declared.hf_modules.get(tensor) or LAYER_MODULES[tensor]
+                hf_name = f"{body}.layers.{layer[1]}.{module}.{kind}"
+            else:
+                hf_name = f"{TOP_MODULES[tensor].format(body=body, head=head)}.{kind}"
             if name == "token_embd.weight" and config.tied_output and hf_name not in shards.files:
                 hf_name = f"{head}lm_head.weight"  # of two tied tensors either may be the one that is stored
             self.stored[name] = shards.stored(hf_name, shape)
-            if heads is not None and config.rope_layout == "pairs":
-                self.heads[name] = getattr(config, heads)
+            if tensor in HEADS and config.block.rope_layout == "pairs":
+                self.heads[name] = getattr(config, HEADS[tensor])
+            if declared.hf_norm_offset and name.endswith("norm.weight"):
+                self.offsets[name] = declared.hf_norm_offset
         self.unused = self._unused(body, f"{head}lm_head.weight")
 
     def _unused(self, body: str, output: str) -> list[str]:
@@ -171,8 +184,11 @@ class HFTensors(Mapping[str, QuantTensor]):
         tensor = self._shards.tensor(stored.name)
         if name in self.heads:
             tensor = permute_heads(tensor, self.heads[name], self._rope_dim)
+        dtype = stored.dtype
+        if name in self.offsets:
+            tensor, dtype = tensor.float() + self.offsets[name], "F32"
         data = tensor.reshape(-1, stored.shape[-1]).view(torch.uint8)
-        return QuantTensor(name, FORMATS[stored.dtype], stored.shape, data)
+        return QuantTensor(name, FORMATS[dtype], stored.shape, data)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)

@@ -1,6 +1,6 @@
 """Random weights in any stored format: valid blocks whose dequantized values have a given spread.
 
-The integers are drawn and packed straight into blocks, no float matrix is made. It knows no tensors.
+The integers are drawn and packed straight into blocks, no float matrix is made.
 """
 
 import numpy as np

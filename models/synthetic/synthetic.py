@@ -1,21 +1,22 @@
 """Writes GGUF models of true shapes with random weights: for benchmarks without a download, and for tests.
 
-Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest
-tensor. It knows shapes and quantization mixes; the text such a model produces means nothing.
+Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest tensor.
 """
 
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.models.config import ROPE_LAYOUTS, ModelConfig, RopeScaling
+from quengine.models.architectures import ARCHITECTURES
+from quengine.models.config import ModelConfig, RopeScaling
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
@@ -28,10 +29,7 @@ LOGIT_STD = 4.0
 
 @dataclass(frozen=True)
 class SyntheticModel:
-    """What to write. `quant` is one type for every matrix, or "Q4_K_M" for llama.cpp's mix of that name.
-
-    `extra_metadata` is added to, and replaces, what the sizes imply.
-    """
+    """What to write. `quant` is one type for every matrix, or "Q4_K_M" for llama.cpp's mix of that name."""
 
     name: str
     architecture: str = "llama"
@@ -46,17 +44,18 @@ class SyntheticModel:
     rope_dim: int | None = None
     rope_freq_base: float = 1e6
     rope_freq_factors: tuple[float, ...] | None = None
+    sliding_window: int | None = None
     quant: str = Q4_K_M
     tied_output: bool = False
-    qkv_bias: bool | None = None
-    extra_metadata: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def config(self) -> ModelConfig:
-        """The configuration that a reader of the file finds, but for `extra_metadata`."""
+        """The configuration that a reader of the file finds."""
         factors = self.rope_freq_factors
-        return ModelConfig(
+        declared = ARCHITECTURES[self.architecture]
+        config = ModelConfig(
             architecture=self.architecture,
             name=self.name,
+            block=declared.block,
             vocab_size=self.vocab_size,
             context_length=self.context_length,
             embedding_length=self.embedding_length,
@@ -67,34 +66,46 @@ class SyntheticModel:
             head_dim=self.head_dim,
             rope_dim=self.rope_dim or self.head_dim,
             rope_freq_base=self.rope_freq_base,
-            rope_layout=ROPE_LAYOUTS[self.architecture],
             rope_scaling=RopeScaling(
                 kind="none" if factors is None else "llama3",
                 original_context_length=self.context_length,
                 freq_factors=factors,
             ),
             rms_eps=float(np.float32(1e-5)),
-            qkv_bias=self.architecture == "qwen2" if self.qkv_bias is None else self.qkv_bias,
-            qk_norm=self.architecture == "qwen3",
+            sliding_window=self.sliding_window,
             tied_output=self.tied_output,
         )
+        return replace(config, **declared.size_fields(config))
+
+
+_TINY = SyntheticModel(
+    "synthetic tiny",
+    vocab_size=1024,
+    context_length=4096,
+    embedding_length=512,
+    block_count=2,
+    feed_forward_length=1024,
+    head_count=8,
+    head_count_kv=2,
+    head_dim=64,
+    rope_freq_base=1e4,
+)
+_MISTRAL_7B = SyntheticModel("synthetic mistral-7b")
+
+
+def _declared(preset: str, architecture: str, sizes: Mapping[str, Any]) -> SyntheticModel:
+    base = _TINY if preset.endswith("-tiny") else _MISTRAL_7B
+    return replace(base, name=f"synthetic {preset}", architecture=architecture, **sizes)
 
 
 PRESETS: Mapping[str, SyntheticModel] = {
-    "mistral-7b": SyntheticModel("synthetic mistral-7b"),
-    "mistral-7b-2l": SyntheticModel("synthetic mistral-7b-2l", block_count=2),
-    "tiny": SyntheticModel(
-        "synthetic tiny",
-        vocab_size=1024,
-        context_length=4096,
-        embedding_length=512,
-        block_count=2,
-        feed_forward_length=1024,
-        head_count=8,
-        head_count_kv=2,
-        head_dim=64,
-        rope_freq_base=1e4,
-    ),
+    "mistral-7b": _MISTRAL_7B,
+    "mistral-7b-2l": replace(_MISTRAL_7B, name="synthetic mistral-7b-2l", block_count=2),
+    "tiny": _TINY,
+} | {
+    preset: _declared(preset, declared.name, sizes)
+    for declared in ARCHITECTURES.values()
+    for preset, sizes in declared.synthetic.items()
 }
 
 
@@ -124,7 +135,7 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
     """The type of a tensor: vectors F32, matrices `spec.quant` or what the Q4_K_M mix says.
 
     Q4_K_M, after llama.cpp's quantizer: Q4_K, but Q6_K for the output matrix, and for attn_v and ffn_down in
-    the first and last eighth of the layers and every third between.
+    the first and last eighth of the layers and every third between; Q5_K for attn_qkv.
     """
     if len(shape) == 1:
         return "F32"
@@ -132,6 +143,8 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
         return spec.quant
     if name == "output.weight" or (name == "token_embd.weight" and spec.tied_output):
         return "Q6_K"
+    if name.endswith("attn_qkv.weight"):
+        return "Q5_K"
     if name.endswith(("attn_v.weight", "ffn_down.weight")):
         layer, count = int(name.split(".")[1]), spec.block_count
         eighth = count // 8
@@ -145,7 +158,7 @@ def _resolve(model: str | SyntheticModel) -> SyntheticModel:
         if model not in PRESETS:
             raise EngineError(f"no synthetic model {model!r}; there are {', '.join(PRESETS)}")
         model = PRESETS[model]
-    if model.architecture not in ROPE_LAYOUTS:
+    if model.architecture not in ARCHITECTURES:
         raise EngineError(f"no synthetic model of architecture {model.architecture!r}")
     if model.quant != Q4_K_M and model.quant not in FLOAT_TYPES | QUANT_TYPES:
         raise EngineError(f"no synthetic weights of type {model.quant!r}")
@@ -246,8 +259,10 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         f"{a}.rope.dimension_count": config.rope_dim,
         f"{a}.rope.freq_base": config.rope_freq_base,
     }
-    if a in ("qwen2", "qwen3"):
+    if config.sliding_window is not None:
+        sizes[f"{a}.attention.sliding_window"] = config.sliding_window
+    if ARCHITECTURES[a].vocabulary == "bpe":
         vocabulary = bpe_metadata(config.vocab_size, "qwen2")
     else:
         vocabulary = spm_metadata(config.vocab_size)
-    return {**sizes, **vocabulary, **spec.extra_metadata}
+    return {**sizes, **vocabulary}

@@ -86,9 +86,9 @@ def test_a_vocabulary_alone(capsys, tmp_path):
 
 
 def test_an_architecture_that_cannot_run_is_still_described(capsys, tmp_path):
-    builder = model_builder(changes={"general.architecture": "gemma3"})
+    builder = model_builder(changes={"general.architecture": "gemma2"})
     value = as_json(capsys, builder.write(tmp_path / "g.gguf"))
-    assert "'gemma3' is not supported; supported are llama" in value["problem"]
+    assert "'gemma2' is not supported; supported are llama" in value["problem"]
     assert value["config"] is None and value["devices"] == [] and len(value["tensor_groups"]) == 12
 
 
@@ -118,6 +118,14 @@ def test_rope_scaling_and_traits_are_shown(capsys, tmp_path):
     text = shown(capsys, path)
     assert "in halves, base 10000, scaling yarn x4 over 128" in text
     assert "query/key/value biases, tied output" in text
+
+
+def test_windows_of_some_layers_are_shown(capsys, tmp_path):
+    text = shown(capsys, write_synthetic(tmp_path / "m.gguf", "gemma3-tiny"))
+    assert "4096 tokens, sliding window 64 in 6 of 7 layers" in text
+    assert "base 10000; base 10000 in layers with a window" in text
+    text = shown(capsys, write_synthetic(tmp_path / "m.gguf", "phi3-tiny"))
+    assert "4096 tokens, sliding window 64\n" in text and "merged projections" in text
 
 
 def test_types_without_a_packed_kernel_count_as_f32(capsys, tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig, RopeScaling, yarn_attention_factor
+from quengine.models.config import BlockKind, CacheGroup, ModelConfig, RopeScaling, yarn_attention_factor
 from quengine.models.gguf import GGUFError, open_gguf
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder, spm_vocabulary
 
@@ -41,6 +41,11 @@ def test_sizes_and_traits_come_from_the_metadata(tmp_path, architecture, layout)
     assert config == ModelConfig(
         architecture=architecture,
         name=f"tiny {architecture}",
+        block=BlockKind(
+            rope_layout=layout,
+            qkv_bias=architecture == "qwen2",
+            qk_norm="head" if architecture == "qwen3" else None,
+        ),
         vocab_size=260,
         context_length=128,
         embedding_length=64,
@@ -51,11 +56,8 @@ def test_sizes_and_traits_come_from_the_metadata(tmp_path, architecture, layout)
         head_dim=16,
         rope_dim=16,
         rope_freq_base=10000.0,
-        rope_layout=layout,
         rope_scaling=RopeScaling(original_context_length=128),
         rms_eps=float(np.float32(1e-5)),
-        qkv_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
     )
 
 
@@ -75,7 +77,7 @@ def test_a_head_size_of_its_own_and_partial_rotation(tmp_path):
         "llama.rope.dimension_count": 20,
     }
     config = from_metadata(tmp_path, changes)
-    assert (config.head_dim, config.rope_dim, config.rope.dim) == (40, 20, 20)
+    assert (config.head_dim, config.rope_dim, config.rope().dim) == (40, 20, 20)
 
 
 def test_the_output_is_tied_where_its_matrix_is_absent(tmp_path):
@@ -100,7 +102,7 @@ def test_a_sliding_window_of_zero_is_none(tmp_path):
     assert from_metadata(tmp_path, {"llama.attention.sliding_window": 64}).sliding_window == 64
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "phi3", "clip", "", "LLAMA"])
+@pytest.mark.parametrize("architecture", ["gemma2", "phi2", "clip", "", "LLAMA"])
 def test_other_architectures_are_named_with_those_supported(tmp_path, architecture):
     with pytest.raises(EngineError) as caught:
         from_metadata(tmp_path, {"general.architecture": architecture})
@@ -242,7 +244,7 @@ def test_yarn_of_a_ministral_file(tmp_path):
     assert config.rope_scaling == RopeScaling("yarn", 16.0, 16384, attention_factor=1.0)
     assert config.attention_temperature_scale == pytest.approx(0.1)
     assert config.attention_temperature_length == 16384
-    assert config.rope.attention_factor == 1.0
+    assert config.rope().attention_factor == 1.0
 
 
 def test_the_magnitude_of_yarn(tmp_path):
@@ -259,8 +261,8 @@ def test_frequency_factors_are_llama_3_scaling(tmp_path):
     factors = np.linspace(1, 8, 8, dtype=np.float32)
     config = from_metadata(tmp_path, tensors=[("rope_freqs.weight", factors)])
     assert config.rope_scaling.kind == "llama3"
-    assert config.rope_scaling.freq_factors == tuple(factors.tolist()) == config.rope.freq_factors
-    assert config.rope.scaling == "none"
+    assert config.rope_scaling.freq_factors == tuple(factors.tolist()) == config.rope().freq_factors
+    assert config.rope().scaling == "none"
 
 
 @pytest.mark.parametrize(
@@ -309,16 +311,16 @@ def test_config_json_and_gguf_give_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "architecture", "bias", "norm"),
     [
-        ("llama", "llama", False, False),
-        ("mistral", "llama", False, False),
-        ("ministral3", "mistral3", False, False),
-        ("qwen2", "qwen2", True, False),
-        ("qwen3", "qwen3", False, True),
+        ("llama", "llama", False, None),
+        ("mistral", "llama", False, None),
+        ("ministral3", "mistral3", False, None),
+        ("qwen2", "qwen2", True, None),
+        ("qwen3", "qwen3", False, "head"),
     ],
 )
 def test_model_types(model_type, architecture, bias, norm):
     config = hf(model_type=model_type)
-    assert (config.architecture, config.qkv_bias, config.qk_norm) == (architecture, bias, norm)
+    assert (config.architecture, config.block.qkv_bias, config.block.qk_norm) == (architecture, bias, norm)
 
 
 def test_the_text_half_of_a_mistral3_checkpoint():
@@ -329,7 +331,7 @@ def test_the_text_half_of_a_mistral3_checkpoint():
         ModelConfig.from_hf({"model_type": "mistral3", "text_config": LLAMA | {"model_type": "mistral4"}})
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "mixtral", "qwen3_moe", None, 3, ["llama"]])
+@pytest.mark.parametrize("model_type", ["gemma2", "mixtral", "qwen3_moe", None, 3, ["llama"]])
 def test_other_model_types_are_refused(model_type):
     with pytest.raises(EngineError, match="supported are llama, mistral3, qwen2, qwen3"):
         ModelConfig.from_hf(LLAMA | {"model_type": model_type})
@@ -385,8 +387,20 @@ def test_sliding_windows_of_config_json():
     assert hf(model_type="qwen2", sliding_window=64, use_sliding_window=True).sliding_window is None
     every = hf(model_type="qwen2", sliding_window=64, use_sliding_window=True, max_window_layers=0)
     assert every.sliding_window == 64
-    with pytest.raises(EngineError, match="layers differ"):
-        hf(model_type="qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=1)
+    last = hf(model_type="qwen3", sliding_window=64, use_sliding_window=True, max_window_layers=1)
+    assert last.layer_windows == (None, 64)
+    given = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    assert hf(model_type="qwen3", sliding_window=64, **given).layer_windows == (64, None)
+
+
+def test_layers_that_keep_the_same_positions_are_a_group():
+    config = hf(num_hidden_layers=5)
+    assert config.cache_groups == (CacheGroup(None, (0, 1, 2, 3, 4)),)
+    windowed = replace(config, sliding_window=8)
+    assert windowed.cache_groups == (CacheGroup(8, (0, 1, 2, 3, 4)),)
+    mixed = replace(windowed, full_attention_layers=(1, 4))
+    assert mixed.layer_windows == (8, None, 8, 8, None)
+    assert mixed.cache_groups == (CacheGroup(None, (1, 4)), CacheGroup(8, (0, 2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -417,6 +431,9 @@ def test_sliding_windows_of_config_json():
         {"quantization_config": {"quant_method": "gptq"}},
         {"model_type": "mistral", "sliding_window": "all"},
         {"model_type": "mistral", "sliding_window": 0},
+        {"model_type": "mistral", "layer_types": ["sliding_attention"]},
+        {"model_type": "mistral", "layer_types": ["sliding_attention", "chunked_attention"]},
+        {"model_type": "mistral", "layer_types": "sliding_attention"},
     ],
     ids=str,
 )
@@ -434,5 +451,5 @@ def test_the_kernels_rope_takes_every_kind():
         RopeScaling("yarn", 4.0, 32),
         RopeScaling("llama3", freq_factors=(1.0,) * 8),
     ):
-        spec = replace(base, rope_scaling=scaling).rope
+        spec = replace(base, rope_scaling=scaling).rope()
         assert (spec.dim, spec.base, spec.layout) == (16, 10000.0, "pairs")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from quengine.errors import CannotRunError, EngineError
+from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, check_vocabulary
@@ -41,7 +42,7 @@ def test_random_rows_of_every_type_have_the_spread_asked_for(kind):
     assert w.std() * 64 == pytest.approx(1.0, rel=0.25 if kind == "MXFP4" else 0.05)
     # The codes of Q4_0 and its like are centred half a step off zero.
     assert abs(w.mean()) < 0.12 * w.std()
-    # Every row and every stretch of 256 differs from the others.
+    # Every row and every run of 256 differs from the others.
     assert len(np.unique(data, axis=0)) == 64
     assert w.reshape(64, 16, 256).std(-1).min() > 0.5 * w.std()
 
@@ -67,7 +68,7 @@ def test_rows_that_are_not_whole_blocks_are_refused():
         random_rows("Q4_K", 1, 100, 1.0, np.random.default_rng(0))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_written_model_is_whole_and_as_described(tmp_path, caplog, architecture, tied):
     spec = replace(SMALL, architecture=architecture, tied_output=tied, head_dim=128, rope_dim=64)
@@ -79,7 +80,7 @@ def test_a_written_model_is_whole_and_as_described(tmp_path, caplog, architectur
         assert config == spec.config()
         for tensor in file.tensors.values():
             assert np.isfinite(weights(tensor.data, tensor.type_name)).all()
-        norm = file.tensors["blk.0.attn_norm.weight"].data.view("<f4")
+        norm = file.tensors["output_norm.weight"].data.view("<f4")
         assert norm.mean() == pytest.approx(1.0, abs=0.05) and norm.std() == pytest.approx(0.1, abs=0.03)
     assert not caplog.records
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
@@ -101,9 +102,9 @@ def test_the_seed_decides_every_byte(tmp_path):
     assert first == again != other and len(first) == len(other)
 
 
-def test_frequency_factors_and_extra_metadata_are_written(tmp_path):
+def test_frequency_factors_and_a_window_are_written(tmp_path):
     factors = tuple(float(f) for f in np.linspace(1, 8, 32, dtype=np.float32))
-    spec = replace(SMALL, rope_freq_factors=factors, extra_metadata={"llama.attention.sliding_window": 16})
+    spec = replace(SMALL, rope_freq_factors=factors, sliding_window=16)
     with open_gguf(write_synthetic(tmp_path / "m.gguf", spec)) as file:
         config = ModelConfig.from_gguf(file)
         check_tensors(file, config)
@@ -197,3 +198,11 @@ def test_mistrals_own_vocabulary_is_used_at_its_size():
 
 def test_a_default_model_is_mistral_7b():
     assert SyntheticModel("synthetic mistral-7b") == PRESETS["mistral-7b"]
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("tiny")])
+def test_tiny_presets_are_as_described(tmp_path, preset):
+    with open_gguf(write_synthetic(tmp_path / "m.gguf", preset)) as file:
+        config = ModelConfig.from_gguf(file)
+        check_tensors(file, config)
+    assert config == PRESETS[preset].config()

@@ -4,10 +4,11 @@ import logging
 
 import pytest
 
+from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.tensor_table import (
-    EXPANDED_TYPES,
+    DEQUANTIZED_TYPES,
     FLOAT_TYPES,
     QUANT_TYPES,
     check_tensors,
@@ -26,14 +27,14 @@ def without(builder: GGUFBuilder, name: str) -> GGUFBuilder:
     return builder
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_whole_models_pass_without_a_warning(tmp_path, caplog, architecture, tied):
     check(tmp_path, model_builder(ModelSizes(architecture), tied=tied))
     assert not caplog.records
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_each_missing_tensor_is_named(tmp_path, architecture):
     names = [t.name for t in model_builder(ModelSizes(architecture)).tensors]
     # Without an output matrix the embedding is used: that is a tied model, not a broken one.
@@ -117,7 +118,7 @@ def test_the_sets_of_types_cover_what_the_kernels_have():
     from quengine.kernels.block_formats import FORMATS
 
     assert set(FORMATS) == FLOAT_TYPES | QUANT_TYPES
-    assert not EXPANDED_TYPES & set(FORMATS)
+    assert not DEQUANTIZED_TYPES & set(FORMATS)
 
 
 def test_required_tensors_are_those_the_builder_makes():

@@ -31,10 +31,14 @@ SHAPE = (
 ARITHMETIC = (
     "rope_dim",
     "rope_freq_base",
-    "rope_layout",
+    "rope_freq_base_swa",
     "rope_scaling",
     "rms_eps",
+    "block",
     "sliding_window",
+    "full_attention_layers",
+    "attention_scale",
+    "embedding_scale",
     "attention_temperature_scale",
     "attention_temperature_length",
 )

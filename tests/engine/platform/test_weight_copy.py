@@ -27,7 +27,7 @@ def test_copies_are_the_same_bytes_in_one_piece_of_memory_and_the_files_pages_ar
     path = write_tiny(tmp_path / "tiny.gguf", kind="Q4_0")
     checkpoint = open_checkpoint(path)
     told: list[str] = []
-    copies = copy_weights(checkpoint.tensors, checkpoint.let_go_of_pages, told.append)
+    copies = copy_weights(checkpoint.tensors, checkpoint.release_pages, told.append)
     assert resident(path) == 0
     assert list(copies) == list(checkpoint.tensors) and told
     places = []

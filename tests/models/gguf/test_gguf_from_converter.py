@@ -9,21 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Engine
-from tokenizers import decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
 
 from quengine.errors import EngineError
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.template.chat_template import encode_chat
-from tests.llama_cpp_convert import Conversion, convert
+from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
 from tests.mistral_format import write_mistral_format
 from tests.text_samples import HAND_PICKED
 from tests.transformers_models import nmse, our_logits, transformers_logits, write_model
 
 TOLERANCE = 1e-9  # theirs rounds norms and angles to float32: up to 2e-11 at a position
-VOCAB = 288  # bytes, a few merges, and the control tokens below
 TEKKEN_VOCAB = 1300  # 1000 control tokens, bytes and 44 merges
 SENTENCEPIECE_VOCAB = 32768
 
@@ -119,23 +115,6 @@ REFUSED = {
     "blk.0.attn_output.bias": Case("qwen3", {"attention_bias": True}),
     "blk.0.ffn_down.bias": Case("llama", {"mlp_bias": True}),
 }
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer.json of VOCAB tokens, the control tokens last."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    engine = Engine(BPE())
-    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    engine.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB - 16, initial_alphabet=alphabet, show_progress=False)
-    engine.train_from_iterator(["the cat sat on the mat, and that is that"] * 4, trainer)
-    controls = ["<s>", "</s>", "<|endoftext|>"]
-    engine.add_special_tokens(controls)
-    engine.add_special_tokens([f"<unused{i}>" for i in range(VOCAB - engine.get_vocab_size())])
-    engine.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}'
-    )
 
 
 def _write_all(root: Path) -> None:

@@ -27,7 +27,7 @@ def test_the_undamaged_files_are_read_whole(tmp_path, mutator):
         path.write_bytes(seed.assemble())
         outcomes.append(read_everything(path))
     # The last is a lone shard without an architecture; the one before has no tensors.
-    assert outcomes == ["ok", "ok", "ok", "ok", "GGUFError", "GGUFError"]
+    assert outcomes == ["ok"] * (len(outcomes) - 2) + ["GGUFError"] * 2
 
 
 def test_structure_aware_damage(tmp_path, mutator):

@@ -1,6 +1,7 @@
 """One model written both ways, as a checkpoint folder and as GGUF, gives one set of logits, to the last bit."""
 
 import json
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.hf.hf_checkpoint import HFCheckpoint
 from tests.forward import forward
 from tests.gguf_builder import GGUFBuilder, ModelSizes
-from tests.hf_writer import hf_config, in_gguf_order, random_weights, write_hf
+from tests.hf_writer import hf_config, hf_name, in_gguf_order, random_weights, write_hf
 from tests.tiny_models import chat_vocabulary
 
 IDS = [5, 17, 250, 3, 99, 42, 42, 8, 120, 77, 1]
@@ -52,12 +53,13 @@ def written_both_ways(
         stored = kind if values.ndim > 1 else "F32"
         builder.tensor(name, tuple(values.shape), stored, values.to(DTYPES[stored]).numpy())
     path = builder.write(folder / "model.gguf")
+    rename = partial(hf_name, architecture=sizes.architecture)
     config = hf_config(sizes, VOCAB, tied, **{"rms_norm_eps": EPS, **(hf or {})})
-    return GGUFCheckpoint(path), HFCheckpoint(write_hf(folder / "hf", config, weights, shards=2))
+    return GGUFCheckpoint(path), HFCheckpoint(write_hf(folder / "hf", config, weights, 2, rename))
 
 
 @pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "olmo2", "phi3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_the_same_both_ways(tmp_path: Path, architecture: str, kind: str, tied: bool) -> None:
     gguf, hf = written_both_ways(tmp_path, ModelSizes(architecture=architecture), kind, tied)

@@ -286,11 +286,15 @@ def test_sliding_windows_are_those_of_transformers(
     assert difference(folder) < TOLERANCE
 
 
-def test_a_window_for_some_layers_is_refused(tmp_path: Path) -> None:
-    folder = write(tmp_path, "qwen2")
-    window = {"use_sliding_window": True, "sliding_window": DROP}  # 4096, the class's
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_some_layers_may_have_a_window(tmp_path: Path, model: str) -> None:
+    folder = write(tmp_path, model)
+    whole = transformers_logits(folder)
+    window = {"use_sliding_window": True, "sliding_window": 5}
     edit(folder, **window, max_window_layers=1, layer_types=DROP)
-    assert "layers differ" in refusal(folder)
+    assert HFCheckpoint(folder).config.layer_windows == (None, 5)
+    assert difference(folder) < TOLERANCE
+    assert nmse(whole, transformers_logits(folder)) > 1e-3
 
 
 @pytest.mark.parametrize(

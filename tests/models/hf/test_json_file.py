@@ -108,7 +108,7 @@ def test_numbers_and_types_that_no_model_has_are_errors_of_the_configuration(key
     }
     config |= {"sliding_window": 8, key: value}  # type: ignore[dict-item]
     try:
-        rope = ModelConfig.from_hf(json.loads(json.dumps(config))).rope
+        rope = ModelConfig.from_hf(json.loads(json.dumps(config))).rope()
     except EngineError as error:
         assert str(error).startswith("config.json: ")
     else:

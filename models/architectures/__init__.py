@@ -1,0 +1,28 @@
+"""The architectures that the decoder computes, a declaration each. docs/architecture.md says how one is added."""
+
+from collections.abc import Mapping
+
+from quengine.errors import EngineError
+from quengine.models.architectures.architecture import Architecture, ModelType
+from quengine.models.architectures.gemma3 import GEMMA3
+from quengine.models.architectures.llama import LLAMA, MISTRAL3
+from quengine.models.architectures.olmo2 import OLMO2
+from quengine.models.architectures.phi3 import PHI3
+from quengine.models.architectures.qwen import QWEN2, QWEN3
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    a.name: a for a in (LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3)
+}
+"""By the name that GGUF has for them."""
+
+MODEL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
+    name: (architecture, model_type)
+    for architecture in ARCHITECTURES.values()
+    for name, model_type in architecture.model_types.items()
+}
+"""By the `model_type` of a Hugging Face config.json."""
+
+
+def unsupported_architecture(name: str, why: str = "is not supported") -> EngineError:
+    """The error for a model that this engine has no decoder for."""
+    return EngineError(f"architecture {name!r} {why}; supported are {', '.join(ARCHITECTURES)}")

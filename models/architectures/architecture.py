@@ -1,0 +1,80 @@
+"""What a declaration of an architecture says: its names in both kinds of files, its blocks, and keys of its own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from quengine.models.config import BlockKind, ModelConfig
+
+if TYPE_CHECKING:
+    from quengine.models.gguf import GGUFFile
+
+Fields: TypeAlias = Mapping[str, Any]
+"""ModelConfig fields that replace those that were read before."""
+
+Keys: TypeAlias = Mapping[str, Any]
+"""A config.json, or the part of it that describes the text model, with the defaults of its model type."""
+
+LayerKind = Literal["full_attention", "sliding_attention"]
+
+
+def full_attention(_keys: Keys, blocks: int) -> Sequence[LayerKind]:
+    """Every layer sees every position."""
+    return ["full_attention"] * blocks
+
+
+def sliding_attention(_keys: Keys, blocks: int) -> Sequence[LayerKind]:
+    """Every layer has the window of config.json, where it has one."""
+    return ["sliding_attention"] * blocks
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A `model_type` of config.json, as `transformers` (release 5) reads it.
+
+    defaults: what it takes for keys that config.json lacks, where its classes differ.
+    text_models: for a model with vision, the types that its `text_config` may have, the default first.
+    layer_kinds: the kind of each layer, where `reads_layer_types` is False or config.json has no `layer_types`.
+    reads_partial_rotary_factor: only that share of each head is rotated; other types pass the key over.
+    common_keys: gives config.json in the keys that `hf.config_hf` reads, where it has others.
+    fields: what follows from keys of its own; `rope_parameters` in them are complete. Both raise EngineError for values
+        that the decoder does not implement.
+    """
+
+    defaults: Keys = field(default_factory=dict)
+    text_models: tuple[str, ...] = ()
+    layer_kinds: Callable[[Keys, int], Sequence[LayerKind]] = full_attention
+    reads_layer_types: bool = False
+    reads_partial_rotary_factor: bool = False
+    common_keys: Callable[[Keys], Keys] = lambda keys: keys
+    fields: Callable[[Keys, ModelConfig], Fields] = lambda _keys, _config: {}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder by the name that GGUF has for it.
+
+    model_types: the Hugging Face models of this architecture.
+    block: what each layer computes, from which its tensors follow (`tensor_table`).
+    rope_scalings: the kinds of rotary scaling that it has.
+    hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where others have another.
+    hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
+    vocabulary: of synthetic models, byte-level BPE or SentencePiece.
+    synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
+        tiny model's where the name ends in "-tiny".
+    size_fields: what follows from the sizes, in files of both kinds and synthetic models.
+    gguf_keys: metadata keys, without the architecture's prefix, that only `gguf_fields` reads.
+    gguf_fields: what follows from keys and tensors of its own. Raises GGUFError as a ModelType's functions do.
+    """
+
+    name: str
+    model_types: Mapping[str, ModelType]
+    block: BlockKind
+    rope_scalings: frozenset[str] = frozenset({"linear", "yarn", "llama3"})
+    hf_modules: Mapping[str, str] = field(default_factory=dict)
+    hf_norm_offset: float = 0.0
+    vocabulary: Literal["bpe", "spm"] = "bpe"
+    synthetic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    size_fields: Callable[[ModelConfig], Fields] = lambda _config: {}
+    gguf_keys: tuple[str, ...] = ()
+    gguf_fields: Callable[["GGUFFile", ModelConfig], Fields] = lambda _file, _config: {}
