@@ -30,17 +30,18 @@ from quengine.kernels.cuda.gemm.half import Form, HalfRows, Products
 from quengine.kernels.cuda.gemm.matmul import (
     MatmulWorkspace,
     matmul,
+    matmul_glu,
     matmul_norm,
     matmul_products,
-    matmul_swiglu,
 )
 from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.normed import NormedRows
+from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_round
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
@@ -109,8 +110,7 @@ class CudaBackend:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
     def embed(self, batch: ForwardBatch, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        assert scale == 1.0
-        return embedding(weight, batch.token_ids, pdl=self.pdl)
+        return embedding(weight, batch.token_ids, scale, self.pdl)
 
     def norm_linear(
         self,
@@ -120,11 +120,11 @@ class CudaBackend:
         weight: PackedWeight,
         bias: Tensor | None = None,
     ) -> Tensor | Products:
-        rows = self._normed(batch, x, norm)
+        rows = self._normed(x, norm)
         if bias is not None and isinstance(rows, RoundedActivations) and rows.rows == 1:
             return self._matmul(batch, rows, weight, bias.view(1, -1))
         if bias is None and not isinstance(rows, RoundedActivations):
-            return matmul_products(rows, weight, self._workspace(batch), pdl=self.pdl)
+            return matmul_products(rows, weight, self._room(), self.pdl, _exact(batch))
         y = self._matmul(batch, rows, weight, None)
         return y if bias is None else y.add_(bias)
 
@@ -136,11 +136,10 @@ class CudaBackend:
         gate_up: PackedWeight,
         activation: Activation = "silu",
     ) -> Rows:
-        assert activation == "silu"
-        rows = self._normed(batch, x, norm)
+        rows = self._normed(x, norm)
         if isinstance(rows, RoundedActivations):
-            return matvec_swiglu(rows, gate_up, scratch=self._rounding_scratch(), pdl=self.pdl)
-        return matmul_swiglu(rows, gate_up, self._workspace(batch), self.pdl)
+            return matvec_glu(rows, gate_up, activation, scratch=self._rounding_scratch(), pdl=self.pdl)
+        return matmul_glu(rows, gate_up, self._room(), activation, self.pdl, _exact(batch))
 
     def linear_add(
         self,
@@ -151,19 +150,20 @@ class CudaBackend:
         next_norm: RMSNorm | None = None,
         post_norm: RMSNorm | None = None,
     ) -> Residual:
-        assert post_norm is None
-        stream = residual.hidden if isinstance(residual, NormedRows) else residual
+        stream = _stream(residual)
         rows = self._rounded(x)
+        if post_norm is not None:
+            return self._post_norm_add(batch, rows, weight, stream, post_norm, next_norm)
         if next_norm is None or (isinstance(rows, RoundedActivations) and not can_begin_norm(weight)):
             return self._matmul(batch, rows, weight, stream)
         if isinstance(rows, RoundedActivations):
             return matvec_norm(
                 rows, weight, stream, next_norm.weight, next_norm.eps, self._rounding_scratch(), self.pdl
             )
-        room = self._workspace(batch)
-        return NormedRows(
-            *matmul_norm(rows, weight, room, stream, next_norm.weight, next_norm.eps, pdl=self.pdl)
+        normed = matmul_norm(
+            rows, weight, self._room(), stream, next_norm.weight, next_norm.eps, self.pdl, _exact(batch)
         )
+        return NormedRows(*normed)
 
     def attention(
         self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
@@ -182,14 +182,35 @@ class CudaBackend:
         if isinstance(x, HalfRows):
             return x.pick(rows)
         assert not isinstance(x, RoundedActivations), "nothing is gathered of a single token"
-        return (x.hidden if isinstance(x, NormedRows) else x)[rows]
+        return _stream(x)[rows]
 
     def rms_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
-        stream = x.hidden if isinstance(x, NormedRows) else x
-        return rms_norm(stream, norm.weight, norm.eps, pdl=self.pdl, fixed=self.fixed_kernels)
+        return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, fixed=self.fixed_kernels)
 
     def logits(self, batch: ForwardBatch, x: Residual, norm: RMSNorm, weight: PackedWeight) -> Tensor:
-        return self._matmul(batch, self._normed(batch, x, norm), weight, None)
+        return self._matmul(batch, self._normed(x, norm), weight, None)
+
+    def _post_norm_add(
+        self,
+        batch: ForwardBatch,
+        x: Rows,
+        weight: PackedWeight,
+        residual: Tensor,
+        post_norm: RMSNorm,
+        next_norm: RMSNorm | None,
+    ) -> Residual:
+        product: Tensor | Products
+        normed: RoundedActivations | HalfRows | None = None
+        if isinstance(x, RoundedActivations):
+            product = matvec(x, weight, pdl=self.pdl)
+            if next_norm is not None:
+                normed = RoundedActivations.empty(*residual.shape, self.device)
+        else:
+            product = matmul_products(x, weight, self._room(), self.pdl, _exact(batch))
+            if next_norm is not None:
+                normed = self._room().half_rows(*residual.shape)
+        post_norm_add(product, residual, post_norm, next_norm, normed, self.pdl)
+        return residual if normed is None else NormedRows(residual, normed)
 
     def _prefill(
         self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, cache: KVStore
@@ -202,7 +223,7 @@ class CudaBackend:
         sequences = None if tiles is None else tiles.sequences
         positions = batch.positions
         if isinstance(qkv, Products):
-            room = self._workspace(batch)
+            room = self._room()
             width, form = spec.heads * spec.head_dim, Form.ROW_MAJOR
             q = room.wide(tokens, width)
             q = rope_store(qkv, spec, cache, 0, positions, self.pdl, table, q, sequences)
@@ -254,18 +275,20 @@ class CudaBackend:
         if self._takes_q_dot(rows):
             rounded = RoundedActivations.empty(rows, width, self.device)
             return attention_decode_round(qkv, spec, cache, positions, workspace, rounded, pdl, tables)
-        room = self._workspace(batch)
+        room = self._room()
         half = room.half_rows(rows, width)
         out = room.as_they_are(half.values, rows, half.form)
         return attention_decode_half(qkv, spec, cache, positions, workspace, out, pdl, tables)
 
-    def _normed(self, batch: ForwardBatch, x: Residual, norm: RMSNorm | None) -> Rows:
-        assert norm is not None
+    def _normed(self, x: Residual, norm: RMSNorm | None) -> Rows:
+        if norm is None:
+            stream = _stream(x)
+            return round_activations(stream, pdl=self.pdl) if self._takes_q_dot(len(stream)) else stream
         if isinstance(x, NormedRows):
             return x.normed
         if self._takes_q_dot(x.shape[0]):
             return rms_norm_round(x, norm.weight, norm.eps, pdl=self.pdl)
-        room = self._workspace(batch).half_rows(*x.shape)
+        room = self._room().half_rows(*x.shape)
         return rms_norm_half(x, norm.weight, norm.eps, room, self.pdl, self.fixed_kernels)
 
     def _rounded(self, x: Rows) -> Rows:
@@ -278,7 +301,7 @@ class CudaBackend:
         x = self._rounded(x)
         if isinstance(x, RoundedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
-        return matmul(x, weight, self._workspace(batch), residual, self.pdl)
+        return matmul(x, weight, self._room(), residual, self.pdl, _exact(batch))
 
     def _noted(self, weight: PackedWeight) -> PackedWeight:
         """Remember how much room the prefill needs for this weight."""
@@ -288,13 +311,6 @@ class CudaBackend:
         whole = size <= MAX_EXPANDED and not weight.paired
         self._largest = max(self._largest, size if whole else min(size, MAX_EXPANDED // 2))
         return weight
-
-    def _workspace(self, batch: ForwardBatch) -> MatmulWorkspace:
-        """Room for matmuls, kept from layer to layer. Few rows of a prompt have weights rounded as many have, those of
-        a batch not."""
-        room = self._room()
-        room.exact = batch.phase == "prefill"
-        return room
 
     def _room(self) -> MatmulWorkspace:
         if self._matmul_workspace is None:
@@ -320,3 +336,12 @@ class CudaBackend:
             room = DecodeWorkspace.allocate(rows, spec.heads, spec.kv_heads, spec.head_dim, self.device)
             self._slices.append(room)
         return self._slices[-1]
+
+
+def _stream(x: Residual) -> Tensor:
+    return x.hidden if isinstance(x, NormedRows) else x
+
+
+def _exact(batch: ForwardBatch) -> bool:
+    """Few rows of a prompt have weights rounded as many have, those of a batch not."""
+    return batch.phase == "prefill"

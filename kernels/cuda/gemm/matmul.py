@@ -4,8 +4,8 @@ Two ways, by the number of rows (launch_table.py keeps the measured crossover):
 - fused (matmul_wgmma.py on Hopper, else matmul_fused.py): weights are dequantized to fp16 in registers, read packed
   and never written;
 - dequantize to a reused fp16 workspace (expand.py), then cuBLAS with fp32 sums and an fp32 result.
-Both round activations and weights to fp16 once, scaled by powers of two (half.py). Up to 128 rows whose workspace is
-not `exact`, those of a batch, take the fused way with a weight's scale and minimum rounded too: a third of the
+Both round activations and weights to fp16 once, scaled by powers of two (half.py). Up to 128 rows that are not
+`exact`, those of a batch, take the fused way with a weight's scale and minimum rounded too: a third of the
 instructions, three times the error.
 
 A row's last bits depend on the way, and with cuBLAS on the number of rows. Where that must not be, the workspace is
@@ -19,18 +19,19 @@ import math
 import torch
 from torch import Tensor
 
+from quengine.kernels.backend import Activation
 from quengine.kernels.cuda.gemm.half import Form, HalfRows, Products, half_rows, half_shape, order_rows
 from quengine.kernels.cuda.gemm.matmul_float import launch_float
 from quengine.kernels.cuda.gemm.matmul_fused import FusedScratch, launch_fused
 from quengine.kernels.cuda.gemm.matmul_wgmma import (
     launch_wgmma,
-    launch_wgmma_swiglu,
+    launch_wgmma_glu,
     launch_wgmma_two_parts,
     takes_two_parts,
     uses_wgmma,
 )
+from quengine.kernels.cuda.glu import glu_products, glu_rows, reach_of
 from quengine.kernels.cuda.rms_norm import finish_norm_half, rms_norm_half
-from quengine.kernels.cuda.swiglu import reach_of, swiglu_products, swiglu_rows
 from quengine.kernels.cuda.weights.expand import dequantize_part
 from quengine.kernels.cuda.weights.launch_table import fused_limit
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
@@ -47,8 +48,8 @@ class MatmulWorkspace:
     own: CUDA graphs of batched decode keep its addresses, whatever chunk comes between them. Those of prompts are of
     use until `rooms_left`, how often room for many rows was let go of for more, counts on.
 
-    `exact`, which may be set from launch to launch: few rows' weights are rounded once, as those of many are.
-    `fixed`: so always, and a row's result is the same, to the last bit, for any number of rows; nothing is expanded.
+    `fixed`: weights are rounded once, and a row's result is the same, to the last bit, for any number of rows; nothing
+    is expanded.
     `packed`: some weights are; where all are plain floats, many rows are left in the order in which cuBLAS reads them.
     """
 
@@ -56,7 +57,6 @@ class MatmulWorkspace:
         self, max_weights: int, device: torch.device | str, fixed: bool = False, packed: bool = True
     ) -> None:
         self.fixed = fixed
-        self.exact = False
         self.packed = packed
         self.max_weights = 0 if fixed else max_weights
         self.device = torch.device(device)
@@ -159,15 +159,20 @@ class MatmulWorkspace:
 
 
 def matmul_products(
-    x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool = False
+    x: Tensor | HalfRows,
+    weight: PackedWeight,
+    workspace: MatmulWorkspace,
+    pdl: bool = False,
+    exact: bool = False,
 ) -> Products | Tensor:
     """`matmul`, left unscaled where that saves a pass. Many rows then lie in the workspace, until the next ones."""
     half = _halved(x, weight, workspace, pdl)
     if _expands_at_once(half, weight, workspace):
         return _multiply_all(half, weight, workspace, workspace.products(half.rows, weight.rows))
     if half.rows <= _FEW_ROWS:
-        return matmul(half, weight, workspace, pdl=pdl)
-    y = matmul(half, weight, workspace, pdl=pdl, out=workspace.products(half.rows, weight.rows))
+        return matmul(half, weight, workspace, pdl=pdl, exact=exact)
+    out = workspace.products(half.rows, weight.rows)
+    y = matmul(half, weight, workspace, pdl=pdl, exact=exact, out=out)
     # As products, they are told from rows of which attention is to keep more bits than fp16's.
     return Products(y, workspace.ones(half.rows), 1.0) if half.ordered and not workspace.fixed else y
 
@@ -178,12 +183,14 @@ def matmul(
     workspace: MatmulWorkspace,
     residual: Tensor | None = None,
     pdl: bool = False,
+    exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """x [T, K] times weight [N, K], plus residual fp32 [T, N]: fp32 [T, N], where there is room for it in `out`, which
     may be the residual where T is more than 128 and x ordered.
 
-    x is fp32, or already scaled fp16, which may lie in the workspace. `pdl`: kernels of this project are launched
+    x is fp32, or already scaled fp16, which may lie in the workspace. `exact`: the weights of few rows are rounded to
+    fp16 once, as those of many are, not their scales and minimums before. `pdl`: kernels of this project are launched
     before their predecessor in the stream ends (sm_90 and later; it must not write the weights). Raises ValueError on
     other shapes.
     """
@@ -197,18 +204,18 @@ def matmul(
     packed = [part for part in weight.parts if isinstance(part, PackedPart)]
     beside = len(packed) == len(weight.parts) > 1
     if beside and residual is None and takes_two_parts(half, packed, workspace.fixed):
-        launch_wgmma_two_parts(half, packed, y, workspace.scratch, pdl, workspace.exact)
+        launch_wgmma_two_parts(half, packed, y, workspace.scratch, pdl, exact)
         return y
     for part in weight.parts:
         if isinstance(part, PackedPart) and half.ordered:
             before, behind = beside and first == 0, beside and first > 0
             launch_wgmma(
                 half, part, weight.paired, y, first, workspace.scratch, residual, pdl, before, behind,
-                workspace.exact, workspace.fixed,
+                exact, workspace.fixed,
             )  # fmt: skip
         elif isinstance(part, PackedPart) and half.tiled:
             launch_fused(
-                half, part, weight.paired, y, first, workspace.scratch, residual, pdl=pdl, exact=workspace.exact,
+                half, part, weight.paired, y, first, workspace.scratch, residual, pdl=pdl, exact=exact,
                 fixed=workspace.fixed,
             )  # fmt: skip
         elif isinstance(part, FloatPart) and workspace.fixed:
@@ -227,6 +234,7 @@ def matmul_norm(
     norm: Tensor,
     eps: float,
     pdl: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, HalfRows]:
     """`matmul` with a residual, and the RMSNorm behind it: fp32 [T, N], and its normed rows as scaled fp16.
 
@@ -240,7 +248,7 @@ def matmul_norm(
         room = workspace.half_rows(rows, weight.rows)
         return residual, finish_norm_half(products, residual, norm, eps, room, pdl)
     in_place = rows > _FEW_ROWS and half.ordered
-    y = matmul(half, weight, workspace, residual, pdl, residual if in_place else None)
+    y = matmul(half, weight, workspace, residual, pdl, exact, residual if in_place else None)
     return y, rms_norm_half(y, norm, eps, workspace.half_rows(rows, weight.rows), pdl, workspace.fixed)
 
 
@@ -261,10 +269,15 @@ def _halved(x: Tensor | HalfRows, weight: PackedWeight, workspace: MatmulWorkspa
     return x
 
 
-def matmul_swiglu(
-    x: Tensor | HalfRows, gate_up: PackedWeight, workspace: MatmulWorkspace, pdl: bool = False
+def matmul_glu(
+    x: Tensor | HalfRows,
+    gate_up: PackedWeight,
+    workspace: MatmulWorkspace,
+    activation: Activation = "silu",
+    pdl: bool = False,
+    exact: bool = False,
 ) -> Tensor | HalfRows:
-    """silu(gate)*up of x [T, K] (as `matmul`'s) times a merged weight [2F, K]: [T, F], fp32 or scaled fp16.
+    """activation(gate) * up of x [T, K] (as `matmul`'s) times a merged weight [2F, K]: [T, F], fp32 or scaled fp16.
 
     The latter lies in the workspace, until the next call.
     """
@@ -272,15 +285,15 @@ def matmul_swiglu(
     rows, part = half.rows, gate_up.parts[0]
     apart = half.ordered and not uses_wgmma(half.values.device, gate_up.rows // 2)
     if apart or not gate_up.paired or not isinstance(part, PackedPart):
-        return swiglu_rows(matmul(half, gate_up, workspace, pdl=pdl), pdl=pdl)
+        return glu_rows(matmul(half, gate_up, workspace, pdl=pdl, exact=exact), activation, pdl)
     if half.ordered:
         gated = workspace.gated_half(rows, gate_up.rows // 2)
-        launch_wgmma_swiglu(half, part, gated, workspace.scratch, pdl, workspace.exact, workspace.fixed)
+        launch_wgmma_glu(half, part, activation, gated, workspace.scratch, pdl, exact, workspace.fixed)
         return gated
     if half.tiled:
         products = workspace.gated(rows, gate_up.rows // 2)
         launch_fused(
-            half, part, True, products, 0, workspace.scratch, swiglu=True, pdl=pdl, exact=workspace.exact,
+            half, part, True, products, 0, workspace.scratch, activation=activation, pdl=pdl, exact=exact,
             fixed=workspace.fixed,
         )  # fmt: skip
         return half_rows(products, workspace.half_rows(rows, gate_up.rows // 2), pdl)
@@ -294,7 +307,7 @@ def matmul_swiglu(
         expanded = workspace.expanded(16 * count, part.cols)
         dequantize_part(part, True, expanded, tile, count)
         z = _products(half, expanded, part.gain, workspace.products(rows, 16 * count))
-        swiglu_products(z, reach_of(part), out, 8 * tile)
+        glu_products(z, activation, reach_of(part), out, 8 * tile)
     return out
 
 

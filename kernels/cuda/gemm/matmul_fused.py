@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quengine.kernels.backend import Activation
 from quengine.kernels.cuda.gemm.fragments import (
     LANE_COLUMNS,
     chunk_scales,
@@ -32,12 +33,9 @@ from quengine.kernels.cuda.gemm.mma import (
     scale_bytes_once,
     uses_assembly,
 )
+from quengine.kernels.cuda.glu import EPILOGUES, RESIDUAL, ROWS, SILU, gated
 from quengine.kernels.cuda.weights.launch_table import fused_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
-
-_ROWS = tl.constexpr(0)
-_RESIDUAL = tl.constexpr(1)
-_SWIGLU = tl.constexpr(2)
 
 
 @triton.jit
@@ -175,9 +173,9 @@ def _store(
     rh = tl.arange(0, 2)[None, None, None, None, :, None]
     token = token0 + n * 8 + q * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
     y *= tl.load(unscale_ptr + token, mask=token < T, other=0.0) / gain
-    if EPILOGUE == _SWIGLU:
+    if EPILOGUE >= SILU:
         gate, up = tl.split(tl.permute(y, [0, 1, 2, 3, 5, 4]))
-        out = gate / (1.0 + tl.exp(-gate)) * up
+        out = gated(gate, up, EPILOGUE)
         one_token = token0 + (
             tl.arange(0, TOKEN_TILES)[None, None, None, :, None] * 8
             + tl.arange(0, 4)[None, None, :, None, None] * 2
@@ -197,7 +195,7 @@ def _store(
             column = tile * 16 + rh * 8 + r
             inside = (column < rows) & (token < T)
         at = token.to(tl.int64) * N + first + column
-        if EPILOGUE == _RESIDUAL:
+        if EPILOGUE == RESIDUAL:
             y += tl.load(residual_ptr + at, mask=inside, other=0.0)
         tl.store(out_ptr + at, y, mask=inside)
 
@@ -310,15 +308,15 @@ def launch_fused(
     first: int,
     scratch: FusedScratch,
     residual: Tensor | None = None,
-    swiglu: bool = False,
+    activation: Activation | None = None,
     pdl: bool = False,
     exact: bool = False,
     fixed: bool = False,
 ) -> None:
     """Tiled rows x times a packed part, into columns first .. of out fp32 [T, N], plus those of `residual`; or, of a
-    paired part, silu(gate)*up into out [T, N / 2]. `exact`: weights are rounded to fp16
+    paired part, activation(gate) * up into out [T, N / 2]. `exact`: weights are rounded to fp16
     once, not their scales and minimums before. `fixed`: exact, with sums in an order that no number of rows changes."""
-    geometry = fused_geometry(part, "swiglu" if swiglu else "rows", x.rows, fixed)
+    geometry = fused_geometry(part, "swiglu" if activation else "rows", x.rows, fixed)
     block_tiles = geometry.tiles * geometry.n_warps
     grid = (
         -(-x.rows // (8 * geometry.token_tiles)), -(-part.tiles // block_tiles), geometry.splits
@@ -326,12 +324,12 @@ def launch_fused(
     blocks = grid[0] * grid[1]
     assert x.tiled and (geometry.splits == 1 or blocks <= _TICKETS)
     size = 0 if geometry.splits == 1 else geometry.splits * blocks * block_tiles * geometry.token_tiles * 128
-    epilogue = _SWIGLU if swiglu else _ROWS if residual is None else _RESIDUAL
+    epilogue = EPILOGUES[activation] if activation else (ROWS if residual is None else RESIDUAL).value
     _fused_kernel[grid](
         part.low, part.high, part.scales, part.supers, x.values, x.unscale, out if residual is None else residual,
         out, scratch.partial(size), scratch.tickets, part.tiles, part.rows, first, out.shape[1], x.rows, part.gain,
         FMT=part.layout, K=part.cols, TOKEN_TILES=geometry.token_tiles, TILES=geometry.tiles,
         N_WARPS=geometry.n_warps, K_WARPS=geometry.k_warps, SPLITS=geometry.splits, AHEAD=geometry.ahead,
-        PAIRED=paired, EPILOGUE=epilogue.value, EXACT=exact or fixed, PDL=pdl, ASM=uses_assembly(),
+        PAIRED=paired, EPILOGUE=epilogue, EXACT=exact or fixed, PDL=pdl, ASM=uses_assembly(),
         num_warps=geometry.n_warps * geometry.k_warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -24,14 +24,15 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from quengine.kernels.backend import Activation
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.half import HalfRows
 from quengine.kernels.cuda.gemm.matmul_fused import FusedScratch
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_program import begin_block, few_rows_program
-from quengine.kernels.cuda.gemm.wgmma_store import RESIDUAL, ROWS, SWIGLU, store_block
+from quengine.kernels.cuda.gemm.wgmma_store import store_block
+from quengine.kernels.cuda.glu import EPILOGUES, RESIDUAL, ROWS, SILU, reach_of
 from quengine.kernels.cuda.launch.relaunch import Constants, Copied, Relaunched
-from quengine.kernels.cuda.swiglu import reach_of
 from quengine.kernels.cuda.weights.launch_table import (
     MOST_FEW,
     WgmmaGeometry,
@@ -138,7 +139,7 @@ def _wgmma_blocks_kernel(
         tl.extra.cuda.gdc_wait()
     store_block(
         acc, block * (16 * WARPS), token0, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T, gain,
-        reach, WARPS, TB, PAIRED, EPILOGUE, 64 if EPILOGUE == SWIGLU else 32,
+        reach, WARPS, TB, PAIRED, EPILOGUE, 64 if EPILOGUE >= SILU else 32,
     )  # fmt: skip
 
 
@@ -228,20 +229,21 @@ def launch_wgmma_two_parts(
     )  # fmt: skip
 
 
-def launch_wgmma_swiglu(
+def launch_wgmma_glu(
     x: HalfRows,
     part: PackedPart,
+    activation: Activation,
     out: HalfRows,
     scratch: FusedScratch,
     pdl: bool = False,
     exact: bool = False,
     fixed: bool = False,
 ) -> None:
-    """silu(gate)*up of ordered rows times a paired part, to ordered rows."""
+    """activation(gate) * up of ordered rows times a paired part, to ordered rows."""
     geometry = wgmma_geometry(part, "swiglu", x.rows, fixed)
     assert out.ordered
     outputs = (out.values, out.unscale, out.stride, 0)
-    _launch(x, part, geometry, True, SWIGLU.value, out.unscale, outputs, scratch, pdl, exact, fixed)
+    _launch(x, part, geometry, True, EPILOGUES[activation], out.unscale, outputs, scratch, pdl, exact, fixed)
 
 
 def _launch(

@@ -1,22 +1,17 @@
 """What becomes of the sums of a matmul on Hopper's warp-group matrix instruction: unscaled, and stored as rows, as rows
-added to others, or as SwiGLU's rows for the next matmul.
+added to others, or as a gated linear unit's rows for the next matmul.
 
 A tensor of sums is fp32 [16 * WARPS, TB], rows of weights by rows of x, as the instruction leaves it. Rows of few are
 stored by the threads that have them. Of many rows of x, some at a time are first exchanged between threads, so that a
-warp stores whole lines: all at once would take more registers than the multiplication. SwiGLU's are always exchanged,
-being a quarter as much.
+warp stores whole lines: all at once would take more registers than the multiplication. Those of a
+gated unit, a quarter as much, are always exchanged.
 Does not know: how the sums came about (matmul_wgmma.py).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.swiglu import product_scales
-
-ROWS = gl.constexpr(0)
-RESIDUAL = gl.constexpr(1)
-SWIGLU = gl.constexpr(2)
-"""What is done with sums."""
+from quengine.kernels.cuda.glu import RESIDUAL, SILU, gated, product_scales
 
 
 @gluon.jit
@@ -27,9 +22,10 @@ def _pair(values, WARPS: gl.constexpr, TB: gl.constexpr):
 
 @gluon.jit
 def tile_of(block, warp, WARPS: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Which tile of weights a warp of block number `block` takes: one behind the other. For SwiGLU, of whose result a
-    tile is 8 columns, those that stand side by side in ordered rows (half.py): a block is 8*WARPS places in a row."""
-    if EPILOGUE == SWIGLU:
+    """Which tile of weights a warp of block number `block` takes: one behind the other. For a gated unit, of whose
+    result a tile is 8 columns, those that stand side by side in ordered rows (half.py): a block is 8*WARPS places in
+    a row."""
+    if EPILOGUE >= SILU:
         # Of a place the lowest bits are 0, 5, 6, 1, 2, 3 and 4 of the column. A tile has bits 0 to 2; 5 and 6 are a
         # warp's own number, and so is 3 of 8 warps; the others are the block's.
         HIGH: gl.constexpr = WARPS // 4
@@ -54,9 +50,9 @@ def _store_ordered(values, first, token0, out_ptr, width, T, WARPS: gl.constexpr
 @gluon.jit
 def _finish_gated(
     y, block_row, token0, unscale_ptr, out_ptr, out_unscale_ptr, width, T, gain, reach,
-    WARPS: gl.constexpr, TB: gl.constexpr,
+    WARPS: gl.constexpr, TB: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Finish and store silu(gate)*up of fp32 [16*WARPS, TB], as ordered rows of scaled fp16, and their unscale."""
+    """Finish and store activation(gate) * up of fp32 [16*WARPS, TB], as ordered rows of scaled fp16."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     token = token0 + gl.arange(0, TB, layout=LINE)
     scale = gl.load(unscale_ptr + token, mask=token < T, other=0.0)
@@ -69,8 +65,8 @@ def _finish_gated(
     of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
     gate = gate * gl.expand_dims(gl.expand_dims(of_gate, 0), 0)
     up = up * gl.expand_dims(gl.expand_dims(of_up, 0), 0)
-    gated = (gate / (1.0 + gl.exp(-gate)) * up).to(gl.float16)
-    _store_ordered(gated, block_row // 2, token0, out_ptr, width, T, WARPS, TB)
+    result = gated(gate, up, ACTIVATION).to(gl.float16)
+    _store_ordered(result, block_row // 2, token0, out_ptr, width, T, WARPS, TB)
 
 
 @gluon.jit
@@ -99,9 +95,9 @@ def store_sums(
     MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr, PAIRED: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """Finish and store fp32 [16*WARPS, TB] of few rows of x; the first row is row `block_row` of the packed matrix."""
-    if EPILOGUE == SWIGLU:
+    if EPILOGUE >= SILU:
         _finish_gated(
-            y, block_row, 0, unscale_ptr, out_ptr, out_unscale_ptr, N, T, gain, reach, WARPS, TB
+            y, block_row, 0, unscale_ptr, out_ptr, out_unscale_ptr, N, T, gain, reach, WARPS, TB, EPILOGUE
         )  # fmt: skip
     else:
         row = block_row + gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
@@ -144,11 +140,11 @@ def store_block(
             far, block_row, token0 + TB // 2, unscale_ptr, residual_ptr, out_ptr, out_unscale_ptr, rows, first, N, T,
             gain, reach, WARPS, TB // 2, PAIRED, EPILOGUE, PART,
         )  # fmt: skip
-    elif EPILOGUE == SWIGLU:
+    elif EPILOGUE >= SILU:
         MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
         _finish_gated(
             gl.convert_layout(y, MMA, assert_trivial=True), block_row, token0, unscale_ptr, out_ptr, out_unscale_ptr, N,
-            T, gain, reach, WARPS, TB,
+            T, gain, reach, WARPS, TB, EPILOGUE,
         )  # fmt: skip
     else:
         _finish_rows(

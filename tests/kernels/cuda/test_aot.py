@@ -172,7 +172,7 @@ work = variants([80, 89, 90], "mistral-7b, v and down Q4_K, decode")
 keys = [f"{arch} {launches(v.case, arch)[v.launch].key}" for v in work for arch in v.archs]
 names = {launches(v.case, v.archs[0])[v.launch].name for v in work}
 assert len(keys) == len(set(keys)) and all(v.decode for v in work)
-assert {"matvec_kernel", "swiglu_kernel"} <= names, names
+assert {"matvec_kernel", "glu_kernel"} <= names, names
 assert {v.archs for v in work} == {(80, 89), (90,)}
 """
     done = subprocess.run(
@@ -255,7 +255,7 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     assert {
         "fused_kernel",
         "float_matmul_kernel",
-        "swiglu_products_kernel",
+        "glu_products_kernel",
         "choose_from_all_kernel",
         "settle_kernel",
     } <= {name for name, _ in found}

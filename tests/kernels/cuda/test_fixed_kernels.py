@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda import rms_norm as rms_norm_module
@@ -15,11 +16,11 @@ from quengine.kernels.cuda.attention.rope import rope_store
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import matmul as matmul_module
 from quengine.kernels.cuda.gemm.half import HalfRows
-from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
+from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul, matmul_glu, matmul_norm
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
-from quengine.kernels.glu import glu as swiglu
+from quengine.kernels.glu import glu
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
@@ -90,9 +91,10 @@ def test_a_models_matmuls_neither(name: str, rows: int, cols: int, device: torch
         assert torch.equal(matmul(x[:count].contiguous(), weight, space), most[:count]), count
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [256, 192] if ON_GPU else [32])
 @pytest.mark.usefixtures("way")
-def test_a_swiglus_row_neither(width: int, device: torch.device) -> None:
+def test_a_glus_row_neither(width: int, activation: Activation, device: torch.device) -> None:
     """A width that Hopper's kernel writes as the next one's rows, and one that it does not."""
     gate, up = ordinary_weight("Q8_0", width, 128), ordinary_weight("Q8_0", width, 128, 1)
     packed, space = pack([gate, up], device, paired=True), room(device)
@@ -101,10 +103,11 @@ def test_a_swiglus_row_neither(width: int, device: torch.device) -> None:
     def rows_of(y: torch.Tensor | HalfRows) -> torch.Tensor:
         return y.dequantize(width) if isinstance(y, HalfRows) else y
 
-    most = rows_of(matmul_swiglu(x.to(device), packed, space)).clone()
-    assert nmse(most, swiglu(exact(x, [gate, up]))) < 4 * FP16_ROUNDING
+    most = rows_of(matmul_glu(x.to(device), packed, space, activation)).clone()
+    assert nmse(most, glu(exact(x, [gate, up]), activation)) < 4 * FP16_ROUNDING
     for rows in ROWS:
-        assert torch.equal(rows_of(matmul_swiglu(x[:rows].to(device), packed, space)), most[:rows]), rows
+        few = rows_of(matmul_glu(x[:rows].to(device), packed, space, activation))
+        assert torch.equal(few, most[:rows]), rows
 
 
 @pytest.mark.usefixtures("way")

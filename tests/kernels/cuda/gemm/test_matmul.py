@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm import matmul as module
@@ -13,8 +14,8 @@ from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_rows, half_shap
 from quengine.kernels.cuda.gemm.matmul import (
     MatmulWorkspace,
     matmul,
+    matmul_glu,
     matmul_norm,
-    matmul_swiglu,
 )
 from quengine.kernels.cuda.rms_norm import rms_norm_half
 from quengine.kernels.cuda.weights import launch_table
@@ -22,7 +23,7 @@ from quengine.kernels.cuda.weights.expand import dequantize_part
 from quengine.kernels.cuda.weights.launch_table import FusedGeometry, WgmmaGeometry, wgmma_geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart, pack
-from quengine.kernels.glu import glu as swiglu
+from quengine.kernels.glu import glu
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
@@ -71,12 +72,10 @@ def test_every_format_within_fp16_rounding(name: str, device: torch.device) -> N
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
 @pytest.mark.usefixtures("way")
-def test_of_an_exact_workspace_weights_are_rounded_once(name: str, device: torch.device) -> None:
+def test_of_an_exact_matmul_weights_are_rounded_once(name: str, device: torch.device) -> None:
     """The rest of the error is that of the rows, which are kept from rounding here."""
     weight, x = ordinary_weight(name, 21, 256), ordinary_activations(9, 256).half().float()
-    room = workspace(device)
-    room.exact = True
-    y = matmul(x.to(device), pack(weight, device), room)
+    y = matmul(x.to(device), pack(weight, device), workspace(device), exact=True)
     assert nmse(y, expected(x, [weight])) < ROUNDED_ONCE
 
 
@@ -149,28 +148,32 @@ def test_parts_of_different_size_share_one_product(
     assert products == [(53, 256)]
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("room", [1 << 16, 20 * 256])
 @pytest.mark.usefixtures("way")
-def test_swiglu_of_a_paired_weight(room: int, device: torch.device) -> None:
+def test_glu_of_a_paired_weight(activation: Activation, room: int, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
     x = ordinary_activations(9, 256) * 0.1
-    y = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), workspace(device, room))
+    weight = pack([gate, up], device, paired=True)
+    y = matmul_glu(x.to(device), weight, workspace(device, room), activation)
     rows = y.dequantize(24) if isinstance(y, HalfRows) else y
-    assert nmse(rows, swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+    assert nmse(rows, glu(expected(x, [gate, up]), activation)) < 4 * FP16_ROUNDING
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 @pytest.mark.usefixtures("way")
-def test_swiglu_of_rows_of_any_size(size: float, device: torch.device) -> None:
+def test_glu_of_rows_of_any_size(activation: Activation, size: float, device: torch.device) -> None:
     """One row is all in one column, as far from the bound that scales the result as a row can be; one is zero."""
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
     x = ordinary_activations(9, 256)
     x[3] *= 1e-3
     x[3, 17] = 100.0
     x[4] = 0.0
-    y = matmul_swiglu((size * x).to(device), pack([gate, up], device, paired=True), workspace(device))
+    weight = pack([gate, up], device, paired=True)
+    y = matmul_glu((size * x).to(device), weight, workspace(device), activation)
     rows = y.dequantize(24) if isinstance(y, HalfRows) else y
-    exact = swiglu(expected(size * x, [gate, up]))
+    exact = glu(expected(size * x, [gate, up]), activation)
     live = [0, 1, 2, 3, 5, 6, 7, 8]
     assert nmse(rows[live], exact[live]) < 20 * FP16_ROUNDING and not rows[4].any()
 
@@ -273,6 +276,7 @@ def test_on_hopper_many_rows_are_multiplied_in_blocks(
         assert nmse(hidden, exact + kept.cpu()) < FP16_ROUNDING
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
 @pytest.mark.parametrize(
     ("rows", "geometry"),
@@ -284,10 +288,11 @@ def test_on_hopper_many_rows_are_multiplied_in_blocks(
         (127, WgmmaGeometry(16, 1, 3, True)),
     ],
 )
-def test_on_hopper_swiglu_of_few_rows(
+def test_on_hopper_glu_of_few_rows(
     rows: int,
     geometry: WgmmaGeometry,
     name: str,
+    activation: Activation,
     device: torch.device,
     hopper_takes: Callable[[WgmmaGeometry], None],
 ) -> None:
@@ -297,15 +302,17 @@ def test_on_hopper_swiglu_of_few_rows(
         gate, up = ordinary_weight(name, width, 512), ordinary_weight(name, width, 512, 1)
         x, room = ordinary_activations(rows, 512) * 0.1, workspace(device, 1 << 20)
         room.gated_half(rows, width).values.fill_(float("nan"))
-        made = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), room, pdl=True)
+        weight = pack([gate, up], device, paired=True)
+        made = matmul_glu(x.to(device), weight, room, activation, pdl=True)
         assert isinstance(made, HalfRows) and made.ordered and made.values[rows:].isnan().all()
-        assert nmse(made.dequantize(width), swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+        assert nmse(made.dequantize(width), glu(expected(x, [gate, up]), activation)) < 4 * FP16_ROUNDING
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("block", [128, 256])
-def test_on_hopper_swiglu_of_many_rows(
-    block: int, warps: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_on_hopper_glu_of_many_rows(
+    block: int, warps: int, activation: Activation, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
@@ -314,11 +321,10 @@ def test_on_hopper_swiglu_of_many_rows(
     for rows, width in ((130, 384), (1000, 3328)):
         gate, up = ordinary_weight("Q4_K", width, 256), ordinary_weight("Q4_K", width, 256, 1)
         x = ordinary_activations(rows, 256) * 0.1
-        made = matmul_swiglu(
-            x.to(device), pack([gate, up], device, paired=True), workspace(device, 1 << 20), pdl=True
-        )
+        weight = pack([gate, up], device, paired=True)
+        made = matmul_glu(x.to(device), weight, workspace(device, 1 << 20), activation, pdl=True)
         assert isinstance(made, HalfRows) and made.ordered
-        exact = swiglu(expected(x, [gate, up]))
+        exact = glu(expected(x, [gate, up]), activation)
         assert nmse(made.dequantize(width), exact) < 4 * FP16_ROUNDING
         assert torch.equal(
             made.values[:rows], HalfRows(made.row_major(width), made.unscale).as_ordered().values[:rows]
@@ -379,7 +385,6 @@ def test_on_hopper_a_matrix_of_two_parts_is_one_launch(
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(module, "launch_wgmma", None)
     room = workspace(device)
-    room.exact = exact
     for shapes in (
         (("Q4_K", 5120), ("Q6_K", 1024)),
         (("Q6_K", 72), ("IQ4_NL", 200)),
@@ -387,7 +392,7 @@ def test_on_hopper_a_matrix_of_two_parts_is_one_launch(
     ):
         parts = [ordinary_weight(name, count, 1024, seed) for seed, (name, count) in enumerate(shapes)]
         weight, x = pack(parts, device), ordinary_activations(rows, 1024)
-        made = [matmul(x.to(device), weight, room, pdl=True) for _ in range(3)]
+        made = [matmul(x.to(device), weight, room, pdl=True, exact=exact) for _ in range(3)]
         assert nmse(made[0], expected(x, parts)) < FP16_ROUNDING
         assert all(torch.equal(each, made[0]) for each in made)
 

@@ -5,17 +5,18 @@ import torch
 
 from quengine.kernels import activations as definition
 from quengine.kernels.activations import ACTIVATION_MAX
+from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import dequantize, unpack
 from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.gemv.q_dot import MOST_UNROLLED
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
 from quengine.kernels.cuda.weights.packed import pack
-from quengine.kernels.glu import glu as swiglu
+from quengine.kernels.glu import glu
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
@@ -119,16 +120,17 @@ def test_the_residual_is_added_in_place(device: torch.device) -> None:
     assert nmse(y, expected(x, [weight]) + residual) < FP32_NOISE
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("name", "width", "rows"), [("Q4_K", 32, 8), ("Q4_0", 64, 1), ("Q6_K", 32, 3)])
-def test_swiglu_is_rounded_like_the_definition(
-    name: str, width: int, rows: int, device: torch.device
+def test_glu_is_rounded_like_the_definition(
+    name: str, width: int, rows: int, activation: Activation, device: torch.device
 ) -> None:
     gate, up = ordinary_weight(name, width, 256), ordinary_weight(name, width, 256, 1)
     x = ordinary_activations(rows, 256) * 0.1
     weight = pack([gate, up], device, paired=True)
     assert weight.paired
-    y = matvec_swiglu(round_activations(x.to(device)), weight)
-    exact = swiglu(expected(x, [gate, up]))
+    y = matvec_glu(round_activations(x.to(device)), weight, activation)
+    exact = glu(expected(x, [gate, up]), activation)
     assert_rounded_close(y, exact)
 
 
@@ -138,11 +140,12 @@ def assert_rounded_close(y: RoundedActivations, exact: torch.Tensor) -> None:
     assert int(y.ints().abs().view(y.rows, -1, 32).amax(-1).min()) == ACTIVATION_MAX
 
 
-def test_swiglu_of_formats_that_cannot_share_tiles(device: torch.device) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_glu_of_formats_that_cannot_share_tiles(activation: Activation, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 32, 256, 1)
     x = ordinary_activations(2, 256) * 0.1
-    y = matvec_swiglu(round_activations(x.to(device)), pack([gate, up], device, paired=True))
-    assert_rounded_close(y, swiglu(expected(x, [gate, up])))
+    y = matvec_glu(round_activations(x.to(device)), pack([gate, up], device, paired=True), activation)
+    assert_rounded_close(y, glu(expected(x, [gate, up]), activation))
 
 
 def test_a_paired_weight_still_gives_its_rows_in_order(device: torch.device) -> None:
@@ -190,7 +193,7 @@ def test_the_default_geometry_fits_every_shape() -> None:
 
 @pytest.mark.parametrize("geometry", [(1, 2, 1), (2, 1, 1), (4, 1, 2), (8, 2, 1)])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_every_geometry_of_swiglu_rounds_whole_groups(
+def test_every_geometry_of_glu_rounds_whole_groups(
     geometry: tuple[int, int, int], rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_geometry(monkeypatch, *geometry)
@@ -199,6 +202,6 @@ def test_every_geometry_of_swiglu_rounds_whole_groups(
     scratch = RoundingScratch.empty(8, 2 * 32, device)
     weight = pack([gate, up], device, paired=True)
     for _ in range(2):
-        y = matvec_swiglu(round_activations(x.to(device)), weight, scratch=scratch)
-        assert_rounded_close(y, swiglu(expected(x, [gate, up])))
+        y = matvec_glu(round_activations(x.to(device)), weight, scratch=scratch)
+        assert_rounded_close(y, glu(expected(x, [gate, up])))
     assert not scratch.tickets.any()

@@ -7,13 +7,13 @@ from quengine.kernels import activations as definition
 from quengine.kernels.block_formats import unpack
 from quengine.kernels.cuda.gemv.activations import RmsPartials, RoundedActivations, round_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.packed import pack
-from quengine.kernels.glu import glu as swiglu
+from quengine.kernels.glu import glu
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
@@ -114,12 +114,12 @@ def test_a_float_matrix_ends_the_norm(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_swiglu_ends_the_norm(rows: int, device: torch.device) -> None:
+def test_glu_ends_the_norm(rows: int, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 64, 256), ordinary_weight("Q4_K", 64, 256, 1)
     x = ordinary_activations(rows, 256)
-    y = matvec_swiglu(begun(x, device), pack([gate, up], device, paired=True))
+    y = matvec_glu(begun(x, device), pack([gate, up], device, paired=True))
     factors = torch.rsqrt(x.double().square().mean(1, keepdim=True) + EPS)
-    wanted = swiglu(torch.cat([product(x, gate), product(x, up)], 1) * factors)
+    wanted = glu(torch.cat([product(x, gate), product(x, up)], 1) * factors)
     assert nmse(y.dequantize(), wanted) < 1e-8
 
 

@@ -1,12 +1,13 @@
-"""The gate and up projection of decode with SwiGLU and the rounding of its result, in one launch on packed weights.
+"""The gate and up projection of decode, its activation and the rounding of the result, in one launch.
 
-Definition: kernels/q_dot.py, kernels/swiglu.py, kernels/activations.py. Does not know: models, or how the launch
+Definition: kernels/q_dot.py, kernels/glu.py, kernels/activations.py. Does not know: models, or how the launch
 geometry was found (launch_table.py).
 """
 
 import triton
 import triton.language as tl
 
+from quengine.kernels.backend import Activation
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 from quengine.kernels.cuda.gemv.activations import (
     RoundedActivations,
@@ -28,21 +29,22 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     round_together,
 )
 from quengine.kernels.cuda.gemv.q_dot import row_order
-from quengine.kernels.cuda.swiglu import swiglu_rows
+from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 
 @triton.jit
-def _swiglu_kernel(
+def _glu_kernel(
     values_ptr, tickets_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr,
     low, high, scales, supers, tiles, width, T, eps,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_WARPS: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PARTIALS: tl.constexpr,
-    PDL: tl.constexpr, ASM: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate)*up of a paired matrix, rounded. A tile gives 8 outputs and a group has 32: with fewer than 4 tiles
-    to a program, its programs leave their values in `values` and the last one to draw a ticket rounds the group."""
+    """activation(gate) * up of a paired matrix, rounded. A tile gives 8 outputs and a group has 32: with fewer
+    than 4 tiles to a program, its programs leave their values in `values` and the last one to draw a ticket rounds the
+    group."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * TILES
@@ -56,7 +58,7 @@ def _swiglu_kernel(
         FMT, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN, PARTIALS, ASM,
     )  # fmt: skip
     gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
-    value = gate / (1.0 + tl.exp(-gate)) * up  # [TILES, 8, ROWS]
+    value = gated(gate, up, ACTIVATION)  # [TILES, 8, ROWS]
     order = row_order(ROWS)
     if TILES >= 4:
         GROUPS: tl.constexpr = TILES // 4
@@ -78,17 +80,18 @@ def _swiglu_kernel(
         )  # fmt: skip
 
 
-def matvec_swiglu(
+def matvec_glu(
     x: RoundedActivations,
     gate_up: PackedWeight,
+    activation: Activation = "silu",
     out: RoundedActivations | None = None,
     scratch: RoundingScratch | None = None,
     pdl: bool = False,
 ) -> RoundedActivations:
-    """silu(gate)*up of x [T, K] times a merged weight [2F, K], rounded: [T, F], F a multiple of 32.
+    """activation(gate) * up of x [T, K] times a merged weight [2F, K], rounded: [T, F], F a multiple of 32.
 
-    Takes one launch for a paired weight. Otherwise three: the matmul, SwiGLU, rounding. `scratch` and `out` avoid
-    the allocations. Raises ValueError on other shapes.
+    Takes one launch for a paired weight. Otherwise three: the matmul, the activation, rounding. `scratch` and `out`
+    avoid the allocations. Raises ValueError on other shapes.
     """
     check_rows(x, gate_up)
     width = gate_up.rows // 2
@@ -100,25 +103,30 @@ def matvec_swiglu(
         raise ValueError(f"scratch holds {list(room.values.shape)}, needs {[x.rows, 2 * width]}")
     part = gate_up.parts[0]
     if gate_up.paired and isinstance(part, PackedPart):
-        _launch_swiglu(x, part, room, rounded, pdl)
+        _launch_glu(x, part, activation, room, rounded, pdl)
         return rounded
     both = matvec(x, gate_up, out=room.values.view(-1)[: x.rows * 2 * width].view(x.rows, -1), pdl=pdl)
-    return round_activations(swiglu_rows(both, pdl=pdl), out=rounded, pdl=pdl)
+    return round_activations(glu_rows(both, activation, pdl), out=rounded, pdl=pdl)
 
 
-def _launch_swiglu(
-    x: RoundedActivations, part: PackedPart, scratch: RoundingScratch, out: RoundedActivations, pdl: bool
+def _launch_glu(
+    x: RoundedActivations,
+    part: PackedPart,
+    activation: Activation,
+    scratch: RoundingScratch,
+    out: RoundedActivations,
+    pdl: bool,
 ) -> None:
     geometry = matvec_geometry([part], "swiglu")
     squares, eps, partials = pending_norm(x)
-    _swiglu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](
+    _glu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](
         scratch.values, scratch.tickets, out.high, out.low, out.scale, out.sums,
         x.high, x.low, x.scale, x.sums, squares,
         part.low, part.high, part.scales, part.supers,
         part.tiles, part.rows // 2, x.rows, eps,
         FMT=part.layout, ROWS=kernel_rows(x.rows), K=x.cols,
         TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EARLY=geometry.early,
-        EVEN=is_even(part, geometry), PARTIALS=partials,
+        EVEN=is_even(part, geometry), PARTIALS=partials, ACTIVATION=EPILOGUES[activation],
         PDL=pdl, ASM=uses_assembly(), num_warps=geometry.warps, maxnreg=register_limit(geometry, x.rows),
         launch_pdl=pdl,
     )  # fmt: skip
