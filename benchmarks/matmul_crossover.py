@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
-from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
+from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul, matmul_glu, matmul_norm
 from quengine.kernels.cuda.rms_norm import rms_norm_half
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.expand import dequantize_part
@@ -61,7 +61,7 @@ def shape_times(
         hidden, norm = torch.randn(rows, cols, device="cuda"), torch.ones(cols, device="cuda")
         with limited(limit):
             x = rms_norm_half(hidden, norm, 1e-5, room.half_rows(rows, cols))
-            run = matmul_swiglu if name == "gate_up" else matmul
+            run = matmul_glu if name == "gate_up" else matmul
             launches = [lambda w=w, x=x, run=run: run(x, w, room, pdl=pdl) for w in weights[name]]
             repeats = max(1, 12 // len(launches))
             times[name] = graph_time(launches * repeats, 7) / len(launches) / repeats
@@ -84,7 +84,7 @@ def step_time(rows: int, layers: list[list[PackedWeight]], output: PackedWeight)
         for qkv, o, gate_up, down in layers:
             matmul(normed, qkv, room, pdl=pdl)
             stream, normed = matmul_norm(hidden, o, room, stream, norm, 1e-5, pdl=pdl)
-            gated = matmul_swiglu(normed, gate_up, room, pdl=pdl)
+            gated = matmul_glu(normed, gate_up, room, pdl=pdl)
             stream, normed = matmul_norm(gated, down, room, stream, norm, 1e-5, pdl=pdl)
         matmul(normed, output, room, pdl=pdl)
 

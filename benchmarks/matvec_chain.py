@@ -16,9 +16,9 @@ import torch
 from benchmarks.cuda_timing import graph_time, random_part
 from quengine.kernels.cuda.gemv.activations import round_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.weights.packed import PackedWeight
 
 FLOOR_RATE = 4.3e6  # bytes per microsecond
@@ -50,7 +50,7 @@ def layer_calls(
     return {
         "qkv": lambda w: matvec(normed, w["qkv"], pdl=pdl),
         "o": lambda w: matvec_norm(attended, w["o"], hidden, norm, 1e-5, scratch, pdl),
-        "gate_up": lambda w: matvec_swiglu(normed, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
+        "gate_up": lambda w: matvec_glu(normed, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
         "down": lambda w: matvec_norm(middle, w["down"], hidden, norm, 1e-5, scratch, pdl),
     }
 

@@ -21,7 +21,7 @@ import torch
 from benchmarks.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_rows
 from quengine.kernels.cuda.gemm.matmul_fused import FusedScratch
-from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu
+from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import WgmmaGeometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
@@ -81,7 +81,7 @@ def launcher(shape: Shape, weight: PackedWeight, block: int, scratch: FusedScrat
     x = half_rows(torch.randn(block, cols, device="cuda")).as_ordered()
     if kind == "swiglu":
         gated = HalfRows.empty(block, rows // 2, "cuda", Form.ORDERED)
-        return lambda: launch_wgmma_swiglu(x, part, gated, scratch, pdl=True)
+        return lambda: launch_wgmma_glu(x, part, "silu", gated, scratch, pdl=True)
     out = torch.zeros(block, rows, device="cuda")
     residual = torch.zeros_like(out) if kind == "added" else None
     return lambda: launch_wgmma(x, part, False, out, 0, scratch, residual, pdl=True)

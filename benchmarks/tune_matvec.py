@@ -21,9 +21,9 @@ import torch
 from benchmarks.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.packed import PackedWeight
@@ -60,7 +60,7 @@ def launcher(weight: PackedWeight, kind: str, x: RoundedActivations, pdl: bool):
     if kind == "swiglu":
         rounded = RoundedActivations.empty(x.rows, weight.rows // 2, "cuda")
         scratch = RoundingScratch.empty(x.rows, weight.rows, "cuda")
-        return lambda: matvec_swiglu(x, weight, out=rounded, scratch=scratch, pdl=pdl)
+        return lambda: matvec_glu(x, weight, out=rounded, scratch=scratch, pdl=pdl)
     y = torch.zeros(x.rows, weight.rows, device="cuda")
     if kind == "norm":
         norm, scratch = (

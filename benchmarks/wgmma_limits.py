@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from benchmarks.cuda_timing import random_weights
-from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul_swiglu
+from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul_glu
 from quengine.kernels.cuda.rms_norm import rms_norm_half
 
 INSTRUCTIONS = {
@@ -120,13 +120,13 @@ def sustained(rows: int, seconds: float) -> dict[str, object]:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for weight in weights:
-            matmul_swiglu(x, weight, room, pdl=True)
+            matmul_glu(x, weight, room, pdl=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(10):
                 for weight in weights:
-                    matmul_swiglu(x, weight, room, pdl=True)
+                    matmul_glu(x, weight, room, pdl=True)
         time.sleep(1)
         launches = 10 * len(weights)
         count = max(40, int(seconds / (launches * 30e-6)))
