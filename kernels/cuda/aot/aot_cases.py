@@ -157,7 +157,8 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
 def cases() -> list[Case]:
     """All cases, those that take longest first."""
     return [
-        *_model_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(), *_sampling_cases()
+        *_model_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(),
+        *_sampling_cases(),
     ]  # fmt: skip
 
 
@@ -188,6 +189,13 @@ def _model_cases() -> Iterator[Case]:
             yield Case(f"smollm2-135m, prompt of {rows}", False, (90,), partial(small, _prefill(rows)))
         ends = partial(_ends, "Q8_0", "Q8_0", 49152, 576, _step(rows))
         yield Case(f"smollm2-135m, embedding and output, {_rows(rows)}", rows == 1, (90,), ends)
+
+
+def _block_cases() -> Iterator[Case]:
+    """Blocks with norms behind them, with and without norms in front."""
+    for rows in (1, 16, 64, ODD_ROWS):
+        call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
+        yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
 
 
 def _type_cases() -> Iterator[Case]:
@@ -310,6 +318,22 @@ def _layer(
     x = backend.linear_add(batch, mixed, output, x, norm)
     x = backend.linear_add(batch, backend.norm_glu(batch, x, norm, gate_up), down_weight, x, norm)
     backend.norm_linear(batch, x, norm, qkv, added)  # as the next layer does, whose norm has been begun
+
+
+def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """What Gemma 3 launches (a scaled embedding, norms on both sides of a block, GELU), then OLMo 2 (norms behind the
+    blocks alone), without attention."""
+    norm = RMSNorm(_empty(hidden), EPS)
+    gate_up = backend.gate_up_weight(_tensor(name, ffn, hidden), _tensor(name, ffn, hidden))
+    down_weight = backend.weight([_tensor(down, hidden, ffn)])
+    x = backend.embed(batch, backend.weight([_tensor(down, 2 * hidden, hidden)]), hidden**0.5)
+    for _ in range(2):  # of the first layer alone the norm is a launch of its own
+        gated = backend.norm_glu(batch, x, norm, gate_up, "gelu_tanh")
+        x = backend.linear_add(batch, gated, down_weight, x, norm, norm)
+    x = _empty(len(batch), hidden)
+    backend.norm_linear(batch, x, None, backend.weight([_tensor(name, hidden, hidden)]))
+    gated = backend.norm_glu(batch, x, None, gate_up)
+    backend.linear_add(batch, gated, down_weight, x, None, norm)
 
 
 def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, backend: MetaBackend) -> None:
