@@ -21,8 +21,8 @@ from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.kv_store import KVStore
 from quengine.kernels.cuda.attention.rope import rope_store
-from quengine.kernels.cuda.gemm.half import Form, HalfRows
-from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.kv.kv_q8_0 import quantize_rows
 from quengine.kernels.rope import RopeSpec, rope_table
@@ -69,7 +69,7 @@ def time_decode(spec: AttentionSpec, caches: list[KVStore], depth: int, pdl: boo
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
     workspace = arguments.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
-    out = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
+    out = QuantizedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
     return graph_us(
         [
             lambda cache=cache: decode.attention_decode_round(
@@ -119,9 +119,9 @@ def time_paged(spec: AttentionSpec, depth: int, batch: int, q8_0: bool, rounds: 
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
     workspace = arguments.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
-    rounded = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
-    half = HalfRows.empty(batch, HEADS * HEAD_DIM, DEVICE, Form.ORDERED)
-    half.unscale.fill_(1)
+    rounded = QuantizedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
+    half = Fp16Operand.empty(batch, HEADS * HEAD_DIM, DEVICE, OperandLayout.WGMMA)
+    half.row_scale.fill_(1)
 
     def launch(pool: KVStore) -> None:
         if rounds:

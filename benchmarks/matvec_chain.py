@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.cuda_timing import graph_time, random_part
-from quengine.kernels.cuda.gemv.activations import round_activations
+from quengine.kernels.cuda.gemv.activations import quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
-from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
+from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.weights.packed import PackedWeight
 
 FLOOR_RATE = 4.3e6  # bytes per microsecond
@@ -44,9 +44,9 @@ def layer_calls(
 ) -> dict[str, Callable[[dict[str, PackedWeight]], object]]:
     """The launches of a layer on given weights, in order; their inputs are any numbers."""
     hidden, norm = torch.randn(rows, 4096, device="cuda"), torch.ones(4096, device="cuda")
-    attended, middle = (round_activations(torch.randn(rows, n, device="cuda")) for n in (4096, 14336))
-    scratch = RoundingScratch.empty(rows, 2 * 14336, "cuda")
-    normed = matvec_norm(attended, first["o"], hidden, norm, 1e-5, scratch).normed
+    attended, middle = (quantize_activations(torch.randn(rows, n, device="cuda")) for n in (4096, 14336))
+    scratch = QuantizationScratch.empty(rows, 2 * 14336, "cuda")
+    normed = matvec_norm(attended, first["o"], hidden, norm, 1e-5, scratch).rms_normed
     return {
         "qkv": lambda w: matvec(normed, w["qkv"], pdl=pdl),
         "o": lambda w: matvec_norm(attended, w["o"], hidden, norm, 1e-5, scratch, pdl),
@@ -60,7 +60,7 @@ def measure(rows: int, pdl: bool) -> None:
     layers = [layer(i % 2 == 0) for i in range(LAYERS)]
     output = PackedWeight((random_part("Q6_K", 32000, 4096),))
     calls = layer_calls(rows, layers[0], pdl)
-    normed = round_activations(torch.randn(rows, 4096, device="cuda"))
+    normed = quantize_activations(torch.randn(rows, 4096, device="cuda"))
     table = []
     for name, call in calls.items():
         for kind, chosen in (("Q6", layers[0::2]), ("Q4", layers[1::2])):

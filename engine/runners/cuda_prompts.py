@@ -205,7 +205,7 @@ class PromptGraphs:
 
     def _board(self, size: StepSize) -> Board:
         longest = min(size.rows, self.decoder.chunk_size)
-        tile = tile_rows(self.decoder.config.head_dim, longest, self._device, self._backend.fixed_kernels)
+        tile = tile_rows(self.decoder.config.head_dim, longest, self._device, self._backend.batch_invariant)
         return Board(size, longest, tile, self.cache.ctx_size, self.cache.padding_block, self._device)
 
     def _forget_stale(self) -> None:

@@ -130,7 +130,7 @@ class Rehearsal:
         shape = (self.decoder.config, self.decoder.bytes_per_token, blocks_of_rows, stored)
         batches = (self.buckets[-1], self.draft_rows)
         backend = self.decoder.backend
-        fixed = ("fixed",) if isinstance(backend, CudaBackend) and backend.fixed_kernels else ()
+        fixed = ("fixed",) if isinstance(backend, CudaBackend) and backend.batch_invariant else ()
         return marker(torch.cuda.get_device_name(self.device), *shape, *batches, *fixed)
 
     @property

@@ -1,8 +1,7 @@
 """Embedding rows of a packed matrix on CUDA: the rows of given tokens, dequantized, in one launch.
 
 Reads the planes that the matmul reads, so a model whose embedding is also its output matrix keeps one copy. Of a
-tile of 16 rows only the four lanes that hold the wanted row are run, and a lane stores four columns at a time. Knows
-planes and ids; not what follows.
+tile of 16 rows only the four lanes that hold the wanted row are run, and a lane stores four columns at a time.
 """
 
 import torch
@@ -18,6 +17,7 @@ from quengine.kernels.cuda.gemm.fragments import (
     super_scales,
 )
 from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 
 _MAX_CHUNKS = 32
@@ -33,24 +33,11 @@ def _byte(word, at: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def _embedding_kernel(
-    id_ptr,
-    low_ptr,
-    high_ptr,
-    scale_ptr,
-    super_ptr,
-    out_ptr,
-    rows,
-    chunks,
-    K: tl.constexpr,
-    SCALE: tl.constexpr,
-    FMT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ASM: tl.constexpr,
+    id_ptr, low_ptr, high_ptr, scale_ptr, super_ptr, out_ptr, rows, chunks,
+    K: tl.constexpr, SCALE: tl.constexpr, FMT: tl.constexpr, CHUNKS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+):  # fmt: skip
+    wait_then_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)  # an id outside the vocabulary gives a row of NaN, never a wrong read
@@ -99,9 +86,7 @@ def _float_rows_kernel(
     id_ptr, weight_ptr, out_ptr, rows,
     K: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_then_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)
@@ -143,20 +128,7 @@ def _launch_float(part: FloatPart, ids: torch.Tensor, scale: float, out: torch.T
 def _launch_packed(part: PackedPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool) -> None:
     chunks = min(_MAX_CHUNKS, max(8, triton.next_power_of_2(part.chunks)))
     _embedding_kernel[(len(ids), triton.cdiv(part.chunks, chunks))](
-        ids,
-        part.low,
-        part.high,
-        part.scales,
-        part.supers,
-        out,
-        part.rows,
-        part.chunks,
-        K=part.cols,
-        SCALE=scale,
-        FMT=part.layout,
-        CHUNKS=chunks,
-        ASM=uses_assembly(),
-        PDL=pdl,
-        num_warps=max(1, chunks * 4 // 32),
-        launch_pdl=pdl,
-    )
+        ids, part.low, part.high, part.scales, part.supers, out, part.rows, part.chunks,
+        K=part.cols, SCALE=scale, FMT=part.layout, CHUNKS=chunks, ASM=uses_assembly(), PDL=pdl,
+        num_warps=max(1, chunks * 4 // 32), launch_pdl=pdl,
+    )  # fmt: skip

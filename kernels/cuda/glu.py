@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.backend import Activation
-from quengine.kernels.cuda.gemm.half import HalfRows, Products
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct
 from quengine.kernels.cuda.launch.relaunch import Relaunched
+from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.packed import PackedPart
 
 ROWS, RESIDUAL = tl.constexpr(0), tl.constexpr(1)
@@ -40,9 +41,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 def _glu_rows_kernel(
     x_ptr, out_ptr, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    launch_then_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -62,52 +61,56 @@ def glu_rows(gate_up: Tensor, activation: Activation, pdl: bool = False) -> Tens
 
 
 @triton.jit
-def product_scales(unscale, reach):
-    """(scale, unscale) of the fp16 rows activation(gate) * up, powers of two, given the unscale of those rows of x and
-    `reach_of` the weight.
+def product_scales(row_scale, bound):
+    """(factor, row scale) of the fp16 rows activation(gate) * up, powers of two, given the row scales of x and
+    `product_bound` of the weight.
 
-    No gate or up value exceeds unscale * reach < 2^above. Either activation is the gate divided by 1 + exp(-z) >= 1, so
-    no larger than the gate: the products are below 2^(2 * above), and scaled below 2^15.
+    No gate or up value exceeds row_scale * bound < 2^above. Either activation is the gate divided by 1 + exp(-z) >= 1,
+    so no larger than the gate: the products are below 2^(2 * above), and scaled below 2^15.
     """
-    above = ((unscale * reach).to(tl.int32, bitcast=True) >> 23) - 126
+    above = ((row_scale * bound).to(tl.int32, bitcast=True) >> 23) - 126
     above = tl.minimum(tl.maximum(above, -55), 70)
     scale = ((15 - 2 * above + 127) << 23).to(tl.float32, bitcast=True)
     return scale, ((2 * above - 15 + 127) << 23).to(tl.float32, bitcast=True)
 
 
-def reach_of(part: PackedPart) -> float:
+def product_bound(part: PackedPart) -> float:
     """A bound on scaled fp16 rows times rows of a part: |x| |w| (Cauchy-Schwarz)."""
     return 2.0**14 * math.sqrt(part.cols) * part.norm
 
 
 @Relaunched
 @triton.jit
-def _glu_products_kernel(
-    z_ptr, unscale_ptr, out_ptr, out_unscale_ptr, width, stride, first, inverse_gain, reach,
+def _glu_product_kernel(
+    z_ptr, row_scale_ptr, out_ptr, out_row_scale_ptr, width, stride, first, inverse_weight_scale, bound,
     BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    unscale = tl.load(unscale_ptr + row)
-    out_scale, out_unscale = product_scales(unscale, reach)
+    row_scale = tl.load(row_scale_ptr + row)
+    out_scale, out_row_scale = product_scales(row_scale, bound)
     if tl.program_id(1) == 0:
-        tl.store(out_unscale_ptr + row, out_unscale)
-    gate = tl.load(z_ptr + row * 2 * width + column, mask=inside, other=0.0) * (unscale * inverse_gain)
-    up = tl.load(z_ptr + row * 2 * width + width + column, mask=inside, other=0.0) * (unscale * inverse_gain)
+        tl.store(out_row_scale_ptr + row, out_row_scale)
+    gate = tl.load(z_ptr + row * 2 * width + column, mask=inside, other=0.0) * (
+        row_scale * inverse_weight_scale
+    )
+    up = tl.load(z_ptr + row * 2 * width + width + column, mask=inside, other=0.0) * (
+        row_scale * inverse_weight_scale
+    )
     y = gated(gate, up, ACTIVATION) * out_scale
     tl.store(out_ptr + row * stride + first + column, y.to(tl.float16), mask=inside)
 
 
-def glu_products(z: Products, activation: Activation, reach: float, out: HalfRows, first: int) -> None:
+def glu_product(z: ScaledProduct, activation: Activation, bound: float, out: Fp16Operand, first: int) -> None:
     """activation(gate) * up of products [T, 2n], n gate columns and their up columns, into columns first .. of out,
     scaled fp16 [T, F].
 
-    The scale of a row of `out` follows from a bound on its values (`reach_of` the weight), so that no pass over them is
-    needed: typical values lie 2^12 to 2^26 below it, and fp16 keeps its 11 bits over 2^29.
+    The scale of a row of `out` follows from a bound on its values (`product_bound` of the weight), so that no pass over
+    them is needed: typical values lie 2^12 to 2^26 below it, and fp16 keeps its 11 bits over 2^29.
     """
     rows, width = z.values.shape[0], z.values.shape[1] // 2
-    _glu_products_kernel[(rows, -(-width // 1024))](
-        z.values, z.unscale, out.values, out.unscale, width, out.values.shape[1], first, 1.0 / z.gain, reach,
-        BLOCK=1024, ACTIVATION=EPILOGUES[activation], num_warps=4,
+    _glu_product_kernel[(rows, -(-width // 1024))](
+        z.values, z.row_scale, out.values, out.row_scale, width, out.values.shape[1], first, 1.0 / z.weight_scale,
+        bound, BLOCK=1024, ACTIVATION=EPILOGUES[activation], num_warps=4,
     )  # fmt: skip

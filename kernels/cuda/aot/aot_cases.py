@@ -16,8 +16,8 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention import attention_prefill, attention_warps
-from quengine.kernels.cuda.gemm import matmul_wgmma
-from quengine.kernels.cuda.gemm.half import Products
+from quengine.kernels.cuda.gemm import matmul_fused, matmul_wgmma
+from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda.weights import launch_table
@@ -141,6 +141,7 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
         (cuda_backend, "has_dependent_launch", lambda _: arch >= 90),
         (attention_prefill, "is_hopper", lambda _: arch >= 90),
         (attention_warps, "uses_assembly", lambda: True),
+        (matmul_fused, "uses_assembly", lambda: True),
         (matmul_wgmma, "is_hopper", lambda _: arch == 90),
         (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
     ]
@@ -260,7 +261,7 @@ def _fixed_cases() -> Iterator[Case]:
 
 
 def _fixed(call: Callable[[MetaBackend], object], backend: MetaBackend) -> None:
-    backend.fixed_kernels = True
+    backend.batch_invariant = True
     call(backend)
 
 
@@ -353,7 +354,7 @@ def _product_attention(
     heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend
 ) -> None:
     """Of a chunk whose QKV come as the matmul left them, as they do behind packed weights without biases."""
-    products = Products(_empty(len(batch), heads.width), _empty(len(batch)), 1.0)
+    products = ScaledProduct(_empty(len(batch), heads.width), _empty(len(batch)), 1.0)
     backend.weight([_tensor("Q8_0", 16, 128)])  # room for a workspace
     backend.attention(batch, products, heads.spec(), heads.layer(cache_type))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.kv_store import KVStore
 from quengine.kernels.cuda.attention.rope import rotation_arguments, rotation_constants, table_arguments
-from quengine.kernels.cuda.gemm.half import HalfRows
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 _TARGET_BLOCKS = 128
@@ -73,7 +73,7 @@ class DecodeArguments:
     pdl: bool
     block_tables: Tensor | None
     coarse: bool = False
-    half: HalfRows | None = None
+    half: Fp16Operand | None = None
 
     def __post_init__(self) -> None:
         spec, batch = self.spec, self.qkv.shape[0]
@@ -137,6 +137,6 @@ class DecodeArguments:
             "PAGED": self.block_tables is not None,
             "SLICES": self.slices,
             "ROUND": self.rounds,
-            "FORM": -1 if self.half is None else int(self.half.form),
+            "FORM": -1 if self.half is None else int(self.half.layout),
             "PDL": self.pdl,
         }

@@ -18,9 +18,9 @@ from quengine.kernels.cuda.attention.attention_arguments import DecodeArguments,
 from quengine.kernels.cuda.attention.attention_tiles import launch_tiles
 from quengine.kernels.cuda.attention.attention_warps import launch_warps, takes
 from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.cuda.gemm.half import HalfRows
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemv.activations import GROUP as ROUND_GROUP
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 
 
 def attention_decode(
@@ -62,12 +62,12 @@ def attention_decode_half(
     cache: KVStore,
     positions: torch.Tensor,
     workspace: DecodeWorkspace,
-    out: HalfRows,
+    out: Fp16Operand,
     pdl: bool = False,
     block_tables: torch.Tensor | None = None,
-) -> HalfRows:
+) -> Fp16Operand:
     """As `attention_decode` in coarse slices, to fp16 rows that need no scale, being means of what the cache holds:
-    `out.unscale` is ones, and stays so."""
+    `out.row_scale` is ones, and stays so."""
     assert out.rows == qkv.shape[0] and out.fits(spec.heads * spec.head_dim)
     outputs = (out.values, out.values, out.values, out.values)
     _launch(
@@ -84,10 +84,10 @@ def attention_decode_round(
     cache: KVStore,
     positions: torch.Tensor,
     workspace: DecodeWorkspace,
-    out: RoundedActivations,
+    out: QuantizedActivations,
     pdl: bool = False,
     block_tables: torch.Tensor | None = None,
-) -> RoundedActivations:
+) -> QuantizedActivations:
     """As `attention_decode`, with the result rounded to int16 per group of 32 as the q-dot takes it.
 
     A head that is no whole number of groups takes a second launch for the rounding.
@@ -96,7 +96,7 @@ def attention_decode_round(
     assert out.high.shape == (batch, spec.heads * spec.head_dim)
     if spec.head_dim % ROUND_GROUP:
         attention_decode(qkv, spec, cache, positions, workspace, workspace.out[:batch], pdl, block_tables)
-        return round_activations(workspace.out[:batch], out, pdl)
+        return quantize_activations(workspace.out[:batch], out, pdl)
     planes = (out.high, out.low, out.scale, out.sums)
     _launch(DecodeArguments(qkv, spec, cache, positions, workspace, planes, True, pdl, block_tables))
     return out

@@ -152,7 +152,7 @@ def _clear_from(stage, first):
 
 @gluon.jit
 def _store(out_ptr, mixed, row, width, rows, ORDERED: gl.constexpr):
-    """Store [rows, columns of a head] from `out_ptr` on; ORDERED: with the columns in order (`half_place`)."""
+    """Store [rows, columns of a head] from `out_ptr` on; ORDERED: with the columns in order (`operand_offset`)."""
     if ORDERED:
         # Thread (r, q) of a warp has columns 8 n + 2 q + e: the lowest three bits of a place lie in one thread.
         L: gl.constexpr = gl.DistributedLinearLayout(

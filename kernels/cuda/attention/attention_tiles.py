@@ -16,9 +16,9 @@ import triton.language as tl
 from quengine.kernels.cuda.attention.attention_arguments import DecodeArguments
 from quengine.kernels.cuda.attention.kv_store import BLOCK, expand_codes, load_tile, store_rows, table_rows
 from quengine.kernels.cuda.attention.rope import load_angles, load_heads, load_rotated
-from quengine.kernels.cuda.gemm.half import store_half
+from quengine.kernels.cuda.gemm.fp16_operand import store_operand
 from quengine.kernels.cuda.gemm.mma import uses_assembly
-from quengine.kernels.cuda.gemv.activations import round_group, store_rounded
+from quengine.kernels.cuda.gemv.activations import quantize_group, store_quantized
 
 ALONE = tl.constexpr(128)
 """Up to so many keys are one slice: reading them takes no longer than combining slices."""
@@ -104,18 +104,18 @@ def _store_heads(
     """Write rows [ROWS, PADDED] as heads `head` [ROWS] of the output where `live`: fp32, rounded for the q-dot, or,
     where FORM is not negative, fp16 in row `sequence` of half rows of that form."""
     if ROUND:
-        high, low, scale, sums = round_group(tl.reshape(out, [ROWS * PADDED // 32, 32]))
+        high, low, scale, sums = quantize_group(tl.reshape(out, [ROWS * PADDED // 32, 32]))
         PER_HEAD: tl.constexpr = PADDED // 32
         n = tl.arange(0, PER_HEAD)[None, :]
         group = tl.reshape(head[:, None] * (HEAD_DIM // 32) + n, [ROWS * PER_HEAD])
         inside = tl.reshape(live[:, None] & (n < HEAD_DIM // 32), [ROWS * PER_HEAD])
-        store_rounded(out_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
+        store_quantized(out_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
     else:
         d = tl.arange(0, PADDED)[None, :]
         column = head[:, None] * HEAD_DIM + d
         inside = live[:, None] & (d < HEAD_DIM)
         if FORM >= 0:
-            store_half(out_ptr, sequence, column, stride, out, inside, FORM)
+            store_operand(out_ptr, sequence, column, stride, out, inside, FORM)
         else:
             tl.store(out_ptr + column, out, mask=inside)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.kv_store import BLOCK, KVStore, store_rows, table_rows
-from quengine.kernels.cuda.gemm.half import Products
+from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.launch.relaunch import Relaunched
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
@@ -115,7 +115,7 @@ def _rope_store_kernel(
     q_norm_ptr,
     k_norm_ptr,
     query_scale_ptr,
-    unscale_ptr,
+    row_scale_ptr,
     position_ptr,
     sequence_ptr,
     table_ptr,
@@ -125,7 +125,7 @@ def _rope_store_kernel(
     k_scale_ptr,
     v_scale_ptr,
     eps,
-    inverse_gain,
+    inverse_weight_scale,
     context,
     blocks,
     qkv_stride,
@@ -159,7 +159,7 @@ def _rope_store_kernel(
         cos, sin, partner = load_angles(cos_ptr + offset, sin_ptr + offset, PADDED, ROPE_DIM, HALVES)
     scale = 1.0
     if UNSCALE:
-        scale = tl.load(unscale_ptr + token) * inverse_gain
+        scale = tl.load(row_scale_ptr + token) * inverse_weight_scale
         if NORM:  # a normed head has no scale, but its eps has
             eps /= scale * scale
     if first_head < HEADS:
@@ -217,7 +217,7 @@ def rope_warps(elements: int) -> int:
 
 
 def rope_store(
-    qkv: torch.Tensor | Products,
+    qkv: torch.Tensor | ScaledProduct,
     spec: AttentionSpec,
     cache: KVStore,
     sequence: int,
@@ -230,16 +230,16 @@ def rope_store(
     """Rotate queries and keys of T tokens of one sequence and write its keys and values to the cache.
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride, or products of that shape that are
-    unscaled here; positions: int32 [T] on the device (a position past the context is not written). With
+    not yet scaled here; positions: int32 [T] on the device (a position past the context is not written). With
     `block_table`, int32 on the device, `cache` is a pool and `sequence` 0: position p is row
     `block_table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE`. With `sequences`, int32 [T] on the device, the tokens
     are those of several, and `block_table` [sequences, blocks] has a row for each. Returns the rotated queries
     [T, heads, head_dim] fp16, in `out` where that is given, contiguous.
     With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
-    gain, unscale = 1.0, None
-    if isinstance(qkv, Products):
-        gain, unscale, qkv = qkv.gain, qkv.unscale, qkv.values
+    weight_scale, row_scale = 1.0, None
+    if isinstance(qkv, ScaledProduct):
+        weight_scale, row_scale, qkv = qkv.weight_scale, qkv.row_scale, qkv.values
     tokens = qkv.shape[0]
     kv_heads, context, head_dim = cache.k.shape[1:]
     assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
@@ -255,7 +255,7 @@ def rope_store(
     _rope_store_kernel[grid](
         qkv,
         *rotation_arguments(spec),
-        spec.cos if unscale is None else unscale,
+        spec.cos if row_scale is None else row_scale,
         positions,
         positions if sequences is None else sequences,
         table,
@@ -265,7 +265,7 @@ def rope_store(
         k_scale,
         v_scale,
         spec.eps,
-        1.0 / gain,
+        1.0 / weight_scale,
         context,
         blocks,
         qkv.stride(0),
@@ -274,7 +274,7 @@ def rope_store(
         HEAD_DIM=head_dim,
         PADDED=1 << (head_dim - 1).bit_length(),
         **rotation_constants(spec),
-        UNSCALE=unscale is not None,
+        UNSCALE=row_scale is not None,
         Q8=cache.q8_0,
         PAGED=block_table is not None,
         SEQUENCES=sequences is not None,

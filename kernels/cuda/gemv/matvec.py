@@ -4,7 +4,7 @@ Gives fp32 rows, with the residual added if there is one. Activations may come w
 to do (activations.py). Everything can be captured in a CUDA graph: no host synchronisation, and no allocation when
 `out` is given.
 
-Definition: kernels/q_dot.py. Does not know: models, or how the launch geometry was found (launch_table.py).
+Definition: kernels/q_dot.py.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemm.mma import uses_assembly
-from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.gemv.matvec_program import (
     begin_rows,
     check_rows,
@@ -25,6 +25,7 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     register_limit,
 )
 from quengine.kernels.cuda.gemv.q_dot import row_order
+from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 
@@ -118,9 +119,7 @@ def _float_kernel(
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of plain floats times one row of rounded activations, all in fp32."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    launch_then_wait(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -144,7 +143,7 @@ def _float_kernel(
 
 
 def matvec(
-    x: RoundedActivations,
+    x: QuantizedActivations,
     weight: PackedWeight,
     residual: Tensor | None = None,
     out: Tensor | None = None,
@@ -177,7 +176,7 @@ def matvec(
 
 
 def _launch_packed(
-    x: RoundedActivations,
+    x: QuantizedActivations,
     parts: list[PackedPart | FloatPart],
     paired: bool,
     residual: Tensor | None,
@@ -206,7 +205,7 @@ def _launch_packed(
 
 
 def _launch_float(
-    x: RoundedActivations, part: FloatPart, residual: Tensor | None, out: Tensor, first: int, pdl: bool
+    x: QuantizedActivations, part: FloatPart, residual: Tensor | None, out: Tensor, first: int, pdl: bool
 ) -> None:
     block = 8
     squares, eps, partials = pending_norm(x)

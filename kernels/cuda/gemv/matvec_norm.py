@@ -1,8 +1,8 @@
-"""A projection of decode that ends a residual branch and begins the RMSNorm behind it, in one launch on packed weights.
+"""A projection of decode that ends a residual branch and begins the next RMSNorm, in one launch on packed weights.
 
-Gives the new residual stream, and the same times the norm's weights, rounded for the next matmul; the row's root mean
+Gives the new residual stream, and the same times the norm's weights, quantized for the next matmul; the row's root mean
 square is left to that matmul, as partial sums of squares (activations.py). So no launch is spent on the norm.
-Definition: kernels/q_dot.py, kernels/rms_norm.py. Does not know: models, or how the launch geometry was found.
+Definition: kernels/q_dot.py, kernels/rms_norm.py.
 """
 
 import torch
@@ -11,26 +11,31 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemm.mma import prefetch, uses_assembly
-from quengine.kernels.cuda.gemv.activations import RmsPartials, RoundedActivations, round_group, store_rounded
+from quengine.kernels.cuda.gemv.activations import (
+    QuantizedActivations,
+    RmsPartials,
+    quantize_group,
+    store_quantized,
+)
 from quengine.kernels.cuda.gemv.matvec_program import (
-    RoundingScratch,
+    QuantizationScratch,
     begin_rows,
     check_rows,
     finish_rows,
     is_even,
     kernel_rows,
+    quantize_shared_group,
     register_limit,
-    round_together,
 )
 from quengine.kernels.cuda.gemv.q_dot import row_order
-from quengine.kernels.cuda.normed import NormedRows
+from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 
 @triton.jit
 def _norm_kernel(
-    values_ptr, tickets_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
+    values_ptr, arrivals_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
     x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, tiles, N, T,
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_WARPS: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
@@ -63,16 +68,16 @@ def _norm_kernel(
     value = hidden * norm
     if TILES == 1:
         tl.store(values_ptr + row * N + column, value, mask=inside)
-        round_together(
-            values_ptr, tickets_ptr, out_high, out_low, out_scale, out_sums, tile0 // 2, N, T, ROWS, 2
+        quantize_shared_group(
+            values_ptr, arrivals_ptr, out_high, out_low, out_scale, out_sums, tile0 // 2, N, T, ROWS, 2
         )  # fmt: skip
     else:
         GROUPS: tl.constexpr = TILES // 2
-        coarse, fine, scale, sums = round_group(tl.reshape(value, [ROWS * GROUPS, 32]))
+        coarse, fine, scale, sums = quantize_group(tl.reshape(value, [ROWS * GROUPS, 32]))
         group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
         place = tl.reshape(row * (N // 32) + group, [ROWS * GROUPS])
         exists = tl.reshape((row < T) & (group < N // 32), [ROWS * GROUPS])
-        store_rounded(out_high, out_low, out_scale, out_sums, place, exists, coarse, fine, scale, sums)
+        store_quantized(out_high, out_low, out_scale, out_sums, place, exists, coarse, fine, scale, sums)
 
 
 def can_begin_norm(weight: PackedWeight) -> bool:
@@ -86,14 +91,14 @@ def can_begin_norm(weight: PackedWeight) -> bool:
 
 
 def matvec_norm(
-    x: RoundedActivations,
+    x: QuantizedActivations,
     weight: PackedWeight,
     residual: Tensor,
     norm: Tensor,
     eps: float,
-    scratch: RoundingScratch | None = None,
+    scratch: QuantizationScratch | None = None,
     pdl: bool = False,
-) -> NormedRows:
+) -> RmsNormed:
     """x [T, K] times weight [D, K], plus residual fp32 [T, D], and its RMSNorm with weights `norm` fp32 [D] begun.
 
     T at most 8; `x` must have its own norm done. `scratch` avoids an allocation; `pdl`: see `matvec`. Raises
@@ -105,16 +110,16 @@ def matvec_norm(
         raise ValueError(f"a weight of {weight.rows} rows in {len(weight.parts)} parts cannot begin a norm")
     if residual.shape != (x.rows, weight.rows) or not residual.is_contiguous():
         raise ValueError(f"residual must be contiguous {[x.rows, weight.rows]}, not {list(residual.shape)}")
-    room = RoundingScratch.empty(x.rows, weight.rows, residual.device) if scratch is None else scratch
-    if room.values.numel() < x.rows * weight.rows or room.tickets.numel() * 32 < weight.rows:
+    room = QuantizationScratch.empty(x.rows, weight.rows, residual.device) if scratch is None else scratch
+    if room.values.numel() < x.rows * weight.rows or room.arrivals.numel() * 32 < weight.rows:
         raise ValueError(f"scratch holds {list(room.values.shape)}, needs {[x.rows, weight.rows]}")
     geometry = matvec_geometry([part], "norm")
     programs = triton.cdiv(part.tiles, geometry.tiles)
     hidden = torch.empty_like(residual)
     squares = torch.empty(x.rows, programs, dtype=torch.float32, device=residual.device)
-    rounded = RoundedActivations.empty(x.rows, weight.rows, residual.device)
+    rounded = QuantizedActivations.empty(x.rows, weight.rows, residual.device)
     _norm_kernel[(programs,)](
-        room.values, room.tickets, hidden, residual, norm,
+        room.values, room.arrivals, hidden, residual, norm,
         rounded.high, rounded.low, rounded.scale, rounded.sums, squares,
         x.high, x.low, x.scale, x.sums, part.low, part.high, part.scales, part.supers,
         part.tiles, part.rows, x.rows,
@@ -123,7 +128,7 @@ def matvec_norm(
         EVEN=is_even(part, geometry), PDL=pdl, ASM=uses_assembly(),
         num_warps=geometry.warps, maxnreg=register_limit(geometry, x.rows), launch_pdl=pdl,
     )  # fmt: skip
-    started = RoundedActivations(
+    started = QuantizedActivations(
         rounded.high, rounded.low, rounded.scale, rounded.sums, RmsPartials(squares, eps)
     )
-    return NormedRows(hidden, started)
+    return RmsNormed(hidden, started)

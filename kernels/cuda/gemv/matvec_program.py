@@ -1,7 +1,7 @@
-"""What the programs of the matvec kernels share: a few tiles of a packed matrix times rounded rows.
+"""What the programs of the matvec kernels share: a few tiles of a packed matrix times quantized rows.
 
 A program starts reading its weights, waits for the launch in front (dependent launch), multiplies, and adds up what
-its warps hold. Does not know: what is done with the result (matvec.py, matvec_norm.py, matvec_swiglu.py).
+its warps hold.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_group, store_rounded
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.gemv.q_dot import reduce_tile, row_order, start_tile, tile_dots
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
@@ -69,37 +69,37 @@ def finish_rows(
 
 
 @triton.jit
-def round_together(
-    values_ptr, tickets_ptr, out_high, out_low, out_scale, out_sums, group, width, T,
+def quantize_shared_group(
+    values_ptr, arrivals_ptr, out_high, out_low, out_scale, out_sums, group, width, T,
     ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Round group `group` of 32 outputs, which PROGRAMS programs share: each has just stored its part of the rows of
-    `values` [T, width] and draws a ticket; the last one rounds the whole."""
+    """Quantize group `group` of 32 outputs, which PROGRAMS programs share: each has just stored its part of the rows of
+    `values` [T, width] and counts its arrival; the last one quantizes the whole."""
     tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-    ticket = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
-    if ticket == PROGRAMS - 1:
+    arrival = tl.atomic_add(arrivals_ptr + group, 1, sem="acq_rel", scope="gpu")
+    if arrival == PROGRAMS - 1:
         rows = tl.arange(0, ROWS)
         at = rows[:, None] * width + group * 32 + tl.arange(0, 32)[None, :]
         # Other programs wrote these: not from this multiprocessor's own cache.
         values = tl.load(values_ptr + at, mask=(rows < T)[:, None], other=0.0, cache_modifier=".cg")
-        coarse, fine, scale, x_sums = round_group(values)
+        coarse, fine, scale, x_sums = quantize_group(values)
         place = rows * (width // 32) + group
-        store_rounded(
+        store_quantized(
             out_high, out_low, out_scale, out_sums, place, rows < T, coarse, fine, scale, x_sums
         )  # fmt: skip
-        tl.store(tickets_ptr + group, 0)
+        tl.store(arrivals_ptr + group, 0)
 
 
 @dataclass(frozen=True)
-class RoundingScratch:
-    """Room for `round_together`, reusable by every call of one stream: values fp32 and one ticket, int32, for each 32
-    outputs. Tickets are zero between launches."""
+class QuantizationScratch:
+    """Memory of `quantize_shared_group`, reusable by every call of one stream: values fp32 and an arrival counter,
+    int32, for each 32 outputs. Counters are zero between launches."""
 
     values: Tensor
-    tickets: Tensor
+    arrivals: Tensor
 
     @classmethod
-    def empty(cls, rows: int, width: int, device: torch.device | str) -> "RoundingScratch":
+    def empty(cls, rows: int, width: int, device: torch.device | str) -> "QuantizationScratch":
         """For up to `rows` rows of up to `width` values."""
         return cls(
             torch.empty(rows, width, dtype=torch.float32, device=device),
@@ -107,7 +107,7 @@ class RoundingScratch:
         )
 
 
-def check_rows(x: RoundedActivations, weight: PackedWeight) -> None:
+def check_rows(x: QuantizedActivations, weight: PackedWeight) -> None:
     """Raises ValueError where the shapes do not fit."""
     if x.cols != weight.cols:
         raise ValueError(f"activations of width {x.cols} for weights of width {weight.cols}")
@@ -128,7 +128,7 @@ def is_even(part: PackedPart, geometry: Geometry) -> bool:
     return part.tiles % geometry.tiles == 0 and part.chunks % geometry.k_warps == 0
 
 
-def pending_norm(x: RoundedActivations) -> tuple[Tensor, float, int]:
+def pending_norm(x: QuantizedActivations) -> tuple[Tensor, float, int]:
     """What is left to do of the rows' norm, as kernels take it: partial sums of squares, eps, and how many sums a row
     has, 0 where its norm is done (the tensor is then any)."""
     return (x.scale, 0.0, 0) if x.rms is None else (x.rms.squares, x.rms.eps, x.rms.squares.shape[1])

@@ -5,9 +5,8 @@ bytes, and one product takes both: column 2q of the B operand holds high bytes a
 inner indices of quad lane q alone (block-diagonal). So four groups (one a quad lane, see layout.py) are multiplied at
 once without being mixed, and D's columns 2q, 2q + 1 land in lane q, which holds the scales of that group. Exact.
 
-The fp32 order is fixed by the weight's shape: sets within a chunk, a warp's chunks, the quad's lanes, the K warps.
-
-Does not know: where the rows go, or what is done with them (matvec.py).
+The fp32 order follows from the weight's shape alone: sets within a chunk, a warp's chunks, the quad's lanes, the K
+warps.
 """
 
 import triton
@@ -210,7 +209,7 @@ def start_tile(
     planes, tile, tiles, k_warp, lane,
     FMT: tl.constexpr, K: tl.constexpr, K_WARPS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Start reading the first AHEAD chunks of this thread's share: what a launch can do before it waits for its
+    """Start reading the first AHEAD chunks of this thread's columns: what a launch can do before it waits for its
     activations. Parameters: see `tile_dots`."""
     CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
     ROUNDS: tl.constexpr = (CHUNKS + K_WARPS - 1) // K_WARPS
@@ -226,12 +225,12 @@ def tile_dots(
     FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, K_WARPS: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Sums of this thread's share of K for weight rows r and r + 8 of its tile: 2*ROWS fp32, rows of x outermost.
+    """Sums of this thread's part of K for weight rows r and r + 8 of its tile: 2*ROWS fp32, rows of x outermost.
 
     `planes`: the four plane pointers of the matrix. Warp `k_warp` of K_WARPS takes chunks k_warp, k_warp + K_WARPS,
     ...; AHEAD of them are read before they are used, the first ones by `start_tile`, whose result is `queue`.
-    EARLY: the activations of the next chunk are asked for before the weights behind them. Loads come back in order, so
-    near ones asked for behind far ones wait; but they take 20 registers, which can cost more.
+    EARLY: the activations of the next chunk are loaded before the weights after them. Loads come back in order, so
+    near ones issued after far ones wait; but they take 20 registers, which can cost more.
     More than two rows, or more than MOST_UNROLLED chunks a warp, run as a loop, one chunk ahead, whatever AHEAD and
     EARLY say.
     EVEN: no tile and no chunk lies past the edge. ROWS is 1, 2, 4 or 8 and at least T.

@@ -208,8 +208,13 @@ from quengine.kernels.cuda.aot import aot
 for v in aot.variants([90]):
     launch = aot.launches(v.case, 90)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
-    flags = ("TB", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT", "FIXED",
-        "ROUND", "WINDOW", "TILED", "SEQUENCES", "REGISTERS")
+    program = launch.arguments.get("P")
+    if program is not None:
+        given["EXACT"] = getattr(program, "flags", program).exact
+        given["EPILOGUE"] = getattr(program, "flags", program).epilogue
+        given["TB"] = getattr(program, "block", 0)
+    flags = ("TB", "KIND", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
+        "FIXED", "ROUND", "WINDOW", "TILED", "SEQUENCES", "REGISTERS")
     given["REGISTERS"] = launch.options.get("maxnreg")
     print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
 """
@@ -230,14 +235,18 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
 
     blocks, forms = ("8", "16", "32", "64", "128"), ("0", "1", "2")
     truths = ("False", "True")
-    assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") == set(product(blocks, forms, truths))
+    assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(blocks, forms, truths))
     assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
     assert met("fused_kernel", "EXACT") == {(x,) for x in truths}
     both = {(first, second) for first in truths for second in truths}
     assert met("rope_store_kernel", "PAGED", "Q8", "UNSCALE") == {("True", *pair) for pair in both}
     assert met("rope_store_kernel", "QUERY_SCALE", "UNSCALE") == both
     assert met("attention_prefill_kernel", "FIXED") == {(x,) for x in truths}
-    assert met("wgmma_blocks_kernel", "TB", "EPILOGUE") == set(product(("128", "256"), forms))
+    assert met("wgmma_blocks_kernel", "TB", "EPILOGUE") >= set(product(("128", "256"), forms))
+    gelu = {
+        epilogue for (epilogue,) in met("wgmma_kernel", "EPILOGUE") | met("wgmma_blocks_kernel", "EPILOGUE")
+    }
+    assert gelu == {"0", "1", "2", "3"}
     assert met("attention_prefill_kernel", "FIXED", "TILED") == both
     assert met("rope_store_kernel", "SEQUENCES", "UNSCALE") == both
     outs = {("torch.float16",), ("torch.float32",)}
@@ -250,12 +259,13 @@ def test_what_batches_and_paged_caches_launch_is_compiled() -> None:
     assert met("attention_warps_kernel", "ROUND", "FORM") >= {("True", "-1"), ("False", "2")}
     assert ("1", "True") in met("attention_warps_kernel", "WINDOW", "PAGED")
     assert met("attention_warps_kernel", "REGISTERS") == {("128",), ("255",)}
-    assert {form for (form,) in met("rms_norm_kernel", "FORM")} == {"0", "1", "2"}
-    assert met("norm_ordered_kernel", "PDL") == {("True",)}
+    assert {form for (form,) in met("rms_norm_kernel", "KIND")} == {"0", "1", "2"}
+    assert {kind for (kind,) in met("post_norm_add_kernel", "KIND")} == {"0", "1", "2"}
+    assert met("norm_wgmma_kernel", "PDL") == {("True",)}
     assert {
         "fused_kernel",
         "float_matmul_kernel",
-        "glu_products_kernel",
+        "glu_product_kernel",
         "choose_from_all_kernel",
         "settle_kernel",
     } <= {name for name, _ in found}

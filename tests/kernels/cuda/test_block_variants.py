@@ -7,8 +7,8 @@ import torch
 from quengine.kernels.backend import Activation
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.gemm import matmul as matmul_module
-from quengine.kernels.cuda.normed import NormedRows
+from quengine.kernels.cuda.gemm import workspace as workspace_module
+from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
@@ -35,8 +35,8 @@ def backend(
     if device.type == "cpu":
         monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
     if request.param == "dequantized":
-        monkeypatch.setattr(matmul_module, "uses_wgmma", lambda *_: False)
-        monkeypatch.setattr(matmul_module, "fused_limit", lambda _: 0)
+        monkeypatch.setattr(workspace_module, "uses_wgmma", lambda *_: False)
+        monkeypatch.setattr(workspace_module, "fused_limit", lambda _: 0)
     return CudaBackend(device, request.param == "batch-invariant")
 
 
@@ -53,7 +53,7 @@ def exact(given: RMSNorm | None) -> RMSNorm | None:
 
 
 def budget(backend: CudaBackend, rows: int) -> float:
-    return BUDGET["q-dot" if rows == 1 and not backend.fixed_kernels else "fp16"]
+    return BUDGET["q-dot" if rows == 1 and not backend.batch_invariant else "fp16"]
 
 
 def plain(x: object) -> torch.Tensor:
@@ -131,8 +131,8 @@ def after_post_norm(
         on(backend, norm(HIDDEN, 2)) if next_ else None,
         on(backend, norm(HIDDEN, 1)),
     )
-    if isinstance(result, NormedRows):
-        return result.hidden, plain(result.normed)[:, :HIDDEN]
+    if isinstance(result, RmsNormed):
+        return result.hidden, plain(result.rms_normed)[:, :HIDDEN]
     return result, None
 
 

@@ -16,7 +16,7 @@ from quengine.kernels.cuda.attention.attention_prefill import (
 )
 from quengine.kernels.cuda.attention.kv_store import KVStore
 from quengine.kernels.cuda.attention.rope import rope_store
-from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_shape
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from tests.kernels.cuda.attention.attention_cases import make_spec
@@ -100,9 +100,11 @@ def test_blocks_of_a_pool_and_ordered_rows_have_the_same_bits(
         plain = attention_prefill(q, spec, own, 0, start)
         paged = attention_prefill(q, spec, pool, 0, start, block_table=table, pdl=True)
         assert torch.equal(plain, paged)
-        room = torch.zeros(half_shape(length, 512, Form.ORDERED), dtype=torch.float16, device=device)
+        room = torch.zeros(
+            operand_shape(length, 512, OperandLayout.WGMMA), dtype=torch.float16, device=device
+        )
         attention_prefill(q, spec, own, 0, start, ordered=room)
-        assert torch.equal(room[:length], HalfRows(plain, plain[:, 0]).as_ordered().values[:length])
+        assert torch.equal(room[:length], Fp16Operand(plain, plain[:, 0]).as_wgmma().values[:length])
         assert not room[length:].any(), "rows behind the last were written"
         assert torch.equal(attention_prefill(q, spec, own, 0, start, in_place=True), plain)
         start += length
@@ -128,11 +130,11 @@ def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> Non
         qkv, spec, pool, 0, batch.positions, block_table=batch.block_tables, sequences=prompts.sequences
     )
     assert stores_ordered(pool, prompts, len(qkv))
-    room = torch.zeros(half_shape(len(qkv), 512, Form.ORDERED), dtype=torch.float16, device=device)
+    room = torch.zeros(operand_shape(len(qkv), 512, OperandLayout.WGMMA), dtype=torch.float16, device=device)
     attention_prefill(
         q, spec, pool, 0, 0, block_table=batch.block_tables, prompts=prompts, ordered=room, pdl=True
     )
-    together = HalfRows(room, torch.ones(len(qkv), device=device), Form.ORDERED).row_major(512)
+    together = Fp16Operand(room, torch.ones(len(qkv), device=device), OperandLayout.WGMMA).row_major(512)
     for sequence, (rows, start, _) in enumerate(batch.chunks()):
         at = torch.arange(start, start + lengths[sequence], dtype=torch.int32, device=device)
         alone = rope_store(qkv[rows], spec, own[sequence], 0, at)

@@ -11,7 +11,7 @@ from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode, attention_decode_round
 from quengine.kernels.cuda.attention.attention_tiles import combine_heads
 from quengine.kernels.cuda.attention.kv_store import KVStore
-from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
@@ -176,7 +176,7 @@ def test_rounded_output_is_the_output_rounded(heads: int, kv_heads: int, head_di
     workspace = DecodeWorkspace.allocate(2, heads, kv_heads, head_dim, DEVICE)
     plain = torch.empty(2, heads * head_dim, device=DEVICE)
     attention_decode(qkv, spec, cache_of(2, kv_heads, head_dim, False), positions, workspace, plain)
-    rounded = RoundedActivations.empty(2, heads * head_dim, DEVICE)
+    rounded = QuantizedActivations.empty(2, heads * head_dim, DEVICE)
     attention_decode_round(qkv, spec, cache_of(2, kv_heads, head_dim, False), positions, workspace, rounded)
     step = rounded.scale.repeat_interleave(32, dim=1)
     assert bool(((rounded.dequantize() - plain).abs() <= step * 0.51).all())

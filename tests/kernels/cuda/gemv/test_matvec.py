@@ -7,10 +7,10 @@ from quengine.kernels import activations as definition
 from quengine.kernels.activations import ACTIVATION_MAX
 from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import dequantize, unpack
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
-from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
+from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.gemv.q_dot import MOST_UNROLLED
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
@@ -39,7 +39,7 @@ def use_geometry(monkeypatch: pytest.MonkeyPatch, *geometry: int) -> None:
 @pytest.mark.parametrize("name", PACKED_FORMATS)
 def test_every_format_gives_the_definition(name: str, device: torch.device) -> None:
     weight, x = ordinary_weight(name, 21, 512), ordinary_activations(1, 512)
-    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weight, device))
     assert y.dtype == torch.float32
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
 
@@ -47,7 +47,7 @@ def test_every_format_gives_the_definition(name: str, device: torch.device) -> N
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"])
 def test_widths_that_are_no_whole_chunks(name: str, device: torch.device) -> None:
     weight, x = ordinary_weight(name, 16, 576), ordinary_activations(2, 576)
-    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weight, device))
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
 
 
@@ -55,8 +55,8 @@ def test_widths_that_are_no_whole_chunks(name: str, device: torch.device) -> Non
 def test_a_row_does_not_depend_on_the_batch(name: str, rows: int, device: torch.device) -> None:
     weight, x = ordinary_weight(name, 16, 256), ordinary_activations(8, 256)
     packed = pack(weight, device)
-    alone = torch.cat([matvec(round_activations(row.view(1, -1).to(device)), packed) for row in x[:rows]])
-    together = matvec(round_activations(x[:rows].to(device)), packed)
+    alone = torch.cat([matvec(quantize_activations(row.view(1, -1).to(device)), packed) for row in x[:rows]])
+    together = matvec(quantize_activations(x[:rows].to(device)), packed)
     assert nmse(together, expected(x[:rows], [weight])) < FP32_NOISE
     assert torch.equal(together, alone)
 
@@ -79,7 +79,7 @@ def test_every_geometry_gives_the_definition(
 ) -> None:
     use_geometry(monkeypatch, *geometry)
     weight, x = ordinary_weight("Q4_K", 40, 1280), ordinary_activations(1, 1280)
-    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weight, device))
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
 
 
@@ -90,7 +90,7 @@ def test_more_chunks_a_warp_than_are_unrolled(
     use_geometry(monkeypatch, 1, k_warps, 2)
     assert -(-chunks // k_warps) > MOST_UNROLLED.value
     weight, x = ordinary_weight(name, 16, 256 * chunks), ordinary_activations(1, 256 * chunks)
-    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weight, device))
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
 
 
@@ -101,14 +101,14 @@ def test_parts_of_different_formats_lie_side_by_side(device: torch.device) -> No
         ordinary_weight("Q6_K", 24, 512, 2),
     ]
     x = ordinary_activations(2, 512)
-    y = matvec(round_activations(x.to(device)), pack(weights, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weights, device))
     assert nmse(y, expected(x, weights)) < FP32_NOISE
 
 
 def test_three_formats_take_more_than_one_launch(device: torch.device) -> None:
     weights = [ordinary_weight(name, 16, 256) for name in ("Q4_K", "Q6_K", "Q5_K")]
     x = ordinary_activations(1, 256)
-    y = matvec(round_activations(x.to(device)), pack(weights, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weights, device))
     assert nmse(y, expected(x, weights)) < FP32_NOISE
 
 
@@ -116,7 +116,7 @@ def test_the_residual_is_added_in_place(device: torch.device) -> None:
     weight, x = ordinary_weight("Q6_K", 40, 256), ordinary_activations(2, 256)
     residual = 100 * ordinary_activations(2, 40, seed=5)
     y = residual.clone().to(device)
-    assert matvec(round_activations(x.to(device)), pack(weight, device), residual=y, out=y) is y
+    assert matvec(quantize_activations(x.to(device)), pack(weight, device), residual=y, out=y) is y
     assert nmse(y, expected(x, [weight]) + residual) < FP32_NOISE
 
 
@@ -129,12 +129,12 @@ def test_glu_is_rounded_like_the_definition(
     x = ordinary_activations(rows, 256) * 0.1
     weight = pack([gate, up], device, paired=True)
     assert weight.paired
-    y = matvec_glu(round_activations(x.to(device)), weight, activation)
+    y = matvec_glu(quantize_activations(x.to(device)), weight, activation)
     exact = glu(expected(x, [gate, up]), activation)
     assert_rounded_close(y, exact)
 
 
-def assert_rounded_close(y: RoundedActivations, exact: torch.Tensor) -> None:
+def assert_rounded_close(y: QuantizedActivations, exact: torch.Tensor) -> None:
     assert nmse(y.dequantize(), exact) < 1e-8
     assert torch.equal(y.sums.cpu(), y.ints().cpu().view(y.rows, -1, 16).sum(-1, dtype=torch.int32))
     assert int(y.ints().abs().view(y.rows, -1, 32).amax(-1).min()) == ACTIVATION_MAX
@@ -144,14 +144,14 @@ def assert_rounded_close(y: RoundedActivations, exact: torch.Tensor) -> None:
 def test_glu_of_formats_that_cannot_share_tiles(activation: Activation, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 32, 256, 1)
     x = ordinary_activations(2, 256) * 0.1
-    y = matvec_glu(round_activations(x.to(device)), pack([gate, up], device, paired=True), activation)
+    y = matvec_glu(quantize_activations(x.to(device)), pack([gate, up], device, paired=True), activation)
     assert_rounded_close(y, glu(expected(x, [gate, up]), activation))
 
 
 def test_a_paired_weight_still_gives_its_rows_in_order(device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
     x = ordinary_activations(2, 256)
-    y = matvec(round_activations(x.to(device)), pack([gate, up], device, paired=True))
+    y = matvec(quantize_activations(x.to(device)), pack([gate, up], device, paired=True))
     assert nmse(y, expected(x, [gate, up])) < FP32_NOISE
 
 
@@ -159,7 +159,7 @@ def test_a_paired_weight_still_gives_its_rows_in_order(device: torch.device) -> 
 def test_plain_floats(name: str, device: torch.device) -> None:
     weights = [ordinary_weight(name, 13, 576), ordinary_weight("Q8_0", 16, 576)]
     x = ordinary_activations(2, 576)
-    y = matvec(round_activations(x.to(device)), pack(weights, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weights, device))
     floats = (
         definition.round_activations(x).values() @ dequantize(weights[0].format, weights[0].data).double().T
     )
@@ -169,17 +169,17 @@ def test_plain_floats(name: str, device: torch.device) -> None:
 def test_a_scale_that_is_not_finite_shows(device: torch.device) -> None:
     weight, x = ordinary_weight("Q4_0", 16, 256), ordinary_activations(1, 256)
     x[0, 3] = float("nan")
-    assert not matvec(round_activations(x.to(device)), pack(weight, device)).isfinite().any()
+    assert not matvec(quantize_activations(x.to(device)), pack(weight, device)).isfinite().any()
 
 
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     packed = pack(ordinary_weight("Q4_0", 16, 256), device)
     with pytest.raises(ValueError, match="1 to 8 rows"):
-        matvec(RoundedActivations.empty(9, 256, device), packed)
+        matvec(QuantizedActivations.empty(9, 256, device), packed)
     with pytest.raises(ValueError, match="width 128"):
-        matvec(RoundedActivations.empty(1, 128, device), packed)
+        matvec(QuantizedActivations.empty(1, 128, device), packed)
     with pytest.raises(ValueError, match="out must be"):
-        matvec(RoundedActivations.empty(1, 256, device), packed, out=torch.empty(1, 8, device=device))
+        matvec(QuantizedActivations.empty(1, 256, device), packed, out=torch.empty(1, 8, device=device))
 
 
 def test_the_default_geometry_fits_every_shape() -> None:
@@ -199,9 +199,9 @@ def test_every_geometry_of_glu_rounds_whole_groups(
     use_geometry(monkeypatch, *geometry)
     gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q4_K", 32, 256, 1)
     x = ordinary_activations(rows, 256) * 0.1
-    scratch = RoundingScratch.empty(8, 2 * 32, device)
+    scratch = QuantizationScratch.empty(8, 2 * 32, device)
     weight = pack([gate, up], device, paired=True)
     for _ in range(2):
-        y = matvec_glu(round_activations(x.to(device)), weight, scratch=scratch)
+        y = matvec_glu(quantize_activations(x.to(device)), weight, scratch=scratch)
         assert_rounded_close(y, glu(expected(x, [gate, up])))
-    assert not scratch.tickets.any()
+    assert not scratch.arrivals.any()

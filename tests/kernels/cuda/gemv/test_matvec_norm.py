@@ -5,11 +5,11 @@ import torch
 
 from quengine.kernels import activations as definition
 from quengine.kernels.block_formats import unpack
-from quengine.kernels.cuda.gemv.activations import RmsPartials, RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
-from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
+from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.packed import pack
@@ -54,15 +54,15 @@ def test_gives_the_residual_stream_and_its_norm(
     x = ordinary_activations(rows, 512)
     residual, norm = torch.randn(rows, 96), torch.rand(96) + 0.5
     normed = matvec_norm(
-        round_activations(x.to(device)), pack(weight, device), residual.to(device), norm.to(device), EPS
+        quantize_activations(x.to(device)), pack(weight, device), residual.to(device), norm.to(device), EPS
     )
     hidden = product(x, weight) + residual.double()
     assert nmse(normed.hidden, hidden) < 1e-12
-    assert nmse(normed.normed.dequantize(), rms_norm(hidden, norm.double(), EPS)) < 1e-8
+    assert nmse(normed.rms_normed.dequantize(), rms_norm(hidden, norm.double(), EPS)) < 1e-8
     # The integers are the definition's for the values before the division by the root mean square.
     wanted = definition.round_activations(normed.hidden.cpu() * norm)
-    assert torch.equal(normed.normed.ints().cpu(), wanted.a)
-    assert torch.equal(normed.normed.sums.cpu(), wanted.sums(16))
+    assert torch.equal(normed.rms_normed.ints().cpu(), wanted.a)
+    assert torch.equal(normed.rms_normed.sums.cpu(), wanted.sums(16))
 
 
 def test_programs_that_share_a_group_leave_their_tickets_as_they_found_them(
@@ -73,24 +73,24 @@ def test_programs_that_share_a_group_leave_their_tickets_as_they_found_them(
     )
     weight = pack(ordinary_weight("Q4_0", 64, 128), device)
     x, norm = ordinary_activations(2, 128).to(device), torch.ones(64, device=device)
-    scratch = RoundingScratch.empty(2, 64, device)
+    scratch = QuantizationScratch.empty(2, 64, device)
     first, second = (
-        matvec_norm(round_activations(x), weight, torch.zeros(2, 64, device=device), norm, EPS, scratch)
+        matvec_norm(quantize_activations(x), weight, torch.zeros(2, 64, device=device), norm, EPS, scratch)
         for _ in range(2)
     )
-    assert not scratch.tickets.any()
-    assert torch.equal(first.normed.dequantize(), second.normed.dequantize())
+    assert not scratch.arrivals.any()
+    assert torch.equal(first.rms_normed.dequantize(), second.rms_normed.dequantize())
     with pytest.raises(ValueError, match="scratch holds"):
-        small = RoundingScratch.empty(1, 64, device)
-        matvec_norm(round_activations(x), weight, torch.zeros(2, 64, device=device), norm, EPS, small)
+        small = QuantizationScratch.empty(1, 64, device)
+        matvec_norm(quantize_activations(x), weight, torch.zeros(2, 64, device=device), norm, EPS, small)
 
 
-def begun(x: torch.Tensor, device: torch.device, pieces: int = 3) -> RoundedActivations:
+def begun(x: torch.Tensor, device: torch.device, pieces: int = 3) -> QuantizedActivations:
     """x rounded, with the division by its root mean square left to do."""
-    rounded = round_activations(x.to(device))
+    rounded = quantize_activations(x.to(device))
     cuts = torch.tensor_split(x.double().square(), pieces, dim=1)
     squares = torch.stack([cut.sum(1) for cut in cuts], 1).float().to(device)
-    return RoundedActivations(
+    return QuantizedActivations(
         rounded.high, rounded.low, rounded.scale, rounded.sums, RmsPartials(squares, EPS)
     )
 
@@ -129,7 +129,7 @@ def test_only_whole_groups_of_one_packed_part_can_begin_a_norm(device: torch.dev
     assert not can_begin_norm(pack(ordinary_weight("F16", 64, 256), device))
     two = pack([ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 32, 256)], device)
     assert not can_begin_norm(two)
-    x = round_activations(ordinary_activations(1, 256).to(device))
+    x = quantize_activations(ordinary_activations(1, 256).to(device))
     with pytest.raises(ValueError, match="2 parts cannot begin a norm"):
         matvec_norm(x, two, torch.zeros(1, 64, device=device), torch.ones(64, device=device), EPS)
 
