@@ -59,13 +59,13 @@ def geometries(chunks: int) -> Iterator[Geometry]:
 def launcher(weight: PackedWeight, kind: str, x: QuantizedActivations, pdl: bool):  # type: ignore[no-untyped-def]
     if kind == "swiglu":
         rounded = QuantizedActivations.empty(x.rows, weight.rows // 2, "cuda")
-        scratch = QuantizationScratch.empty(x.rows, weight.rows, "cuda")
+        scratch = QuantizationScratch.empty(weight.rows, "cuda")
         return lambda: matvec_glu(x, weight, out=rounded, scratch=scratch, pdl=pdl)
     y = torch.zeros(x.rows, weight.rows, device="cuda")
     if kind == "norm":
         norm, scratch = (
             torch.ones(weight.rows, device="cuda"),
-            QuantizationScratch.empty(x.rows, weight.rows, "cuda"),
+            QuantizationScratch.empty(weight.rows, "cuda"),
         )
         return lambda: matvec_norm(x, weight, y, norm, 1e-5, scratch, pdl)
     return lambda: matvec(x, weight, residual=y, out=y, pdl=pdl)

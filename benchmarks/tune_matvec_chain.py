@@ -55,7 +55,7 @@ class Chain:
 
     def __init__(self, layers: int, depth: int, pdl: bool) -> None:
         weights = [layer(i % 2 == 0) for i in range(layers)]
-        calls = layer_calls(1, weights[0], pdl)
+        calls = layer_calls(weights[0], pdl)
         spec = _attention_spec(depth + 1)
         workspace = DecodeWorkspace.allocate(
             1, spec.heads, spec.kv_heads, spec.head_dim, torch.device("cuda")

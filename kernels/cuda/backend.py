@@ -53,8 +53,7 @@ from quengine.kernels.rms_norm import RMSNorm
 HOPPER = (9, 0)
 
 DECODE_ROWS = 1
-"""Rows up to which the q-dot is used. Its kernel takes 8, but compiling the one for 4 rows of Q4_K takes over a minute,
-too long before a short prompt."""
+"""Rows that the q-dot takes: a kernel for more compiles for a minute, too long before a short prompt."""
 
 MAX_DEQUANTIZED = 80 << 20
 """Weights dequantized to fp16 at once in prefill, at most: 160 MiB. A larger matrix is dequantized in pieces, and so
@@ -203,7 +202,7 @@ class CudaBackend:
         if isinstance(x, QuantizedActivations):
             product = matvec(x, weight, pdl=self.pdl)
             if next_norm is not None:
-                normed = QuantizedActivations.empty(*residual.shape, self.device)
+                normed = QuantizedActivations.empty(1, residual.shape[1], self.device)
         else:
             product = matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
             if next_norm is not None:
@@ -326,7 +325,7 @@ class CudaBackend:
     def _quantization_scratch(self) -> QuantizationScratch:
         """One for all launches: each uses it only after the launch before it has ended."""
         if self._scratch is None:
-            self._scratch = QuantizationScratch.empty(DECODE_ROWS, 2 * self._widest, self.device)
+            self._scratch = QuantizationScratch.empty(2 * self._widest, self.device)
         return self._scratch
 
     def _decode_workspace(self, spec: AttentionSpec, rows: int) -> DecodeWorkspace:

@@ -18,6 +18,7 @@ from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention import attention_prefill, attention_warps
 from quengine.kernels.cuda.gemm import matmul_fused, matmul_wgmma
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
+from quengine.kernels.cuda.gemv import matvec_program
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda.weights import launch_table
@@ -142,6 +143,7 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
         (attention_prefill, "is_hopper", lambda _: arch >= 90),
         (attention_warps, "uses_assembly", lambda: True),
         (matmul_fused, "uses_assembly", lambda: True),
+        (matvec_program, "uses_assembly", lambda: True),
         (matmul_wgmma, "is_hopper", lambda _: arch == 90),
         (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
     ]

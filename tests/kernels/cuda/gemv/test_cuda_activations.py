@@ -47,7 +47,7 @@ def test_a_given_output_is_filled(device: torch.device) -> None:
     x = awkward_rows(3, 128).to(device)
     room = QuantizedActivations.empty(3, 128, device)
     assert quantize_activations(x, out=room) is room
-    assert_is_definition(room.take(slice(1, 3)), x[1:])
+    assert_is_definition(room, x)
 
 
 def test_widths_that_are_no_whole_groups_are_refused(device: torch.device) -> None:

@@ -46,19 +46,9 @@ def test_every_format_gives_the_definition(name: str, device: torch.device) -> N
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"])
 def test_widths_that_are_no_whole_chunks(name: str, device: torch.device) -> None:
-    weight, x = ordinary_weight(name, 16, 576), ordinary_activations(2, 576)
+    weight, x = ordinary_weight(name, 16, 576), ordinary_activations(1, 576)
     y = matvec(quantize_activations(x.to(device)), pack(weight, device))
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
-
-
-@pytest.mark.parametrize(("name", "rows"), [("Q4_K", 2), ("Q4_K", 8), ("Q6_K", 3), ("Q2_K", 3), ("Q4_0", 8)])
-def test_a_row_does_not_depend_on_the_batch(name: str, rows: int, device: torch.device) -> None:
-    weight, x = ordinary_weight(name, 16, 256), ordinary_activations(8, 256)
-    packed = pack(weight, device)
-    alone = torch.cat([matvec(quantize_activations(row.view(1, -1).to(device)), packed) for row in x[:rows]])
-    together = matvec(quantize_activations(x[:rows].to(device)), packed)
-    assert nmse(together, expected(x[:rows], [weight])) < FP32_NOISE
-    assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +90,7 @@ def test_parts_of_different_formats_lie_side_by_side(device: torch.device) -> No
         ordinary_weight("Q4_K", 16, 512, 1),
         ordinary_weight("Q6_K", 24, 512, 2),
     ]
-    x = ordinary_activations(2, 512)
+    x = ordinary_activations(1, 512)
     y = matvec(quantize_activations(x.to(device)), pack(weights, device))
     assert nmse(y, expected(x, weights)) < FP32_NOISE
 
@@ -113,20 +103,20 @@ def test_three_formats_take_more_than_one_launch(device: torch.device) -> None:
 
 
 def test_the_residual_is_added_in_place(device: torch.device) -> None:
-    weight, x = ordinary_weight("Q6_K", 40, 256), ordinary_activations(2, 256)
-    residual = 100 * ordinary_activations(2, 40, seed=5)
+    weight, x = ordinary_weight("Q6_K", 40, 256), ordinary_activations(1, 256)
+    residual = 100 * ordinary_activations(1, 40, seed=5)
     y = residual.clone().to(device)
     assert matvec(quantize_activations(x.to(device)), pack(weight, device), residual=y, out=y) is y
     assert nmse(y, expected(x, [weight]) + residual) < FP32_NOISE
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("name", "width", "rows"), [("Q4_K", 32, 8), ("Q4_0", 64, 1), ("Q6_K", 32, 3)])
+@pytest.mark.parametrize(("name", "width"), [("Q4_K", 32), ("Q4_0", 64), ("Q6_K", 32)])
 def test_glu_is_rounded_like_the_definition(
-    name: str, width: int, rows: int, activation: Activation, device: torch.device
+    name: str, width: int, activation: Activation, device: torch.device
 ) -> None:
     gate, up = ordinary_weight(name, width, 256), ordinary_weight(name, width, 256, 1)
-    x = ordinary_activations(rows, 256) * 0.1
+    x = ordinary_activations(1, 256) * 0.1
     weight = pack([gate, up], device, paired=True)
     assert weight.paired
     y = matvec_glu(quantize_activations(x.to(device)), weight, activation)
@@ -143,14 +133,14 @@ def assert_rounded_close(y: QuantizedActivations, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_glu_of_formats_that_cannot_share_tiles(activation: Activation, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 32, 256, 1)
-    x = ordinary_activations(2, 256) * 0.1
+    x = ordinary_activations(1, 256) * 0.1
     y = matvec_glu(quantize_activations(x.to(device)), pack([gate, up], device, paired=True), activation)
     assert_rounded_close(y, glu(expected(x, [gate, up]), activation))
 
 
 def test_a_paired_weight_still_gives_its_rows_in_order(device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
-    x = ordinary_activations(2, 256)
+    x = ordinary_activations(1, 256)
     y = matvec(quantize_activations(x.to(device)), pack([gate, up], device, paired=True))
     assert nmse(y, expected(x, [gate, up])) < FP32_NOISE
 
@@ -158,7 +148,7 @@ def test_a_paired_weight_still_gives_its_rows_in_order(device: torch.device) -> 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 def test_plain_floats(name: str, device: torch.device) -> None:
     weights = [ordinary_weight(name, 13, 576), ordinary_weight("Q8_0", 16, 576)]
-    x = ordinary_activations(2, 576)
+    x = ordinary_activations(1, 576)
     y = matvec(quantize_activations(x.to(device)), pack(weights, device))
     floats = (
         definition.round_activations(x).values() @ dequantize(weights[0].format, weights[0].data).double().T
@@ -174,8 +164,8 @@ def test_a_scale_that_is_not_finite_shows(device: torch.device) -> None:
 
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     packed = pack(ordinary_weight("Q4_0", 16, 256), device)
-    with pytest.raises(ValueError, match="1 to 8 rows"):
-        matvec(QuantizedActivations.empty(9, 256, device), packed)
+    with pytest.raises(ValueError, match="takes 1 row"):
+        matvec(QuantizedActivations.empty(2, 256, device), packed)
     with pytest.raises(ValueError, match="width 128"):
         matvec(QuantizedActivations.empty(1, 128, device), packed)
     with pytest.raises(ValueError, match="out must be"):
@@ -192,14 +182,13 @@ def test_the_default_geometry_fits_every_shape() -> None:
 
 
 @pytest.mark.parametrize("geometry", [(1, 2, 1), (2, 1, 1), (4, 1, 2), (8, 2, 1)])
-@pytest.mark.parametrize("rows", [1, 3])
 def test_every_geometry_of_glu_rounds_whole_groups(
-    geometry: tuple[int, int, int], rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    geometry: tuple[int, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_geometry(monkeypatch, *geometry)
     gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q4_K", 32, 256, 1)
-    x = ordinary_activations(rows, 256) * 0.1
-    scratch = QuantizationScratch.empty(8, 2 * 32, device)
+    x = ordinary_activations(1, 256) * 0.1
+    scratch = QuantizationScratch.empty(2 * 32, device)
     weight = pack([gate, up], device, paired=True)
     for _ in range(2):
         y = matvec_glu(quantize_activations(x.to(device)), weight, scratch=scratch)
