@@ -418,7 +418,7 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 64), (9, 576), (17, 256)])
-def test_tiled_rows_are_the_rows(rows: int, cols: int, device: torch.device) -> None:
+def test_the_mma_layout_holds_the_rows(rows: int, cols: int, device: torch.device) -> None:
     x = ordinary_activations(rows, cols).to(device)
     plain, tiled = (
         to_fp16_operand(x),
@@ -428,7 +428,7 @@ def test_tiled_rows_are_the_rows(rows: int, cols: int, device: torch.device) -> 
     assert torch.equal(plain.as_mma().row_major(cols), plain.values)
 
 
-def test_ordered_rows_are_the_rows(device: torch.device) -> None:
+def test_the_wgmma_layout_holds_the_rows(device: torch.device) -> None:
     x = ordinary_activations(9, 384).to(device)
     plain, ordered = (
         to_fp16_operand(x),
@@ -452,15 +452,15 @@ def test_short_batches_keep_their_room_when_a_long_prompt_comes(device: torch.de
 def test_a_longer_chunk_takes_the_room_of_a_shorter_one_along(device: torch.device) -> None:
     room = workspace(device)
     for rows, width in ((512, 64), (512, 96), (2048, 64)):
-        room.products(rows, width).fill_(rows)
-    long, short = room.products(2048, 64), room.products(512, 64)
+        room.product(rows, width).fill_(rows)
+    long, short = room.product(2048, 64), room.product(512, 64)
     assert (long == 2048).all() and (short == 2048).all()
     assert short.data_ptr() == long.data_ptr() and short.shape == (512, 64)
     for rows in range(129, 300):  # more lengths than views are kept of
-        assert room.products(rows, 64).data_ptr() == long.data_ptr()
+        assert room.product(rows, 64).data_ptr() == long.data_ptr()
 
 
-def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:
+def test_operands_fill_the_range_of_fp16(device: torch.device) -> None:
     x = ordinary_activations(4, 96)
     x[1] *= 1e-20
     x[2] *= 1e20
@@ -472,16 +472,16 @@ def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:
     assert not half.values[3].any()
 
 
-def test_plain_rows_are_ordered_by_a_launch(device: torch.device) -> None:
+def test_row_major_values_are_copied_to_the_wgmma_layout(device: torch.device) -> None:
     rows, cols = 9, 1280
     plain = to_fp16_operand(ordinary_activations(rows, cols).to(device))
     room = torch.zeros(operand_shape(rows, cols, OperandLayout.WGMMA), dtype=torch.float16, device=device)
     ordered = to_wgmma_layout(plain, room)
-    assert ordered.ordered and torch.equal(ordered.values[:rows], plain.as_wgmma().values[:rows])
+    assert ordered.is_wgmma and torch.equal(ordered.values[:rows], plain.as_wgmma().values[:rows])
     assert ordered.row_scale is plain.row_scale and torch.equal(ordered.row_major(cols), plain.values)
 
 
-def test_weights_are_given_room_when_some_are_expanded(
+def test_weights_have_a_buffer_once_some_are_dequantized(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x, room = (
@@ -533,13 +533,13 @@ def test_many_rows_are_cut_by_how_many_programs_that_makes(
     assert (geometry.warps, geometry.splits, geometry.block) == chosen
 
 
-@pytest.mark.parametrize(("behind", "chosen"), [(False, (4, 128)), (True, (8, 256))])
-def test_a_part_behind_another_keeps_few_multiprocessors_rather_than_many_for_less_long(
-    behind: bool, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("consumer", "chosen"), [(False, (4, 128)), (True, (8, 256))])
+def test_a_pdl_consumer_keeps_few_multiprocessors_busy_rather_than_many_for_less_long(
+    consumer: bool, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """attn_v in Q6_K: alone 256 small programs, two a multiprocessor; in the last wave of attn_q and attn_k 64."""
     monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
-    geometry = wgmma_geometry(empty_part("Q6_K", 1024, 4096), "rows", 2048, behind=behind)
+    geometry = wgmma_geometry(empty_part("Q6_K", 1024, 4096), "rows", 2048, consumer=consumer)
     assert (geometry.warps, geometry.block) == chosen
 
 
