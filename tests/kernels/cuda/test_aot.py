@@ -210,8 +210,9 @@ for v in aot.variants([90]):
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
     program = launch.arguments.get("P")
     if program is not None:
-        given["EXACT"] = getattr(program, "flags", program).exact
-        given["EPILOGUE"] = getattr(program, "flags", program).epilogue
+        flagged = getattr(program, "flags", program)
+        given["EXACT"] = getattr(flagged, "exact", False)
+        given["EPILOGUE"] = getattr(flagged, "epilogue", 0)
         given["TB"] = getattr(program, "block", 0)
     flags = ("TB", "KIND", "EPILOGUE", "PAGED", "Q8", "UNSCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
         "FIXED", "ROUND", "WINDOW", "TILED", "SEQUENCES", "REGISTERS")
