@@ -49,7 +49,9 @@ class BenchFlags:
     ] = ()
     synthetic: Annotated[
         tuple[str, ...],
-        Flag("--synthetic", "Make such a model: mistral-7b, gemma3-4b, olmo2-7b, phi3-mini, tiny.", read=_split),
+        Flag(
+            "--synthetic", "Make such a model: mistral-7b, gemma3-4b, olmo2-7b, phi3-mini, tiny.", read=_split
+        ),
     ] = ()
     prompts: Annotated[
         tuple[int, ...],
