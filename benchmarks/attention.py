@@ -20,8 +20,8 @@ from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.rope_store import rope_store
-from quengine.kernels.cuda.gemm.half import Form, HalfRows
-from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.kv.kv_rows import allocate_layer
@@ -76,9 +76,9 @@ def time_decode(
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
     workspace = arguments.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
-    rounded = RoundedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
-    half = HalfRows.empty(batch, HEADS * HEAD_DIM, DEVICE, Form.ORDERED)
-    half.unscale.fill_(1)
+    rounded = QuantizedActivations.empty(batch, HEADS * HEAD_DIM, DEVICE)
+    half = Fp16Operand.empty(batch, HEADS * HEAD_DIM, DEVICE, OperandLayout.WGMMA)
+    half.row_scale.fill_(1)
 
     def launch(layer: KVLayer) -> None:
         if single:

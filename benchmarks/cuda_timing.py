@@ -51,7 +51,7 @@ def random_part(name: str, rows: int, cols: int, device: str = "cuda") -> Packed
     if layout.scales == 2:
         scales.random_(112, 120)
     planes = (random_bytes(layout.low_bytes), random_bytes(layout.high_bytes), scales, supers)
-    return PackedPart(layout, rows, cols, *planes, gain=1.0, norm=float(cols))
+    return PackedPart(layout, rows, cols, *planes, weight_scale=1.0, norm=float(cols))
 
 
 def copies_past_l2(nbytes: int) -> int:

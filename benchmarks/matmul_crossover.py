@@ -18,11 +18,13 @@ import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
-from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
-from quengine.kernels.cuda.rms_norm import rms_norm_half
+from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu, matmul_norm
+from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.rms_norm import rms_norm_fp16
 from quengine.kernels.cuda.weights import launch_table
-from quengine.kernels.cuda.weights.expand import dequantize_part
+from quengine.kernels.cuda.weights.dequantize import dequantize_part
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
+from quengine.kernels.rms_norm import RMSNorm
 
 SHAPES = {
     "qkv": ("Q4_K", 6144, 4096),
@@ -47,7 +49,7 @@ def weight(name: str, copies: int | None = None) -> list[PackedWeight]:
 
 
 def limited(limit: int):  # type: ignore[no-untyped-def]
-    return patch("quengine.kernels.cuda.gemm.matmul.fused_limit", lambda _: limit)
+    return patch("quengine.kernels.cuda.gemm.workspace.fused_limit", lambda _: limit)
 
 
 def shape_times(
@@ -60,8 +62,8 @@ def shape_times(
     for name, (_, _, cols) in SHAPES.items():
         hidden, norm = torch.randn(rows, cols, device="cuda"), torch.ones(cols, device="cuda")
         with limited(limit):
-            x = rms_norm_half(hidden, norm, 1e-5, room.half_rows(rows, cols))
-            run = matmul_swiglu if name == "gate_up" else matmul
+            x = rms_norm_fp16(hidden, norm, 1e-5, room.fp16_operand(rows, cols))
+            run = matmul_glu if name == "gate_up" else matmul
             launches = [lambda w=w, x=x, run=run: run(x, w, room, pdl=pdl) for w in weights[name]]
             repeats = max(1, 12 // len(launches))
             times[name] = graph_time(launches * repeats, 7) / len(launches) / repeats
@@ -80,12 +82,12 @@ def step_time(rows: int, layers: list[list[PackedWeight]], output: PackedWeight)
 
     def step() -> None:
         stream = hidden
-        normed = rms_norm_half(stream, norm, 1e-5, room.half_rows(rows, 4096), pdl=pdl)
+        normed = rms_norm_fp16(stream, norm, 1e-5, room.fp16_operand(rows, 4096), pdl=pdl)
         for qkv, o, gate_up, down in layers:
             matmul(normed, qkv, room, pdl=pdl)
-            stream, normed = matmul_norm(hidden, o, room, stream, norm, 1e-5, pdl=pdl)
-            gated = matmul_swiglu(normed, gate_up, room, pdl=pdl)
-            stream, normed = matmul_norm(gated, down, room, stream, norm, 1e-5, pdl=pdl)
+            stream, normed = matmul_norm(hidden, o, room, stream, RMSNorm(norm, 1e-5), pdl=pdl)
+            gated = matmul_glu(normed, gate_up, room, pdl=pdl)
+            stream, normed = matmul_norm(gated, down, room, stream, RMSNorm(norm, 1e-5), pdl=pdl)
         matmul(normed, output, room, pdl=pdl)
 
     return graph_time([step], 9)
@@ -104,19 +106,19 @@ def main() -> None:
         part = weights[name][0].parts[0]
         assert isinstance(part, PackedPart)
         if part.rows * part.cols <= room.max_weights:
-            expanded = room.expanded(part.rows, part.cols)
-            time = graph_time([lambda p=part, e=expanded: dequantize_part(p, False, e)] * 4) / 4
-            rate = (part.nbytes + 2 * expanded.numel()) / time / 1e6
+            dequantized = room.dequantized(part.rows, part.cols)
+            time = graph_time([lambda p=part, e=dequantized: dequantize_part(p, False, e)] * 4) / 4
+            rate = (part.nbytes + 2 * dequantized.numel()) / time / 1e6
             print(f"dequantize {name}: {time:.1f} us, {rate:.2f} TB/s")
     hopper = is_hopper(torch.device("cuda"))
     results, limit, crossed = [], 1, False
     for rows in ROWS:
         fused = shape_times(rows, weights, room, rows) if hopper or rows <= MOST_FUSED else {}
-        expanded = shape_times(rows, weights, room, 0)
-        crossed = crossed or not fused or layer(fused) > layer(expanded)
+        dequantized = shape_times(rows, weights, room, 0)
+        crossed = crossed or not fused or layer(fused) > layer(dequantized)
         limit = limit if crossed else rows
-        results.append({"rows": rows, "fused": fused, "expanded": expanded})
-        for way, times in (("fused", fused), ("expanded", expanded)):
+        results.append({"rows": rows, "fused": fused, "dequantized": dequantized})
+        for way, times in (("fused", fused), ("dequantized", dequantized)):
             if times:
                 line = "  ".join(f"{name} {time:6.1f}" for name, time in times.items())
                 print(f"{rows:5d} rows {way:8s} {line}  layer {layer(times):7.1f} us", flush=True)

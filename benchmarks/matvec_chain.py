@@ -1,6 +1,6 @@
 """Time the matvecs of one decode step of Mistral-7B Q4_K_M, chained in one CUDA graph as the step runs them.
 
-    python -m benchmarks.matvec_chain [rows ...]
+    python -m benchmarks.matvec_chain
 
 Per kernel: bytes, floor at 4.3 TB/s, time, percent of the floor's rate. The chain is 32 layers, half with Q6_K in
 attn_v and ffn_down, the norms begun and ended in the kernels (no attention), then the output matrix. Prints a table
@@ -8,17 +8,16 @@ and one JSON line.
 """
 
 import json
-import sys
 from collections.abc import Callable
 
 import torch
 
 from benchmarks.cuda_timing import graph_time, random_part
-from quengine.kernels.cuda.gemv.activations import round_activations
+from quengine.kernels.cuda.gemv.activations import quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
-from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.weights.packed import PackedWeight
 
 FLOOR_RATE = 4.3e6  # bytes per microsecond
@@ -40,27 +39,27 @@ def layer(q6: bool) -> dict[str, PackedWeight]:
 
 
 def layer_calls(
-    rows: int, first: dict[str, PackedWeight], pdl: bool
+    first: dict[str, PackedWeight], pdl: bool
 ) -> dict[str, Callable[[dict[str, PackedWeight]], object]]:
     """The launches of a layer on given weights, in order; their inputs are any numbers."""
-    hidden, norm = torch.randn(rows, 4096, device="cuda"), torch.ones(4096, device="cuda")
-    attended, middle = (round_activations(torch.randn(rows, n, device="cuda")) for n in (4096, 14336))
-    scratch = RoundingScratch.empty(rows, 2 * 14336, "cuda")
-    normed = matvec_norm(attended, first["o"], hidden, norm, 1e-5, scratch).normed
+    hidden, norm = torch.randn(1, 4096, device="cuda"), torch.ones(4096, device="cuda")
+    attended, middle = (quantize_activations(torch.randn(1, n, device="cuda")) for n in (4096, 14336))
+    scratch = QuantizationScratch.empty(2 * 14336, "cuda")
+    normed = matvec_norm(attended, first["o"], hidden, norm, 1e-5, scratch).rms_normed
     return {
         "qkv": lambda w: matvec(normed, w["qkv"], pdl=pdl),
         "o": lambda w: matvec_norm(attended, w["o"], hidden, norm, 1e-5, scratch, pdl),
-        "gate_up": lambda w: matvec_swiglu(normed, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
+        "gate_up": lambda w: matvec_glu(normed, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
         "down": lambda w: matvec_norm(middle, w["down"], hidden, norm, 1e-5, scratch, pdl),
     }
 
 
-def measure(rows: int, pdl: bool) -> None:
-    """Time every kernel and both chains with `rows` rows, and print them."""
+def measure(pdl: bool) -> None:
+    """Time every kernel and both chains, and print them."""
     layers = [layer(i % 2 == 0) for i in range(LAYERS)]
     output = PackedWeight((random_part("Q6_K", 32000, 4096),))
-    calls = layer_calls(rows, layers[0], pdl)
-    normed = round_activations(torch.randn(rows, 4096, device="cuda"))
+    calls = layer_calls(layers[0], pdl)
+    normed = quantize_activations(torch.randn(1, 4096, device="cuda"))
     table = []
     for name, call in calls.items():
         for kind, chosen in (("Q6", layers[0::2]), ("Q4", layers[1::2])):
@@ -78,14 +77,13 @@ def measure(rows: int, pdl: bool) -> None:
     for name, nbytes, time in table:
         floor = nbytes / FLOOR_RATE
         print(
-            f"{rows} rows  {name:26s} {nbytes / 1e6:8.1f} MB  floor {floor:8.2f} us  {time:8.2f} us"
+            f"{name:26s} {nbytes / 1e6:8.1f} MB  floor {floor:8.2f} us  {time:8.2f} us"
             f"  {100 * floor / time:3.0f}%",
             flush=True,
         )
     print(
         json.dumps(
             {
-                "rows": rows,
                 "device": torch.cuda.get_device_name(),
                 "us": {n: round(t, 2) for n, _, t in table},
             }
@@ -96,8 +94,7 @@ def measure(rows: int, pdl: bool) -> None:
 
 def main() -> None:
     pdl = torch.cuda.get_device_capability() >= (9, 0)
-    for rows in [int(a) for a in sys.argv[1:]] or [1]:
-        measure(rows, pdl)
+    measure(pdl)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
-from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_rows
-from quengine.kernels.cuda.gemm.matmul_fused import FusedScratch
-from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_swiglu
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
+from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
+from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import WgmmaGeometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
@@ -74,17 +74,17 @@ def key_of(shape: Shape) -> str:
     return f"{'rows' if kind == 'added' else kind} {name} {rows} x {cols}"
 
 
-def launcher(shape: Shape, weight: PackedWeight, block: int, scratch: FusedScratch) -> Callable[[], None]:
+def launcher(shape: Shape, weight: PackedWeight, block: int, scratch: SplitScratch) -> Callable[[], None]:
     kind, _, rows, cols = shape
     part = weight.parts[0]
     assert isinstance(part, PackedPart)
-    x = half_rows(torch.randn(block, cols, device="cuda")).as_ordered()
+    x = to_fp16_operand(torch.randn(block, cols, device="cuda")).as_wgmma()
     if kind == "swiglu":
-        gated = HalfRows.empty(block, rows // 2, "cuda", Form.ORDERED)
-        return lambda: launch_wgmma_swiglu(x, part, gated, scratch, pdl=True)
+        gated = Fp16Operand.empty(block, rows // 2, "cuda", OperandLayout.WGMMA)
+        return lambda: launch_wgmma_glu(x, part, "silu", gated, scratch, MatmulMode(pdl=True))
     out = torch.zeros(block, rows, device="cuda")
     residual = torch.zeros_like(out) if kind == "added" else None
-    return lambda: launch_wgmma(x, part, False, out, 0, scratch, residual, pdl=True)
+    return lambda: launch_wgmma(x, part, False, out, 0, scratch, MatmulMode(pdl=True), residual)
 
 
 def measure(
@@ -94,7 +94,7 @@ def measure(
     kind, name, rows, cols = shape
     paired = kind == "swiglu"
     weights = random_weights([(name, rows)], cols, paired, 1 if compile_only else None)
-    scratch, results = FusedScratch("cuda"), []
+    scratch, results = SplitScratch("cuda"), []
     variants = [(block, geometry) for block in BLOCKS for geometry in geometries(shape, block, keep)]
     for number, (block, geometry) in enumerate(variants):
         if compile_only and number % compile_only[1] != compile_only[0]:

@@ -19,11 +19,11 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.cuda_timing import graph_time, random_weights
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
-from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.packed import PackedWeight
@@ -56,16 +56,16 @@ def geometries(chunks: int) -> Iterator[Geometry]:
                     yield Geometry(t, k, ahead, registers, early)
 
 
-def launcher(weight: PackedWeight, kind: str, x: RoundedActivations, pdl: bool):  # type: ignore[no-untyped-def]
+def launcher(weight: PackedWeight, kind: str, x: QuantizedActivations, pdl: bool):  # type: ignore[no-untyped-def]
     if kind == "swiglu":
-        rounded = RoundedActivations.empty(x.rows, weight.rows // 2, "cuda")
-        scratch = RoundingScratch.empty(x.rows, weight.rows, "cuda")
-        return lambda: matvec_swiglu(x, weight, out=rounded, scratch=scratch, pdl=pdl)
+        rounded = QuantizedActivations.empty(x.rows, weight.rows // 2, "cuda")
+        scratch = QuantizationScratch.empty(weight.rows, "cuda")
+        return lambda: matvec_glu(x, weight, out=rounded, scratch=scratch, pdl=pdl)
     y = torch.zeros(x.rows, weight.rows, device="cuda")
     if kind == "norm":
         norm, scratch = (
             torch.ones(weight.rows, device="cuda"),
-            RoundingScratch.empty(x.rows, weight.rows, "cuda"),
+            QuantizationScratch.empty(weight.rows, "cuda"),
         )
         return lambda: matvec_norm(x, weight, y, norm, 1e-5, scratch, pdl)
     return lambda: matvec(x, weight, residual=y, out=y, pdl=pdl)
@@ -75,7 +75,7 @@ def measure(shape: Shape, pdl: bool, compile_only: tuple[int, int] | None) -> li
     """Microseconds of each geometry; with compile_only (i, n), every n-th from i is launched once, untimed."""
     kind, formats, cols = shape
     weights = random_weights(formats, cols, paired=kind == "swiglu", copies=1 if compile_only else None)
-    x = round_activations(torch.randn(1, cols, device="cuda"))
+    x = quantize_activations(torch.randn(1, cols, device="cuda"))
     results = []
     for number, geometry in enumerate(geometries(weights[0].parts[0].chunks)):  # type: ignore[union-attr]
         if compile_only and number % compile_only[1] != compile_only[0]:

@@ -22,7 +22,7 @@ from benchmarks.matvec_chain import LAYERS, layer, layer_calls
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
-from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.kv.kv_rows import allocate_layer
@@ -60,7 +60,7 @@ class Chain:
         workspace = DecodeWorkspace.allocate(
             1, spec.heads, spec.kv_heads, spec.head_dim, torch.device("cuda")
         )
-        out = RoundedActivations.empty(1, spec.heads * spec.head_dim, "cuda")
+        out = QuantizedActivations.empty(1, spec.heads * spec.head_dim, "cuda")
         position = torch.tensor([depth], dtype=torch.int32, device="cuda")
         qkv = torch.randn(1, 6144, device="cuda")
         blocks = depth // BLOCK_SIZE + 1

@@ -28,8 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from benchmarks.cuda_timing import random_weights
-from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul_swiglu
-from quengine.kernels.cuda.rms_norm import rms_norm_half
+from quengine.kernels.cuda.gemm.matmul import matmul_glu
+from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.rms_norm import rms_norm_fp16
 
 INSTRUCTIONS = {
     "byte permute": "prmt.b32 $0, $1, $2, 0x4140;",
@@ -116,17 +117,17 @@ def sustained(rows: int, seconds: float) -> dict[str, object]:
     room = MatmulWorkspace(1 << 26, "cuda")
     weights = random_weights([("Q4_K", 28672)], 4096, paired=True)
     hidden = torch.randn(rows, 4096, device="cuda")
-    x = rms_norm_half(hidden, torch.ones(4096, device="cuda"), 1e-5, room.half_rows(rows, 4096))
+    x = rms_norm_fp16(hidden, torch.ones(4096, device="cuda"), 1e-5, room.fp16_operand(rows, 4096))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for weight in weights:
-            matmul_swiglu(x, weight, room, pdl=True)
+            matmul_glu(x, weight, room, pdl=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(10):
                 for weight in weights:
-                    matmul_swiglu(x, weight, room, pdl=True)
+                    matmul_glu(x, weight, room, pdl=True)
         time.sleep(1)
         launches = 10 * len(weights)
         count = max(40, int(seconds / (launches * 30e-6)))

@@ -90,7 +90,7 @@ def _config_lines(config: ModelConfig) -> list[str]:
     ]
     windowed = sum(window is not None for window in config.layer_windows)
     window = f", sliding window {config.sliding_window}" if windowed else ""
-    if windowed < config.block_count and windowed:
+    if 0 < windowed < config.block_count:
         window += f" in {windowed} of {config.block_count} layers"
     return [
         f"context       {config.context_length} tokens{window}",

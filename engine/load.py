@@ -272,7 +272,7 @@ def _make_backend(
         from quengine.platform.compile_notice import announce_compilation
 
         announce_compilation(torch.cuda.get_device_name(device))
-        return CudaBackend(device, fixed_kernels=config.deterministic)
+        return CudaBackend(device, batch_invariant=config.deterministic)
     from quengine.kernels.cpu.backend import CpuBackend
 
     return CpuBackend(threads)

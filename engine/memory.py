@@ -17,7 +17,7 @@ DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""
 
 _STEP = 256
-_MOST_EXPANDED = 160 * 2**20  # kernels/cuda_backend.MAX_EXPANDED weights of 2 bytes
+_MOST_EXPANDED = 160 * 2**20  # kernels/cuda_backend.MAX_DEQUANTIZED weights of 2 bytes
 
 
 def gib(nbytes: int) -> str:

@@ -50,9 +50,7 @@ class BenchFlags:
     synthetic: Annotated[
         tuple[str, ...],
         Flag(
-            "--synthetic",
-            "Make a model of this shape: mistral-7b, gemma3-4b, olmo2-7b, phi3-mini, tiny.",
-            read=_split,
+            "--synthetic", "Make such a model: mistral-7b, gemma3-4b, olmo2-7b, phi3-mini, tiny.", read=_split
         ),
     ] = ()
     prompts: Annotated[

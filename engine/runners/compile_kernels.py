@@ -62,6 +62,6 @@ def _marker(graphs: CudaGraphs) -> Path:
     stored = [tensor.dtype for layer in graphs.cache.layers[:1] for tensor in layer.tensors]
     tiles = -(-graphs.prefill_tokens // _TILE_ROWS)
     requests = (graphs.slots, graphs.shares_sequences)
-    fixed = ("fixed",) if isinstance(backend, CudaBackend) and backend.fixed_kernels else ()
+    fixed = ("fixed",) if isinstance(backend, CudaBackend) and backend.batch_invariant else ()
     name = torch.cuda.get_device_name(backend.device)
     return marker(name, decoder.config, decoder.bytes_per_token, tiles, stored, *requests, *fixed)

@@ -97,7 +97,7 @@ class CudaGraphs:
             cache.ctx_size,
             decoder.chunk_size,
             decoder.config.head_dim,
-            decoder.backend.fixed_kernels,
+            decoder.backend.batch_invariant,
             len(cache.pools),
             device,
         )

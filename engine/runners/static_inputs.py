@@ -116,7 +116,7 @@ class PrefillInputs:
     Args:
         ctx_size: positions of a sequence at most.
         chunk_size: rows of a sequence in a step at most.
-        head_dim, fixed_kernels: of the attention, which cuts chunks into tiles.
+        head_dim, batch_invariant: of the attention, which cuts chunks into tiles.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class PrefillInputs:
         ctx_size: int,
         chunk_size: int,
         head_dim: int,
-        fixed_kernels: bool,
+        batch_invariant: bool,
         groups: int,
         device: torch.device,
     ) -> None:
         self._ctx_size, self._chunk_size = ctx_size, chunk_size
         self._device = device
-        self._tile_rows = cache(lambda longest: tile_rows(head_dim, longest, device, fixed_kernels))
+        self._tile_rows = cache(lambda longest: tile_rows(head_dim, longest, device, batch_invariant))
         sizes = [self.layout(GraphKey("prefill", r, s)) for r in PREFILL_ROWS for s in PREFILL_SEQUENCES]
         self._all = torch.zeros(max(s.entries for s in sizes), dtype=torch.int32, device=device)
         shape = (groups, PREFILL_SEQUENCES[-1] + 1, -(-ctx_size // BLOCK_SIZE))

@@ -1,11 +1,13 @@
 """The CUDA backend: packed weights through Triton, int16 activations in decode, fp16 matrix units in prefill.
 
-A decode layer is five launches: QKV, attention (rotation, cache write, slices and their combination, rounding), output
-with the residual, gate and up with SwiGLU and rounding, down with the residual. Output and down also begin the norm
-behind them, and the matmul that reads it ends it. The residual stream is fp32. Implements kernels.backend.Backend.
+A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
+output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
+also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself is one more
+launch. The residual stream is fp32. Implements kernels.backend.Backend.
 
-Which kernels compute a row, and so its last bits, depend on how many rows there are, unless `fixed_kernels` are asked
-for: then one family of kernels computes every number of rows, and a row's bits follow from its own sequence alone.
+Which kernels compute a row, and so its last bits, depend on how many rows there are, unless they are
+`batch_invariant`: then one family of kernels computes every number of rows, and a row's bits follow from its own
+sequence alone.
 """
 
 from collections.abc import Sequence
@@ -26,22 +28,23 @@ from quengine.kernels.cuda.attention.attention_prefill import (
 from quengine.kernels.cuda.attention.qk_row_norm import has_row_norms, qk_row_norm
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.embedding import embedding
-from quengine.kernels.cuda.gemm.half import Form, HalfRows, Products
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.matmul import (
-    MatmulWorkspace,
     matmul,
+    matmul_glu,
     matmul_norm,
-    matmul_products,
-    matmul_swiglu,
+    matmul_product,
 )
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
-from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
-from quengine.kernels.cuda.normed import NormedRows
-from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half, rms_norm_round
+from quengine.kernels.cuda.post_norm import post_norm_add
+from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
+from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.quant_tensor import QuantTensor
@@ -50,18 +53,17 @@ from quengine.kernels.rms_norm import RMSNorm
 HOPPER = (9, 0)
 
 DECODE_ROWS = 1
-"""Rows up to which the q-dot is used. Its kernel takes 8, but compiling the one for 4 rows of Q4_K takes over a minute,
-which nobody should wait for in front of a short prompt."""
+"""Rows that the q-dot takes: a kernel for more compiles for a minute, too long before a short prompt."""
 
-MAX_EXPANDED = 80 << 20
-"""Weights expanded to fp16 at once in prefill, at most: 160 MiB. A matrix that has more is expanded in pieces, and so
-are gate and up, which lose nothing by it; pieces have half as many where nothing else needs the room."""
+MAX_DEQUANTIZED = 80 << 20
+"""Weights dequantized to fp16 at once in prefill, at most: 160 MiB. A larger matrix is dequantized in pieces, and so
+are gate and up, which lose nothing by it; pieces have half as many where nothing else needs the memory."""
 
-Rows = Tensor | RoundedActivations | HalfRows
-"""What feeds a matmul: rounded rows where the q-dot reads them; elsewhere scaled fp16 rows after a norm, else fp32."""
+Rows = Tensor | QuantizedActivations | Fp16Operand
+"""What feeds a matmul: quantized rows where the q-dot reads them; elsewhere scaled fp16 after a norm, else fp32."""
 
-Residual = Tensor | NormedRows
-"""The residual stream: fp32 rows, behind a layer with the norm that reads them."""
+Residual = Tensor | RmsNormed
+"""The residual stream: fp32 rows, after a layer together with their rms-normed form for the next."""
 
 
 def has_dependent_launch(device: torch.device) -> bool:
@@ -70,29 +72,28 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def takes_q_dot(rows: int) -> bool:
-    """Whether so many rows are rounded to int16 for the q-dot; more of them go through fp16 matrix units."""
+    """Whether so many rows are quantized to int16 for the q-dot; more of them take fp16 matrix units."""
     return rows <= DECODE_ROWS
 
 
 class CudaBackend:
     """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later.
 
-    `fixed_kernels`: the result of a decode step's row is the same, to the last bit, alone and in every batch, captured
-    or not; that of a prompt's row in every chunk. Batches
-    and prompts share all kernels but attention's. Prompts and single sequences are slower then, and a single sequence's
-    rows are rounded to fp16, as a batch's are.
+    `batch_invariant`: the result of a decode step's row is the same, to the last bit, alone and in every batch,
+    captured or not; that of a prompt's row in every chunk. Batches and prompts share all kernels but attention's.
+    Prompts and single sequences are slower then, and a single sequence's rows are rounded to fp16, as a batch's are.
     """
 
-    def __init__(self, device: torch.device, fixed_kernels: bool = False) -> None:
+    def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
         if device.type == "cuda":
             use_private_cache()
         self.name = "cuda"
         self.device = device
-        self.fixed_kernels = fixed_kernels
+        self.batch_invariant = batch_invariant
         self.dtype = torch.float32
         self.pdl = has_dependent_launch(device)
-        self._slices: list[DecodeWorkspace] = []
-        self._scratch: RoundingScratch | None = None
+        self._decode_workspaces: list[DecodeWorkspace] = []
+        self._scratch: QuantizationScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
         self._tiles: tuple[ForwardBatch, PrefillTiles] | None = None
         self._widest = 0
@@ -109,8 +110,7 @@ class CudaBackend:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
     def embed(self, batch: ForwardBatch, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        assert scale == 1.0
-        return embedding(weight, batch.token_ids, pdl=self.pdl)
+        return embedding(weight, batch.token_ids, scale, self.pdl)
 
     def norm_linear(
         self,
@@ -119,12 +119,12 @@ class CudaBackend:
         norm: RMSNorm | None,
         weight: PackedWeight,
         bias: Tensor | None = None,
-    ) -> Tensor | Products:
-        rows = self._normed(batch, x, norm)
-        if bias is not None and isinstance(rows, RoundedActivations) and rows.rows == 1:
+    ) -> Tensor | ScaledProduct:
+        rows = self._normed(x, norm)
+        if bias is not None and isinstance(rows, QuantizedActivations) and rows.rows == 1:
             return self._matmul(batch, rows, weight, bias.view(1, -1))
-        if bias is None and not isinstance(rows, RoundedActivations):
-            return matmul_products(rows, weight, self._workspace(batch), pdl=self.pdl)
+        if bias is None and not isinstance(rows, QuantizedActivations):
+            return matmul_product(rows, weight, self._room(), self.pdl, _exact(batch))
         y = self._matmul(batch, rows, weight, None)
         return y if bias is None else y.add_(bias)
 
@@ -136,11 +136,10 @@ class CudaBackend:
         gate_up: PackedWeight,
         activation: Activation = "silu",
     ) -> Rows:
-        assert activation == "silu"
-        rows = self._normed(batch, x, norm)
-        if isinstance(rows, RoundedActivations):
-            return matvec_swiglu(rows, gate_up, scratch=self._rounding_scratch(), pdl=self.pdl)
-        return matmul_swiglu(rows, gate_up, self._workspace(batch), self.pdl)
+        rows = self._normed(x, norm)
+        if isinstance(rows, QuantizedActivations):
+            return matvec_glu(rows, gate_up, activation, scratch=self._quantization_scratch(), pdl=self.pdl)
+        return matmul_glu(rows, gate_up, self._room(), activation, self.pdl, _exact(batch))
 
     def linear_add(
         self,
@@ -151,27 +150,26 @@ class CudaBackend:
         next_norm: RMSNorm | None = None,
         post_norm: RMSNorm | None = None,
     ) -> Residual:
-        assert post_norm is None
-        stream = residual.hidden if isinstance(residual, NormedRows) else residual
+        stream = _stream(residual)
         rows = self._rounded(x)
-        if next_norm is None or (isinstance(rows, RoundedActivations) and not can_begin_norm(weight)):
+        if post_norm is not None:
+            return self._post_norm_add(batch, rows, weight, stream, post_norm, next_norm)
+        if next_norm is None or (isinstance(rows, QuantizedActivations) and not can_begin_norm(weight)):
             return self._matmul(batch, rows, weight, stream)
-        if isinstance(rows, RoundedActivations):
+        if isinstance(rows, QuantizedActivations):
             return matvec_norm(
-                rows, weight, stream, next_norm.weight, next_norm.eps, self._rounding_scratch(), self.pdl
+                rows, weight, stream, next_norm.weight, next_norm.eps, self._quantization_scratch(), self.pdl
             )
-        room = self._workspace(batch)
-        return NormedRows(
-            *matmul_norm(rows, weight, room, stream, next_norm.weight, next_norm.eps, pdl=self.pdl)
-        )
+        normed = matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch))
+        return RmsNormed(*normed)
 
     def attention(
-        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
+        self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
     ) -> Rows:
         if has_row_norms(spec):
-            qkv = qkv.finish() if isinstance(qkv, Products) else qkv
+            qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
             spec = qk_row_norm(qkv, spec, self.pdl)
-        if batch.phase == "prefill" and (len(batch) > 1 or self.fixed_kernels):
+        if batch.phase == "prefill" and (len(batch) > 1 or self.batch_invariant):
             return self._prefill(batch, qkv, spec, layer)
         if batch.shares_sequences:
             qkv = self._write_rows(batch, qkv, spec, layer)
@@ -180,58 +178,81 @@ class CudaBackend:
         return self._decode(batch, qkv, spec, layer, overlaps)
 
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
-        """fp32. One row goes on as a decode step's does, unless kernels are fixed."""
-        if isinstance(x, HalfRows):
-            return x.pick(rows)
-        assert not isinstance(x, RoundedActivations), "nothing is gathered of a single token"
-        return (x.hidden if isinstance(x, NormedRows) else x)[rows]
+        """fp32. One row is then computed as a decode step's, unless kernels are batch-invariant."""
+        if isinstance(x, Fp16Operand):
+            return x.gather(rows)
+        assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
+        return _stream(x)[rows]
 
     def rms_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
-        stream = x.hidden if isinstance(x, NormedRows) else x
-        return rms_norm(stream, norm.weight, norm.eps, pdl=self.pdl, fixed=self.fixed_kernels)
+        return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
 
     def logits(self, batch: ForwardBatch, x: Residual, norm: RMSNorm, weight: PackedWeight) -> Tensor:
-        return self._matmul(batch, self._normed(batch, x, norm), weight, None)
+        return self._matmul(batch, self._normed(x, norm), weight, None)
+
+    def _post_norm_add(
+        self,
+        batch: ForwardBatch,
+        x: Rows,
+        weight: PackedWeight,
+        residual: Tensor,
+        post_norm: RMSNorm,
+        next_norm: RMSNorm | None,
+    ) -> Residual:
+        product: Tensor | ScaledProduct
+        normed: QuantizedActivations | Fp16Operand | None = None
+        if isinstance(x, QuantizedActivations):
+            product = matvec(x, weight, pdl=self.pdl)
+            if next_norm is not None:
+                normed = QuantizedActivations.empty(1, residual.shape[1], self.device)
+        else:
+            product = matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
+            if next_norm is not None:
+                normed = self._room().fp16_operand(*residual.shape)
+        post_norm_add(product, residual, post_norm, next_norm, normed, self.pdl)
+        return residual if normed is None else RmsNormed(residual, normed)
 
     def _prefill(
-        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
+        self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
     ) -> Rows:
         """Attention of the chunks of a step, whose rows are cut into tiles."""
         tokens, width, tiles = len(batch), spec.heads * spec.head_dim, self._tiles_of(batch, spec)
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
-        if not isinstance(qkv, Products):
+        if not isinstance(qkv, ScaledProduct):
             q = rope_store(qkv, spec, layer, positions, tables, tiles.sequences, pdl=self.pdl)
             out = torch.empty(tokens, width, dtype=torch.float32, device=self.device)
             return attention_prefill(
-                q, spec, layer, tables, tiles, out, batch_invariant=self.fixed_kernels, pdl=self.pdl
+                q, spec, layer, tables, tiles, out, batch_invariant=self.batch_invariant, pdl=self.pdl
             )
-        room = self._workspace(batch)
+        room = self._room()
         q = rope_store(
             qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width), self.pdl
         )
-        out, form = q.view(tokens, width), Form.ROW_MAJOR
-        if stores_wgmma_layout(layer, tiles) and room.form(tokens, width) is Form.ORDERED:
-            out, form = room.half_rows(tokens, width).values, Form.ORDERED
-        attention_prefill(q, spec, layer, tables, tiles, out, wgmma_layout=form is Form.ORDERED, pdl=self.pdl)
-        return room.as_they_are(out, tokens, form)
+        out, form = q.view(tokens, width), OperandLayout.ROW_MAJOR
+        if stores_wgmma_layout(layer, tiles) and room.layout(tokens, width) is OperandLayout.WGMMA:
+            out, form = room.fp16_operand(tokens, width).values, OperandLayout.WGMMA
+        attention_prefill(
+            q, spec, layer, tables, tiles, out, wgmma_layout=form is OperandLayout.WGMMA, pdl=self.pdl
+        )
+        return room.unscaled(out, tokens, form)
 
     def _tiles_of(self, batch: ForwardBatch, spec: AttentionSpec) -> PrefillTiles:
         """Made once for the layers of a step."""
         if batch.tiles is not None:
             return batch.tiles
         if self._tiles is None or self._tiles[0] is not batch:
-            self._tiles = (batch, prefill_tiles(batch, spec.head_dim, self.fixed_kernels))
+            self._tiles = (batch, prefill_tiles(batch, spec.head_dim, self.batch_invariant))
         return self._tiles[1]
 
     def _write_rows(
-        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer
+        self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
     ) -> Tensor:
         """All rows' keys and values into the cache, ahead of an attention that reads those of other rows.
 
-        It is the attention of each row to itself alone, whose result nobody wants. The launch behind it writes the same
+        It is the attention of each row to itself alone, whose result is not used. The launch after it writes the same
         bits once more, so it does not matter which of the two a row reads.
         """
-        qkv = qkv.finish() if isinstance(qkv, Products) else qkv
+        qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
         rows = qkv.shape[0]
         unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
         alone, workspace = replace(spec, window=1), self._decode_workspace(spec, rows)
@@ -240,79 +261,83 @@ class CudaBackend:
         return qkv
 
     def _decode(
-        self, batch: ForwardBatch, qkv: Tensor | Products, spec: AttentionSpec, layer: KVLayer, pdl: bool
+        self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer, pdl: bool
     ) -> Rows:
-        """Attention of single rows, each with its block table, as the matmul behind it reads it."""
+        """Attention of single rows, each with its block table, as the next matmul reads it."""
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
-        qkv = qkv.finish() if isinstance(qkv, Products) else qkv
+        qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
         workspace = self._decode_workspace(spec, rows)
         if self._takes_q_dot(rows):
-            rounded = RoundedActivations.empty(rows, width, self.device)
+            rounded = QuantizedActivations.empty(rows, width, self.device)
             return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
-        room = self._workspace(batch)
-        half = room.half_rows(rows, width)
-        out = room.as_they_are(half.values, rows, half.form)
+        room = self._room()
+        half = room.fp16_operand(rows, width)
+        out = room.unscaled(half.values, rows, half.layout)
         return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl)
 
-    def _normed(self, batch: ForwardBatch, x: Residual, norm: RMSNorm | None) -> Rows:
-        assert norm is not None
-        if isinstance(x, NormedRows):
-            return x.normed
+    def _normed(self, x: Residual, norm: RMSNorm | None) -> Rows:
+        if norm is None:
+            stream = _stream(x)
+            return quantize_activations(stream, pdl=self.pdl) if self._takes_q_dot(len(stream)) else stream
+        if isinstance(x, RmsNormed):
+            return x.rms_normed
         if self._takes_q_dot(x.shape[0]):
-            return rms_norm_round(x, norm.weight, norm.eps, pdl=self.pdl)
-        room = self._workspace(batch).half_rows(*x.shape)
-        return rms_norm_half(x, norm.weight, norm.eps, room, self.pdl, self.fixed_kernels)
+            return rms_norm_quantize(x, norm.weight, norm.eps, pdl=self.pdl)
+        room = self._room().fp16_operand(*x.shape)
+        return rms_norm_fp16(x, norm.weight, norm.eps, room, self.pdl, self.batch_invariant)
 
     def _rounded(self, x: Rows) -> Rows:
-        return round_activations(x) if isinstance(x, Tensor) and self._takes_q_dot(x.shape[0]) else x
+        return quantize_activations(x) if isinstance(x, Tensor) and self._takes_q_dot(x.shape[0]) else x
 
     def _takes_q_dot(self, rows: int) -> bool:
-        return not self.fixed_kernels and takes_q_dot(rows)
+        return not self.batch_invariant and takes_q_dot(rows)
 
     def _matmul(self, batch: ForwardBatch, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
         x = self._rounded(x)
-        if isinstance(x, RoundedActivations):
+        if isinstance(x, QuantizedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
-        return matmul(x, weight, self._workspace(batch), residual, self.pdl)
+        return matmul(x, weight, self._room(), residual, self.pdl, _exact(batch))
 
     def _noted(self, weight: PackedWeight) -> PackedWeight:
         """Remember how much room the prefill needs for this weight."""
         self._widest = max(self._widest, weight.cols)
         self._packed |= any(isinstance(part, PackedPart) for part in weight.parts)
         size = weight.rows * weight.cols
-        whole = size <= MAX_EXPANDED and not weight.paired
-        self._largest = max(self._largest, size if whole else min(size, MAX_EXPANDED // 2))
+        whole = size <= MAX_DEQUANTIZED and not weight.paired
+        self._largest = max(self._largest, size if whole else min(size, MAX_DEQUANTIZED // 2))
         return weight
-
-    def _workspace(self, batch: ForwardBatch) -> MatmulWorkspace:
-        """Room for matmuls, kept from layer to layer. Few rows of a prompt have weights rounded as many have, those of
-        a batch not."""
-        room = self._room()
-        room.exact = batch.phase == "prefill"
-        return room
 
     def _room(self) -> MatmulWorkspace:
         if self._matmul_workspace is None:
             self._matmul_workspace = MatmulWorkspace(
-                self._largest, self.device, self.fixed_kernels, self._packed
+                self._largest, self.device, self.batch_invariant, self._packed
             )
         return self._matmul_workspace
 
     @property
     def rooms_left(self) -> int:
-        """How often room for many rows was let go of for more. What was captured before then must not run again."""
+        """How often a buffer of many rows was released for a larger one: older graphs must not run again."""
         return self._room().rooms_left
 
-    def _rounding_scratch(self) -> RoundingScratch:
-        """One for all launches: each uses it only after the one in front has ended."""
+    def _quantization_scratch(self) -> QuantizationScratch:
+        """One for all launches: each uses it only after the launch before it has ended."""
         if self._scratch is None:
-            self._scratch = RoundingScratch.empty(DECODE_ROWS, 2 * self._widest, self.device)
+            self._scratch = QuantizationScratch.empty(2 * self._widest, self.device)
         return self._scratch
 
     def _decode_workspace(self, spec: AttentionSpec, rows: int) -> DecodeWorkspace:
         """Room for the largest batch met. A smaller one is kept: a captured graph may write to it."""
-        if not self._slices or self._slices[-1].acc.shape[0] < rows:
+        if not self._decode_workspaces or self._decode_workspaces[-1].acc.shape[0] < rows:
             room = DecodeWorkspace.allocate(rows, spec.heads, spec.kv_heads, spec.head_dim, self.device)
-            self._slices.append(room)
-        return self._slices[-1]
+            self._decode_workspaces.append(room)
+        return self._decode_workspaces[-1]
+
+
+def _stream(x: Residual) -> Tensor:
+    return x.hidden if isinstance(x, RmsNormed) else x
+
+
+def _exact(batch: ForwardBatch) -> bool:
+    """Few rows of a prompt have weights rounded as many have, those of a batch not."""
+    return batch.phase == "prefill"

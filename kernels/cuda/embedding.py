@@ -1,8 +1,7 @@
 """Embedding rows of a packed matrix on CUDA: the rows of given tokens, dequantized, in one launch.
 
 Reads the planes that the matmul reads, so a model whose embedding is also its output matrix keeps one copy. Of a
-tile of 16 rows only the four lanes that hold the wanted row are run, and a lane stores four columns at a time. Knows
-planes and ids; not what follows.
+tile of 16 rows only the four lanes that hold the wanted row are run, and a lane stores four columns at a time.
 """
 
 import torch
@@ -18,6 +17,7 @@ from quengine.kernels.cuda.gemm.fragments import (
     super_scales,
 )
 from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 
 _MAX_CHUNKS = 32
@@ -33,23 +33,11 @@ def _byte(word, at: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def _embedding_kernel(
-    id_ptr,
-    low_ptr,
-    high_ptr,
-    scale_ptr,
-    super_ptr,
-    out_ptr,
-    rows,
-    chunks,
-    K: tl.constexpr,
-    FMT: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ASM: tl.constexpr,
+    id_ptr, low_ptr, high_ptr, scale_ptr, super_ptr, out_ptr, rows, chunks,
+    K: tl.constexpr, SCALE: tl.constexpr, FMT: tl.constexpr, CHUNKS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+):  # fmt: skip
+    wait_then_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)  # an id outside the vocabulary gives a row of NaN, never a wrong read
@@ -86,6 +74,8 @@ def _embedding_kernel(
             value = tl.reshape(tl.join(even, odd), [4 * CHUNKS, 4]) * scale[:, None]
             if FMT.has_min:
                 value -= minimum[:, None]
+            if SCALE != 1.0:
+                value *= SCALE
             value = tl.where(known, value, float("nan"))
             at = column[:, None] + 4 * half + tl.arange(0, 4)[None, :]
             tl.store(out_ptr + token * K + at, value, mask=valid[:, None] & (at < K))
@@ -93,64 +83,52 @@ def _embedding_kernel(
 
 @triton.jit
 def _float_rows_kernel(
-    id_ptr, weight_ptr, out_ptr, rows, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    id_ptr, weight_ptr, out_ptr, rows,
+    K: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_then_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < K
-    value = tl.load(weight_ptr + row * K + column, mask=inside & known, other=float("nan"))
-    tl.store(out_ptr + token * K + column, value.to(tl.float32), mask=inside)
+    value = tl.load(weight_ptr + row * K + column, mask=inside & known, other=float("nan")).to(tl.float32)
+    if SCALE != 1.0:
+        value *= SCALE
+    tl.store(out_ptr + token * K + column, value, mask=inside)
 
 
-def embedding(
-    weight: PackedWeight, ids: torch.Tensor, out: torch.Tensor | None = None, pdl: bool = False
-) -> torch.Tensor:
-    """Rows `ids` of a matrix of one part: fp32 [T, K], as `quengine.kernels.block_formats.dequantize` gives them.
+def embedding(weight: PackedWeight, ids: torch.Tensor, scale: float = 1.0, pdl: bool = False) -> torch.Tensor:
+    """Rows `ids` of a matrix of one part: fp32 [T, K], dequantized (kernels/block_formats.py), times `scale`.
 
-    ids: int32 or int64 [T] on the device; an id outside the matrix gives a row of NaN. `out` [T, K] avoids the
-    allocation. Raises ValueError for a merged matrix.
+    ids: int32 or int64 [T] on the device; an id outside the matrix gives a row of NaN. Raises ValueError for a
+    merged matrix.
     """
     if len(weight.parts) != 1 or weight.paired:
         raise ValueError(f"embedding takes a matrix of one part, not {len(weight.parts)}")
     part = weight.parts[0]
-    result = torch.empty(len(ids), part.cols, dtype=torch.float32, device=ids.device) if out is None else out
-    assert result.shape == (len(ids), part.cols) and result.is_contiguous() and ids.is_contiguous()
+    result = torch.empty(len(ids), part.cols, dtype=torch.float32, device=ids.device)
+    assert ids.is_contiguous()
     if isinstance(part, FloatPart):
-        _launch_float(part, ids, result, pdl)
+        _launch_float(part, ids, scale, result, pdl)
     else:
-        _launch_packed(part, ids, result, pdl)
+        _launch_packed(part, ids, scale, result, pdl)
     return result
 
 
-def _launch_float(part: FloatPart, ids: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+def _launch_float(part: FloatPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool) -> None:
     assert part.weight.is_contiguous()
     block = min(1024, triton.next_power_of_2(part.cols))
     _float_rows_kernel[(len(ids), triton.cdiv(part.cols, block))](
-        ids, part.weight, out, part.rows, K=part.cols, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+        ids, part.weight, out, part.rows,
+        K=part.cols, SCALE=scale, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
 
 
-def _launch_packed(part: PackedPart, ids: torch.Tensor, out: torch.Tensor, pdl: bool) -> None:
+def _launch_packed(part: PackedPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool) -> None:
     chunks = min(_MAX_CHUNKS, max(8, triton.next_power_of_2(part.chunks)))
     _embedding_kernel[(len(ids), triton.cdiv(part.chunks, chunks))](
-        ids,
-        part.low,
-        part.high,
-        part.scales,
-        part.supers,
-        out,
-        part.rows,
-        part.chunks,
-        K=part.cols,
-        FMT=part.layout,
-        CHUNKS=chunks,
-        ASM=uses_assembly(),
-        PDL=pdl,
-        num_warps=max(1, chunks * 4 // 32),
-        launch_pdl=pdl,
-    )
+        ids, part.low, part.high, part.scales, part.supers, out, part.rows, part.chunks,
+        K=part.cols, SCALE=scale, FMT=part.layout, CHUNKS=chunks, ASM=uses_assembly(), PDL=pdl,
+        num_warps=max(1, chunks * 4 // 32), launch_pdl=pdl,
+    )  # fmt: skip

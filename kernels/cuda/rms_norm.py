@@ -1,31 +1,32 @@
-"""RMSNorm on CUDA: alone, with a residual add in front, with the rounding of the q-dot or to scaled fp16 behind.
+"""RMSNorm on CUDA: plain rows, quantized for the q-dot, or as an fp16 operand, also of a sum with a residual.
 
-One kernel, whose geometry follows (rows, width). Few rows take a block each with as many warps as the row
-can feed; many narrow rows share a block, so that every block has enough loads in flight. The order of a row's sum
-follows from the geometry: callers who may not let it depend on the number of rows ask for the `fixed` one, that of few
-rows. A row is read once and stays in registers. Rows for Hopper's matmul have a kernel of their own, in
-rms_norm_ordered.py. Knows rows and weights; not where a row comes from or which matmul reads it.
+One kernel, whose geometry follows (rows, width). Few rows take a block each with as many warps as the row can feed;
+many narrow rows share a block, so that every block has enough loads in flight. The order of a row's sum follows from
+the geometry: where it may not depend on the number of rows (`batch_invariant`), that of few rows is taken. A row is
+read once and stays in registers. Operands in the WGMMA layout have a kernel of their own, in rms_norm_wgmma.py.
 """
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.gemm.half import HalfRows, Products, half_scale, store_half
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_group, store_rounded
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    Fp16Operand,
+    OperandLayout,
+    ScaledProduct,
+    fp16_row_scale,
+    store_operand,
+)
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.rms_norm_ordered import launch_norm_ordered
+from quengine.kernels.cuda.rms_norm_wgmma import launch_norm_wgmma
 
-_PLAIN = tl.constexpr(0)
-_ROUND = tl.constexpr(1)
-_HALF = tl.constexpr(2)
-
-_ALONE = tl.constexpr(0)
-_ADD = tl.constexpr(1)
-_FINISH = tl.constexpr(2)
+_PLAIN, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What is stored of the result."""
 
 _MAX_WIDTH = 65536
 """Widest row: 64 fp32 a thread with 1024 threads."""
@@ -73,15 +74,13 @@ def geometry(rows: int, width: int) -> Geometry:
 
 
 @triton.jit
-def _load_part(x_ptr, residual_ptr, factor, row, column, mask, x_stride, residual_stride, ADD: tl.constexpr):
-    """A part of the rows in fp32. _ADD: the sum with the residual, which is written to the residual. _FINISH: the same
-    of x times `factor`."""
+def _load_part(x_ptr, residual_ptr, scale, row, column, mask, x_stride, residual_stride, ADD: tl.constexpr):
+    """A part of the rows in fp32; with ADD times `scale`, plus the residual, to which the sum is written."""
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if ADD != _ALONE:
+    if ADD:
         at = residual_ptr + row * residual_stride + column
         added = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        if ADD == _FINISH:
-            x = x * factor
+        x = x * scale
         total = (added + x).to(residual_ptr.dtype.element_ty)
         tl.store(at, total, mask=mask)
         x = total.to(tl.float32)
@@ -89,39 +88,23 @@ def _load_part(x_ptr, residual_ptr, factor, row, column, mask, x_stride, residua
 
 
 @triton.jit
-def _store_round(y, high_ptr, low_ptr, scale_ptr, sums_ptr, first, end):
-    """Round a [1, N] part of a row in groups of 32 and store it from group `first` on, up to group `end`."""
-    high, low, scale, sums = round_group(tl.reshape(y, [y.shape[1] // 32, 32]))
+def _store_quantized_part(y, outputs, first, end):
+    """Quantize a [1, N] part of a row in groups of 32 and store it from group `first` on, up to group `end`."""
+    high, low, scale, sums = quantize_group(tl.reshape(y, [y.shape[1] // 32, 32]))
     group = first + tl.arange(0, y.shape[1] // 32)
-    store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, group < end, high, low, scale, sums)
+    store_quantized(
+        outputs[0], outputs[1], outputs[2], outputs[3], group, group < end, high, low, scale, sums
+    )  # fmt: skip
 
 
 @DirectLaunch
 @triton.jit(do_not_specialize=["rows"])  # any number of rows runs the same code
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    unscale_ptr,
-    weight_ptr,
-    out_ptr,
-    low_ptr,
-    scale_ptr,
-    sums_ptr,
-    rows,
-    x_stride,
-    residual_stride,
-    out_stride,
-    inverse_gain,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    HEAD: tl.constexpr,
-    TAIL: tl.constexpr,
-    ADD: tl.constexpr,
-    FORM: tl.constexpr,
-    HALF_FORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, residual_ptr, row_scale_ptr, weight_ptr, out_ptr, low_ptr, scale_ptr, sums_ptr,
+    rows, x_stride, residual_stride, out_stride, inverse_weight_scale, eps,
+    WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ADD: tl.constexpr,
+    KIND: tl.constexpr, LAYOUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
@@ -135,154 +118,131 @@ def _rms_norm_kernel(
         tail_weight = tl.load(weight_ptr + tail_column, mask=tail_column < WIDTH, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    factor = 1.0
-    if ADD == _FINISH:
-        factor = tl.load(unscale_ptr + row, mask=row < rows, other=0.0) * inverse_gain
-    x = _load_part(x_ptr, residual_ptr, factor, row, column, live, x_stride, residual_stride, ADD)
+    scale = 1.0
+    if ADD:
+        scale = tl.load(row_scale_ptr + row, mask=row < rows, other=0.0) * inverse_weight_scale
+    x = _load_part(x_ptr, residual_ptr, scale, row, column, live, x_stride, residual_stride, ADD)
     squares = tl.sum(x * x, 1)
     if TAIL > 0:
         tail = _load_part(
-            x_ptr, residual_ptr, factor, row, tail_column, tail_live, x_stride, residual_stride, ADD
+            x_ptr, residual_ptr, scale, row, tail_column, tail_live, x_stride, residual_stride, ADD
         )
         squares += tl.sum(tail * tail, 1)
     inverse_rms = tl.rsqrt(squares / WIDTH + eps)[:, None]
     y = x * inverse_rms * weight
     if TAIL > 0:
         y_tail = tail * inverse_rms * tail_weight
-    if FORM == _ROUND:
+    if KIND == _QUANTIZED:
+        outputs = (out_ptr, low_ptr, scale_ptr, sums_ptr)
         first = first_row * (WIDTH // 32)
-        _store_round(y, out_ptr, low_ptr, scale_ptr, sums_ptr, first, first + WIDTH // 32)
+        _store_quantized_part(y, outputs, first, first + WIDTH // 32)
         if TAIL > 0:
-            _store_round(
-                y_tail, out_ptr, low_ptr, scale_ptr, sums_ptr, first + HEAD // 32, first + WIDTH // 32
-            )
+            _store_quantized_part(y_tail, outputs, first + HEAD // 32, first + WIDTH // 32)
     else:
-        if FORM == _HALF:
+        if KIND == _FP16:
             peak = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
             if TAIL > 0:
                 peak = tl.maximum(peak, tl.max(y_tail.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
-            scale, unscale = half_scale(peak)
+            factor, row_scale = fp16_row_scale(peak)
             one_row = first_row + tl.arange(0, BLOCK_ROWS)
-            tl.store(scale_ptr + one_row, unscale, mask=one_row < rows)
-            y *= scale[:, None]
+            tl.store(scale_ptr + one_row, row_scale, mask=one_row < rows)
+            y *= factor[:, None]
             if TAIL > 0:
-                y_tail *= scale[:, None]
-        store_half(out_ptr, row, column, out_stride, y, live, HALF_FORM)
+                y_tail *= factor[:, None]
+        store_operand(out_ptr, row, column, out_stride, y, live, LAYOUT)
         if TAIL > 0:
-            store_half(out_ptr, row, tail_column, out_stride, y_tail, tail_live, HALF_FORM)
+            store_operand(out_ptr, row, tail_column, out_stride, y_tail, tail_live, LAYOUT)
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    pdl: bool = False,
-    fixed: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False, batch_invariant: bool = False
 ) -> torch.Tensor:
-    """`quengine.kernels.rms_norm` of the rows of x, computed in fp32 and rounded once.
+    """RMSNorm (kernels/rms_norm.py) of the rows of x, computed in fp32 and rounded once to x's dtype.
 
-    x: [T, D] fp16, bf16 or fp32, unit inner stride (rows may be slices of wider ones); weight: [D].
-    `residual` [T, D] is set to x + residual, rounded to its dtype, and that sum is normalised. `out` [T, D]
-    avoids the allocation and sets the result's dtype; otherwise it is x's. `pdl` (sm_90 and later) lets the
-    launch overlap the one before it, which may produce x and residual but not weight. `fixed`: a row's bits are
-    the same whatever the number of rows.
+    x: [T, D] fp16, bf16 or fp32, unit inner stride (rows may be slices of wider ones); weight: [D]. `pdl` (sm_90 and
+    later) lets the launch overlap the one in front, which may produce x but not weight. `batch_invariant`: a row's bits
+    are the same whatever the number of rows.
     """
-    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    assert result.shape == x.shape and result.stride(1) == 1
-    outputs = (result, result, result, result)
-    _launch(x, weight, eps, residual, outputs, result.stride(0), _PLAIN.value, pdl, fixed=fixed)
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, weight, eps, _Output(_PLAIN.value, (result,) * 4, result.stride(0)), pdl, batch_invariant)
     return result
 
 
-def rms_norm_round(
+def rms_norm_quantize(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False
+) -> QuantizedActivations:
+    """As `rms_norm`, the result quantized to int16 per group of 32 for the q-dot; D a multiple of 32."""
+    out = QuantizedActivations.empty(x.shape[0], x.shape[1], x.device)
+    planes = (out.high, out.low, out.scale, out.sums)
+    _launch(x, weight, eps, _Output(_QUANTIZED.value, planes, 0), pdl, batch_invariant=True)
+    return out
+
+
+def rms_norm_fp16(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    residual: torch.Tensor | None = None,
-    out: RoundedActivations | None = None,
+    out: Fp16Operand | None = None,
     pdl: bool = False,
-) -> RoundedActivations:
-    """As `rms_norm`, the result rounded to int16 per group of 32 for the q-dot; D a multiple of 32."""
-    rounded = RoundedActivations.empty(x.shape[0], x.shape[1], x.device) if out is None else out
-    assert rounded.high.shape == x.shape
-    outputs = (rounded.high, rounded.low, rounded.scale, rounded.sums)
-    _launch(x, weight, eps, residual, outputs, 0, _ROUND.value, pdl)
-    return rounded
+    batch_invariant: bool = False,
+) -> Fp16Operand:
+    """As `rms_norm`, the result rounded to scaled fp16 for the matmuls, in the layout of `out`."""
+    operand = Fp16Operand.empty(x.shape[0], x.shape[1], x.device) if out is None else out
+    assert operand.rows == x.shape[0] and operand.fits(x.shape[1]) and operand.values.is_contiguous()
+    if operand.is_wgmma and x.device.type != "cpu":  # Triton's interpreter does not run that kernel
+        launch_norm_wgmma(x, weight, eps, operand, pdl)
+    else:
+        _launch(x, weight, eps, _Output.of(operand), pdl, batch_invariant)
+    return operand
 
 
-def rms_norm_half(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    out: HalfRows | None = None,
-    pdl: bool = False,
-    fixed: bool = False,
-) -> HalfRows:
-    """As `rms_norm`, the result rounded to scaled fp16 rows for the matmuls (half.py), in the form of `out`."""
-    half = HalfRows.empty(x.shape[0], x.shape[1], x.device) if out is None else out
-    assert half.rows == x.shape[0] and half.fits(x.shape[1]) and half.values.is_contiguous()
-    if half.ordered and x.device.type != "cpu":  # Triton's interpreter does not run that kernel
-        launch_norm_ordered(x, weight, eps, half, pdl)
-        return half
-    outputs = (half.values, half.values, half.unscale, half.values)
-    _launch(x, weight, eps, None, outputs, half.stride, _HALF.value, pdl, half=half, fixed=fixed)
-    return half
-
-
-def finish_norm_half(
-    products: Products,
+def add_norm_fp16(
+    product: ScaledProduct,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    out: HalfRows,
+    out: Fp16Operand,
     pdl: bool = False,
-) -> HalfRows:
-    """`products.finish(residual)`, to the residual, and `rms_norm_half` of it, to `out`, in one pass. Products and
-    `out` may share their unscale."""
-    outputs = (out.values, out.values, out.unscale, out.values)
-    _launch(products.values, weight, eps, residual, outputs, out.stride, _HALF.value, pdl, products, out)
+) -> Fp16Operand:
+    """`product.finish(residual)`, to the residual, and `rms_norm_fp16` of it, to `out`, in one pass. The product and
+    `out` may share their row scales."""
+    _launch(product.values, weight, eps, _Output.of(out), pdl, False, product, residual)
     return out
+
+
+class _Output(NamedTuple):
+    """kind: see `_PLAIN`; tensors: of a quantized row its planes, else values, anything, row scales, anything; stride:
+    from a row (or a tile of rows) to the next."""
+
+    kind: int
+    tensors: tuple[torch.Tensor, ...]
+    stride: int
+    layout: OperandLayout = OperandLayout.ROW_MAJOR
+
+    @classmethod
+    def of(cls, operand: Fp16Operand) -> "_Output":
+        values = operand.values
+        return cls(_FP16.value, (values, values, operand.row_scale, values), operand.stride, operand.layout)
 
 
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    residual: torch.Tensor | None,
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    out_stride: int,
-    form: int,
+    output: _Output,
     pdl: bool,
-    products: Products | None = None,
-    half: HalfRows | None = None,
-    fixed: bool = False,
+    batch_invariant: bool,
+    product: ScaledProduct | None = None,
+    residual: torch.Tensor | None = None,
 ) -> None:
     rows, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,) and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
-    shape = geometry(1 if fixed or form == _ROUND.value else rows, width)
+    shape = geometry(1 if batch_invariant else rows, width)
     _rms_norm_kernel[(-(-rows // shape.block_rows),)](
-        x,
-        x if residual is None else residual,
-        x if products is None else products.unscale,
-        weight,
-        *outputs,
-        rows,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        out_stride,
-        1.0 if products is None else 1.0 / products.gain,
-        eps,
-        WIDTH=width,
-        BLOCK_ROWS=shape.block_rows,
-        HEAD=shape.head,
-        TAIL=shape.tail,
-        ADD=_FINISH.value if products else _ALONE.value if residual is None else _ADD.value,
-        FORM=form,
-        HALF_FORM=0 if half is None else int(half.form),
-        PDL=pdl,
-        num_warps=shape.warps,
-        launch_pdl=pdl,
-    )
+        x, x if residual is None else residual, x if product is None else product.row_scale, weight, *output.tensors,
+        rows, x.stride(0), 0 if residual is None else residual.stride(0), output.stride,
+        1.0 if product is None else 1.0 / product.weight_scale, eps,
+        WIDTH=width, BLOCK_ROWS=shape.block_rows, HEAD=shape.head, TAIL=shape.tail, ADD=product is not None,
+        KIND=output.kind, LAYOUT=int(output.layout), PDL=pdl, num_warps=shape.warps, launch_pdl=pdl,
+    )  # fmt: skip

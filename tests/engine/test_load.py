@@ -45,7 +45,7 @@ def test_a_deterministic_run_has_fixed_kernels(deterministic: bool, monkeypatch:
     device, _ = choose_device(config)
     checkpoint: Any = None  # a GPU's backend looks at no weights yet
     backend = _make_backend(config, checkpoint, device, 1, 0)
-    assert isinstance(backend, CudaBackend) and backend.fixed_kernels == deterministic
+    assert isinstance(backend, CudaBackend) and backend.batch_invariant == deterministic
 
 
 @pytest.mark.usefixtures("no_gpu")

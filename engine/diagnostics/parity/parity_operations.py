@@ -52,9 +52,9 @@ def rows_of(hidden: Hidden) -> Tensor:
     if isinstance(hidden, Tensor):
         return hidden
     # Only the CUDA backend gives anything else, so what it needs is installed.
-    from quengine.kernels.cuda.normed import NormedRows
+    from quengine.kernels.cuda.rms_normed import RmsNormed
 
-    rows: Tensor = hidden.hidden if isinstance(hidden, NormedRows) else hidden.dequantize()
+    rows: Tensor = hidden.hidden if isinstance(hidden, RmsNormed) else hidden.dequantize()
     return rows
 
 
@@ -66,15 +66,15 @@ def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
     placed = rows.to(backend.device, backend.dtype)
     if isinstance(own, Tensor):
         return placed
-    from quengine.kernels.cuda.gemm.half import HalfRows, Products, half_rows
-    from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+    from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct, to_fp16_operand
+    from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 
-    if isinstance(own, HalfRows):
-        return half_rows(placed)
-    if isinstance(own, Products):
+    if isinstance(own, Fp16Operand):
+        return to_fp16_operand(placed)
+    if isinstance(own, ScaledProduct):
         ones = torch.ones(len(placed), device=placed.device)
-        return Products(placed.contiguous(), ones, 1.0)
-    return round_activations(placed) if isinstance(own, RoundedActivations) else own
+        return ScaledProduct(placed.contiguous(), ones, 1.0)
+    return quantize_activations(placed) if isinstance(own, QuantizedActivations) else own
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention import attention_prefill, attention_warps
-from quengine.kernels.cuda.gemm import matmul_wgmma
-from quengine.kernels.cuda.gemm.half import Products
+from quengine.kernels.cuda.gemm import matmul_fused, matmul_wgmma
+from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
+from quengine.kernels.cuda.gemv import matvec_program
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda.weights import launch_table
@@ -147,6 +148,8 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
         (cuda_backend, "has_dependent_launch", lambda _: arch >= 90),
         (attention_prefill, "is_hopper", lambda _: arch >= 90),
         (attention_warps, "uses_assembly", lambda: True),
+        (matmul_fused, "uses_assembly", lambda: True),
+        (matvec_program, "uses_assembly", lambda: True),
         (matmul_wgmma, "is_hopper", lambda _: arch == 90),
         (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
     ]
@@ -163,7 +166,8 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
 def cases() -> list[Case]:
     """All cases, those that take longest first."""
     return [
-        *_model_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(), *_sampling_cases()
+        *_model_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(),
+        *_sampling_cases(),
     ]  # fmt: skip
 
 
@@ -194,6 +198,13 @@ def _model_cases() -> Iterator[Case]:
             yield Case(f"smollm2-135m, prompt of {rows}", False, (90,), partial(small, _prefill(rows)))
         ends = partial(_ends, "Q8_0", "Q8_0", 49152, 576, _step(rows))
         yield Case(f"smollm2-135m, embedding and output, {_rows(rows)}", rows == 1, (90,), ends)
+
+
+def _block_cases() -> Iterator[Case]:
+    """Blocks with norms behind them, with and without norms in front."""
+    for rows in (1, 16, 64, ODD_ROWS):
+        call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
+        yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
 
 
 def _type_cases() -> Iterator[Case]:
@@ -252,7 +263,7 @@ def _fixed_cases() -> Iterator[Case]:
 
 
 def _fixed(call: Callable[[MetaBackend], object], backend: MetaBackend) -> None:
-    backend.fixed_kernels = True
+    backend.batch_invariant = True
     call(backend)
 
 
@@ -312,6 +323,22 @@ def _layer(
     backend.norm_linear(batch, x, norm, qkv, added)  # as the next layer does, whose norm has been begun
 
 
+def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """What Gemma 3 launches (a scaled embedding, norms on both sides of a block, GELU), then OLMo 2 (norms behind the
+    blocks alone), without attention."""
+    norm = RMSNorm(_empty(hidden), EPS)
+    gate_up = backend.gate_up_weight(_tensor(name, ffn, hidden), _tensor(name, ffn, hidden))
+    down_weight = backend.weight([_tensor(down, hidden, ffn)])
+    x = backend.embed(batch, backend.weight([_tensor(down, 2 * hidden, hidden)]), hidden**0.5)
+    for _ in range(2):  # of the first layer alone the norm is a launch of its own
+        gated = backend.norm_glu(batch, x, norm, gate_up, "gelu_tanh")
+        x = backend.linear_add(batch, gated, down_weight, x, norm, norm)
+    x = _empty(len(batch), hidden)
+    backend.norm_linear(batch, x, None, backend.weight([_tensor(name, hidden, hidden)]))
+    gated = backend.norm_glu(batch, x, None, gate_up)
+    backend.linear_add(batch, gated, down_weight, x, None, norm)
+
+
 def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, backend: MetaBackend) -> None:
     """Embedding and logits, of one row and of all."""
     x = backend.embed(batch, backend.weight([_tensor(name, vocab, hidden)]))
@@ -329,7 +356,7 @@ def _product_attention(
     heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend
 ) -> None:
     """Of a chunk whose QKV come as the matmul left them, as they do behind packed weights without biases."""
-    products = Products(_empty(len(batch), heads.width), _empty(len(batch)), 1.0)
+    products = ScaledProduct(_empty(len(batch), heads.width), _empty(len(batch)), 1.0)
     backend.weight([_tensor("Q8_0", 16, 128)])  # room for a workspace
     backend.attention(batch, products, heads.spec(), heads.layer(cache_type))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.kv_store import check_block_tables
 from quengine.kernels.cuda.attention.rope import rope_variant, rotation_pointers
-from quengine.kernels.cuda.gemm.half import Form
+from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 _TARGET_PROGRAMS = 128
@@ -89,7 +89,7 @@ class DecodeArguments:
     coarse: bool
     pdl: bool
     quantize: bool
-    form: Form | None
+    form: OperandLayout | None
     out_stride: int
 
     def __post_init__(self) -> None:

@@ -23,11 +23,11 @@ from quengine.kernels.cuda.attention.attention_arguments import (
 )
 from quengine.kernels.cuda.attention.attention_tiles import launch_tiles
 from quengine.kernels.cuda.attention.attention_warps import launch_warps, takes
-from quengine.kernels.cuda.gemm.half import HalfRows
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemv.activations import GROUP as QUANTIZED_GROUP
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 
-Out = TypeVar("Out", Tensor, RoundedActivations, HalfRows)
+Out = TypeVar("Out", Tensor, QuantizedActivations, Fp16Operand)
 
 
 def attention_decode(
@@ -56,16 +56,17 @@ def attention_decode(
     """
     shape = (qkv.shape[0], spec.heads * spec.head_dim)
     quantize, form, stride = False, None, 0
-    if isinstance(out, RoundedActivations):
+    if isinstance(out, QuantizedActivations):
         assert out.high.shape == shape
         if spec.head_dim % QUANTIZED_GROUP:
             rows = torch.empty(shape, dtype=torch.float32, device=qkv.device)
             attention_decode(qkv, spec, layer, positions, block_tables, workspace, rows, coarse, pdl)
-            return round_activations(rows, out, pdl)
+            quantize_activations(rows, out, pdl)
+            return out
         outputs, quantize = DecodeOutputs(out.high, out.low, out.scale, out.sums), True
-    elif isinstance(out, HalfRows):
+    elif isinstance(out, Fp16Operand):
         assert out.rows == shape[0] and out.fits(shape[1])
-        outputs, form, stride = DecodeOutputs.unquantized(out.values), out.form, out.stride
+        outputs, form, stride = DecodeOutputs.unquantized(out.values), out.layout, out.stride
     else:
         assert out.shape == shape and out.dtype == torch.float32 and out.is_contiguous()
         outputs = DecodeOutputs.unquantized(out)

@@ -6,8 +6,8 @@ A part of a group's heads is its row_max (base 2), its row_sum and acc, the weig
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.gemm.half import store_half
-from quengine.kernels.cuda.gemv.activations import round_group
+from quengine.kernels.cuda.gemm.fp16_operand import store_operand
+from quengine.kernels.cuda.gemv.activations import quantize_group
 
 LOWEST = gl.constexpr(-1e30)
 """The score of a masked key: finite, so that differences of two of them are numbers."""
@@ -81,7 +81,7 @@ def store_heads(
         GROUPS: gl.constexpr = HEAD_DIM // 32
         L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
         x = gl.convert_layout(gl.reshape(out, [HEADS * GROUPS, 32]), L)
-        high, low, scale, sums = round_group(x)
+        high, low, scale, sums = quantize_group(x)
         n = gl.arange(0, HEADS * GROUPS, layout=gl.SliceLayout(1, L))
         i = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, L)), 0)
         group = head * GROUPS + n
@@ -101,6 +101,6 @@ def store_heads(
         column = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, ROWS)), 0)
         column += (head + member) * HEAD_DIM
         if FORM >= 0:
-            store_half(outputs[0], sequence, column, stride, out, member + column * 0 < SHAPE.group, FORM)
+            store_operand(outputs[0], sequence, column, stride, out, member + column * 0 < SHAPE.group, FORM)
         else:
             gl.store(outputs[0] + column, out, mask=member < SHAPE.group)

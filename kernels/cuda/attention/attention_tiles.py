@@ -23,9 +23,9 @@ from quengine.kernels.cuda.attention.kv_store import (
     table_rows,
 )
 from quengine.kernels.cuda.attention.rope import load_angles, load_heads, load_rotated
-from quengine.kernels.cuda.gemm.half import store_half
+from quengine.kernels.cuda.gemm.fp16_operand import store_operand
 from quengine.kernels.cuda.gemm.mma import uses_assembly
-from quengine.kernels.cuda.gemv.activations import round_group, store_rounded
+from quengine.kernels.cuda.gemv.activations import quantize_group, store_quantized
 
 ONE_SPLIT = tl.constexpr(128)
 """Up to so many keys are one split: reading them takes no longer than combining splits."""
@@ -112,18 +112,18 @@ def _store_heads(
     PADDED: tl.constexpr = out.shape[1]
     values_ptr, low_ptr, scale_ptr, sums_ptr = outputs
     if QUANTIZE:
-        high, low, scale, sums = round_group(tl.reshape(out, [ROWS * PADDED // 32, 32]))
+        high, low, scale, sums = quantize_group(tl.reshape(out, [ROWS * PADDED // 32, 32]))
         PER_HEAD: tl.constexpr = PADDED // 32
         n = tl.arange(0, PER_HEAD)[None, :]
         group = tl.reshape(head[:, None] * (HEAD_DIM // 32) + n, [ROWS * PER_HEAD])
         inside = tl.reshape(live[:, None] & (n < HEAD_DIM // 32), [ROWS * PER_HEAD])
-        store_rounded(values_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
+        store_quantized(values_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
     else:
         d = tl.arange(0, PADDED)[None, :]
         column = head[:, None] * HEAD_DIM + d
         inside = live[:, None] & (d < HEAD_DIM)
         if FORM >= 0:
-            store_half(values_ptr, sequence, column, stride, out, inside, FORM)
+            store_operand(values_ptr, sequence, column, stride, out, inside, FORM)
         else:
             tl.store(values_ptr + column, out, mask=inside)
 

@@ -21,7 +21,7 @@ from quengine.kernels.cuda.attention.rope import (
     rope_variant,
     rotation_pointers,
 )
-from quengine.kernels.cuda.gemm.half import Products
+from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 
 
@@ -94,7 +94,7 @@ def _rope_store_kernel(
 
 
 def rope_store(
-    qkv: Tensor | Products,
+    qkv: Tensor | ScaledProduct,
     spec: AttentionSpec,
     layer: KVLayer,
     positions: Tensor,
@@ -112,8 +112,8 @@ def rope_store(
     With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
     weight_scale, row_scale = 1.0, None
-    if isinstance(qkv, Products):
-        weight_scale, row_scale, qkv = 1.0 / qkv.gain, qkv.unscale, qkv.values
+    if isinstance(qkv, ScaledProduct):
+        weight_scale, row_scale, qkv = 1.0 / qkv.weight_scale, qkv.row_scale, qkv.values
     tokens = qkv.shape[0]
     cache_rows, kv_heads, head_dim = layer.k.shape
     assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim

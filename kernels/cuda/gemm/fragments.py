@@ -3,7 +3,6 @@
 Every tensor has one element a thread. `FMT` is the PackedLayout of the matrix. The loads of a chunk come as one
 tuple of words, so that a kernel can issue them long before it uses them:
     low words (one or two a step), high words, then scale words, then the word of super-scales.
-Does not know: activations, or what the codes are multiplied with.
 """
 
 import struct
@@ -22,7 +21,6 @@ _MXFP4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *MXFP4_TABLE
 # layout.ScaleKind, as compile-time constants.
 _BYTE = tl.constexpr(3)
 _BYTE_MIN = tl.constexpr(4)
-_NIBBLE_MIN = tl.constexpr(5)
 _SIX = tl.constexpr(6)
 _HALF = tl.constexpr(0)
 _HALF_MIN = tl.constexpr(1)
@@ -34,7 +32,7 @@ LANE_COLUMNS = tl.constexpr(layout.LANE_COLUMNS)
 
 @triton.constexpr_function
 def step_column(step: int) -> int:
-    """How far behind the first column of lane q in a chunk, LANE_COLUMNS * q, its columns of a step begin."""
+    """The distance of lane q's columns of a step from its first column in a chunk, LANE_COLUMNS * q."""
     return step // 4 * layout.BLOCK_COLUMNS + step % 4 * 8
 
 
@@ -191,22 +189,22 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
 
 
 @triton.jit
-def chunk_scales(words, s: tl.constexpr, gain, FMT: tl.constexpr, UP: tl.constexpr = 1.0):
-    """Scales, times UP, and minimums of set s, super-scales and gain included, for codes as `step_codes` gives them."""
+def chunk_scales(words, s: tl.constexpr, weight_scale, FMT: tl.constexpr, UP: tl.constexpr = 1.0):
+    """Scales, times UP, and minimums of set s, super-scales and weight_scale included, for codes as of `step_codes`."""
     d0, dm0, d1, dm1 = super_scales(words, FMT)
     s0, m0, s1, m1 = set_scales(words, s, FMT)
     # Powers of two round nothing; with the super-scales, which all sets share, they cost little.
-    near = s0 * (d0 * (gain * (UP / (1 << FMT.near_shift))))
-    far = s1 * (d1 * (gain * (UP / (1 << FMT.far_shift))))
+    near = s0 * (d0 * (weight_scale * (UP / (1 << FMT.near_shift))))
+    far = s1 * (d1 * (weight_scale * (UP / (1 << FMT.far_shift))))
     if not FMT.has_min:
         near_min = (words[0] & 0).to(tl.float32)
         far_min = (words[0] & 0).to(tl.float32)
     elif FMT.super_bytes == 0:
-        near_min = m0 * gain
-        far_min = m1 * gain
+        near_min = m0 * weight_scale
+        far_min = m1 * weight_scale
     else:
-        near_min = m0 * (dm0 * gain)
-        far_min = m1 * (dm1 * gain)
+        near_min = m0 * (dm0 * weight_scale)
+        far_min = m1 * (dm1 * weight_scale)
     return near, near_min, far, far_min
 
 

@@ -1,8 +1,7 @@
 """Matrix of plain floats times any number of rows, where a row's result may not depend on that number.
 
-Weights are rounded to fp16, rows are scaled fp16 (half.py), sums are fp32 and run over the columns from first to last:
-an element of the result has a sum of its own, in one order, however many rows a program takes.
-Does not know: packed weights, or when this kernel is wanted (matmul.py).
+Weights are rounded to fp16, rows are scaled fp16 (fp16_operand.py), sums are fp32 and run over the columns from
+first to last: an element of the result has a sum of its own, in one order, however many rows a program takes.
 """
 
 import torch
@@ -10,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.gemm.half import HalfRows, half_place
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, operand_offset
+from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.packed import FloatPart
 
 _BLOCK_WEIGHTS = 64  # rows of weights a program: the least that Hopper's matrix instruction takes on its left
@@ -19,13 +19,11 @@ _BLOCK_COLUMNS = 64
 
 @triton.jit(do_not_specialize=["T"])
 def _float_matmul_kernel(
-    weight_ptr, x_ptr, unscale_ptr, residual_ptr, out_ptr, rows, first, N, T, x_stride,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, FORM: tl.constexpr,
+    weight_ptr, x_ptr, row_scale_ptr, residual_ptr, out_ptr, rows, first, N, T, x_stride,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    launch_then_wait(PDL)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -33,11 +31,11 @@ def _float_matmul_kernel(
         k = start + tl.arange(0, BLOCK_K)
         weight_mask = (n < rows)[:, None] & (k < K)[None, :]
         weight = tl.load(weight_ptr + n[:, None] * K + k[None, :], mask=weight_mask, other=0.0)
-        place = half_place(token[None, :], k[:, None], x_stride, FORM)
+        place = operand_offset(token[None, :], k[:, None], x_stride, LAYOUT)
         x = tl.load(x_ptr + place, mask=(token < T)[None, :] & (k < K)[:, None], other=0.0)
         acc = tl.dot(weight.to(tl.float16), x, acc)
     # A power of two: nothing is rounded before the residual is added.
-    y = acc * tl.load(unscale_ptr + token, mask=token < T, other=0.0)[None, :]
+    y = acc * tl.load(row_scale_ptr + token, mask=token < T, other=0.0)[None, :]
     at = token[None, :] * N + first + n[:, None]
     inside = (token < T)[None, :] & (n < rows)[:, None]
     if RESIDUAL:
@@ -46,14 +44,19 @@ def _float_matmul_kernel(
 
 
 def launch_float(
-    x: HalfRows, part: FloatPart, out: Tensor, first: int, residual: Tensor | None = None, pdl: bool = False
+    x: Fp16Operand,
+    part: FloatPart,
+    out: Tensor,
+    first: int,
+    residual: Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
-    """Rows x, in any form, times plain floats, into columns first .. of out fp32 [T, N], plus those of `residual`."""
+    """Rows x, in any layout, times plain floats, into columns first .. of out fp32 [T, N], plus those of `residual`."""
     assert part.weight.is_contiguous() and x.fits(part.cols) and out.dtype == torch.float32
     block = 16 if x.rows <= 16 else 64
     _float_matmul_kernel[(-(-x.rows // block), -(-part.rows // _BLOCK_WEIGHTS))](
-        part.weight, x.values, x.unscale, out if residual is None else residual, out, part.rows, first, out.shape[1],
+        part.weight, x.values, x.row_scale, out if residual is None else residual, out, part.rows, first, out.shape[1],
         x.rows, x.stride,
-        K=part.cols, BLOCK_N=_BLOCK_WEIGHTS, BLOCK_T=block, BLOCK_K=_BLOCK_COLUMNS, FORM=x.form,
+        K=part.cols, BLOCK_N=_BLOCK_WEIGHTS, BLOCK_T=block, BLOCK_K=_BLOCK_COLUMNS, LAYOUT=x.layout,
         RESIDUAL=residual is not None, PDL=pdl, num_warps=4, num_stages=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,22 +1,26 @@
-"""Matrix times 2 to 127 rows, on packed weights: batched decode, and short prompts.
+"""Matrix times 2 to 127 rows, on packed weights, on GPUs without warp-group matrix instructions.
 
 Weights are dequantized to fp16 in registers, in the order of the matrix instruction (m16n8k16) in which they are
-stored: read packed, never written. Rows come tiled (half.py), so that what a lane multiplies in one step is one
-16-byte load, which the warps of a program share through the L1 cache. A warp takes several tiles of weights, so that
-one such load feeds several products. The columns of a tile are split over warps, and over programs where there are
-few tiles: the last program to end adds up what all have left, in the order of the columns.
+stored: read packed, never written. Rows come in the MMA layout (fp16_operand.py), so that what a lane multiplies in one
+step is one 16-byte load, which the warps of a program share through the L1 cache. A warp takes several tiles of
+weights, so that one such load feeds several products. The columns of a tile are split over warps, and over programs
+where there are few tiles (split-K): the last program to arrive adds up what all have left, in the order of the columns.
 
-The order of a sum follows from the weight's shape and from the launch geometry, whose share of the columns
-(`k_warps`, `splits`) may follow from the number of rows (launch_table.py): a row's result does not depend on what
-the other rows hold, only on that number, and, where the launch is `fixed`, not on that either.
-Does not know: where rows come from, or when this way pays (matmul.py).
+The order of a sum follows from the weight's shape and from the launch geometry, whose splits of the columns (`k_warps`,
+`splits`) may follow from the number of rows (launch_table.py): a row's result does not depend on what the other rows
+hold, only on that number, and, where kernels are batch-invariant, not on that either.
 """
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quengine.kernels.backend import Activation
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.fragments import (
     LANE_COLUMNS,
     chunk_scales,
@@ -24,7 +28,6 @@ from quengine.kernels.cuda.gemm.fragments import (
     step_codes,
     step_column,
 )
-from quengine.kernels.cuda.gemm.half import HalfRows
 from quengine.kernels.cuda.gemm.mma import (
     SUBNORMALS,
     mma_half_step,
@@ -32,64 +35,128 @@ from quengine.kernels.cuda.gemm.mma import (
     scale_bytes_once,
     uses_assembly,
 )
+from quengine.kernels.cuda.glu import EPILOGUES, RESIDUAL, ROWS, SILU, gated
 from quengine.kernels.cuda.weights.launch_table import fused_geometry
+from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.packed import PackedPart
 
-_ROWS = tl.constexpr(0)
-_RESIDUAL = tl.constexpr(1)
-_SWIGLU = tl.constexpr(2)
+
+class MatmulMode(NamedTuple):
+    """How a matmul is launched.
+
+    exact: weights are rounded to fp16 once, not their scales and minimums before. batch_invariant: exact, with sums in
+    an order that no number of rows changes. pdl: before the launch in front has ended (sm_90 and later), which must not
+    write the weights.
+    """
+
+    exact: bool = False
+    batch_invariant: bool = False
+    pdl: bool = False
+
+
+@dataclass(frozen=True)
+class FusedProgram:
+    """The compile-time constant of the kernel: a program takes `n_warps` * `tiles` tiles of a weight of `cols` columns,
+    each shared by `k_warps` warps, times 8 * `token_tiles` rows. The rest: launch_table.FusedGeometry; epilogue:
+    glu.py."""
+
+    layout: PackedLayout
+    cols: int
+    token_tiles: int
+    tiles: int
+    n_warps: int
+    k_warps: int
+    splits: int
+    ahead: bool
+    paired: bool
+    epilogue: int
+    exact: bool
+    pdl: bool
+    asm: bool
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.cols // self.layout.chunk)
+
+    @property
+    def split_chunks(self) -> int:
+        return -(-self.chunks // self.splits)
+
+    @property
+    def rounds(self) -> int:
+        """Chunks of a warp."""
+        return -(-self.split_chunks // self.k_warps)
+
+    @property
+    def padded(self) -> int:
+        """Columns of x in memory."""
+        return -(-self.cols // 128) * 128
+
+    @property
+    def signed(self) -> bool:
+        return self.layout.offset > 0 or self.layout.table > 0 or self.layout.low == 8
+
+
+class Output(NamedTuple):
+    """Where results go: pointers, rows of the weight, the first column that is written, the distance of rows, rows of
+    x, and the scale of the weights."""
+
+    row_scale_ptr: Any
+    residual_ptr: Any
+    ptr: Any
+    weight_rows: Any
+    first: Any
+    stride: Any
+    rows: Any
+    weight_scale: Any
 
 
 @triton.jit
-def _step_rows(
-    x_at, column, step: tl.constexpr, FMT: tl.constexpr, K: tl.constexpr, TOKEN_TILES: tl.constexpr
-):
+def _step_rows(x_at, column, step: tl.constexpr, P: tl.constexpr):
     """This lane's 8 columns of a step, for its row of every token tile: two int64 of four fp16 each.
 
-    Zeros past column K: the weights there are zero too, but what lies in memory need not be finite.
+    Zeros past the last column: the weights there are zero too, but what lies in memory need not be finite.
     """
-    PADDED: tl.constexpr = (K + 127) // 128 * 128
+    TOKEN_TILES: tl.constexpr = P.token_tiles
     words = ()
     for n in tl.static_range(TOKEN_TILES):
         # Units of 4 columns of a row: a step of a token tile is 8 columns of 8 rows for each lane of a quad.
-        at = x_at + (step * 64 + n * PADDED * 2)
-        if K % FMT.chunk == 0:
+        at = x_at + (step * 64 + n * P.padded * 2)
+        if P.cols % P.layout.chunk == 0:
             both = tl.load(at)
         else:
-            fits = column < K - step_column(step)
+            fits = column < P.cols - step_column(step)
             both = tl.load(at, mask=fits[:, None], other=0)
         words = words + (tl.split(both),)
     return words
 
 
 @triton.jit
-def _scaled(codes, scale, minimum, SIGNED: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr):
-    if EXACT:
-        low, high = scale_bytes_once(codes, scale, minimum, SIGNED, ASM)
+def _scaled(codes, scale, minimum, P: tl.constexpr):
+    if P.exact:
+        low, high = scale_bytes_once(codes, scale, minimum, P.signed, P.asm)
     else:
-        low, high = scale_bytes(codes, scale, minimum, SIGNED, ASM)
+        low, high = scale_bytes(codes, scale, minimum, P.signed, P.asm)
     return low, high
 
 
 @triton.jit
-def step_halves(codes, scales, FMT: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr):
-    """The A operands of both products of a step, fp16: codes as `step_codes`, scales as `chunk_scales` gives them.
-    EXACT: rounded once."""
-    SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
-    a0, a2 = _scaled(codes[0], scales[0], scales[1], SIGNED, EXACT, ASM)
-    a1, a3 = _scaled(codes[1], scales[2], scales[3], SIGNED, EXACT, ASM)
-    b0, b2 = _scaled(codes[2], scales[0], scales[1], SIGNED, EXACT, ASM)
-    b1, b3 = _scaled(codes[3], scales[2], scales[3], SIGNED, EXACT, ASM)
+def _step_operands(codes, scales, P: tl.constexpr):
+    """The A operands of both products of a step, fp16: codes as `step_codes`, scales as `chunk_scales` gives them."""
+    a0, a2 = _scaled(codes[0], scales[0], scales[1], P)
+    a1, a3 = _scaled(codes[1], scales[2], scales[3], P)
+    b0, b2 = _scaled(codes[2], scales[0], scales[1], P)
+    b1, b3 = _scaled(codes[3], scales[2], scales[3], P)
     return (a0, a1, a2, a3), (b0, b1, b2, b3)
 
 
 @triton.jit
-def _four(totals, i: tl.constexpr):
-    return (totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3])
+def _four(acc, i: tl.constexpr):
+    return (acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3])
 
 
 @triton.jit
-def _join_halves(values, COUNT: tl.constexpr):
+def _join_pairs(values, COUNT: tl.constexpr):
     """Each of the first COUNT / 2 tensors beside the one COUNT / 2 further on."""
     pairs = ()
     for i in tl.static_range(COUNT // 2):
@@ -98,240 +165,229 @@ def _join_halves(values, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _multiply_chunk(
-    totals, words, x_at, column, gain,
-    FMT: tl.constexpr, K: tl.constexpr, TOKEN_TILES: tl.constexpr, TILES: tl.constexpr, EXACT: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """totals + a chunk of TILES tiles of weights times TOKEN_TILES tiles of rows.
+def _multiply_chunk(acc, words, x_at, column, weight_scale, P: tl.constexpr):
+    """acc + a chunk of P.tiles tiles of weights times P.token_tiles tiles of rows.
 
-    totals: four a (tile, token tile), tiles outermost. words: the chunk of each tile. x_at: this lane's columns of the
+    acc: four a (tile, token tile), tiles outermost. words: the chunk of each tile. x_at: this lane's columns of the
     chunk's first step, [thread, 2]. Rows are read one step before they are multiplied.
     """
-    SETS: tl.constexpr = FMT.sets
-    STEPS: tl.constexpr = FMT.steps_per_set
-    x = _step_rows(x_at, column, 0, FMT, K, TOKEN_TILES)
+    SETS: tl.constexpr = P.layout.sets
+    STEPS: tl.constexpr = P.layout.steps_per_set
+    TILES: tl.constexpr = P.tiles
+    TOKEN_TILES: tl.constexpr = P.token_tiles
+    x = _step_rows(x_at, column, 0, P)
     for s in tl.static_range(SETS):
         scales = ()
         for w in tl.static_range(TILES):
-            scales = scales + (chunk_scales(words[w], s, gain, FMT, SUBNORMALS if EXACT else 1.0),)
+            scales = scales + (
+                chunk_scales(words[w], s, weight_scale, P.layout, SUBNORMALS if P.exact else 1.0),
+            )
         for j in tl.static_range(STEPS):
             x_now = x
             if s * STEPS + j + 1 < SETS * STEPS:
-                x = _step_rows(x_at, column, s * STEPS + j + 1, FMT, K, TOKEN_TILES)
+                x = _step_rows(x_at, column, s * STEPS + j + 1, P)
             result = ()
             for w in tl.static_range(TILES):
-                codes = step_codes(words[w], s * STEPS + j, FMT, ASM)
-                first, last = step_halves(codes, scales[w], FMT, EXACT, ASM)
+                codes = step_codes(words[w], s * STEPS + j, P.layout, P.asm)
+                first, last = _step_operands(codes, scales[w], P)
                 for n in tl.static_range(TOKEN_TILES):
                     d = mma_half_step(
-                        first, last, x_now[n][0], x_now[n][1],
-                        _four(totals, w * TOKEN_TILES + n), ASM,
+                        first, last, x_now[n][0], x_now[n][1], _four(acc, w * TOKEN_TILES + n), P.asm
                     )  # fmt: skip
                     result = result + (d[0], d[1], d[2], d[3])
-            totals = result
-    return totals
+            acc = result
+    return acc
 
 
 @triton.jit
-def _load_tiles(
-    planes, chunk, tile, tiles, inside, lane, FMT: tl.constexpr, CHUNKS: tl.constexpr, TILES: tl.constexpr
-):
-    """Start reading chunk number `chunk` of the matrix and the same one of the TILES - 1 tiles behind it."""
+def _load_tiles(planes, chunk, tile, tiles, inside, lane, P: tl.constexpr):
+    """Start reading chunk number `chunk` of the matrix and the same one of the P.tiles - 1 tiles after it."""
+    TILES: tl.constexpr = P.tiles
     words = ()
     for w in tl.static_range(TILES):
         valid = inside & (tile < tiles - w)
-        words = words + (load_chunk(planes, chunk, w * CHUNKS, lane, valid, FMT, True),)
+        words = words + (load_chunk(planes, chunk, w * P.chunks, lane, valid, P.layout, True),)
     return words
 
 
 @triton.jit
-def _add_warps(
-    totals, w: tl.constexpr, TOKEN_TILES: tl.constexpr, N_WARPS: tl.constexpr, K_WARPS: tl.constexpr
-):  # fmt: skip
-    """The sums of tile w of each warp over the warps that share its columns: fp32 [N_WARPS, r, q, token tile, rh,
+def _add_warps(acc, w: tl.constexpr, P: tl.constexpr):
+    """The sums of tile w of each warp over the warps that share its columns: fp32 [n_warps, r, q, token tile, rh,
     column], weight row 8*rh + r of the tile, row 8*(token tile) + 2*q + column of x."""
+    COUNT: tl.constexpr = 4 * P.token_tiles
     values = ()
-    for i in tl.static_range(4 * TOKEN_TILES):
-        values = values + (totals[4 * TOKEN_TILES * w + i],)
+    for i in tl.static_range(COUNT):
+        values = values + (acc[COUNT * w + i],)
     # Joining halves adds the most significant bit of the place first: values stand in their order at the end.
     for level in tl.static_range(6):
-        if 2 << level <= 4 * TOKEN_TILES:
-            values = _join_halves(values, 4 * TOKEN_TILES >> level)
-    return tl.sum(tl.reshape(values[0], [N_WARPS, K_WARPS, 8, 4, TOKEN_TILES, 2, 2]), axis=1)
+        if 2 << level <= COUNT:
+            values = _join_pairs(values, COUNT >> level)
+    return tl.sum(tl.reshape(values[0], [P.n_warps, P.k_warps, 8, 4, P.token_tiles, 2, 2]), axis=1)
 
 
 @triton.jit
-def _store(
-    y, w: tl.constexpr, tile0, token0, unscale_ptr, residual_ptr, out_ptr, rows, first, N, T, gain,
-    TILES: tl.constexpr, TOKEN_TILES: tl.constexpr, N_WARPS: tl.constexpr, PAIRED: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-):  # fmt: skip
+def _store(y, w: tl.constexpr, tile0, token0, output, P: tl.constexpr):
     """Finish and store what `_add_warps` gave for tile w of each warp."""
-    tile = tile0 + tl.arange(0, N_WARPS)[:, None, None, None, None, None] * TILES + w
+    rows = output.weight_rows
+    tile = tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None, None] * P.tiles + w
     r = tl.arange(0, 8)[None, :, None, None, None, None]
     q = tl.arange(0, 4)[None, None, :, None, None, None]
-    n = tl.arange(0, TOKEN_TILES)[None, None, None, :, None, None]
+    n = tl.arange(0, P.token_tiles)[None, None, None, :, None, None]
     rh = tl.arange(0, 2)[None, None, None, None, :, None]
     token = token0 + n * 8 + q * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
-    y *= tl.load(unscale_ptr + token, mask=token < T, other=0.0) / gain
-    if EPILOGUE == _SWIGLU:
+    y *= tl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0) / output.weight_scale
+    if P.epilogue >= SILU:
         gate, up = tl.split(tl.permute(y, [0, 1, 2, 3, 5, 4]))
-        out = gate / (1.0 + tl.exp(-gate)) * up
+        out = gated(gate, up, P.epilogue)
         one_token = token0 + (
-            tl.arange(0, TOKEN_TILES)[None, None, None, :, None] * 8
+            tl.arange(0, P.token_tiles)[None, None, None, :, None] * 8
             + tl.arange(0, 4)[None, None, :, None, None] * 2
             + tl.arange(0, 2)[None, None, None, None, :]
         )
-        column = (tile0 + tl.arange(0, N_WARPS)[:, None, None, None, None] * TILES + w) * 8 + (
+        column = (tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None] * P.tiles + w) * 8 + (
             tl.arange(0, 8)[None, :, None, None, None]
         )
-        inside = (column < rows // 2) & (one_token < T)
-        tl.store(out_ptr + one_token.to(tl.int64) * (rows // 2) + column, out, mask=inside)
+        inside = (column < rows // 2) & (one_token < output.rows)
+        tl.store(output.ptr + one_token.to(tl.int64) * (rows // 2) + column, out, mask=inside)
     else:
-        if PAIRED:
+        if P.paired:
             column = tile * 8 + r
-            inside = (column < rows // 2) & (token < T)
+            inside = (column < rows // 2) & (token < output.rows)
             column = column + rh * (rows // 2)
         else:
             column = tile * 16 + rh * 8 + r
-            inside = (column < rows) & (token < T)
-        at = token.to(tl.int64) * N + first + column
-        if EPILOGUE == _RESIDUAL:
-            y += tl.load(residual_ptr + at, mask=inside, other=0.0)
-        tl.store(out_ptr + at, y, mask=inside)
+            inside = (column < rows) & (token < output.rows)
+        at = token.to(tl.int64) * output.stride + output.first + column
+        if P.epilogue == RESIDUAL:
+            y += tl.load(output.residual_ptr + at, mask=inside, other=0.0)
+        tl.store(output.ptr + at, y, mask=inside)
+
+
+@triton.jit
+def _accumulate(planes, x_ptr, tile, tiles, lane, warp, weight_scale, P: tl.constexpr):
+    """This program's sums, as `_multiply_chunk` has them; weights are read before the launch in front has ended."""
+    first_chunk = tl.program_id(2) * P.split_chunks
+    end = tl.minimum(first_chunk + P.split_chunks, P.chunks)
+    c = first_chunk + warp % P.k_warps
+    if P.ahead:
+        words = _load_tiles(planes, tile * P.chunks + c, tile, tiles, c < end, lane, P)
+    if P.pdl:
+        tl.extra.cuda.gdc_wait()
+    token0 = tl.program_id(0) * (8 * P.token_tiles)
+    x_base = x_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + token0 * (P.padded // 4)
+    x_place = (lane * 2)[:, None] + tl.arange(0, 2)[None, :]
+    COUNT: tl.constexpr = 4 * P.tiles * P.token_tiles
+    acc = ()
+    for i in tl.static_range(COUNT):
+        acc = acc + ((lane & 0).to(tl.float32),)
+    for i in range(P.rounds):
+        if P.ahead:
+            now = words
+            ahead = c + P.k_warps
+            words = _load_tiles(planes, tile * P.chunks + ahead, tile, tiles, ahead < end, lane, P)
+        else:
+            now = _load_tiles(planes, tile * P.chunks + c, tile, tiles, c < end, lane, P)
+        # Past the edge codes and scales are zero; the rows read there must still exist.
+        inside = tl.minimum(c, P.chunks - 1)
+        x_at = x_base + ((inside * (P.layout.chunk * 2))[:, None] + x_place)
+        column = inside * P.layout.chunk + (lane & 3) * LANE_COLUMNS
+        acc = _multiply_chunk(acc, now, x_at, column, weight_scale, P)
+        c += P.k_warps
+    return acc, token0
 
 
 @triton.jit(do_not_specialize=["T"])  # any number of rows runs the same code
 def _fused_kernel(
-    low, high, scales, supers, x_ptr, unscale_ptr, residual_ptr, out_ptr, partial_ptr, tickets_ptr,
-    tiles, rows, first, N, T, gain,
-    FMT: tl.constexpr, K: tl.constexpr, TOKEN_TILES: tl.constexpr, TILES: tl.constexpr, N_WARPS: tl.constexpr,
-    K_WARPS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, PAIRED: tl.constexpr,
-    EPILOGUE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    low, high, scales, supers, x_ptr, row_scale_ptr, residual_ptr, out_ptr, partial_ptr, arrivals_ptr,
+    tiles, rows, first, N, T, weight_scale, P: tl.constexpr,
 ):  # fmt: skip
-    """N_WARPS * TILES tiles of weights by 8*TOKEN_TILES rows a program, which K_WARPS warps each share; programs
-    (token block, tile block, share of the columns)."""
-    CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
-    SHARE: tl.constexpr = (CHUNKS + SPLITS - 1) // SPLITS
-    ROUNDS: tl.constexpr = (SHARE + K_WARPS - 1) // K_WARPS
-    PADDED: tl.constexpr = (K + 127) // 128 * 128
-    if PDL:
+    """Grid: (token blocks, tile blocks, splits of the columns)."""
+    TILES: tl.constexpr = P.tiles
+    if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    thread = tl.arange(0, 32 * N_WARPS * K_WARPS)
+    thread = tl.arange(0, 32 * P.n_warps * P.k_warps)
     lane = thread & 31
-    tile0 = tl.program_id(1) * (N_WARPS * TILES)
-    tile = tile0 + (thread >> 5) // K_WARPS * TILES
-    first_chunk = tl.program_id(2) * SHARE
-    end = tl.minimum(first_chunk + SHARE, CHUNKS)
-    c = first_chunk + (thread >> 5) % K_WARPS
+    tile0 = tl.program_id(1) * (P.n_warps * TILES)
+    tile = tile0 + (thread >> 5) // P.k_warps * TILES
     planes = (low, high, scales, supers)
-    if AHEAD:
-        words = _load_tiles(planes, tile * CHUNKS + c, tile, tiles, c < end, lane, FMT, CHUNKS, TILES)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    token0 = tl.program_id(0) * (8 * TOKEN_TILES)
-    x_base = x_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + token0 * (PADDED // 4)
-    x_place = (lane * 2)[:, None] + tl.arange(0, 2)[None, :]
-    totals = ()
-    for i in tl.static_range(4 * TILES * TOKEN_TILES):
-        totals = totals + ((lane & 0).to(tl.float32),)
-    for i in range(ROUNDS):
-        if AHEAD:
-            now = words
-            ahead = c + K_WARPS
-            words = _load_tiles(
-                planes, tile * CHUNKS + ahead, tile, tiles, ahead < end, lane, FMT, CHUNKS, TILES
-            )
-        else:
-            now = _load_tiles(planes, tile * CHUNKS + c, tile, tiles, c < end, lane, FMT, CHUNKS, TILES)
-        # Past the edge codes and scales are zero; the rows read there must still exist.
-        inside = tl.minimum(c, CHUNKS - 1)
-        x_at = x_base + ((inside * (FMT.chunk * 2))[:, None] + x_place)
-        column = inside * FMT.chunk + (lane & 3) * LANE_COLUMNS
-        totals = _multiply_chunk(totals, now, x_at, column, gain, FMT, K, TOKEN_TILES, TILES, EXACT, ASM)
-        c += K_WARPS
-    if SPLITS == 1:
+    acc, token0 = _accumulate(planes, x_ptr, tile, tiles, lane, thread >> 5, weight_scale, P)
+    output = Output(row_scale_ptr, residual_ptr, out_ptr, rows, first, N, T, weight_scale)
+    if P.splits == 1:
         for w in tl.static_range(TILES):
-            y = _add_warps(totals, w, TOKEN_TILES, N_WARPS, K_WARPS)
-            _store(
-                y, w, tile0, token0, unscale_ptr, residual_ptr, out_ptr, rows, first, N, T, gain,
-                TILES, TOKEN_TILES, N_WARPS, PAIRED, EPILOGUE,
-            )  # fmt: skip
+            _store(_add_warps(acc, w, P), w, tile0, token0, output, P)
     else:
-        # Partial sums lie as the threads hold them, a block for each (share, tile block, token block, w).
-        SIZE: tl.constexpr = N_WARPS * TOKEN_TILES * 128
+        # Partial sums lie as the threads hold them, a block for each (split, tile block, token block, w).
+        SIZE: tl.constexpr = P.n_warps * P.token_tiles * 128
+        SPLITS: tl.constexpr = P.splits
         block = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         blocks = tl.num_programs(0) * tl.num_programs(1)
-        spread = tl.reshape(tl.arange(0, SIZE), [N_WARPS, 8, 4, TOKEN_TILES, 2, 2])
+        spread = tl.reshape(tl.arange(0, SIZE), [P.n_warps, 8, 4, P.token_tiles, 2, 2])
         mine = (tl.program_id(2) * blocks + block).to(tl.int64) * (SIZE * TILES)
         for w in tl.static_range(TILES):
-            y = _add_warps(totals, w, TOKEN_TILES, N_WARPS, K_WARPS)
+            y = _add_warps(acc, w, P)
             tl.store(partial_ptr + mine + w * SIZE + spread, y)
         tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-        ticket = tl.atomic_add(tickets_ptr + block, 1, sem="acq_rel", scope="gpu")
-        if ticket == SPLITS - 1:
+        arrived = tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
             for v in tl.static_range(TILES):
                 at = partial_ptr + block.to(tl.int64) * (SIZE * TILES) + v * SIZE + spread
                 # Other programs wrote these: not from this multiprocessor's own cache.
                 total = tl.load(at, cache_modifier=".cg")
                 for split in tl.static_range(1, SPLITS):
                     total += tl.load(at + split * (SIZE * TILES) * blocks.to(tl.int64), cache_modifier=".cg")
-                _store(
-                    total, v, tile0, token0, unscale_ptr, residual_ptr, out_ptr, rows, first, N, T, gain,
-                    TILES, TOKEN_TILES, N_WARPS, PAIRED, EPILOGUE,
-                )  # fmt: skip
-            tl.store(tickets_ptr + block, 0)
+                _store(total, v, tile0, token0, output, P)
+            tl.store(arrivals_ptr + block, 0)
 
 
-_TICKETS = 4096
+_MOST_ARRIVALS = 4096
 
 
-class FusedScratch:
-    """What programs that share columns meet in, reusable by every launch of one stream: their sums, and a ticket,
-    int32, for each block of results. Tickets are zero between launches."""
+class SplitScratch:
+    """Where programs that share columns (split-K) leave their sums, reusable by every launch of one stream, and an
+    arrival counter, int32, for each block of results. Counters are zero between launches."""
 
     def __init__(self, device: torch.device | str) -> None:
-        self.tickets = torch.zeros(_TICKETS, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(_MOST_ARRIVALS, dtype=torch.int32, device=device)
         self._partials = [torch.empty(0, dtype=torch.float32, device=device)]
 
-    def partial(self, size: int) -> Tensor:
-        """Room for `size` fp32. What it was before it grew stays allocated: CUDA graphs keep its address."""
+    def take(self, size: int, blocks: int) -> tuple[Tensor, Tensor]:
+        """Room for `size` fp32, and the counters of `blocks` blocks. What the room was before it grew stays allocated:
+        CUDA graphs keep its address."""
+        assert size == 0 or blocks <= _MOST_ARRIVALS
         if self._partials[-1].numel() < size:
-            self._partials.append(torch.empty(size, dtype=torch.float32, device=self.tickets.device))
-        return self._partials[-1]
+            self._partials.append(torch.empty(size, dtype=torch.float32, device=self.arrivals.device))
+        return self._partials[-1], self.arrivals
 
 
 def launch_fused(
-    x: HalfRows,
+    x: Fp16Operand,
     part: PackedPart,
     paired: bool,
     out: Tensor,
     first: int,
-    scratch: FusedScratch,
+    scratch: SplitScratch,
+    mode: MatmulMode,
     residual: Tensor | None = None,
-    swiglu: bool = False,
-    pdl: bool = False,
-    exact: bool = False,
-    fixed: bool = False,
+    activation: Activation | None = None,
 ) -> None:
-    """Tiled rows x times a packed part, into columns first .. of out fp32 [T, N], plus those of `residual`; or, of a
-    paired part, silu(gate)*up into out [T, N / 2]. `exact`: weights are rounded to fp16
-    once, not their scales and minimums before. `fixed`: exact, with sums in an order that no number of rows changes."""
-    geometry = fused_geometry(part, "swiglu" if swiglu else "rows", x.rows, fixed)
+    """Rows x in the MMA layout times a packed part, into columns first .. of out fp32 [T, N], plus those of `residual`;
+    or, of a paired part, activation(gate) * up into out [T, N / 2]."""
+    geometry = fused_geometry(part, "swiglu" if activation else "rows", x.rows, mode.batch_invariant)
     block_tiles = geometry.tiles * geometry.n_warps
     grid = (
         -(-x.rows // (8 * geometry.token_tiles)), -(-part.tiles // block_tiles), geometry.splits
     )  # fmt: skip
     blocks = grid[0] * grid[1]
-    assert x.tiled and (geometry.splits == 1 or blocks <= _TICKETS)
     size = 0 if geometry.splits == 1 else geometry.splits * blocks * block_tiles * geometry.token_tiles * 128
-    epilogue = _SWIGLU if swiglu else _ROWS if residual is None else _RESIDUAL
+    epilogue = EPILOGUES[activation] if activation else (ROWS if residual is None else RESIDUAL).value
+    program = FusedProgram(
+        part.layout, part.cols, geometry.token_tiles, geometry.tiles, geometry.n_warps, geometry.k_warps,
+        geometry.splits, geometry.ahead, paired, epilogue, mode.exact or mode.batch_invariant, mode.pdl,
+        uses_assembly(),
+    )  # fmt: skip
+    assert x.is_mma
     _fused_kernel[grid](
-        part.low, part.high, part.scales, part.supers, x.values, x.unscale, out if residual is None else residual,
-        out, scratch.partial(size), scratch.tickets, part.tiles, part.rows, first, out.shape[1], x.rows, part.gain,
-        FMT=part.layout, K=part.cols, TOKEN_TILES=geometry.token_tiles, TILES=geometry.tiles,
-        N_WARPS=geometry.n_warps, K_WARPS=geometry.k_warps, SPLITS=geometry.splits, AHEAD=geometry.ahead,
-        PAIRED=paired, EPILOGUE=epilogue.value, EXACT=exact or fixed, PDL=pdl, ASM=uses_assembly(),
-        num_warps=geometry.n_warps * geometry.k_warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
+        *part.planes, x.values, x.row_scale, out if residual is None else residual, out, *scratch.take(size, blocks),
+        part.tiles, part.rows, first, out.shape[1], x.rows, part.weight_scale, P=program,
+        num_warps=geometry.n_warps * geometry.k_warps, maxnreg=geometry.registers or None, launch_pdl=mode.pdl,
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """Packed weights as the left operand of Hopper's warp-group matrix instruction: dequantized in registers.
 
-Every warp takes a tile of 16 rows. The stored order of the weights fixes which columns meet in an instruction (half.py,
-"ordered"), so that what a thread reads is what it must hold.
-Does not know: the rows that weights are multiplied with (matmul_wgmma.py).
+Every warp takes a tile of 16 rows. The stored order of the weights fixes which columns meet in an instruction
+(fp16_operand.py, WGMMA), so that what a thread reads is what it must hold.
 """
 
 import triton.language as tl
@@ -14,7 +13,7 @@ from quengine.kernels.cuda.gemm.mma import SUBNORMALS, pack_halves, scale_bytes_
 
 
 @gluon.jit
-def _halves_apart(words, COUNT: gl.constexpr):
+def _fp16_pairs(words, COUNT: gl.constexpr):
     """COUNT int32 tensors [thread] of two fp16: fp16 [thread, COUNT, 2]."""
     for level in gl.static_range(8):
         if 1 << level < COUNT:
@@ -51,19 +50,22 @@ def _fp16_scales(scale, minimum, SIGNED: gl.constexpr):
 
 @gluon.jit
 def weights_operand(
-    words, half: gl.constexpr, gain, FMT: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr, EXACT: gl.constexpr
+    words, half: gl.constexpr, weight_scale, P: gl.constexpr, A: gl.constexpr
 ):  # fmt: skip
-    """128 columns of this program's weights, half `half` of a chunk: fp16 [16*WARPS, 128] as wgmma's left operand.
+    """128 columns of this program's weights, half `half` of a chunk: fp16 [16*P.warps, 128] as wgmma's left operand.
 
-    EXACT: rounded to fp16 once; else scales and minimums are too, which takes a third of the instructions, and gives
+    exact: rounded to fp16 once; else scales and minimums are too, which takes a third of the instructions, and gives
     three times the error.
     """
+    FMT: gl.constexpr = P.layout
+    EXACT: gl.constexpr = P.flags.exact
+    WARPS: gl.constexpr = P.warps
     STEPS: gl.constexpr = FMT.steps_per_set
     SETS: gl.constexpr = FMT.sets_per_block
     SIGNED: gl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
     operand = ()
     for s in gl.static_range(SETS):
-        scales = chunk_scales(words, half * SETS + s, gain, FMT, SUBNORMALS)
+        scales = chunk_scales(words, half * SETS + s, weight_scale, FMT, SUBNORMALS)
         near, near_min, far, far_min = scales
         if not EXACT:
             near, near_min = _fp16_scales(near, near_min, SIGNED)
@@ -83,7 +85,7 @@ def weights_operand(
                     near_low, near_high = scale_small(near_codes, near, near_min)
                     far_low, far_high = scale_small(far_codes, far, far_min)
                 operand = operand + (near_low, far_low, near_high, far_high)
-    apart = _halves_apart(operand, 32)  # [thread, 8 blocks of 16 columns, pair, rh, e]: see below
+    apart = _fp16_pairs(operand, 32)  # [thread, 8 blocks of 16 columns, pair, rh, e]: see below
     apart = gl.reshape(apart, [WARPS, 8, 4, 8, 2, 2, 2])  # warp, r, q, block, pair, rh, e
     return gl.convert_layout(
         gl.reshape(gl.permute(apart, [0, 5, 1, 3, 4, 2, 6]), [16 * WARPS, 128]), A, assert_trivial=True

@@ -1,8 +1,8 @@
-"""Activations rounded for the q-dot, on the device: int16 per group of 32, kept as a high and a low byte plane.
+"""Activations quantized for the q-dot, on the device: int16 per group of 32, kept as a high and a low byte plane.
 
-The rounding is kernels/activations.py's. The planes are what the matrix instructions take: `256*high + low`
-is the int16. `round_group` is for other kernels that produce a row and can round it while it is in
-registers. Does not know: which weights the row meets.
+The definition is kernels/activations.py's. The planes are what the matrix instructions take: `256*high + low`
+is the int16. `quantize_group` is for other kernels that produce a row and can quantize it while it is in
+registers.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quengine.kernels.cuda.pdl import launch_then_wait
+
 GROUP = 32
 _GROUPS_PER_BLOCK = 32
 
@@ -19,7 +21,7 @@ _GROUPS_PER_BLOCK = 32
 @dataclass(frozen=True)
 class RmsPartials:
     """The last step of an RMSNorm (Zhang & Sennrich 2019), left to whoever reads the rows: multiply row r by
-    1 / sqrt(sum(squares[r]) / K + eps). It commutes with the rounding, whose scales are relative to the row.
+    1 / sqrt(sum(squares[r]) / K + eps). It commutes with the quantization, whose scales are relative to the row.
 
     squares: fp32 [T, P], sums of squares over P pieces of the row before the norm's weights.
     """
@@ -33,14 +35,14 @@ class RmsPartials:
 
 
 @dataclass(frozen=True)
-class RoundedActivations:
+class QuantizedActivations:
     """T rows of K activations, a multiple of 32: x is about scale * (256*high + low). Rows are contiguous. With `rms`
     the rows still have to be multiplied by its factors.
 
     high   int8  [T, K]
     low    int8  [T, K]
     scale  fp32  [T, K/32]  max|x| / 32639 of each group; 0 for a group of zeros
-    sums   int32 [T, K/16]  of the rounded integers, 16 at a time (some formats have a minimum every 16
+    sums   int32 [T, K/16]  of the integers, 16 at a time (some formats have a minimum every 16
     weights)
     """
 
@@ -59,7 +61,7 @@ class RoundedActivations:
         return self.high.shape[1]
 
     @classmethod
-    def empty(cls, rows: int, cols: int, device: torch.device | str) -> "RoundedActivations":
+    def empty(cls, rows: int, cols: int, device: torch.device | str) -> "QuantizedActivations":
         """Room for `rows` by `cols`, not filled. Raises ValueError if cols is no multiple of 32."""
         if cols % GROUP:
             raise ValueError(f"activations are rounded in groups of {GROUP}; {cols} is not a multiple")
@@ -70,13 +72,8 @@ class RoundedActivations:
             torch.empty(rows, cols // 16, dtype=torch.int32, device=device),
         )
 
-    def take(self, rows: slice) -> "RoundedActivations":
-        """Some of the rows, without a copy."""
-        rms = RmsPartials(self.rms.squares[rows], self.rms.eps) if self.rms else None
-        return RoundedActivations(self.high[rows], self.low[rows], self.scale[rows], self.sums[rows], rms)
-
     def ints(self) -> Tensor:
-        """The rounded values: int16 [T, K]."""
+        """The integers: int16 [T, K]."""
         return self.high.to(torch.int16) * 256 + self.low.to(torch.int16)
 
     def dequantize(self) -> Tensor:
@@ -86,8 +83,8 @@ class RoundedActivations:
 
 
 @triton.jit
-def round_group(x):
-    """Round x fp32 [G, 32], one group a row: (high int8, low int8, both [G, 32], scale [G], sums int32 [G, 2])."""
+def quantize_group(x):
+    """Quantize x fp32 [G, 32], one group a row: (high int8, low int8, both [G, 32], scale [G], sums int32 [G, 2])."""
     # The order of the bits of |x| is that of the values, with NaN on top: a NaN reaches the scale.
     peak = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
     scale = tl.math.div_rn(peak, 32639.0)
@@ -103,8 +100,8 @@ def round_group(x):
 
 
 @triton.jit
-def store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums):
-    """Store `round_group`'s results as groups `group` [G] of planes taken as flat, where `inside` [G]."""
+def store_quantized(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums):
+    """Store `quantize_group`'s results as groups `group` [G] of planes taken as flat, where `inside` [G]."""
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(high_ptr + at, high, mask=inside[:, None])
     tl.store(low_ptr + at, low, mask=inside[:, None])
@@ -113,43 +110,33 @@ def store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, l
 
 
 @triton.jit
-def _round_kernel(
+def _quantize_kernel(
     x_ptr, high_ptr, low_ptr, scale_ptr, sums_ptr, groups, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    launch_then_wait(PDL)
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = group < groups
     x = tl.load(x_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    high, low, scale, sums = round_group(x)
-    store_rounded(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
+    high, low, scale, sums = quantize_group(x)
+    store_quantized(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
 
 
-def round_activations(
-    x: Tensor, out: RoundedActivations | None = None, pdl: bool = False
-) -> RoundedActivations:
-    """Round x [T, K] of any float type, contiguous, K a multiple of 32. `out` avoids the allocation.
+def quantize_activations(
+    x: Tensor, out: QuantizedActivations | None = None, pdl: bool = False
+) -> QuantizedActivations:
+    """Quantize x [T, K] of any float type, contiguous, K a multiple of 32. `out` avoids the allocation.
 
     Raises ValueError on other shapes. `pdl`: launched before its predecessor ends (sm_90 and later).
     """
     if x.ndim != 2 or not x.is_contiguous():
         raise ValueError(f"rounding takes contiguous rows [T, K], not {list(x.shape)} {list(x.stride())}")
-    rounded = RoundedActivations.empty(x.shape[0], x.shape[1], x.device) if out is None else out
+    rounded = QuantizedActivations.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     if rounded.high.shape != x.shape:
         raise ValueError(f"out holds {list(rounded.high.shape)}, not {list(x.shape)}")
     groups = x.numel() // GROUP
-    _round_kernel[(triton.cdiv(groups, _GROUPS_PER_BLOCK),)](
-        x,
-        rounded.high,
-        rounded.low,
-        rounded.scale,
-        rounded.sums,
-        groups,
-        BLOCK=_GROUPS_PER_BLOCK,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+    _quantize_kernel[(triton.cdiv(groups, _GROUPS_PER_BLOCK),)](
+        x, rounded.high, rounded.low, rounded.scale, rounded.sums, groups,
+        BLOCK=_GROUPS_PER_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return rounded

@@ -1,10 +1,8 @@
-"""Matrix times a few rows, on packed weights: decode's matmul, 1 to 8 rows.
+"""Matrix times one row, on packed weights: decode's matmul.
 
-Gives fp32 rows, with the residual added if there is one. Activations may come with the last step of their RMSNorm left
-to do (activations.py). Everything can be captured in a CUDA graph: no host synchronisation, and no allocation when
-`out` is given.
-
-Definition: kernels/q_dot.py. Does not know: models, or how the launch geometry was found (launch_table.py).
+Gives an fp32 row, with the residual added if there is one. Activations may come with the last step of their RMSNorm
+left to do (activations.py). Everything can be captured in a CUDA graph: no host synchronisation, and no allocation when
+`out` is given. Definition: kernels/q_dot.py.
 """
 
 import torch
@@ -12,33 +10,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.gemm.mma import uses_assembly
-from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.gemv.matvec_program import (
+    Matrix,
+    MatvecProgram,
+    QuantizedRow,
     begin_rows,
-    check_rows,
+    check_row,
     finish_rows,
-    is_even,
-    kernel_rows,
     load_squares,
-    pending_norm,
-    register_limit,
+    row_arguments,
 )
-from quengine.kernels.cuda.gemv.q_dot import row_order
+from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 
 
 @triton.jit
-def _places(
-    tile0, first, rows, N, T, ROWS: tl.constexpr, TILES: tl.constexpr, PAIRED: tl.constexpr
-):  # fmt: skip
-    """Where the results [TILES, 8, 2, ROWS] of tiles from `tile0` on stand in out [T, N], at columns first + 0 ..
-    rows - 1, and which of them exist."""
+def _columns(tile0, first, rows, TILES: tl.constexpr, PAIRED: tl.constexpr):
+    """The columns of the result of tiles from `tile0` on, [TILES, 8, 2, 1], and which of them exist."""
     tile = tile0 + tl.arange(0, TILES)[:, None, None, None]
     r = tl.arange(0, 8)[None, :, None, None]
     rh = tl.arange(0, 2)[None, None, :, None]
-    row = tl.reshape(row_order(ROWS), [1, 1, 1, ROWS])
     if PAIRED:
         column = tile * 8 + r
         inside = column < rows // 2
@@ -46,28 +39,23 @@ def _places(
     else:
         column = tile * 16 + rh * 8 + r
         inside = column < rows
-    return row * N + first + column, inside & (row < T)
+    return first + column, inside
 
 
 @triton.jit
 def _part(
-    planes, out_ptr, residual_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps, tile0, tiles, rows, first, N, T,
-    FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PARTIALS: tl.constexpr, PAIRED: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    matrix, x, out_ptr, residual_ptr, tile0, rows, first,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles of one part of a matrix."""
-    queue = begin_rows(planes, tile0, tiles, FMT, K, TILES, K_WARPS, AHEAD, EVEN)
-    at, inside = _places(tile0, first, rows, N, T, ROWS, TILES, PAIRED)
-    if PDL:
+    """P.tiles tiles of one part of a matrix."""
+    queue = begin_rows(matrix, tile0, P)
+    at, inside = _columns(tile0, first, rows, P.tiles, PAIRED)
+    if P.pdl:
         tl.extra.cuda.gdc_wait()
-    squares = load_squares(squares_ptr, ROWS, T, PARTIALS)
+    squares = load_squares(x.squares, P.partials)
     if RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
-    y = finish_rows(
-        queue, squares, planes, x_high, x_low, t_ptr, sums_ptr, eps, tile0, tiles, T,
-        FMT, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN, PARTIALS, ASM,
-    )  # fmt: skip
+    y = finish_rows(queue, squares, matrix, x, tile0, P)
     if RESIDUAL:
         y += residual
     tl.store(out_ptr + at, y, mask=inside)
@@ -77,86 +65,70 @@ def _part(
 def _matvec_kernel(
     out_ptr, residual_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
     low_a, high_a, scales_a, supers_a, tiles_a, rows_a,
-    low_b, high_b, scales_b, supers_b, tiles_b, rows_b,
-    first, N, T,
-    FMT_A: tl.constexpr, FMT_B: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr,
-    TILES: tl.constexpr, K_WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-    EVEN_A: tl.constexpr, EVEN_B: tl.constexpr, PARTIALS: tl.constexpr,
-    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    low_b, high_b, scales_b, supers_b, tiles_b, rows_b, first,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """One or two parts (FMT_B None: one) of a matrix, TILES tiles a program."""
-    if PDL:
+    """One or two parts (B None: one) of a matrix."""
+    if A.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    tile0 = tl.program_id(0) * TILES
-    a = (low_a, high_a, scales_a, supers_a)
-    if FMT_B is None:
-        _part(
-            a, out_ptr, residual_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps, tile0, tiles_a, rows_a,
-            first, N, T, FMT_A, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN_A, PARTIALS, PAIRED, RESIDUAL, PDL, ASM,
-        )  # fmt: skip
+    tile0 = tl.program_id(0) * A.tiles
+    x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
+    a = Matrix((low_a, high_a, scales_a, supers_a), tiles_a)
+    if B is None:
+        _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, PAIRED, RESIDUAL, A)
     else:
-        blocks_a = tl.cdiv(tiles_a, TILES)
+        blocks_a = tl.cdiv(tiles_a, A.tiles)
         if tl.program_id(0) < blocks_a:
-            _part(
-                a, out_ptr, residual_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps, tile0, tiles_a, rows_a,
-                first, N, T, FMT_A, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN_A, PARTIALS, PAIRED, RESIDUAL, PDL,
-                ASM,
-            )  # fmt: skip
+            _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, PAIRED, RESIDUAL, A)
         else:
-            b = (low_b, high_b, scales_b, supers_b)
+            b = Matrix((low_b, high_b, scales_b, supers_b), tiles_b)
             _part(
-                b, out_ptr, residual_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
-                tile0 - blocks_a * TILES, tiles_b, rows_b, first + rows_a, N, T,
-                FMT_B, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN_B, PARTIALS, PAIRED, RESIDUAL, PDL, ASM,
+                b, x, out_ptr, residual_ptr, tile0 - blocks_a * A.tiles, rows_b, first + rows_a, PAIRED, RESIDUAL, B
             )  # fmt: skip
 
 
 @triton.jit
 def _float_kernel(
-    out_ptr, residual_ptr, x_high, x_low, t_ptr, squares_ptr, w_ptr, first, rows, N, eps,
+    out_ptr, residual_ptr, x_high, x_low, t_ptr, squares_ptr, w_ptr, first, rows, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTIALS: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of plain floats times one row of rounded activations, all in fp32."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """Rows of plain floats times one row of quantized activations, all in fp32."""
+    launch_then_wait(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1)
-    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = k < K
-        x = tl.load(x_high + row * K + k, mask=inside, other=0).to(tl.int32) * 256
-        x += tl.load(x_low + row * K + k, mask=inside, other=0).to(tl.int32)
-        t = tl.load(t_ptr + row * (K // 32) + k // 32, mask=inside, other=0.0)
+        x = tl.load(x_high + k, mask=inside, other=0).to(tl.int32) * 256
+        x += tl.load(x_low + k, mask=inside, other=0).to(tl.int32)
+        t = tl.load(t_ptr + k // 32, mask=inside, other=0.0)
         w_at = w_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
         w = tl.load(w_at, mask=(n < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        total += w * (x.to(tl.float32) * t)[None, :]
-    y = tl.sum(total, axis=1)
+        acc += w * (x.to(tl.float32) * t)[None, :]
+    y = tl.sum(acc, axis=1)
     if PARTIALS > 0:
-        squares = load_squares(squares_ptr + row * PARTIALS, 1, 1, PARTIALS)
-        y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    at = row * N + first + n
+        y *= tl.rsqrt(tl.sum(load_squares(squares_ptr, PARTIALS), 0) / K + eps)
+    at = first + n
     if RESIDUAL:
         y += tl.load(residual_ptr + at, mask=n < rows, other=0.0)
     tl.store(out_ptr + at, y, mask=n < rows)
 
 
 def matvec(
-    x: RoundedActivations,
+    x: QuantizedActivations,
     weight: PackedWeight,
     residual: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x [T, K] times weight [N, K], plus residual fp32 [T, N]: fp32 [T, N], T at most 8.
+    """x [1, K] times weight [N, K], plus residual fp32 [1, N]: fp32 [1, N].
 
     `out` avoids the allocation; it may be the residual itself. `pdl`: launched before its predecessor in the stream
     ends, and reading weights meanwhile (sm_90 and later; the predecessor must not write the weights). Raises
     ValueError on other shapes.
     """
-    check_rows(x, weight)
+    check_row(x, weight)
     y = torch.empty(x.rows, weight.rows, dtype=torch.float32, device=x.high.device) if out is None else out
     for name, given in (("out", y), ("residual", y if residual is None else residual)):
         if given.shape != (x.rows, weight.rows) or given.dtype != torch.float32 or not given.is_contiguous():
@@ -177,7 +149,7 @@ def matvec(
 
 
 def _launch_packed(
-    x: RoundedActivations,
+    x: QuantizedActivations,
     parts: list[PackedPart | FloatPart],
     paired: bool,
     residual: Tensor | None,
@@ -188,31 +160,24 @@ def _launch_packed(
     packed = [part for part in parts if isinstance(part, PackedPart)]
     geometry = matvec_geometry(packed, "rows")
     a, b = packed[0], packed[-1]
-    two = len(packed) == 2
     blocks = sum(triton.cdiv(part.tiles, geometry.tiles) for part in packed)
-    squares, eps, partials = pending_norm(x)
+    program = MatvecProgram.of(a, geometry, x, pdl)
     _matvec_kernel[(blocks,)](
-        out, out if residual is None else residual, x.high, x.low, x.scale, x.sums, squares, eps,
-        a.low, a.high, a.scales, a.supers, a.tiles, a.rows,
-        b.low, b.high, b.scales, b.supers, b.tiles, b.rows,
-        first, out.shape[1], x.rows,
-        FMT_A=a.layout, FMT_B=b.layout if two else None, ROWS=kernel_rows(x.rows), K=x.cols,
-        TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EARLY=geometry.early,
-        EVEN_A=is_even(a, geometry), EVEN_B=is_even(b, geometry), PARTIALS=partials,
-        PAIRED=paired, RESIDUAL=residual is not None, PDL=pdl, ASM=uses_assembly(),
-        num_warps=geometry.warps, maxnreg=register_limit(geometry, x.rows),
-        launch_pdl=pdl,
+        out, out if residual is None else residual, *row_arguments(x), *a.planes, a.tiles, a.rows,
+        *b.planes, b.tiles, b.rows, first, PAIRED=paired, RESIDUAL=residual is not None, A=program,
+        B=MatvecProgram.of(b, geometry, x, pdl) if len(packed) == 2 else None,
+        num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def _launch_float(
-    x: RoundedActivations, part: FloatPart, residual: Tensor | None, out: Tensor, first: int, pdl: bool
+    x: QuantizedActivations, part: FloatPart, residual: Tensor | None, out: Tensor, first: int, pdl: bool
 ) -> None:
     block = 8
-    squares, eps, partials = pending_norm(x)
-    _float_kernel[(triton.cdiv(part.rows, block), x.rows)](
-        out, out if residual is None else residual, x.high, x.low, x.scale, squares, part.weight, first,
-        part.rows, out.shape[1], eps, K=x.cols, PARTIALS=partials,
-        BLOCK_N=block, BLOCK_K=min(512, kernel_rows(x.cols)),
-        RESIDUAL=residual is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    high, low, scale, _, squares, eps = row_arguments(x)
+    _float_kernel[(triton.cdiv(part.rows, block),)](
+        out, out if residual is None else residual, high, low, scale, squares, part.weight, first, part.rows, eps,
+        K=x.cols, PARTIALS=0 if x.rms is None else x.rms.squares.shape[1], BLOCK_N=block,
+        BLOCK_K=min(512, triton.next_power_of_2(x.cols)), RESIDUAL=residual is not None, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

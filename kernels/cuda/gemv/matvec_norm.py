@@ -1,78 +1,76 @@
-"""A projection of decode that ends a residual branch and begins the RMSNorm behind it, in one launch on packed weights.
+"""A projection of decode that ends a residual branch and begins the next RMSNorm, in one launch on packed weights.
 
-Gives the new residual stream, and the same times the norm's weights, rounded for the next matmul; the row's root mean
+Gives the new residual stream, and the same times the norm's weights, quantized for the next matmul; the row's root mean
 square is left to that matmul, as partial sums of squares (activations.py). So no launch is spent on the norm.
-Definition: kernels/q_dot.py, kernels/rms_norm.py. Does not know: models, or how the launch geometry was found.
+Definition: kernels/q_dot.py, kernels/rms_norm.py.
 """
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.gemm.mma import prefetch, uses_assembly
-from quengine.kernels.cuda.gemv.activations import RmsPartials, RoundedActivations, round_group, store_rounded
-from quengine.kernels.cuda.gemv.matvec_program import (
-    RoundingScratch,
-    begin_rows,
-    check_rows,
-    finish_rows,
-    is_even,
-    kernel_rows,
-    register_limit,
-    round_together,
+from quengine.kernels.cuda.gemm.mma import prefetch
+from quengine.kernels.cuda.gemv.activations import (
+    QuantizedActivations,
+    RmsPartials,
+    quantize_group,
+    store_quantized,
 )
-from quengine.kernels.cuda.gemv.q_dot import row_order
-from quengine.kernels.cuda.normed import NormedRows
+from quengine.kernels.cuda.gemv.matvec_program import (
+    Matrix,
+    MatvecProgram,
+    QuantizationScratch,
+    QuantizedRow,
+    begin_rows,
+    check_row,
+    finish_rows,
+    quantize_shared_group,
+)
+from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 
 @triton.jit
 def _norm_kernel(
-    values_ptr, tickets_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
-    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, tiles, N, T,
-    FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    values_ptr, arrivals_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
+    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, tiles, N, P: tl.constexpr,
 ):  # fmt: skip
-    """TILES tiles: an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
+    """P.tiles is an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
     group."""
-    if PDL:
+    if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    tile0 = tl.program_id(0) * TILES
-    planes = (low, high, scales, supers)
-    queue = begin_rows(planes, tile0, tiles, FMT, K, TILES, K_WARPS, AHEAD, EVEN)
-    column = tile0 * 16 + tl.arange(0, 16 * TILES)[None, :]
-    row = row_order(ROWS)[:, None]
-    inside = (row < T) & (column < N)
+    tile0 = tl.program_id(0) * P.tiles
+    matrix = Matrix((low, high, scales, supers), tiles)
+    queue = begin_rows(matrix, tile0, P)
+    column = tile0 * 16 + tl.arange(0, 16 * P.tiles)[None, :]
+    inside = column < N
     # Held in registers from here on, the norm's weights would make others spill.
-    prefetch(norm_ptr + tl.minimum(column, N - 1), ASM)
-    if PDL:
+    prefetch(norm_ptr + tl.minimum(column, N - 1), P.asm)
+    if P.pdl:
         tl.extra.cuda.gdc_wait()
-    residual = tl.load(residual_ptr + row * N + column, mask=inside, other=0.0)
-    y = finish_rows(
-        queue, 0.0, planes, x_high, x_low, t_ptr, sums_ptr, 0.0, tile0, tiles, T,
-        FMT, ROWS, K, TILES, K_WARPS, AHEAD, EARLY, EVEN, 0, ASM,
-    )  # fmt: skip
-    hidden = tl.reshape(tl.permute(y, [3, 0, 2, 1]), [ROWS, 16 * TILES]) + residual
-    tl.store(hidden_ptr + row * N + column, hidden, mask=inside)
-    programs = tl.num_programs(0)
-    squares = tl.sum(hidden * hidden, 1)
-    tl.store(squares_ptr + row_order(ROWS) * programs + tl.program_id(0), squares, mask=row_order(ROWS) < T)
-    norm = tl.load(norm_ptr + column, mask=column < N, other=0.0)
+    residual = tl.load(residual_ptr + column, mask=inside, other=0.0)
+    x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
+    y = finish_rows(queue, 0.0, matrix, x, tile0, P)
+    hidden = tl.reshape(tl.permute(y, [3, 0, 2, 1]), [1, 16 * P.tiles]) + residual
+    tl.store(hidden_ptr + column, hidden, mask=inside)
+    tl.store(squares_ptr + tl.arange(0, 1) + tl.program_id(0), tl.sum(hidden * hidden, 1))
+    norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     value = hidden * norm
-    if TILES == 1:
-        tl.store(values_ptr + row * N + column, value, mask=inside)
-        round_together(
-            values_ptr, tickets_ptr, out_high, out_low, out_scale, out_sums, tile0 // 2, N, T, ROWS, 2
-        )  # fmt: skip
+    out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
+    if P.tiles == 1:
+        tl.store(values_ptr + column, value, mask=inside)
+        quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 2, 2)
     else:
-        GROUPS: tl.constexpr = TILES // 2
-        coarse, fine, scale, sums = round_group(tl.reshape(value, [ROWS * GROUPS, 32]))
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[None, :]
-        place = tl.reshape(row * (N // 32) + group, [ROWS * GROUPS])
-        exists = tl.reshape((row < T) & (group < N // 32), [ROWS * GROUPS])
-        store_rounded(out_high, out_low, out_scale, out_sums, place, exists, coarse, fine, scale, sums)
+        GROUPS: tl.constexpr = P.tiles // 2
+        high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
+        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        store_quantized(
+            out_high, out_low, out_scale, out_sums, group, group < N // 32, high_plane, low_plane, scale, sums
+        )  # fmt: skip
 
 
 def can_begin_norm(weight: PackedWeight) -> bool:
@@ -86,44 +84,36 @@ def can_begin_norm(weight: PackedWeight) -> bool:
 
 
 def matvec_norm(
-    x: RoundedActivations,
+    x: QuantizedActivations,
     weight: PackedWeight,
     residual: Tensor,
     norm: Tensor,
     eps: float,
-    scratch: RoundingScratch | None = None,
+    scratch: QuantizationScratch | None = None,
     pdl: bool = False,
-) -> NormedRows:
-    """x [T, K] times weight [D, K], plus residual fp32 [T, D], and its RMSNorm with weights `norm` fp32 [D] begun.
+) -> RmsNormed:
+    """x [1, K] times weight [D, K], plus residual fp32 [1, D], and its RMSNorm with weights `norm` fp32 [D] begun.
 
-    T at most 8; `x` must have its own norm done. `scratch` avoids an allocation; `pdl`: see `matvec`. Raises
-    ValueError on other shapes.
+    `x` must have its own norm done. `scratch` avoids an allocation; `pdl`: see `matvec`. Raises ValueError on other
+    shapes.
     """
-    check_rows(x, weight)
+    check_row(x, weight)
     part = weight.parts[0]
     if not can_begin_norm(weight) or not isinstance(part, PackedPart) or x.rms is not None:
         raise ValueError(f"a weight of {weight.rows} rows in {len(weight.parts)} parts cannot begin a norm")
-    if residual.shape != (x.rows, weight.rows) or not residual.is_contiguous():
-        raise ValueError(f"residual must be contiguous {[x.rows, weight.rows]}, not {list(residual.shape)}")
-    room = RoundingScratch.empty(x.rows, weight.rows, residual.device) if scratch is None else scratch
-    if room.values.numel() < x.rows * weight.rows or room.tickets.numel() * 32 < weight.rows:
-        raise ValueError(f"scratch holds {list(room.values.shape)}, needs {[x.rows, weight.rows]}")
+    if residual.shape != (1, weight.rows) or not residual.is_contiguous():
+        raise ValueError(f"residual must be contiguous {[1, weight.rows]}, not {list(residual.shape)}")
+    room = QuantizationScratch.empty(weight.rows, residual.device) if scratch is None else scratch
+    room.check(weight.rows)
     geometry = matvec_geometry([part], "norm")
     programs = triton.cdiv(part.tiles, geometry.tiles)
     hidden = torch.empty_like(residual)
-    squares = torch.empty(x.rows, programs, dtype=torch.float32, device=residual.device)
-    rounded = RoundedActivations.empty(x.rows, weight.rows, residual.device)
+    squares = torch.empty(1, programs, dtype=torch.float32, device=residual.device)
+    out = QuantizedActivations.empty(1, weight.rows, residual.device)
     _norm_kernel[(programs,)](
-        room.values, room.tickets, hidden, residual, norm,
-        rounded.high, rounded.low, rounded.scale, rounded.sums, squares,
-        x.high, x.low, x.scale, x.sums, part.low, part.high, part.scales, part.supers,
-        part.tiles, part.rows, x.rows,
-        FMT=part.layout, ROWS=kernel_rows(x.rows), K=x.cols,
-        TILES=geometry.tiles, K_WARPS=geometry.k_warps, AHEAD=geometry.ahead, EARLY=geometry.early,
-        EVEN=is_even(part, geometry), PDL=pdl, ASM=uses_assembly(),
-        num_warps=geometry.warps, maxnreg=register_limit(geometry, x.rows), launch_pdl=pdl,
+        room.values, room.arrivals, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
+        x.high, x.low, x.scale, x.sums, *part.planes, part.tiles, part.rows,
+        P=MatvecProgram.of(part, geometry, x, pdl),
+        num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
-    started = RoundedActivations(
-        rounded.high, rounded.low, rounded.scale, rounded.sums, RmsPartials(squares, eps)
-    )
-    return NormedRows(hidden, started)
+    return RmsNormed(hidden, replace(out, rms=RmsPartials(squares, eps)))

@@ -1,134 +1,160 @@
-"""What the programs of the matvec kernels share: a few tiles of a packed matrix times rounded rows.
+"""What the programs of the matvec kernels share: a few tiles of a packed matrix times one quantized row.
 
 A program starts reading its weights, waits for the launch in front (dependent launch), multiplies, and adds up what
-its warps hold. Does not know: what is done with the result (matvec.py, matvec_norm.py, matvec_swiglu.py).
+its warps hold.
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_group, store_rounded
-from quengine.kernels.cuda.gemv.q_dot import reduce_tile, row_order, start_tile, tile_dots
+from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
+from quengine.kernels.cuda.gemv.q_dot import reduce_tile, start_tile, tile_dots
 from quengine.kernels.cuda.weights.launch_table import Geometry
+from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
-MAX_ROWS = 8
+
+class Matrix(NamedTuple):
+    """A packed part in a kernel. planes: pointers of its low, high, scale and super-scale planes."""
+
+    planes: Any
+    tiles: Any
+
+
+class QuantizedRow(NamedTuple):
+    """Pointers of a QuantizedActivations of one row in a kernel; squares: of RmsPartials, where there are any."""
+
+    high: Any
+    low: Any
+    scale: Any
+    sums: Any
+    squares: Any
+    eps: Any
+
+
+@dataclass(frozen=True)
+class MatvecProgram:
+    """A compile-time constant of the kernels: `tiles` tiles of a weight of `cols` columns, each shared by `k_warps`
+    warps; ahead, early: launch_table.Geometry. even: no tile and no chunk lies past the edge. partials: sums of squares
+    of the row's pending RMSNorm, 0 where its norm is done."""
+
+    layout: PackedLayout
+    cols: int
+    tiles: int
+    k_warps: int
+    ahead: int
+    early: bool
+    even: bool
+    partials: int
+    pdl: bool
+    asm: bool
+
+    @classmethod
+    def of(cls, part: PackedPart, geometry: Geometry, x: QuantizedActivations, pdl: bool) -> "MatvecProgram":
+        even = part.tiles % geometry.tiles == 0 and part.chunks % geometry.k_warps == 0
+        partials = 0 if x.rms is None else x.rms.squares.shape[1]
+        return cls(
+            part.layout, part.cols, geometry.tiles, geometry.k_warps, geometry.ahead, geometry.early, even, partials,
+            pdl, uses_assembly(),
+        )  # fmt: skip
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.cols // self.layout.chunk)
+
+    @property
+    def rounds(self) -> int:
+        """Chunks of a warp."""
+        return -(-self.chunks // self.k_warps)
+
+    @property
+    def padded(self) -> bool:
+        return self.chunks * self.layout.chunk != self.cols
 
 
 @triton.jit
-def begin_rows(
-    planes, tile0, tiles, FMT: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Start reading TILES tiles from `tile0` on, each shared by K_WARPS warps. `planes`: low, high, scales, supers."""
-    thread = tl.arange(0, 32 * TILES * K_WARPS)
+def begin_rows(matrix, tile0, P: tl.constexpr):
+    """Start reading P.tiles tiles from `tile0` on, each shared by P.k_warps warps."""
+    thread = tl.arange(0, 32 * P.tiles * P.k_warps)
     warp = thread >> 5
-    return start_tile(
-        planes, tile0 + warp // K_WARPS, tiles, warp % K_WARPS, thread & 31, FMT, K, K_WARPS, AHEAD, EVEN
-    )
+    return start_tile(matrix, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P)
 
 
 @triton.jit
-def load_squares(squares_ptr, ROWS: tl.constexpr, T, PARTIALS: tl.constexpr):
-    """The partial sums of squares of the activation rows, in the order of `row_order`; a zero where there are none."""
+def load_squares(squares_ptr, PARTIALS: tl.constexpr):
+    """The partial sums of squares of the row; a zero where there are none."""
     if PARTIALS == 0:
         return 0.0
-    elif ROWS == 1:
+    else:
         n = tl.arange(0, triton.next_power_of_2(PARTIALS))
         return tl.load(squares_ptr + n, mask=n < PARTIALS, other=0.0)
-    else:
-        n = tl.arange(0, triton.next_power_of_2(PARTIALS))[None, :]
-        row = row_order(ROWS)[:, None]
-        return tl.load(squares_ptr + row * PARTIALS + n, mask=(row < T) & (n < PARTIALS), other=0.0)
 
 
 @triton.jit
-def finish_rows(
-    queue, squares, planes, x_high, x_low, t_ptr, sums_ptr, eps, tile0, tiles, T,
-    FMT: tl.constexpr, ROWS: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, K_WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr, PARTIALS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """The product, fp32 [TILES, 8, 2, ROWS]; with PARTIALS also divided by the root mean square of each row."""
-    thread = tl.arange(0, 32 * TILES * K_WARPS)
+def finish_rows(queue, squares, matrix, x, tile0, P: tl.constexpr):
+    """The product, fp32 [tiles, 8, 2, 1]; with P.partials also divided by the row's root mean square."""
+    thread = tl.arange(0, 32 * P.tiles * P.k_warps)
     warp = thread >> 5
-    totals = tile_dots(
-        queue, planes, x_high, x_low, t_ptr, sums_ptr, tile0 + warp // K_WARPS, tiles, warp % K_WARPS, T,
-        thread & 31, FMT, ROWS, K, K_WARPS, AHEAD, EARLY, EVEN, ASM,
-    )  # fmt: skip
-    y = reduce_tile(totals, ROWS, TILES, K_WARPS)
-    if PARTIALS > 0:
-        if ROWS == 1:
-            y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        else:
-            y *= tl.rsqrt(tl.reshape(tl.sum(squares, 1), [1, 1, 1, ROWS]) / K + eps)
+    acc = tile_dots(queue, matrix, x, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P)
+    y = reduce_tile(acc, P)
+    if P.partials > 0:
+        y *= tl.rsqrt(tl.sum(squares, 0) / P.cols + x.eps)
     return y
 
 
 @triton.jit
-def round_together(
-    values_ptr, tickets_ptr, out_high, out_low, out_scale, out_sums, group, width, T,
-    ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Round group `group` of 32 outputs, which PROGRAMS programs share: each has just stored its part of the rows of
-    `values` [T, width] and draws a ticket; the last one rounds the whole."""
+def quantize_shared_group(values_ptr, arrivals_ptr, out, group, PROGRAMS: tl.constexpr):
+    """Quantize group `group` of 32 outputs, which PROGRAMS programs share: each has just stored its part of `values`
+    and counts its arrival; the last one quantizes the whole."""
     tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-    ticket = tl.atomic_add(tickets_ptr + group, 1, sem="acq_rel", scope="gpu")
-    if ticket == PROGRAMS - 1:
-        rows = tl.arange(0, ROWS)
-        at = rows[:, None] * width + group * 32 + tl.arange(0, 32)[None, :]
+    arrived = tl.atomic_add(arrivals_ptr + group, 1, sem="acq_rel", scope="gpu")
+    if arrived == PROGRAMS - 1:
+        row = tl.arange(0, 1)
+        at = row[:, None] + group * 32 + tl.arange(0, 32)[None, :]
         # Other programs wrote these: not from this multiprocessor's own cache.
-        values = tl.load(values_ptr + at, mask=(rows < T)[:, None], other=0.0, cache_modifier=".cg")
-        coarse, fine, scale, x_sums = round_group(values)
-        place = rows * (width // 32) + group
-        store_rounded(
-            out_high, out_low, out_scale, out_sums, place, rows < T, coarse, fine, scale, x_sums
-        )  # fmt: skip
-        tl.store(tickets_ptr + group, 0)
+        values = tl.load(values_ptr + at, cache_modifier=".cg")
+        high, low, scale, sums = quantize_group(values)
+        store_quantized(out.high, out.low, out.scale, out.sums, row + group, row < 1, high, low, scale, sums)
+        tl.store(arrivals_ptr + group, 0)
 
 
 @dataclass(frozen=True)
-class RoundingScratch:
-    """Room for `round_together`, reusable by every call of one stream: values fp32 and one ticket, int32, for each 32
-    outputs. Tickets are zero between launches."""
+class QuantizationScratch:
+    """Memory of `quantize_shared_group`, reusable by every call of one stream: values fp32 and an arrival counter,
+    int32, for each 32 outputs. Counters are zero between launches."""
 
     values: Tensor
-    tickets: Tensor
+    arrivals: Tensor
 
     @classmethod
-    def empty(cls, rows: int, width: int, device: torch.device | str) -> "RoundingScratch":
-        """For up to `rows` rows of up to `width` values."""
+    def empty(cls, width: int, device: torch.device | str) -> "QuantizationScratch":
+        """For up to `width` values."""
         return cls(
-            torch.empty(rows, width, dtype=torch.float32, device=device),
+            torch.empty(width, dtype=torch.float32, device=device),
             torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
         )
 
+    def check(self, width: int) -> None:
+        """Raises ValueError where there is no room for `width` values."""
+        if self.values.numel() < width or self.arrivals.numel() * 32 < width:
+            raise ValueError(f"scratch holds {self.values.numel()} values, needs {width}")
 
-def check_rows(x: RoundedActivations, weight: PackedWeight) -> None:
+
+def check_row(x: QuantizedActivations, weight: PackedWeight) -> None:
     """Raises ValueError where the shapes do not fit."""
     if x.cols != weight.cols:
         raise ValueError(f"activations of width {x.cols} for weights of width {weight.cols}")
-    if not 1 <= x.rows <= MAX_ROWS:
-        raise ValueError(f"matvec takes 1 to {MAX_ROWS} rows, not {x.rows}; use matmul")
+    if x.rows != 1:
+        raise ValueError(f"matvec takes 1 row, not {x.rows}; use matmul")
 
 
-def kernel_rows(rows: int) -> int:
-    return int(triton.next_power_of_2(rows))
-
-
-def register_limit(geometry: Geometry, rows: int) -> int | None:
-    """The limit was measured with one row; more than two need the registers."""
-    return geometry.registers if geometry.registers and rows <= 2 else None
-
-
-def is_even(part: PackedPart, geometry: Geometry) -> bool:
-    return part.tiles % geometry.tiles == 0 and part.chunks % geometry.k_warps == 0
-
-
-def pending_norm(x: RoundedActivations) -> tuple[Tensor, float, int]:
-    """What is left to do of the rows' norm, as kernels take it: partial sums of squares, eps, and how many sums a row
-    has, 0 where its norm is done (the tensor is then any)."""
-    return (x.scale, 0.0, 0) if x.rms is None else (x.rms.squares, x.rms.eps, x.rms.squares.shape[1])
+def row_arguments(x: QuantizedActivations) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    """What a kernel takes for `QuantizedRow`; without a pending norm the squares are anything."""
+    squares, eps = (x.scale, 0.0) if x.rms is None else (x.rms.squares, x.rms.eps)
+    return x.high, x.low, x.scale, x.sums, squares, eps

@@ -1,6 +1,6 @@
 """What ends a batched decode step on CUDA: the chosen tokens are set aside, and the next step's input is made safe.
 
-Sampling has moved every row on, those without a sequence too. Knows rows; not sequences, nor how tokens are chosen.
+Sampling has moved every row on, those without a sequence too.
 """
 
 import torch

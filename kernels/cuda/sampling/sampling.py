@@ -4,13 +4,14 @@ The same samplers in the same order, masses and random numbers as `quengine.kern
 Where every row is greedy or has a small top-k it takes two launches. First: bias and penalties, then the best
 `capacity` of every block of the vocabulary. Second: the best of those, the samplers on them, the draw, and the
 bookkeeping of the next step. A logit and its token id make one 64-bit key, so ties need no care. All other settings:
-`sampling_full`. Knows settings as numbers; not requests, stop rules or text.
+`sampling_full`.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.sampling.sampling_full import sample_from_all
 from quengine.kernels.cuda.sampling.sampling_parts import (
     HIGHEST,
@@ -42,21 +43,10 @@ NO_TOKEN = -1
 
 @triton.jit
 def _candidates_kernel(
-    logit_ptr,
-    bias_ptr,
-    count_ptr,
-    float_ptr,
-    key_ptr,
-    vocab,
-    BIAS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    logit_ptr, bias_ptr, count_ptr, float_ptr, key_ptr, vocab,
+    BIAS: tl.constexpr, COUNTS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_then_launch(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     id = block * BLOCK + tl.arange(0, BLOCK)
@@ -110,24 +100,10 @@ def _draw(logit, kept, sharp, typical, top_p, least, uniform):
 
 @triton.jit
 def _choose_kernel(
-    key_ptr,
-    float_ptr,
-    int_ptr,
-    count_ptr,
-    token_ptr,
-    position_ptr,
-    history_ptr,
-    keys,
-    vocab,
-    context,
-    CAPACITY: tl.constexpr,
-    KEYS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    key_ptr, float_ptr, int_ptr, count_ptr, token_ptr, position_ptr, history_ptr, keys, vocab, context,
+    CAPACITY: tl.constexpr, KEYS: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_then_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, KEYS)
     key = tl.load(key_ptr + row * keys + n, mask=n < keys, other=LOWEST)
@@ -172,39 +148,15 @@ def sample_step(
     assert buffers.keys is not None
     blocks = triton.cdiv(vocab, block_size(vocab))
     _candidates_kernel[(blocks, batch)](
-        logits,
-        buffers.bias_plane,
-        buffers.count_plane,
-        buffers.floats,
-        buffers.keys,
-        vocab,
-        BIAS=buffers.bias is not None,
-        COUNTS=buffers.counts is not None,
-        CAPACITY=buffers.capacity,
-        BLOCK=block_size(vocab),
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
-    )
+        logits, buffers.bias_plane, buffers.count_plane, buffers.floats, buffers.keys, vocab,
+        BIAS=buffers.bias is not None, COUNTS=buffers.counts is not None, CAPACITY=buffers.capacity,
+        BLOCK=block_size(vocab), PDL=pdl, num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
+    )  # fmt: skip
     keys = blocks * buffers.capacity
     _choose_kernel[(batch,)](
-        buffers.keys,
-        buffers.floats,
-        buffers.ints,
-        buffers.count_plane,
-        state.tokens,
-        state.positions,
-        state.history,
-        keys,
-        vocab,
-        state.history.shape[1],
-        CAPACITY=buffers.capacity,
-        KEYS=triton.next_power_of_2(keys),
-        COUNTS=buffers.counts is not None,
-        PDL=pdl,
-        num_warps=4 if keys <= 4096 else 16,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
-    )
+        buffers.keys, buffers.floats, buffers.ints, buffers.count_plane, state.tokens, state.positions,
+        state.history, keys, vocab, state.history.shape[1],
+        CAPACITY=buffers.capacity, KEYS=triton.next_power_of_2(keys), COUNTS=buffers.counts is not None, PDL=pdl,
+        num_warps=4 if keys <= 4096 else 16, launch_pdl=pdl, enable_fp_fusion=False,
+    )  # fmt: skip
     return state.tokens

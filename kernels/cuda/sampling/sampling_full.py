@@ -6,13 +6,14 @@
    bookkeeping of the next step.
 
 Masses are integers, so that atomic additions in any order give the same sums. Buckets are only the way: which tokens
-share one changes the time and not the token. Knows launches and buffers; not how a selection is made.
+share one changes the time and not the token.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.sampling.sampling_parts import (
     HIGHEST,
     LOG2_E,
@@ -33,7 +34,7 @@ from quengine.kernels.cuda.sampling.sampling_select import (
     bucket_of,
     drawn_key,
     half_gap,
-    reach_of,
+    half_gap_limit,
 )
 from quengine.kernels.cuda.sampling.sampling_state import (
     BINS,
@@ -54,25 +55,11 @@ CHUNK, PART, WARPS = 4096, 1024, 8
 
 @triton.jit
 def _survey_kernel(
-    logit_ptr,
-    bias_ptr,
-    count_ptr,
-    float_ptr,
-    adjusted_ptr,
-    edge_ptr,
-    plane_ptr,
-    vocab,
-    BIAS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CLEARED: tl.constexpr,
-    BINS: tl.constexpr,
-    PLANES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    logit_ptr, bias_ptr, count_ptr, float_ptr, adjusted_ptr, edge_ptr, plane_ptr, vocab,
+    BIAS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr, CLEARED: tl.constexpr, BINS: tl.constexpr,
+    PLANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_then_launch(PDL)
     block, blocks = tl.program_id(0), tl.num_programs(0)
     row = tl.program_id(1).to(tl.int64)
     id = block * BLOCK + tl.arange(0, BLOCK)
@@ -101,22 +88,10 @@ def _edges(edge_ptr, row, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _tally_kernel(
-    logit_ptr,
-    edge_ptr,
-    plane_ptr,
-    float_ptr,
-    int_ptr,
-    blocks,
-    vocab,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-    PLANES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    logit_ptr, edge_ptr, plane_ptr, float_ptr, int_ptr, blocks, vocab,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PLANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_then_launch(PDL)
     row = tl.program_id(1).to(tl.int64)
     sharp = tl.load(float_ptr + row * 7)
     best_key, worst_key = _edges(edge_ptr, row, blocks, BLOCKS)
@@ -125,10 +100,10 @@ def _tally_kernel(
         top_k = tl.load(int_ptr + row * 4)
         id = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logit_ptr + row * vocab + id, mask=id < vocab, other=float("-inf"))
-        reach = reach_of(best, logit_of(worst_key), sharp)
+        gap_limit = half_gap_limit(best, logit_of(worst_key), sharp)
         half = half_gap(x, best)
-        inside = half <= reach
-        bucket = bucket_of(half, inside, reach, BINS)
+        inside = half <= gap_limit
+        bucket = bucket_of(half, inside, gap_limit, BINS)
         planes = plane_ptr + row * PLANES * BINS
         if (top_k > 0) & (top_k < vocab):
             tl.atomic_add(
@@ -151,34 +126,12 @@ def _tally_kernel(
 
 @triton.jit
 def _choose_from_all_kernel(
-    logit_ptr,
-    edge_ptr,
-    plane_ptr,
-    id_ptr,
-    note_ptr,
-    float_ptr,
-    int_ptr,
-    count_ptr,
-    token_ptr,
-    position_ptr,
-    history_ptr,
-    blocks,
-    vocab,
-    context,
-    BLOCKS: tl.constexpr,
-    LIST: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PART: tl.constexpr,
-    BINS: tl.constexpr,
-    PLANES: tl.constexpr,
-    NOTES: tl.constexpr,
-    COUNTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    logit_ptr, edge_ptr, plane_ptr, id_ptr, note_ptr, float_ptr, int_ptr, count_ptr, token_ptr, position_ptr,
+    history_ptr, blocks, vocab, context,
+    BLOCKS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
+    BINS: tl.constexpr, PLANES: tl.constexpr, NOTES: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_then_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     settings = float_ptr + row * 7
     key, worst_key = _edges(edge_ptr, row, blocks, BLOCKS)
@@ -211,76 +164,28 @@ def _survey(
 ) -> None:
     blocks = triton.cdiv(buffers.vocab, FULL_BLOCK)
     _survey_kernel[(blocks, logits.shape[0])](
-        logits,
-        buffers.bias_plane,
-        buffers.count_plane,
-        buffers.floats,
-        x,
-        room.edges,
-        room.planes,
-        buffers.vocab,
-        BIAS=buffers.bias is not None,
-        COUNTS=buffers.counts is not None,
-        BLOCK=FULL_BLOCK,
-        CLEARED=triton.next_power_of_2(triton.cdiv((PLANES - 1) * BINS, blocks)),
-        BINS=BINS,
-        PLANES=PLANES,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
-    )
+        logits, buffers.bias_plane, buffers.count_plane, buffers.floats, x, room.edges, room.planes, buffers.vocab,
+        BIAS=buffers.bias is not None, COUNTS=buffers.counts is not None, BLOCK=FULL_BLOCK,
+        CLEARED=triton.next_power_of_2(triton.cdiv((PLANES - 1) * BINS, blocks)), BINS=BINS, PLANES=PLANES, PDL=pdl,
+        num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _tally(x: torch.Tensor, batch: int, buffers: SamplingBuffers, room: FullRoom, pdl: bool) -> None:
     blocks = triton.cdiv(buffers.vocab, FULL_BLOCK)
     _tally_kernel[(blocks, batch)](
-        x,
-        room.edges,
-        room.planes,
-        buffers.floats,
-        buffers.ints,
-        blocks,
-        buffers.vocab,
-        BLOCKS=triton.next_power_of_2(blocks),
-        BLOCK=FULL_BLOCK,
-        BINS=BINS,
-        PLANES=PLANES,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
-    )
+        x, room.edges, room.planes, buffers.floats, buffers.ints, blocks, buffers.vocab,
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=FULL_BLOCK, BINS=BINS, PLANES=PLANES, PDL=pdl, num_warps=4,
+        launch_pdl=pdl, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _choose(x: torch.Tensor, state: DecodeState, buffers: SamplingBuffers, room: FullRoom, pdl: bool) -> None:
     blocks = triton.cdiv(buffers.vocab, FULL_BLOCK)
     _choose_from_all_kernel[state.tokens.shape](
-        x,
-        room.edges,
-        room.planes,
-        room.ids,
-        room.notes,
-        buffers.floats,
-        buffers.ints,
-        buffers.count_plane,
-        state.tokens,
-        state.positions,
-        state.history,
-        blocks,
-        buffers.vocab,
-        state.history.shape[1],
-        BLOCKS=triton.next_power_of_2(blocks),
-        LIST=LIST,
-        TILE=TILE,
-        CHUNK=CHUNK,
-        PART=PART,
-        BINS=BINS,
-        PLANES=PLANES,
-        NOTES=NOTES,
-        COUNTS=buffers.counts is not None,
-        PDL=pdl,
-        num_warps=WARPS,
-        launch_pdl=pdl,
+        x, room.edges, room.planes, room.ids, room.notes, buffers.floats, buffers.ints, buffers.count_plane,
+        state.tokens, state.positions, state.history, blocks, buffers.vocab, state.history.shape[1],
+        BLOCKS=triton.next_power_of_2(blocks), LIST=LIST, TILE=TILE, CHUNK=CHUNK, PART=PART, BINS=BINS,
+        PLANES=PLANES, NOTES=NOTES, COUNTS=buffers.counts is not None, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip

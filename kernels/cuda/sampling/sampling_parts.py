@@ -1,7 +1,7 @@
 """Device functions of sampling: a logit's key and mass, bias and penalties, the random number, the next step's state.
 
 Each is the twin of a function of `quengine.kernels.sampling`, bit for bit, where kernels are launched without fused
-products (`enable_fp_fusion=False`). Knows one row's numbers; not which tokens are candidates.
+products (`enable_fp_fusion=False`).
 """
 
 import triton

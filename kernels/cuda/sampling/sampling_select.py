@@ -34,7 +34,7 @@ _CURSOR, _FLOOR, _CUT, _CUT_KEY, _MEAN = (tl.constexpr(note) for note in range(N
 
 
 @triton.jit
-def reach_of(best, worst, sharp):
+def half_gap_limit(best, worst, sharp):
     """Half the distance from the best logit, fp32, beyond which tokens have no mass or are not there."""
     far = tl.minimum(tl.maximum(23.0 / sharp, 16.0), 3.0e38).to(tl.float32)
     return tl.maximum(tl.minimum(best * 0.5 - worst * 0.5, far), 1e-30)
@@ -54,8 +54,8 @@ def _distance(x, best, notes):
 
 
 @triton.jit
-def bucket_of(half, inside, reach, BINS: tl.constexpr):
-    return tl.minimum((tl.where(inside, half, 0.0) * ((BINS - 1) / reach)).to(tl.int32), BINS - 1)
+def bucket_of(half, inside, gap_limit, BINS: tl.constexpr):
+    return tl.minimum((tl.where(inside, half, 0.0) * ((BINS - 1) / gap_limit)).to(tl.int32), BINS - 1)
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def _length(notes):
 
 @triton.jit
 def _gather(
-    x_ptr, id_ptr, notes, vocab, wanted, by_distance, narrowed, best, reach,
+    x_ptr, id_ptr, notes, vocab, wanted, by_distance, narrowed, best, gap_limit,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """List the tokens of bucket `wanted` that are in play; how many there are."""
@@ -148,10 +148,10 @@ def _gather(
         x = ahead
         ahead = tl.load(x_ptr + id + CHUNK, mask=id + CHUNK < vocab, other=float("-inf"))
         half = half_gap(x, best)
-        found = half <= reach
+        found = half <= gap_limit
         if by_distance:
             half = (_distance(x, best, notes) * 0.5).to(tl.float32)
-        found = found & (bucket_of(half, found, reach, BINS) == wanted)
+        found = found & (bucket_of(half, found, gap_limit, BINS) == wanted)
         if narrowed:
             found = found & _in_play(x, key_of(x, id), best, notes)
         _append(id_ptr, notes, id, found)
@@ -160,7 +160,7 @@ def _gather(
 
 @triton.jit
 def _retally(
-    x_ptr, planes, notes, vocab, by_distance, best, reach, top, settings,
+    x_ptr, planes, notes, vocab, by_distance, best, gap_limit, top, settings,
     PART: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """The sums anew, of tokens in play: by distance into the scratch plane, else as the second launch does."""
@@ -168,10 +168,10 @@ def _retally(
         id = start + tl.arange(0, PART)
         x = tl.load(x_ptr + id, mask=id < vocab, other=float("-inf"))
         half = half_gap(x, best)
-        inside = half <= reach
+        inside = half <= gap_limit
         if by_distance:
             half = (_distance(x, best, notes) * 0.5).to(tl.float32)
-        bucket = bucket_of(half, inside, reach, BINS)
+        bucket = bucket_of(half, inside, gap_limit, BINS)
         inside = inside & _in_play(x, key_of(x, id), best, notes)
         if by_distance:
             weight = _worth(x, TYPICAL, top, settings)
@@ -336,7 +336,7 @@ def drawn_key(
     Settings, and what typical-p has left, are read where they are used: kept in registers, they would be spilled.
     """
     scratch = planes + SCRATCH_PLANE * BINS
-    reach = reach_of(best, worst, tl.load(settings))
+    gap_limit = half_gap_limit(best, worst, tl.load(settings))
     top = best.to(tl.float64)
     # Where the last selection ended: no later token counts. The list holds that bucket's tokens, or part of them.
     end_key, end_bucket = tl.full((), LOWEST, tl.int64), vocab * 0 + BINS
@@ -347,7 +347,7 @@ def drawn_key(
             if not whole:
                 narrowed = (stage > TYPICAL) & (tl.load(settings + 1) < 1.0)
                 n = _gather(
-                    x_ptr, id_ptr, notes, vocab, end_bucket, False, narrowed, best, reach, CHUNK, BINS
+                    x_ptr, id_ptr, notes, vocab, end_bucket, False, narrowed, best, gap_limit, CHUNK, BINS
                 )
                 whole = whole | True
             weights, moments = _listed_worth(x_ptr, id_ptr, n, end_key, stage, top, settings, LIST)
@@ -361,14 +361,14 @@ def drawn_key(
                 _note(notes, end_key, float("inf"), LOWEST, mean)
                 end_key, end_bucket = end_key * 0 + LOWEST, vocab * 0 + BINS
                 _clear(scratch, BINS)
-                _retally(x_ptr, planes, notes, vocab, True, best, reach, top, settings, PART, BINS)
+                _retally(x_ptr, planes, notes, vocab, True, best, gap_limit, top, settings, PART, BINS)
                 reached = _reached(scratch, end_bucket, BINS)
             bucket, before = _crossing(reached, end_bucket, need, BINS)
             need -= before
             if (bucket != end_bucket) | by_distance:
                 narrowed = (stage >= TYPICAL) & (tl.load(settings + 1) < 1.0)
                 n = _gather(
-                    x_ptr, id_ptr, notes, vocab, bucket, by_distance, narrowed, best, reach, CHUNK, BINS
+                    x_ptr, id_ptr, notes, vocab, bucket, by_distance, narrowed, best, gap_limit, CHUNK, BINS
                 )
             by_key = not by_distance
             while n > LIST:
@@ -385,7 +385,7 @@ def drawn_key(
                 _clear(planes + NUCLEUS_PLANE * BINS, BINS)
                 _clear(planes + DRAW_PLANE * BINS, BINS)
                 top = _best_in_play(x_ptr, notes, vocab, best, PART)
-                _retally(x_ptr, planes, notes, vocab, False, best, reach, top, settings, PART, BINS)
+                _retally(x_ptr, planes, notes, vocab, False, best, gap_limit, top, settings, PART, BINS)
                 n, whole = vocab * 0, whole | True
             else:
                 end_key, end_bucket = key, bucket

@@ -1,7 +1,4 @@
-"""What sampling on CUDA keeps on the device: the sequences' tokens, their settings, and room to work in.
-
-Knows settings as numbers and the sizes of buffers; not how a token is chosen from them, nor requests or text.
-"""
+"""What sampling on CUDA keeps on the device: the sequences' tokens, their settings, and room to work in."""
 
 import math
 from dataclasses import dataclass

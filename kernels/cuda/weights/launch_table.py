@@ -2,7 +2,6 @@
 
 benchmarks/tune_matvec.py and benchmarks/matmul_crossover.py write the file. A shape or GPU that is not in it gets a
 default that is right everywhere and not far off; nothing is tuned at run time.
-Does not know: how the kernels use the numbers.
 """
 
 import json
@@ -133,15 +132,15 @@ def _fused_limit(device: str, wgmma: bool) -> int:
     return int(_table().get(device, {}).get(name, default))
 
 
-def fused_geometry(part: PackedPart, kind: str, rows: int, fixed: bool = False) -> FusedGeometry:
+def fused_geometry(part: PackedPart, kind: str, rows: int, batch_invariant: bool = False) -> FusedGeometry:
     """Geometry of the fused matmul for `rows` rows; kind "rows" or "swiglu".
 
-    `fixed`: one whose share of the columns, and so the order of a row's sums, follows from the weight alone.
+    `batch_invariant`: one whose splits of the columns, and so the order of a row's sums, follows from the weight alone.
     """
     token_tiles = 1
     while token_tiles < 8 and 8 * token_tiles < rows:
         token_tiles *= 2
-    if fixed:
+    if batch_invariant:
         return default_fused(part, token_tiles)
     key = f"{kind} {part.layout.format} {part.rows} x {part.cols} by {8 * token_tiles}"
     entry = _table().get(device_name(), {}).get("fused", {}).get(key)
@@ -157,12 +156,12 @@ def wgmma_block(rows: int) -> int:
 
 
 def wgmma_geometry(
-    part: PackedPart, kind: str, rows: int, fixed: bool = False, behind: bool = False
+    part: PackedPart, kind: str, rows: int, batch_invariant: bool = False, consumer: bool = False
 ) -> WgmmaGeometry:
     """Geometry of the fused matmul on Hopper; kind "rows" or "swiglu". `splits` is the same for every number of rows up
-    to `MOST_FEW`, and, with `fixed`, for all. `behind`: see `launch_wgmma`."""
+    to `MOST_FEW`, and, with `batch_invariant`, for all. `consumer`: see `launch_wgmma`."""
     shape = Shape(part.layout.format, part.rows, part.cols, part.chunks)
-    return _wgmma_geometry(device_name(), shape, kind, rows, fixed, behind)
+    return _wgmma_geometry(device_name(), shape, kind, rows, batch_invariant, consumer)
 
 
 def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
@@ -174,13 +173,13 @@ def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
 
 @lru_cache(1024)
 def _wgmma_geometry(
-    device: str, shape: Shape, kind: str, rows: int, fixed: bool, behind: bool
+    device: str, shape: Shape, kind: str, rows: int, batch_invariant: bool, consumer: bool
 ) -> WgmmaGeometry:
     key = f"{kind} {shape.format} {shape.rows} x {shape.cols}"
     entry = wgmma_entry(device, key)
     splits = _default_splits(shape) if entry is None else entry["splits"]
     if rows > MOST_FEW:
-        return _many_rows(shape, rows, splits if fixed else 1, behind)
+        return _many_rows(shape, rows, splits if batch_invariant else 1, consumer)
     if entry is None:
         return default_wgmma(shape, rows)
     warps, *rest = entry[str(wgmma_block(rows))]
@@ -199,12 +198,12 @@ def _default_splits(shape: Shape) -> int:
     return max(1, min(shape.chunks // 2, 3 * _MULTIPROCESSORS // -(-shape.tiles // 4)))
 
 
-def _many_rows(shape: Shape, rows: int, splits: int, behind: bool) -> WgmmaGeometry:
+def _many_rows(shape: Shape, rows: int, splits: int, consumer: bool) -> WgmmaGeometry:
     """Blocks of 256 rows dequantize a weight half as often as blocks of 128, and read x and weights less; those of 128
-    leave fewer multiprocessors without work where there are few; a launch behind another fills those that this one
-    leaves. Shares that are added up in order need the room of a second sum."""
+    leave fewer multiprocessors without work where there are few; a PDL consumer fills those that its producer
+    leaves. Splits that are added up in order need the registers of a second sum."""
     programs = [program for program in _LENGTHS if splits == 1 or program != (256, 8)]
-    cost = _work if behind else _passes
+    cost = _work if consumer else _passes
     block, warps = min(programs, key=lambda program: cost(shape, rows, *program))
     return WgmmaGeometry(warps, splits, 3, True, block=block)
 

@@ -1,8 +1,7 @@
 """Weights on a CUDA device: the blocks of a GGUF tensor repacked once, at load, into the planes of layout.py.
 
-Nothing is lost and nothing is expanded: `unpack_part` gives back the stored integers and scales, bit for bit, and no
-plane takes more than 3% over the file (plus the padding: rows to 16, columns to 128). Plain floats stay as they are.
-Does not know: how the planes are multiplied.
+Nothing is lost and nothing is dequantized: the planes hold the stored integers and scales, and take no more than 3%
+over the file (plus the padding: rows to 16, columns to 128). Plain floats stay as they are.
 """
 
 import math
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quengine.kernels.block_formats import FORMATS, Groups, unpack
+from quengine.kernels.block_formats import Groups, unpack
 from quengine.kernels.cuda.weights.layout import TILE_ROWS, PackedLayout, ScaleKind, packed_layout
 from quengine.kernels.quant_tensor import QuantTensor
 
@@ -24,7 +23,8 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 @dataclass(frozen=True)
 class PackedPart:
     """N rows of K weights of one format. Planes are uint8, tiles outermost, as layout.py describes; the ones that a
-    format does not have are empty."""
+    format does not have are empty. weight_scale: a power of two; weight_scale * weights use fp16's range well (for
+    prefill, fp16_operand.py). norm: a bound on the length (2-norm) of every row."""
 
     layout: PackedLayout
     rows: int
@@ -33,8 +33,12 @@ class PackedPart:
     high: Tensor
     scales: Tensor
     supers: Tensor
-    gain: float  # a power of two: gain * weights use fp16's range well (for prefill; see half.py)
-    norm: float  # a bound on the length (2-norm) of every row
+    weight_scale: float
+    norm: float
+
+    @property
+    def planes(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.low, self.high, self.scales, self.supers
 
     @property
     def tiles(self) -> int:
@@ -205,7 +209,7 @@ class _Planes:
             high,
             scales,
             supers,
-            _gain(float(self.peak)),
+            _weight_scale(float(self.peak)),
             float(self.norm),
         )
 
@@ -233,7 +237,7 @@ def _bounds(groups: Groups) -> Tensor:
     return bound.nan_to_num(0, 0, 0)
 
 
-def _gain(peak: float) -> float:
+def _weight_scale(peak: float) -> float:
     """The power of two that brings `peak` into [8, 16); 1 for a matrix of zeros."""
     return 2.0 ** (4 - math.frexp(peak)[1]) if peak > 0 else 1.0
 
@@ -250,17 +254,6 @@ def _to_fragments(codes: Tensor, layout: PackedLayout) -> Tensor:
     order = (0, 3, 4, 6, 2, 5, 7, 1, 8)  # tile, chunk, block, step, r, q, half, rh, column
     fragments = codes.view(shape).permute(order)
     return fragments.reshape(fragments.shape[0], fragments.shape[1], layout.steps, 32, 2, 2, 4)
-
-
-def _from_fragments(fragments: Tensor, layout: PackedLayout) -> Tensor:
-    """The inverse of `_to_fragments`."""
-    tiles, chunks = fragments.shape[:2]
-    shape = (tiles, chunks, layout.blocks, 4, 8, 4, 2, 2, 4)
-    return (
-        fragments.reshape(shape)
-        .permute(0, 7, 4, 1, 2, 5, 3, 6, 8)
-        .reshape(tiles * TILE_ROWS, chunks * layout.chunk)
-    )
 
 
 def _low_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
@@ -331,74 +324,3 @@ def _super_plane(groups: Groups, layout: PackedLayout) -> Tensor | None:
     values = [groups.d] if groups.dmin is None else [groups.d, groups.dmin]
     rows = [_padded(value, 1).view(-1, 2, 8, value.shape[1]).permute(0, 3, 2, 1) for value in values]
     return torch.stack(rows, -1).contiguous().view(torch.uint8)
-
-
-def unpack_part(part: PackedPart) -> Groups:
-    """The stored integers and scales of a packed part, rows in the order they were packed."""
-    layout, shape = part.layout, (part.tiles, part.chunks)
-    fmt = FORMATS[layout.format]
-    codes = _read_codes(part)[: part.rows, : part.cols] ^ layout.offset
-    if layout.low == 8:
-        codes = codes.view(torch.int8)
-    group_count, kind = part.cols // layout.group, layout.scales
-
-    def by_row(values: Tensor) -> Tensor:
-        split = values.reshape(*shape, 8, 4, layout.blocks, layout.sets_per_block, 2)
-        rows = split.permute(0, 6, 2, 1, 4, 3, 5).reshape(part.tiles * TILE_ROWS, -1)
-        return rows[: part.rows, :group_count].contiguous()
-
-    if kind == ScaleKind.E8M0:
-        return Groups(fmt, codes, by_row(part.scales))
-    if kind == ScaleKind.HALF:
-        return Groups(fmt, codes, by_row(part.scales.view(torch.float16)))
-    if kind == ScaleKind.HALF_MIN:
-        halves = part.scales.view(torch.float16).view(*shape, layout.sets, 32, 4).transpose(2, 3)
-        return Groups(fmt, codes, by_row(halves[..., :2]), dmin=by_row(halves[..., 2:]))
-    supers = part.supers.view(torch.float16).view(*shape, 8, 2, -1).permute(4, 0, 3, 2, 1)
-    supers = supers.reshape(-1, part.tiles * TILE_ROWS, part.chunks)[:, : part.rows].contiguous()
-    if kind == ScaleKind.BYTE:
-        return Groups(fmt, codes, supers[0], by_row(part.scales.view(torch.int8)))
-    if kind == ScaleKind.SIX:
-        return Groups(fmt, codes, supers[0], by_row(_read_six(part.scales)).view(torch.int8) - 32)
-    if kind == ScaleKind.NIBBLE_MIN:
-        sc, mn = part.scales & 15, part.scales >> 4
-    else:
-        sc, mn = part.scales.view(-1, 2).unbind(-1)
-    return Groups(fmt, codes, supers[0], by_row(sc), supers[1], by_row(mn))
-
-
-def _read_six(scales: Tensor) -> Tensor:
-    """The inverse of `_six_bit_plane`: [tiles, chunks, 32, 8]."""
-    low = torch.stack([scales[..., :128] & 15, scales[..., :128] >> 4], -1).unflatten(2, (32, 4)).flatten(-2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=scales.device)
-    top = ((scales[..., 128:, None] >> shifts) & 3).unflatten(2, (32, 2)).flatten(-2)
-    return torch.bitwise_or(low, top << 4)
-
-
-def _read_fields(plane: Tensor) -> Tensor:
-    """The inverse of `_fields`: [.., lane, 4 bytes] -> [.., lane, half, rh, 4]."""
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=plane.device).view(4, 1)
-    return torch.unflatten((plane.unsqueeze(-2) >> shifts) & 3, -2, (2, 2))
-
-
-def _read_codes(part: PackedPart) -> Tensor:
-    """Codes as stored (top bit flipped where the format has an offset), with the padding: uint8 [R, K]."""
-    layout, steps = part.layout, (part.tiles, part.chunks, part.layout.steps)
-    if layout.low == 8:
-        codes = part.low.view(*steps, 2, 32, 2, 4).transpose(3, 4).transpose(4, 5)
-    elif layout.low == 2:
-        codes = _read_fields(part.low.view(*steps, 32, 4))
-    elif layout.table:
-        nibbles = part.low.view(*steps, 32, 2, 2, 2)
-        codes = torch.stack([nibbles & 15, nibbles >> 4], -1).flatten(-2)
-    else:
-        words = part.low.view(*steps, 32, 2, 4)
-        codes = torch.stack([words & 15, words >> 4], -2)
-    if layout.high == 2:
-        codes = codes | (_read_fields(part.high.view(*steps, 32, 4)) << layout.low)
-    elif layout.high == 1:
-        shifts = torch.arange(8, dtype=torch.uint8, device=part.high.device).view(8, 1)
-        words = part.high.view(part.tiles, part.chunks, layout.steps // 2, 32, 1, 4)
-        bits = ((words >> shifts) & 1).unflatten(4, (2, 4)).transpose(3, 4)
-        codes = codes | (bits.reshape(*steps, 32, 2, 2, 4) << layout.low)
-    return _from_fragments(codes, layout)

@@ -42,7 +42,7 @@ def keys(call):
 spec = PRESETS["mistral-7b-2l"]
 config = spec.config()
 with backend_for(arch) as backend:
-    backend.fixed_kernels = bool(fixed)
+    backend.batch_invariant = bool(fixed)
     shapes = required_tensors(config)
     tensors = {name: tensor(name, shape) for name, shape in shapes.items()}
     decoder = Decoder(config, tensors, backend, ctx, min(MOST, ctx))

@@ -66,7 +66,7 @@ class Rig:
 
     def __init__(self, path: Path, blocks: int) -> None:
         checkpoint = GGUFCheckpoint(path)
-        backend = CudaBackend(DEVICE, fixed_kernels=True)
+        backend = CudaBackend(DEVICE, batch_invariant=True)
         self.decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
         self.cache, self.other = (
             KVCache.allocate(checkpoint.config, CTX, DEVICE, num_blocks=blocks) for _ in range(2)

@@ -9,7 +9,7 @@ import torch
 from quengine.kernels.backend import Backend
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.normed import NormedRows
+from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.reference import ReferenceBackend
@@ -113,7 +113,7 @@ def test_behind_the_last_layers_attention_only_the_last_row_goes_on(
     widths, linear_add = list[int](), CudaBackend.linear_add
 
     def noted(self: CudaBackend, batch: Any, x: Any, weight: Any, residual: Any, *norm: Any) -> Any:
-        stream = residual.hidden if isinstance(residual, NormedRows) else residual
+        stream = residual.hidden if isinstance(residual, RmsNormed) else residual
         widths.append(stream.shape[0])
         return linear_add(self, batch, x, weight, residual, *norm)
 

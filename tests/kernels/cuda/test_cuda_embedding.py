@@ -44,6 +44,14 @@ def test_rows_are_the_dequantized_rows(name: str, device: torch.device) -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=2e-6, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["Q6_K", "BF16"])
+def test_rows_are_scaled(name: str, device: torch.device) -> None:
+    weight, ids = random_weight(name, 16, 256), torch.tensor([3, 15], device=device)
+    packed = pack(weight, device)
+    expected = embedding(packed, ids) * 50.59644256269407
+    torch.testing.assert_close(embedding(packed, ids, 50.59644256269407), expected, rtol=1e-6, atol=0)
+
+
 def test_wide_rows_take_several_programs(device: torch.device) -> None:
     weight = random_weight("Q8_0", 16, 32 * 264)
     out = embedding(pack(weight, device), torch.tensor([5], dtype=torch.int32, device=device))

@@ -95,7 +95,7 @@ print(room.nbytes)
 
 
 def test_a_chunk_of_a_7b_model_needs_little_room_beside_its_weights() -> None:
-    """All that is kept for 2048 rows: below 0.2 GB, of which SwiGLU's rows are 0.06. No weights are expanded. On no
+    """All that is kept for 2048 rows: below 0.2 GB, of which SwiGLU's rows are 0.06. No weights are dequantized. On no
     device, in a process of its own: launches are recorded, which the interpreter's are not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -3,9 +3,14 @@
 import pytest
 import torch
 
-from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_rows
-from quengine.kernels.cuda.gemv.activations import round_activations
-from quengine.kernels.cuda.rms_norm import geometry, rms_norm, rms_norm_half, rms_norm_round
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    Fp16Operand,
+    OperandLayout,
+    ScaledProduct,
+    to_fp16_operand,
+)
+from quengine.kernels.cuda.gemv.activations import quantize_activations
+from quengine.kernels.cuda.rms_norm import add_norm_fp16, geometry, rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.rms_norm import rms_norm as definition
 
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -33,29 +38,28 @@ def test_matches_the_definition(rows: int, width: int, dtype: torch.dtype, devic
 def test_rows_of_a_wider_buffer(rows: int, device: torch.device) -> None:
     wide, weight = inputs(rows, 100, torch.float32, device)
     x = wide[:, 5:54]
-    out = torch.full((rows, 60), 9.0, device=device)
-    rms_norm(x, weight[:49].contiguous(), 1e-6, out=out[:, 3:52])
+    out = rms_norm(x, weight[:49].contiguous(), 1e-6)
     expected = definition(x.double(), weight[:49].double(), 1e-6)
-    torch.testing.assert_close(out[:, 3:52].double(), expected, rtol=4e-6, atol=1e-6)
-    assert bool((out[:, :3] == 9).all() and (out[:, 52:] == 9).all())
+    torch.testing.assert_close(out.double(), expected, rtol=4e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_residual_is_added_and_updated(dtype: torch.dtype, device: torch.device) -> None:
-    x, weight = inputs(3, 96, dtype, device)
-    residual = inputs(4, 96, dtype, device)[0][:3]
-    total = (x.float() + residual.float()).to(dtype)
-    out = rms_norm(x, weight, 1e-5, residual=residual)
-    assert torch.equal(residual, total)
+@pytest.mark.parametrize("rows,width", [(3, 96), (520, 96)])
+def test_a_product_is_added_to_the_residual(rows: int, width: int, device: torch.device) -> None:
+    values, weight = inputs(rows, width, torch.float32, device)
+    product = ScaledProduct(values, torch.rand(rows, device=device) + 0.5, 4.0)
+    residual = inputs(rows + 1, width, torch.float32, device)[0][:rows].contiguous()
+    total = product.dequantize() + residual
+    out = add_norm_fp16(product, residual, weight, 1e-5, Fp16Operand.empty(rows, width, device))
+    torch.testing.assert_close(residual, total, rtol=1e-6, atol=1e-6)
     expected = definition(total.double(), weight.double(), 1e-5)
-    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+    torch.testing.assert_close(out.dequantize().double(), expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows,width", [(1, 32), (3, 576), (2, 4096), (9, 96)])
 def test_rounded_result_is_the_rounding_of_the_result(rows: int, width: int, device: torch.device) -> None:
     x, weight = inputs(rows, width, torch.float32, device)
-    rounded = rms_norm_round(x, weight, 1e-5)
-    expected = round_activations(rms_norm(x, weight, 1e-5))
+    rounded = rms_norm_quantize(x, weight, 1e-5)
+    expected = quantize_activations(rms_norm(x, weight, 1e-5))
     torch.testing.assert_close(rounded.scale, expected.scale, rtol=1e-6, atol=0)
     assert int((rounded.ints().int() - expected.ints().int()).abs().max()) <= 1
     sums = rounded.ints().int().view(rows, -1, 16).sum(-1)
@@ -66,8 +70,8 @@ def test_rounded_result_is_the_rounding_of_the_result(rows: int, width: int, dev
 def test_half_rows_are_those_of_the_result(rows: int, width: int, device: torch.device) -> None:
     x, weight = inputs(rows, width, torch.float32, device)
     x[0] *= 1e-12
-    half, expected = rms_norm_half(x, weight, 1e-5), half_rows(rms_norm(x, weight, 1e-5))
-    assert torch.equal(half.unscale, expected.unscale)
+    half, expected = rms_norm_fp16(x, weight, 1e-5), to_fp16_operand(rms_norm(x, weight, 1e-5))
+    assert torch.equal(half.row_scale, expected.row_scale)
     torch.testing.assert_close(half.values, expected.values, rtol=2**-10, atol=0)
 
 
@@ -76,28 +80,20 @@ def test_ordered_rows_are_those_of_the_result(rows: int, width: int, device: tor
     """Alone a row has the same bits."""
     x, weight = inputs(rows, width, torch.float32, device)
 
-    def ordered(x: torch.Tensor) -> HalfRows:
-        return rms_norm_half(x, weight, 1e-5, HalfRows.empty(*x.shape, device, Form.ORDERED), fixed=True)
+    def ordered(x: torch.Tensor) -> Fp16Operand:
+        return rms_norm_fp16(
+            x, weight, 1e-5, Fp16Operand.empty(*x.shape, device, OperandLayout.WGMMA), batch_invariant=True
+        )
 
-    made, expected = ordered(x), half_rows(rms_norm(x, weight, 1e-5)).as_ordered()
-    assert torch.equal(made.unscale, expected.unscale)
+    made, expected = ordered(x), to_fp16_operand(rms_norm(x, weight, 1e-5)).as_wgmma()
+    assert torch.equal(made.row_scale, expected.row_scale)
     torch.testing.assert_close(made.values[:rows], expected.values[:rows], rtol=2**-10, atol=2**-10)
     alone = ordered(x[-1:])
     assert torch.equal(alone.values[0], made.values[rows - 1])
 
 
-def test_rounded_with_residual(device: torch.device) -> None:
-    x, weight = inputs(2, 64, torch.float32, device)
-    residual = inputs(3, 64, torch.float32, device)[0][:2].contiguous()
-    total = x + residual
-    rounded = rms_norm_round(x, weight, 1e-5, residual=residual)
-    assert torch.equal(residual, total)
-    exact = definition(total.double(), weight.double(), 1e-5)
-    assert float((rounded.dequantize().double() - exact).norm() / exact.norm()) < 3e-5
-
-
 def test_a_zero_row_rounds_to_zero(device: torch.device) -> None:
-    rounded = rms_norm_round(torch.zeros(1, 64, device=device), torch.ones(64, device=device), 1e-5)
+    rounded = rms_norm_quantize(torch.zeros(1, 64, device=device), torch.ones(64, device=device), 1e-5)
     assert not rounded.ints().any() and not rounded.scale.any() and not rounded.sums.any()
 
 

@@ -15,7 +15,7 @@ from quengine.kernels.cuda.attention.attention_prefill import (
     stores_wgmma_layout,
 )
 from quengine.kernels.cuda.attention.rope_store import rope_store
-from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_shape
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.forward_batch import ForwardBatch, prefill_batch
 from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks, run_prefill
 from tests.kernels.cuda.attention.test_cuda_attention_prefill import expected_rows
@@ -77,7 +77,7 @@ def in_wgmma_layout(
     """The values of an fp16 operand, zeros where nothing was written."""
     tiles = prefill_tiles(batch, 128)
     assert stores_wgmma_layout(cache.layer, tiles)
-    shape = half_shape(len(q), spec.heads * 128, Form.ORDERED)
+    shape = operand_shape(len(q), spec.heads * 128, OperandLayout.WGMMA)
     room = torch.zeros(shape, dtype=torch.float16, device=q.device)
     return attention_prefill(
         q, spec, cache.layer, batch.block_tables_of(0), tiles, room, wgmma_layout=True, pdl=True
@@ -113,7 +113,7 @@ def test_blocks_anywhere_and_the_wgmma_layout_have_the_same_bits(
         (q, plain), (again, paged) = results
         assert torch.equal(q, again) and torch.equal(plain, paged)
         room = in_wgmma_layout(q, spec, pool, batch)
-        assert torch.equal(room[:length], HalfRows(plain, plain[:, 0]).as_ordered().values[:length])
+        assert torch.equal(room[:length], Fp16Operand(plain, plain[:, 0]).as_wgmma().values[:length])
         assert not room[length:].any(), "rows behind the last were written"
         in_place = q.view(length, 512)
         attention_prefill(q, spec, pool.layer, batch.block_tables_of(0), tiles, in_place)
@@ -141,7 +141,7 @@ def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> Non
     tiles = prefill_tiles(batch, 128)
     q = rope_store(qkv, spec, pool.layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
     room = in_wgmma_layout(q, spec, pool, batch)
-    together = HalfRows(room, torch.ones(len(qkv), device=device), Form.ORDERED).row_major(512)
+    together = Fp16Operand(room, torch.ones(len(qkv), device=device), OperandLayout.WGMMA).row_major(512)
     for sequence, (rows, start, _) in enumerate(batch.chunks(0)):
         length = lengths[sequence]
         alone = prefill_batch(

@@ -10,7 +10,7 @@ from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.attention_tiles import combine_heads
-from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
@@ -170,7 +170,7 @@ def test_rounded_output_is_the_output_rounded(heads: int, kv_heads: int, head_di
     plain = torch.empty(2, heads * head_dim, device=DEVICE)
     cache = cache_of(2, kv_heads, head_dim)
     attention_decode(qkv, spec, cache.layer, positions, cache.tables, workspace, plain)
-    rounded = RoundedActivations.empty(2, heads * head_dim, DEVICE)
+    rounded = QuantizedActivations.empty(2, heads * head_dim, DEVICE)
     cache = cache_of(2, kv_heads, head_dim)
     attention_decode(qkv, spec, cache.layer, positions, cache.tables, workspace, rounded)
     step = rounded.scale.repeat_interleave(32, dim=1)

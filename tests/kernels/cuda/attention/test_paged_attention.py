@@ -9,8 +9,8 @@ from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.backend import has_dependent_launch
-from quengine.kernels.cuda.gemm.half import Form, HalfRows
-from quengine.kernels.cuda.gemv.activations import RoundedActivations
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from tests.kernels.cuda.attention.attention_cases import PagedCache, filled_cache, make_spec, run_prefill
 
@@ -124,9 +124,9 @@ def test_coarse_splits_are_the_same_sums(device: torch.device, monkeypatch: pyte
     assert torch.equal(alone[0], coarse[1])
 
 
-@pytest.mark.parametrize("form", [Form.ORDERED, Form.TILED])
+@pytest.mark.parametrize("form", [OperandLayout.WGMMA, OperandLayout.MMA])
 def test_a_batch_may_leave_an_fp16_operand(
-    form: Form, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    form: OperandLayout, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One split, and two that are combined."""
     monkeypatch.setattr(attention_tiles, "COARSE", 64)
@@ -136,9 +136,9 @@ def test_a_batch_may_leave_an_fp16_operand(
     pool = sequences_of(spec, 2, False).shuffled(1)
     qkv = random_qkv(device, spec, 2)
     plain = decode(spec, pool, qkv, positions.tolist(), coarse=True)
-    rows = HalfRows.empty(2, 128, device, form)
+    rows = Fp16Operand.empty(2, 128, device, form)
     rows.values.fill_(float("nan"))
-    rows.unscale.fill_(1)
+    rows.row_scale.fill_(1)
     workspace = DecodeWorkspace.allocate(2, spec.heads, spec.kv_heads, spec.head_dim, device)
     attention_decode(qkv, spec, pool.layer, positions, pool.tables, workspace, rows, coarse=True)
     assert torch.equal(rows.dequantize(128), plain.half().float())
@@ -180,7 +180,7 @@ def test_quantized_output_is_the_same_too(head_dim: int, device: torch.device) -
     workspace = DecodeWorkspace.allocate(2, 2, 2, head_dim, device)
     results = []
     for held in (cache, cache.shuffled()):
-        out = RoundedActivations.empty(2, 2 * head_dim, device)
+        out = QuantizedActivations.empty(2, 2 * head_dim, device)
         attention_decode(qkv, spec, held.layer, positions, held.tables, workspace, out)
         results.append(out)
     assert torch.equal(results[0].dequantize(), results[1].dequantize())

@@ -10,7 +10,7 @@ from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.qk_row_norm import has_row_norms, qk_row_norm
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.gemm.half import HalfRows, Products
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope_store import rope_store
@@ -72,7 +72,7 @@ def test_attention_of_a_backend(
     batch = prefill_batch([[0] * tokens], [0], [[table] for table in cache.tables.tolist()], device)
     expected = expected_rows(qkv, spec, PagedCache.empty(device, 1, CONTEXT, KV_HEADS, HEAD_DIM), batch)
     row_scale = torch.full((tokens,), 2.0, device=device)
-    given = Products(qkv * 2, row_scale, 4.0) if products else qkv.clone()
+    given = ScaledProduct(qkv * 2, row_scale, 4.0) if products else qkv.clone()
     out = backend.attention(batch, given, spec, cache.layer)
     assert isinstance(out, torch.Tensor)
     error = (out.double() - expected).norm() / expected.norm()
@@ -81,6 +81,6 @@ def test_attention_of_a_backend(
     tables = [[table] for table in cache.tables.tolist()] * 2
     step = decode_batch([0, 0], [tokens - 2, tokens - 1], tables, device, shares_sequences=True)
     rows = backend.attention(step, qkv[-2:].clone(), spec, cache.layer)
-    assert isinstance(rows, HalfRows)
+    assert isinstance(rows, Fp16Operand)
     error = (rows.dequantize(WIDTH).double() - expected[-2:]).norm() / expected[-2:].norm()
     assert error < 1e-3, f"relative error {error:.2e} of decode"

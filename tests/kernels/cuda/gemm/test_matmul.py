@@ -5,26 +5,30 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm import matmul as module
 from quengine.kernels.cuda.gemm import matmul_fused, matmul_wgmma
-from quengine.kernels.cuda.gemm.half import Form, HalfRows, half_rows, half_shape, order_rows
-from quengine.kernels.cuda.gemm.matmul import (
-    MatmulWorkspace,
-    matmul,
-    matmul_norm,
-    matmul_swiglu,
+from quengine.kernels.cuda.gemm import workspace as workspace_module
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    Fp16Operand,
+    OperandLayout,
+    operand_shape,
+    to_fp16_operand,
+    to_wgmma_layout,
 )
-from quengine.kernels.cuda.rms_norm import rms_norm_half
+from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu, matmul_norm
+from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.rms_norm import rms_norm_fp16
 from quengine.kernels.cuda.weights import launch_table
-from quengine.kernels.cuda.weights.expand import dequantize_part
+from quengine.kernels.cuda.weights.dequantize import dequantize_part
 from quengine.kernels.cuda.weights.launch_table import FusedGeometry, WgmmaGeometry, wgmma_geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart, pack
-from quengine.kernels.glu import glu as swiglu
+from quengine.kernels.glu import glu
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.rms_norm import rms_norm
+from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 
 FP16_ROUNDING = 5e-7
@@ -51,13 +55,15 @@ def hopper_takes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Calla
     return lambda geometry: monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
 
 
-@pytest.fixture(params=["fused", "wgmma", "expanded"])
+@pytest.fixture(params=["fused", "wgmma", "dequantized"])
 def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "wgmma" and not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
     if request.param == "fused":
-        monkeypatch.setattr(module, "uses_wgmma", lambda *_: False)
-    monkeypatch.setattr(module, "fused_limit", lambda _: 0 if request.param == "expanded" else 64)
+        monkeypatch.setattr(workspace_module, "uses_wgmma", lambda *_: False)
+    monkeypatch.setattr(
+        workspace_module, "fused_limit", lambda _: 0 if request.param == "dequantized" else 64
+    )
     return str(request.param)
 
 
@@ -71,12 +77,10 @@ def test_every_format_within_fp16_rounding(name: str, device: torch.device) -> N
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
 @pytest.mark.usefixtures("way")
-def test_of_an_exact_workspace_weights_are_rounded_once(name: str, device: torch.device) -> None:
+def test_of_an_exact_matmul_weights_are_rounded_once(name: str, device: torch.device) -> None:
     """The rest of the error is that of the rows, which are kept from rounding here."""
     weight, x = ordinary_weight(name, 21, 256), ordinary_activations(9, 256).half().float()
-    room = workspace(device)
-    room.exact = True
-    y = matmul(x.to(device), pack(weight, device), room)
+    y = matmul(x.to(device), pack(weight, device), workspace(device), exact=True)
     assert nmse(y, expected(x, [weight])) < ROUNDED_ONCE
 
 
@@ -86,7 +90,7 @@ def test_expanded_weights_are_rounded_once(name: str, device: torch.device) -> N
     (part,) = pack(weight, device).parts
     assert isinstance(part, PackedPart)
     out = torch.empty(21, 256, dtype=torch.float16, device=device)
-    exact = dequantize(weight.format, weight.data) * part.gain
+    exact = dequantize(weight.format, weight.data) * part.weight_scale
     assert torch.allclose(dequantize_part(part, False, out).cpu().float(), exact, rtol=2**-11, atol=1e-6)
 
 
@@ -120,57 +124,61 @@ def test_parts_and_residual(device: torch.device) -> None:
     assert nmse(y, expected(x, weights) + residual) < FP16_ROUNDING
 
 
-def test_a_small_workspace_expands_some_rows_at_a_time(
+def test_a_small_workspace_dequantizes_some_rows_at_a_time(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "fused_limit", lambda _: 0)
+    monkeypatch.setattr(workspace_module, "fused_limit", lambda _: 0)
     weight, x = ordinary_weight("Q4_K", 72, 256), ordinary_activations(9, 256)
     y = matmul(x.to(device), pack(weight, device), workspace(device, 40 * 256))
     assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
-    with pytest.raises(ValueError, match="workspace expands"):
+    with pytest.raises(ValueError, match="workspace dequantizes"):
         matmul(x.to(device), pack(weight, device), workspace(device, 15 * 256))
 
 
 def test_parts_of_different_size_share_one_product(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "fused_limit", lambda _: 0)
+    monkeypatch.setattr(workspace_module, "fused_limit", lambda _: 0)
     products = []
-    multiply = module._products
+    multiply = module._multiply
     monkeypatch.setattr(
-        module, "_products", lambda x, w, *rest: products.append(w.shape) or multiply(x, w, *rest)
+        module, "_multiply", lambda x, w, *rest: products.append(w.shape) or multiply(x, w, *rest)
     )
     weights = [ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 21, 256)]
     packed = pack(weights, device)
-    assert len({part.gain for part in packed.parts if isinstance(part, PackedPart)}) == 2
+    assert len({part.weight_scale for part in packed.parts if isinstance(part, PackedPart)}) == 2
     x = ordinary_activations(9, 256)
     y = matmul(x.to(device), packed, workspace(device))
     assert nmse(y, expected(x, weights)) < FP16_ROUNDING
     assert products == [(53, 256)]
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("room", [1 << 16, 20 * 256])
 @pytest.mark.usefixtures("way")
-def test_swiglu_of_a_paired_weight(room: int, device: torch.device) -> None:
+def test_glu_of_a_paired_weight(activation: Activation, room: int, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
     x = ordinary_activations(9, 256) * 0.1
-    y = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), workspace(device, room))
-    rows = y.dequantize(24) if isinstance(y, HalfRows) else y
-    assert nmse(rows, swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+    weight = pack([gate, up], device, paired=True)
+    y = matmul_glu(x.to(device), weight, workspace(device, room), activation)
+    rows = y.dequantize(24) if isinstance(y, Fp16Operand) else y
+    assert nmse(rows, glu(expected(x, [gate, up]), activation)) < 4 * FP16_ROUNDING
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 @pytest.mark.usefixtures("way")
-def test_swiglu_of_rows_of_any_size(size: float, device: torch.device) -> None:
+def test_glu_of_rows_of_any_size(activation: Activation, size: float, device: torch.device) -> None:
     """One row is all in one column, as far from the bound that scales the result as a row can be; one is zero."""
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
     x = ordinary_activations(9, 256)
     x[3] *= 1e-3
     x[3, 17] = 100.0
     x[4] = 0.0
-    y = matmul_swiglu((size * x).to(device), pack([gate, up], device, paired=True), workspace(device))
-    rows = y.dequantize(24) if isinstance(y, HalfRows) else y
-    exact = swiglu(expected(size * x, [gate, up]))
+    weight = pack([gate, up], device, paired=True)
+    y = matmul_glu((size * x).to(device), weight, workspace(device), activation)
+    rows = y.dequantize(24) if isinstance(y, Fp16Operand) else y
+    exact = glu(expected(size * x, [gate, up]), activation)
     live = [0, 1, 2, 3, 5, 6, 7, 8]
     assert nmse(rows[live], exact[live]) < 20 * FP16_ROUNDING and not rows[4].any()
 
@@ -182,7 +190,11 @@ def test_the_norm_behind_a_matmul(rows: int, device: torch.device) -> None:
     residual, norm = torch.randn(rows, 64), torch.rand(64) + 0.5
     exact = expected(x, [weight]) + residual
     hidden, normed = matmul_norm(
-        x.to(device), pack(weight, device), workspace(device), residual.to(device), norm.to(device), 1e-5
+        x.to(device),
+        pack(weight, device),
+        workspace(device),
+        residual.to(device),
+        RMSNorm(norm.to(device), 1e-5),
     )
     assert nmse(hidden, exact) < FP16_ROUNDING
     assert nmse(normed.dequantize(64), rms_norm(exact, norm.double(), 1e-5)) < 4 * FP16_ROUNDING
@@ -199,12 +211,12 @@ def test_the_norm_behind_a_matmul(rows: int, device: torch.device) -> None:
 def test_every_way_to_share_a_product_gives_it(
     geometry: FusedGeometry, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "uses_wgmma", lambda *_: False)
+    monkeypatch.setattr(workspace_module, "uses_wgmma", lambda *_: False)
     monkeypatch.setattr(matmul_fused, "fused_geometry", lambda *_: geometry)
     weight, x = ordinary_weight(name, 24, 512), ordinary_activations(9, 512)
     residual = ordinary_activations(9, 24, 3)
     room = workspace(device)
-    for _ in range(2):  # the second launch finds the tickets as the first one found them
+    for _ in range(2):  # the second launch finds the arrivals as the first one found them
         y = matmul(x.to(device), pack(weight, device), room, residual.to(device))
         assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
 
@@ -269,10 +281,11 @@ def test_on_hopper_many_rows_are_multiplied_in_blocks(
         residual = ordinary_activations(rows, weight.rows, 3).to(device)
         kept = residual.clone()
         norm = torch.ones(weight.rows, device=device)
-        hidden, _ = matmul_norm(x.to(device), weight, room, residual, norm, 1e-5, pdl=True)
+        hidden, _ = matmul_norm(x.to(device), weight, room, residual, RMSNorm(norm, 1e-5), pdl=True)
         assert nmse(hidden, exact + kept.cpu()) < FP16_ROUNDING
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
 @pytest.mark.parametrize(
     ("rows", "geometry"),
@@ -284,10 +297,11 @@ def test_on_hopper_many_rows_are_multiplied_in_blocks(
         (127, WgmmaGeometry(16, 1, 3, True)),
     ],
 )
-def test_on_hopper_swiglu_of_few_rows(
+def test_on_hopper_glu_of_few_rows(
     rows: int,
     geometry: WgmmaGeometry,
     name: str,
+    activation: Activation,
     device: torch.device,
     hopper_takes: Callable[[WgmmaGeometry], None],
 ) -> None:
@@ -296,16 +310,18 @@ def test_on_hopper_swiglu_of_few_rows(
     for width in (128, 1408):
         gate, up = ordinary_weight(name, width, 512), ordinary_weight(name, width, 512, 1)
         x, room = ordinary_activations(rows, 512) * 0.1, workspace(device, 1 << 20)
-        room.gated_half(rows, width).values.fill_(float("nan"))
-        made = matmul_swiglu(x.to(device), pack([gate, up], device, paired=True), room, pdl=True)
-        assert isinstance(made, HalfRows) and made.ordered and made.values[rows:].isnan().all()
-        assert nmse(made.dequantize(width), swiglu(expected(x, [gate, up]))) < 4 * FP16_ROUNDING
+        room.glu_operand(rows, width).values.fill_(float("nan"))
+        weight = pack([gate, up], device, paired=True)
+        made = matmul_glu(x.to(device), weight, room, activation, pdl=True)
+        assert isinstance(made, Fp16Operand) and made.is_wgmma and made.values[rows:].isnan().all()
+        assert nmse(made.dequantize(width), glu(expected(x, [gate, up]), activation)) < 4 * FP16_ROUNDING
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("warps", [4, 8])
 @pytest.mark.parametrize("block", [128, 256])
-def test_on_hopper_swiglu_of_many_rows(
-    block: int, warps: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_on_hopper_glu_of_many_rows(
+    block: int, warps: int, activation: Activation, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
@@ -314,14 +330,13 @@ def test_on_hopper_swiglu_of_many_rows(
     for rows, width in ((130, 384), (1000, 3328)):
         gate, up = ordinary_weight("Q4_K", width, 256), ordinary_weight("Q4_K", width, 256, 1)
         x = ordinary_activations(rows, 256) * 0.1
-        made = matmul_swiglu(
-            x.to(device), pack([gate, up], device, paired=True), workspace(device, 1 << 20), pdl=True
-        )
-        assert isinstance(made, HalfRows) and made.ordered
-        exact = swiglu(expected(x, [gate, up]))
+        weight = pack([gate, up], device, paired=True)
+        made = matmul_glu(x.to(device), weight, workspace(device, 1 << 20), activation, pdl=True)
+        assert isinstance(made, Fp16Operand) and made.is_wgmma
+        exact = glu(expected(x, [gate, up]), activation)
         assert nmse(made.dequantize(width), exact) < 4 * FP16_ROUNDING
         assert torch.equal(
-            made.values[:rows], HalfRows(made.row_major(width), made.unscale).as_ordered().values[:rows]
+            made.values[:rows], Fp16Operand(made.row_major(width), made.row_scale).as_wgmma().values[:rows]
         )
 
 
@@ -361,11 +376,13 @@ def test_on_hopper_parts_of_a_matrix_run_beside_each_other(device: torch.device)
     weight, norm = pack(parts, device), torch.ones(2048, device=device)
     x, room = ordinary_activations(30, 2048).to(device), workspace(device)
     rows = [x * 2.0**i + i for i in range(5)]
-    exact = [matmul(rms_norm_half(row, norm, 1e-5, room.half_rows(30, 2048)), weight, room) for row in rows]
+    exact = [
+        matmul(rms_norm_fp16(row, norm, 1e-5, room.fp16_operand(30, 2048)), weight, room) for row in rows
+    ]
     for _ in range(20):
         made = []
         for row in rows:
-            normed = rms_norm_half(row, norm, 1e-5, room.half_rows(30, 2048), pdl=True)
+            normed = rms_norm_fp16(row, norm, 1e-5, room.fp16_operand(30, 2048), pdl=True)
             made.append(matmul(normed, weight, room, pdl=True))
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, exact, strict=True))
 
@@ -379,7 +396,6 @@ def test_on_hopper_a_matrix_of_two_parts_is_one_launch(
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(module, "launch_wgmma", None)
     room = workspace(device)
-    room.exact = exact
     for shapes in (
         (("Q4_K", 5120), ("Q6_K", 1024)),
         (("Q6_K", 72), ("IQ4_NL", 200)),
@@ -387,7 +403,7 @@ def test_on_hopper_a_matrix_of_two_parts_is_one_launch(
     ):
         parts = [ordinary_weight(name, count, 1024, seed) for seed, (name, count) in enumerate(shapes)]
         weight, x = pack(parts, device), ordinary_activations(rows, 1024)
-        made = [matmul(x.to(device), weight, room, pdl=True) for _ in range(3)]
+        made = [matmul(x.to(device), weight, room, pdl=True, exact=exact) for _ in range(3)]
         assert nmse(made[0], expected(x, parts)) < FP16_ROUNDING
         assert all(torch.equal(each, made[0]) for each in made)
 
@@ -402,18 +418,24 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 64), (9, 576), (17, 256)])
-def test_tiled_rows_are_the_rows(rows: int, cols: int, device: torch.device) -> None:
+def test_the_mma_layout_holds_the_rows(rows: int, cols: int, device: torch.device) -> None:
     x = ordinary_activations(rows, cols).to(device)
-    plain, tiled = half_rows(x), half_rows(x, HalfRows.empty(rows, cols, device, Form.TILED))
-    assert torch.equal(tiled.row_major(cols), plain.values) and torch.equal(tiled.unscale, plain.unscale)
-    assert torch.equal(plain.as_tiled().row_major(cols), plain.values)
+    plain, tiled = (
+        to_fp16_operand(x),
+        to_fp16_operand(x, Fp16Operand.empty(rows, cols, device, OperandLayout.MMA)),
+    )
+    assert torch.equal(tiled.row_major(cols), plain.values) and torch.equal(tiled.row_scale, plain.row_scale)
+    assert torch.equal(plain.as_mma().row_major(cols), plain.values)
 
 
-def test_ordered_rows_are_the_rows(device: torch.device) -> None:
+def test_the_wgmma_layout_holds_the_rows(device: torch.device) -> None:
     x = ordinary_activations(9, 384).to(device)
-    plain, ordered = half_rows(x), half_rows(x, HalfRows.empty(9, 384, device, Form.ORDERED))
+    plain, ordered = (
+        to_fp16_operand(x),
+        to_fp16_operand(x, Fp16Operand.empty(9, 384, device, OperandLayout.WGMMA)),
+    )
     assert torch.equal(ordered.row_major(384), plain.values)
-    assert torch.equal(plain.as_ordered().values[:9], ordered.values[:9])
+    assert torch.equal(plain.as_wgmma().values[:9], ordered.values[:9])
     lane, instruction = 2, 13  # columns of one lane of the quad in one instruction of 16
     first = instruction // 8 * 128 + lane * 32 + instruction % 8 * 4
     at = 16 * instruction + 2 * lane
@@ -422,67 +444,67 @@ def test_ordered_rows_are_the_rows(device: torch.device) -> None:
 
 def test_short_batches_keep_their_room_when_a_long_prompt_comes(device: torch.device) -> None:
     room = workspace(device)
-    few = room.half_rows(3, 256)
-    room.half_rows(2048, 256)
-    assert room.half_rows(100, 256).values.data_ptr() == few.values.data_ptr()
+    few = room.fp16_operand(3, 256)
+    room.fp16_operand(2048, 256)
+    assert room.fp16_operand(100, 256).values.data_ptr() == few.values.data_ptr()
 
 
 def test_a_longer_chunk_takes_the_room_of_a_shorter_one_along(device: torch.device) -> None:
     room = workspace(device)
     for rows, width in ((512, 64), (512, 96), (2048, 64)):
-        room.products(rows, width).fill_(rows)
-    long, short = room.products(2048, 64), room.products(512, 64)
+        room.product(rows, width).fill_(rows)
+    long, short = room.product(2048, 64), room.product(512, 64)
     assert (long == 2048).all() and (short == 2048).all()
     assert short.data_ptr() == long.data_ptr() and short.shape == (512, 64)
     for rows in range(129, 300):  # more lengths than views are kept of
-        assert room.products(rows, 64).data_ptr() == long.data_ptr()
+        assert room.product(rows, 64).data_ptr() == long.data_ptr()
 
 
-def test_half_rows_fill_the_range_of_fp16(device: torch.device) -> None:
+def test_operands_fill_the_range_of_fp16(device: torch.device) -> None:
     x = ordinary_activations(4, 96)
     x[1] *= 1e-20
     x[2] *= 1e20
     x[3] = 0
-    half = half_rows(x.to(device))
+    half = to_fp16_operand(x.to(device))
     peaks = half.values.cpu().float().abs().amax(1)
     assert ((peaks[:3] >= 2**13) & (peaks[:3] <= 2**14)).all()
-    assert nmse(half.values.cpu().double()[1] * half.unscale.cpu().double()[1], x[1]) < 1e-7
+    assert nmse(half.values.cpu().double()[1] * half.row_scale.cpu().double()[1], x[1]) < 1e-7
     assert not half.values[3].any()
 
 
-def test_plain_rows_are_ordered_by_a_launch(device: torch.device) -> None:
+def test_row_major_values_are_copied_to_the_wgmma_layout(device: torch.device) -> None:
     rows, cols = 9, 1280
-    plain = half_rows(ordinary_activations(rows, cols).to(device))
-    room = torch.zeros(half_shape(rows, cols, Form.ORDERED), dtype=torch.float16, device=device)
-    ordered = order_rows(plain, room)
-    assert ordered.ordered and torch.equal(ordered.values[:rows], plain.as_ordered().values[:rows])
-    assert ordered.unscale is plain.unscale and torch.equal(ordered.row_major(cols), plain.values)
+    plain = to_fp16_operand(ordinary_activations(rows, cols).to(device))
+    room = torch.zeros(operand_shape(rows, cols, OperandLayout.WGMMA), dtype=torch.float16, device=device)
+    ordered = to_wgmma_layout(plain, room)
+    assert ordered.is_wgmma and torch.equal(ordered.values[:rows], plain.as_wgmma().values[:rows])
+    assert ordered.row_scale is plain.row_scale and torch.equal(ordered.row_major(cols), plain.values)
 
 
-def test_weights_are_given_room_when_some_are_expanded(
+def test_weights_have_a_buffer_once_some_are_dequantized(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x, room = (
         pack(ordinary_weight("Q4_0", 16, 64), device), ordinary_activations(3, 64).to(device), workspace(device)
     )  # fmt: skip
     for limit in (64, 0):
-        monkeypatch.setattr(module, "fused_limit", lambda _, limit=limit: limit)
+        monkeypatch.setattr(workspace_module, "fused_limit", lambda _, limit=limit: limit)
         held = room.nbytes
         matmul(x, weight, room)
         assert (room.nbytes - held >= 2 * room.max_weights) == (limit == 0)
 
 
-@pytest.mark.parametrize(("packed", "form"), [(True, Form.TILED), (False, Form.ROW_MAJOR)])
+@pytest.mark.parametrize(("packed", "form"), [(True, OperandLayout.MMA), (False, OperandLayout.ROW_MAJOR)])
 def test_many_rows_of_a_model_of_floats_stay_in_order(
-    packed: bool, form: Form, monkeypatch: pytest.MonkeyPatch
+    packed: bool, form: OperandLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "fused_limit", lambda _: 4096)
+    monkeypatch.setattr(workspace_module, "fused_limit", lambda _: 4096)
     room = MatmulWorkspace(0, "cpu", packed=packed)
-    assert room.form(129, 256) is form and room.form(128, 256) is Form.TILED
+    assert room.layout(129, 256) is form and room.layout(128, 256) is OperandLayout.MMA
 
 
 @pytest.mark.parametrize(
-    ("sizes", "rows", "fixed", "chosen"),
+    ("sizes", "rows", "batch_invariant", "chosen"),
     [
         (
             (6144, 4096),
@@ -502,22 +524,22 @@ def test_many_rows_of_a_model_of_floats_stay_in_order(
 def test_many_rows_are_cut_by_how_many_programs_that_makes(
     sizes: tuple[int, int],
     rows: int,
-    fixed: bool,
+    batch_invariant: bool,
     chosen: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
-    geometry = wgmma_geometry(empty_part("Q4_K", *sizes), "rows", rows, fixed)
+    geometry = wgmma_geometry(empty_part("Q4_K", *sizes), "rows", rows, batch_invariant)
     assert (geometry.warps, geometry.splits, geometry.block) == chosen
 
 
-@pytest.mark.parametrize(("behind", "chosen"), [(False, (4, 128)), (True, (8, 256))])
-def test_a_part_behind_another_keeps_few_multiprocessors_rather_than_many_for_less_long(
-    behind: bool, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("consumer", "chosen"), [(False, (4, 128)), (True, (8, 256))])
+def test_a_pdl_consumer_keeps_few_multiprocessors_busy_rather_than_many_for_less_long(
+    consumer: bool, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """attn_v in Q6_K: alone 256 small programs, two a multiprocessor; in the last wave of attn_q and attn_k 64."""
     monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
-    geometry = wgmma_geometry(empty_part("Q6_K", 1024, 4096), "rows", 2048, behind=behind)
+    geometry = wgmma_geometry(empty_part("Q6_K", 1024, 4096), "rows", 2048, consumer=consumer)
     assert (geometry.warps, geometry.block) == chosen
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quengine.kernels.activations import round_activations as definition
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.activations import quantize_activations as definition
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 
 
 def awkward_rows(rows: int, cols: int) -> torch.Tensor:
@@ -20,7 +20,7 @@ def awkward_rows(rows: int, cols: int) -> torch.Tensor:
     return x.view(rows, cols)
 
 
-def assert_is_definition(ours: RoundedActivations, x: torch.Tensor) -> None:
+def assert_is_definition(ours: QuantizedActivations, x: torch.Tensor) -> None:
     theirs = definition(x.cpu())
     assert torch.equal(ours.ints().cpu(), theirs.a)
     assert torch.equal(ours.scale.cpu().view(torch.int32), theirs.t.view(torch.int32))
@@ -30,14 +30,14 @@ def assert_is_definition(ours: RoundedActivations, x: torch.Tensor) -> None:
 @pytest.mark.parametrize(("rows", "cols"), [(1, 64), (3, 576), (2, 1536), (5, 2048)])
 def test_integers_and_scales_are_those_of_the_definition(rows: int, cols: int, device: torch.device) -> None:
     x = awkward_rows(rows, cols).to(device)
-    assert_is_definition(round_activations(x), x)
+    assert_is_definition(quantize_activations(x), x)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_group_that_is_not_finite_stays_so(bad: float, device: torch.device) -> None:
     x = awkward_rows(2, 128)
     x[1, 40] = bad
-    ours = round_activations(x.to(device))
+    ours = quantize_activations(x.to(device))
     finite = ours.scale.isfinite().cpu()
     assert not finite[1, 1]
     assert finite.sum() == finite.numel() - 1
@@ -45,11 +45,11 @@ def test_a_group_that_is_not_finite_stays_so(bad: float, device: torch.device) -
 
 def test_a_given_output_is_filled(device: torch.device) -> None:
     x = awkward_rows(3, 128).to(device)
-    room = RoundedActivations.empty(3, 128, device)
-    assert round_activations(x, out=room) is room
-    assert_is_definition(room.take(slice(1, 3)), x[1:])
+    room = QuantizedActivations.empty(3, 128, device)
+    assert quantize_activations(x, out=room) is room
+    assert_is_definition(room, x)
 
 
 def test_widths_that_are_no_whole_groups_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="multiple"):
-        round_activations(torch.zeros(1, 40, device=device))
+        quantize_activations(torch.zeros(1, 40, device=device))

@@ -5,17 +5,18 @@ import torch
 
 from quengine.kernels import activations as definition
 from quengine.kernels.activations import ACTIVATION_MAX
+from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import dequantize, unpack
-from quengine.kernels.cuda.gemv.activations import RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
-from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
+from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.gemv.q_dot import MOST_UNROLLED
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
 from quengine.kernels.cuda.weights.packed import pack
-from quengine.kernels.glu import glu as swiglu
+from quengine.kernels.glu import glu
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
@@ -38,26 +39,16 @@ def use_geometry(monkeypatch: pytest.MonkeyPatch, *geometry: int) -> None:
 @pytest.mark.parametrize("name", PACKED_FORMATS)
 def test_every_format_gives_the_definition(name: str, device: torch.device) -> None:
     weight, x = ordinary_weight(name, 21, 512), ordinary_activations(1, 512)
-    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weight, device))
     assert y.dtype == torch.float32
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"])
 def test_widths_that_are_no_whole_chunks(name: str, device: torch.device) -> None:
-    weight, x = ordinary_weight(name, 16, 576), ordinary_activations(2, 576)
-    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    weight, x = ordinary_weight(name, 16, 576), ordinary_activations(1, 576)
+    y = matvec(quantize_activations(x.to(device)), pack(weight, device))
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
-
-
-@pytest.mark.parametrize(("name", "rows"), [("Q4_K", 2), ("Q4_K", 8), ("Q6_K", 3), ("Q2_K", 3), ("Q4_0", 8)])
-def test_a_row_does_not_depend_on_the_batch(name: str, rows: int, device: torch.device) -> None:
-    weight, x = ordinary_weight(name, 16, 256), ordinary_activations(8, 256)
-    packed = pack(weight, device)
-    alone = torch.cat([matvec(round_activations(row.view(1, -1).to(device)), packed) for row in x[:rows]])
-    together = matvec(round_activations(x[:rows].to(device)), packed)
-    assert nmse(together, expected(x[:rows], [weight])) < FP32_NOISE
-    assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +69,7 @@ def test_every_geometry_gives_the_definition(
 ) -> None:
     use_geometry(monkeypatch, *geometry)
     weight, x = ordinary_weight("Q4_K", 40, 1280), ordinary_activations(1, 1280)
-    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weight, device))
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
 
 
@@ -89,7 +80,7 @@ def test_more_chunks_a_warp_than_are_unrolled(
     use_geometry(monkeypatch, 1, k_warps, 2)
     assert -(-chunks // k_warps) > MOST_UNROLLED.value
     weight, x = ordinary_weight(name, 16, 256 * chunks), ordinary_activations(1, 256 * chunks)
-    y = matvec(round_activations(x.to(device)), pack(weight, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weight, device))
     assert nmse(y, expected(x, [weight])) < FP32_NOISE
 
 
@@ -99,64 +90,66 @@ def test_parts_of_different_formats_lie_side_by_side(device: torch.device) -> No
         ordinary_weight("Q4_K", 16, 512, 1),
         ordinary_weight("Q6_K", 24, 512, 2),
     ]
-    x = ordinary_activations(2, 512)
-    y = matvec(round_activations(x.to(device)), pack(weights, device))
+    x = ordinary_activations(1, 512)
+    y = matvec(quantize_activations(x.to(device)), pack(weights, device))
     assert nmse(y, expected(x, weights)) < FP32_NOISE
 
 
 def test_three_formats_take_more_than_one_launch(device: torch.device) -> None:
     weights = [ordinary_weight(name, 16, 256) for name in ("Q4_K", "Q6_K", "Q5_K")]
     x = ordinary_activations(1, 256)
-    y = matvec(round_activations(x.to(device)), pack(weights, device))
+    y = matvec(quantize_activations(x.to(device)), pack(weights, device))
     assert nmse(y, expected(x, weights)) < FP32_NOISE
 
 
 def test_the_residual_is_added_in_place(device: torch.device) -> None:
-    weight, x = ordinary_weight("Q6_K", 40, 256), ordinary_activations(2, 256)
-    residual = 100 * ordinary_activations(2, 40, seed=5)
+    weight, x = ordinary_weight("Q6_K", 40, 256), ordinary_activations(1, 256)
+    residual = 100 * ordinary_activations(1, 40, seed=5)
     y = residual.clone().to(device)
-    assert matvec(round_activations(x.to(device)), pack(weight, device), residual=y, out=y) is y
+    assert matvec(quantize_activations(x.to(device)), pack(weight, device), residual=y, out=y) is y
     assert nmse(y, expected(x, [weight]) + residual) < FP32_NOISE
 
 
-@pytest.mark.parametrize(("name", "width", "rows"), [("Q4_K", 32, 8), ("Q4_0", 64, 1), ("Q6_K", 32, 3)])
-def test_swiglu_is_rounded_like_the_definition(
-    name: str, width: int, rows: int, device: torch.device
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("name", "width"), [("Q4_K", 32), ("Q4_0", 64), ("Q6_K", 32)])
+def test_glu_is_rounded_like_the_definition(
+    name: str, width: int, activation: Activation, device: torch.device
 ) -> None:
     gate, up = ordinary_weight(name, width, 256), ordinary_weight(name, width, 256, 1)
-    x = ordinary_activations(rows, 256) * 0.1
+    x = ordinary_activations(1, 256) * 0.1
     weight = pack([gate, up], device, paired=True)
     assert weight.paired
-    y = matvec_swiglu(round_activations(x.to(device)), weight)
-    exact = swiglu(expected(x, [gate, up]))
+    y = matvec_glu(quantize_activations(x.to(device)), weight, activation)
+    exact = glu(expected(x, [gate, up]), activation)
     assert_rounded_close(y, exact)
 
 
-def assert_rounded_close(y: RoundedActivations, exact: torch.Tensor) -> None:
+def assert_rounded_close(y: QuantizedActivations, exact: torch.Tensor) -> None:
     assert nmse(y.dequantize(), exact) < 1e-8
     assert torch.equal(y.sums.cpu(), y.ints().cpu().view(y.rows, -1, 16).sum(-1, dtype=torch.int32))
     assert int(y.ints().abs().view(y.rows, -1, 32).amax(-1).min()) == ACTIVATION_MAX
 
 
-def test_swiglu_of_formats_that_cannot_share_tiles(device: torch.device) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_glu_of_formats_that_cannot_share_tiles(activation: Activation, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 32, 256, 1)
-    x = ordinary_activations(2, 256) * 0.1
-    y = matvec_swiglu(round_activations(x.to(device)), pack([gate, up], device, paired=True))
-    assert_rounded_close(y, swiglu(expected(x, [gate, up])))
+    x = ordinary_activations(1, 256) * 0.1
+    y = matvec_glu(quantize_activations(x.to(device)), pack([gate, up], device, paired=True), activation)
+    assert_rounded_close(y, glu(expected(x, [gate, up]), activation))
 
 
 def test_a_paired_weight_still_gives_its_rows_in_order(device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 24, 256), ordinary_weight("Q4_K", 24, 256, 1)
-    x = ordinary_activations(2, 256)
-    y = matvec(round_activations(x.to(device)), pack([gate, up], device, paired=True))
+    x = ordinary_activations(1, 256)
+    y = matvec(quantize_activations(x.to(device)), pack([gate, up], device, paired=True))
     assert nmse(y, expected(x, [gate, up])) < FP32_NOISE
 
 
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 def test_plain_floats(name: str, device: torch.device) -> None:
     weights = [ordinary_weight(name, 13, 576), ordinary_weight("Q8_0", 16, 576)]
-    x = ordinary_activations(2, 576)
-    y = matvec(round_activations(x.to(device)), pack(weights, device))
+    x = ordinary_activations(1, 576)
+    y = matvec(quantize_activations(x.to(device)), pack(weights, device))
     floats = (
         definition.round_activations(x).values() @ dequantize(weights[0].format, weights[0].data).double().T
     )
@@ -166,17 +159,17 @@ def test_plain_floats(name: str, device: torch.device) -> None:
 def test_a_scale_that_is_not_finite_shows(device: torch.device) -> None:
     weight, x = ordinary_weight("Q4_0", 16, 256), ordinary_activations(1, 256)
     x[0, 3] = float("nan")
-    assert not matvec(round_activations(x.to(device)), pack(weight, device)).isfinite().any()
+    assert not matvec(quantize_activations(x.to(device)), pack(weight, device)).isfinite().any()
 
 
 def test_shapes_that_do_not_fit_are_refused(device: torch.device) -> None:
     packed = pack(ordinary_weight("Q4_0", 16, 256), device)
-    with pytest.raises(ValueError, match="1 to 8 rows"):
-        matvec(RoundedActivations.empty(9, 256, device), packed)
+    with pytest.raises(ValueError, match="takes 1 row"):
+        matvec(QuantizedActivations.empty(2, 256, device), packed)
     with pytest.raises(ValueError, match="width 128"):
-        matvec(RoundedActivations.empty(1, 128, device), packed)
+        matvec(QuantizedActivations.empty(1, 128, device), packed)
     with pytest.raises(ValueError, match="out must be"):
-        matvec(RoundedActivations.empty(1, 256, device), packed, out=torch.empty(1, 8, device=device))
+        matvec(QuantizedActivations.empty(1, 256, device), packed, out=torch.empty(1, 8, device=device))
 
 
 def test_the_default_geometry_fits_every_shape() -> None:
@@ -189,16 +182,15 @@ def test_the_default_geometry_fits_every_shape() -> None:
 
 
 @pytest.mark.parametrize("geometry", [(1, 2, 1), (2, 1, 1), (4, 1, 2), (8, 2, 1)])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_every_geometry_of_swiglu_rounds_whole_groups(
-    geometry: tuple[int, int, int], rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_every_geometry_of_glu_rounds_whole_groups(
+    geometry: tuple[int, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_geometry(monkeypatch, *geometry)
     gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q4_K", 32, 256, 1)
-    x = ordinary_activations(rows, 256) * 0.1
-    scratch = RoundingScratch.empty(8, 2 * 32, device)
+    x = ordinary_activations(1, 256) * 0.1
+    scratch = QuantizationScratch.empty(2 * 32, device)
     weight = pack([gate, up], device, paired=True)
     for _ in range(2):
-        y = matvec_swiglu(round_activations(x.to(device)), weight, scratch=scratch)
-        assert_rounded_close(y, swiglu(expected(x, [gate, up])))
-    assert not scratch.tickets.any()
+        y = matvec_glu(quantize_activations(x.to(device)), weight, scratch=scratch)
+        assert_rounded_close(y, glu(expected(x, [gate, up])))
+    assert not scratch.arrivals.any()

@@ -5,15 +5,15 @@ import torch
 
 from quengine.kernels import activations as definition
 from quengine.kernels.block_formats import unpack
-from quengine.kernels.cuda.gemv.activations import RmsPartials, RoundedActivations, round_activations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
-from quengine.kernels.cuda.gemv.matvec_program import RoundingScratch
-from quengine.kernels.cuda.gemv.matvec_swiglu import matvec_swiglu
+from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.packed import pack
-from quengine.kernels.glu import glu as swiglu
+from quengine.kernels.glu import glu
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import rms_norm
@@ -29,19 +29,18 @@ def product(x: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "geometry"),
+    ("name", "geometry"),
     [
-        ("Q4_K", 1, (2, 2, 1)),
-        ("Q6_K", 1, (4, 1, 1)),
-        ("Q8_0", 3, (2, 1, 2)),
-        ("Q4_1", 1, None),
-        ("Q4_K", 1, (1, 2, 1)),
-        ("Q6_K", 3, (1, 1, 1)),
+        ("Q4_K", (2, 2, 1)),
+        ("Q6_K", (4, 1, 1)),
+        ("Q8_0", (2, 1, 2)),
+        ("Q4_1", None),
+        ("Q4_K", (1, 2, 1)),
+        ("Q6_K", (1, 1, 1)),
     ],
 )
 def test_gives_the_residual_stream_and_its_norm(
     name: str,
-    rows: int,
     geometry: tuple[int, int, int] | None,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -51,54 +50,53 @@ def test_gives_the_residual_stream_and_its_norm(
             "quengine.kernels.cuda.gemv.matvec_norm.matvec_geometry", lambda *_: Geometry(*geometry)
         )
     weight = ordinary_weight(name, 96, 512)
-    x = ordinary_activations(rows, 512)
-    residual, norm = torch.randn(rows, 96), torch.rand(96) + 0.5
+    x = ordinary_activations(1, 512)
+    residual, norm = torch.randn(1, 96), torch.rand(96) + 0.5
     normed = matvec_norm(
-        round_activations(x.to(device)), pack(weight, device), residual.to(device), norm.to(device), EPS
+        quantize_activations(x.to(device)), pack(weight, device), residual.to(device), norm.to(device), EPS
     )
     hidden = product(x, weight) + residual.double()
     assert nmse(normed.hidden, hidden) < 1e-12
-    assert nmse(normed.normed.dequantize(), rms_norm(hidden, norm.double(), EPS)) < 1e-8
+    assert nmse(normed.rms_normed.dequantize(), rms_norm(hidden, norm.double(), EPS)) < 1e-8
     # The integers are the definition's for the values before the division by the root mean square.
     wanted = definition.round_activations(normed.hidden.cpu() * norm)
-    assert torch.equal(normed.normed.ints().cpu(), wanted.a)
-    assert torch.equal(normed.normed.sums.cpu(), wanted.sums(16))
+    assert torch.equal(normed.rms_normed.ints().cpu(), wanted.a)
+    assert torch.equal(normed.rms_normed.sums.cpu(), wanted.sums(16))
 
 
-def test_programs_that_share_a_group_leave_their_tickets_as_they_found_them(
+def test_programs_that_share_a_group_reset_their_arrival_counters(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "quengine.kernels.cuda.gemv.matvec_norm.matvec_geometry", lambda *_: Geometry(1, 1, 1)
     )
     weight = pack(ordinary_weight("Q4_0", 64, 128), device)
-    x, norm = ordinary_activations(2, 128).to(device), torch.ones(64, device=device)
-    scratch = RoundingScratch.empty(2, 64, device)
+    x, norm = ordinary_activations(1, 128).to(device), torch.ones(64, device=device)
+    scratch = QuantizationScratch.empty(64, device)
     first, second = (
-        matvec_norm(round_activations(x), weight, torch.zeros(2, 64, device=device), norm, EPS, scratch)
+        matvec_norm(quantize_activations(x), weight, torch.zeros(1, 64, device=device), norm, EPS, scratch)
         for _ in range(2)
     )
-    assert not scratch.tickets.any()
-    assert torch.equal(first.normed.dequantize(), second.normed.dequantize())
+    assert not scratch.arrivals.any()
+    assert torch.equal(first.rms_normed.dequantize(), second.rms_normed.dequantize())
     with pytest.raises(ValueError, match="scratch holds"):
-        small = RoundingScratch.empty(1, 64, device)
-        matvec_norm(round_activations(x), weight, torch.zeros(2, 64, device=device), norm, EPS, small)
+        small = QuantizationScratch.empty(32, device)
+        matvec_norm(quantize_activations(x), weight, torch.zeros(1, 64, device=device), norm, EPS, small)
 
 
-def begun(x: torch.Tensor, device: torch.device, pieces: int = 3) -> RoundedActivations:
+def begun(x: torch.Tensor, device: torch.device, pieces: int = 3) -> QuantizedActivations:
     """x rounded, with the division by its root mean square left to do."""
-    rounded = round_activations(x.to(device))
+    rounded = quantize_activations(x.to(device))
     cuts = torch.tensor_split(x.double().square(), pieces, dim=1)
     squares = torch.stack([cut.sum(1) for cut in cuts], 1).float().to(device)
-    return RoundedActivations(
+    return QuantizedActivations(
         rounded.high, rounded.low, rounded.scale, rounded.sums, RmsPartials(squares, EPS)
     )
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_matmul_ends_the_norm(rows: int, device: torch.device) -> None:
+def test_a_matmul_ends_the_norm(device: torch.device) -> None:
     weights = [ordinary_weight("Q4_K", 48, 256), ordinary_weight("Q6_K", 16, 256, 1)]
-    x, bias = ordinary_activations(rows, 256), torch.randn(rows, 64)
+    x, bias = ordinary_activations(1, 256), torch.randn(1, 64)
     y = matvec(begun(x, device), pack(weights, device), residual=bias.to(device))
     factors = torch.rsqrt(x.double().square().mean(1, keepdim=True) + EPS)
     wanted = torch.cat([product(x, w) for w in weights], 1) * factors + bias.double()
@@ -113,13 +111,12 @@ def test_a_float_matrix_ends_the_norm(device: torch.device) -> None:
     assert nmse(y, wanted) < 1e-8
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_swiglu_ends_the_norm(rows: int, device: torch.device) -> None:
+def test_glu_ends_the_norm(device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 64, 256), ordinary_weight("Q4_K", 64, 256, 1)
-    x = ordinary_activations(rows, 256)
-    y = matvec_swiglu(begun(x, device), pack([gate, up], device, paired=True))
+    x = ordinary_activations(1, 256)
+    y = matvec_glu(begun(x, device), pack([gate, up], device, paired=True))
     factors = torch.rsqrt(x.double().square().mean(1, keepdim=True) + EPS)
-    wanted = swiglu(torch.cat([product(x, gate), product(x, up)], 1) * factors)
+    wanted = glu(torch.cat([product(x, gate), product(x, up)], 1) * factors)
     assert nmse(y.dequantize(), wanted) < 1e-8
 
 
@@ -129,7 +126,7 @@ def test_only_whole_groups_of_one_packed_part_can_begin_a_norm(device: torch.dev
     assert not can_begin_norm(pack(ordinary_weight("F16", 64, 256), device))
     two = pack([ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 32, 256)], device)
     assert not can_begin_norm(two)
-    x = round_activations(ordinary_activations(1, 256).to(device))
+    x = quantize_activations(ordinary_activations(1, 256).to(device))
     with pytest.raises(ValueError, match="2 parts cannot begin a norm"):
         matvec_norm(x, two, torch.zeros(1, 64, device=device), torch.ones(64, device=device), EPS)
 

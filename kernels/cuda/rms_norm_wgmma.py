@@ -1,9 +1,8 @@
-"""RMSNorm to ordered half rows (half.py) on Hopper: a batch's norms, whose rows go to matmul_wgmma.py.
+"""RMSNorm to fp16 operands in the WGMMA layout (fp16_operand.py) on Hopper, for matmul_wgmma.py.
 
-A program takes a row, and a thread columns that lie side by side in the order, so that it writes 16 bytes at a time, a
-warp whole lines; in rms_norm.py's kernel, which serves every form, they are 2. Sum and largest value are found in one
-pass.
-The order of a row's sum follows from its width alone. Does not know: who asks (rms_norm.py).
+A program takes a row, and a thread columns that lie side by side in the layout, so that it writes 16 bytes at a time, a
+warp whole lines; in rms_norm.py's kernel, which serves every layout, they are 2. Sum and largest value are found in one
+pass. The order of a row's sum follows from its width alone, so rows are batch-invariant.
 """
 
 import torch
@@ -12,7 +11,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.gemm.half import HalfRows, half_scale
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, fp16_row_scale
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 
 
@@ -23,8 +22,8 @@ def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
 
 @DirectLaunch
 @gluon.jit
-def _norm_ordered_kernel(
-    x_ptr, weight_ptr, out_ptr, unscale_ptr, x_stride, eps,
+def _norm_wgmma_kernel(
+    x_ptr, weight_ptr, out_ptr, row_scale_ptr, x_stride, eps,
     BLOCKS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # [block of 128 columns, bits 1 to 3 of a column, bits 4 to 6, bit 0]
@@ -53,15 +52,15 @@ def _norm_ordered_kernel(
     )
     inverse_rms = gl.rsqrt(squares / (BLOCKS * 128) + eps)
     largest = (largest.to(gl.float32, bitcast=True) * inverse_rms).to(gl.int32, bitcast=True)
-    scale, unscale = half_scale(largest)
-    gl.store(unscale_ptr + row, unscale)
+    scale, row_scale = fp16_row_scale(largest)
+    gl.store(row_scale_ptr + row, row_scale)
     y = (y * inverse_rms * scale).to(gl.float16)
-    _store_ordered(out_ptr + row * (BLOCKS * 128), y, BLOCKS, WARPS)
+    _store_wgmma_layout(out_ptr + row * (BLOCKS * 128), y, BLOCKS, WARPS)
 
 
 @gluon.jit
-def _store_ordered(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
-    """Store a row, y fp16 [block, 8 (bits 3, 2, 1 of a column), 8 (bits 6, 5, 4), 2 (bit 0)], in order (`half_place`):
+def _store_wgmma_layout(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
+    """Store a row, y fp16 [block, 8 (bits 3, 2, 1 of a column), 8 (bits 6, 5, 4), 2 (bit 0)] (`operand_offset`):
     8 values side by side are bits 6, 5 and 0, and bit 1 says which of two eights."""
     PADDED: gl.constexpr = y.shape[0]
     L: gl.constexpr = gl.BlockedLayout([1, 1, 2, 8], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
@@ -79,16 +78,16 @@ def _store_ordered(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
     gl.store(out_ptr + place, y, mask=block < BLOCKS)
 
 
-def launch_norm_ordered(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, out: HalfRows, pdl: bool = False
+def launch_norm_wgmma(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: Fp16Operand, pdl: bool = False
 ) -> None:
-    """RMSNorm of fp32 rows x [T, D] with fp32 weights [D], to ordered rows; D a multiple of 128."""
+    """RMSNorm of fp32 rows x [T, D] with fp32 weights [D], to the WGMMA layout; D a multiple of 128."""
     blocks = x.shape[1] // 128
     padded = max(4, triton.next_power_of_2(blocks))
     warps = min(32, padded // 4)
-    assert out.ordered and x.dtype == weight.dtype == torch.float32 and x.shape[1] % 128 == 0
-    _norm_ordered_kernel[(x.shape[0],)](
-        x, weight, out.values, out.unscale, x.stride(0), eps,
+    assert out.is_wgmma and x.dtype == weight.dtype == torch.float32 and x.shape[1] % 128 == 0
+    _norm_wgmma_kernel[(x.shape[0],)](
+        x, weight, out.values, out.row_scale, x.stride(0), eps,
         BLOCKS=blocks, PADDED=padded, WARPS=warps, PDL=pdl,
         num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip

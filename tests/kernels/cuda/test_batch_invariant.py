@@ -6,20 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda import rms_norm as rms_norm_module
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.gemm import matmul as matmul_module
-from quengine.kernels.cuda.gemm.half import HalfRows
-from quengine.kernels.cuda.gemm.matmul import MatmulWorkspace, matmul, matmul_norm, matmul_swiglu
-from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_half
+from quengine.kernels.cuda.gemm import workspace as workspace_module
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
+from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu, matmul_norm
+from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
-from quengine.kernels.glu import glu as swiglu
+from quengine.kernels.glu import glu
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
@@ -41,7 +44,7 @@ def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytes
     if request.param == "wgmma" and not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
     if request.param == "fused":
-        monkeypatch.setattr(matmul_module, "uses_wgmma", lambda *_: False)
+        monkeypatch.setattr(workspace_module, "uses_wgmma", lambda *_: False)
 
 
 def exact(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
@@ -49,7 +52,7 @@ def exact(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
 
 
 def room(device: torch.device) -> MatmulWorkspace:
-    return MatmulWorkspace(1 << 16, device, fixed=True)
+    return MatmulWorkspace(1 << 16, device, batch_invariant=True)
 
 
 @pytest.mark.parametrize(
@@ -88,21 +91,23 @@ def test_a_models_matmuls_neither(name: str, rows: int, cols: int, device: torch
         assert torch.equal(matmul(x[:count].contiguous(), weight, space), most[:count]), count
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [256, 192] if ON_GPU else [32])
 @pytest.mark.usefixtures("way")
-def test_a_swiglus_row_neither(width: int, device: torch.device) -> None:
+def test_a_glus_row_neither(width: int, activation: Activation, device: torch.device) -> None:
     """A width that Hopper's kernel writes as the next one's rows, and one that it does not."""
     gate, up = ordinary_weight("Q8_0", width, 128), ordinary_weight("Q8_0", width, 128, 1)
     packed, space = pack([gate, up], device, paired=True), room(device)
     x = ordinary_activations(ROWS[-1], 128) * 0.1
 
-    def rows_of(y: torch.Tensor | HalfRows) -> torch.Tensor:
-        return y.dequantize(width) if isinstance(y, HalfRows) else y
+    def rows_of(y: torch.Tensor | Fp16Operand) -> torch.Tensor:
+        return y.dequantize(width) if isinstance(y, Fp16Operand) else y
 
-    most = rows_of(matmul_swiglu(x.to(device), packed, space)).clone()
-    assert nmse(most, swiglu(exact(x, [gate, up]))) < 4 * FP16_ROUNDING
+    most = rows_of(matmul_glu(x.to(device), packed, space, activation)).clone()
+    assert nmse(most, glu(exact(x, [gate, up]), activation)) < 4 * FP16_ROUNDING
     for rows in ROWS:
-        assert torch.equal(rows_of(matmul_swiglu(x[:rows].to(device), packed, space)), most[:rows]), rows
+        few = rows_of(matmul_glu(x[:rows].to(device), packed, space, activation))
+        assert torch.equal(few, most[:rows]), rows
 
 
 @pytest.mark.usefixtures("way")
@@ -114,9 +119,9 @@ def test_the_norm_behind_a_matmul_neither(device: torch.device) -> None:
     kept = []
     for rows in (ROWS[-1], *ROWS):
         hidden, normed = matmul_norm(
-            x[:rows].to(device), packed, space, residual[:rows].to(device), norm, 1e-5
+            x[:rows].to(device), packed, space, residual[:rows].to(device), RMSNorm(norm, 1e-5)
         )
-        kept.append((hidden, normed.row_major(width).clone(), normed.unscale.clone()))
+        kept.append((hidden, normed.row_major(width).clone(), normed.row_scale.clone()))
     for few in kept[1:]:
         assert all(torch.equal(a, b[: len(a)]) for a, b in zip(few, kept[0], strict=True))
 
@@ -128,13 +133,13 @@ def test_a_norms_row_neither(width: int, device: torch.device, monkeypatch: pyte
     if not ON_GPU:
         monkeypatch.setattr(rms_norm_module, "_FEW_ROWS", 2)
     x, weight = torch.randn(count, width).to(device), (torch.rand(width) + 0.5).to(device)
-    most = rms_norm(x, weight, 1e-5, fixed=True)
-    halves = rms_norm_half(x, weight, 1e-5, fixed=True)
+    most = rms_norm(x, weight, 1e-5, batch_invariant=True)
+    halves = rms_norm_fp16(x, weight, 1e-5, batch_invariant=True)
     for rows in (1, 17):
-        assert torch.equal(rms_norm(x[-rows:], weight, 1e-5, fixed=True), most[-rows:])
-        few = rms_norm_half(x[-rows:], weight, 1e-5, fixed=True)
+        assert torch.equal(rms_norm(x[-rows:], weight, 1e-5, batch_invariant=True), most[-rows:])
+        few = rms_norm_fp16(x[-rows:], weight, 1e-5, batch_invariant=True)
         assert torch.equal(few.values, halves.values[-rows:])
-        assert torch.equal(few.unscale, halves.unscale[-rows:])
+        assert torch.equal(few.row_scale, halves.row_scale[-rows:])
 
 
 @pytest.mark.parametrize(
@@ -160,10 +165,10 @@ def test_a_prompts_attention_does_not_depend_on_its_chunks(
 
 
 class Rig:
-    """A tiny model on fixed kernels."""
+    """A tiny model on batch_invariant kernels."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        self.backend = CudaBackend(device, fixed_kernels=True)
+        self.backend = CudaBackend(device, batch_invariant=True)
         self.checkpoint = GGUFCheckpoint(path)
         self.decoder = Decoder(self.checkpoint.config, self.checkpoint.tensors, self.backend, 96, 96)
         self.device = device

@@ -1,7 +1,4 @@
-"""Packed weights written out as fp16, for cuBLAS to multiply: the matmul of many rows.
-
-Does not know: what the weights are multiplied with (matmul.py).
-"""
+"""Packed weights written out as fp16, for cuBLAS to multiply: the matmul of many rows."""
 
 import triton
 import triton.language as tl
@@ -39,7 +36,7 @@ def _store_run(pointer, values, inside):
 @DirectLaunch
 @triton.jit
 def _dequantize_kernel(
-    low, high, scales, supers, out_ptr, chunk_count, first_tile, rows, gain,
+    low, high, scales, supers, out_ptr, chunk_count, first_tile, rows, weight_scale,
     FMT: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """fp16 [rows, K] of a part, from tile first_tile on; one warp a chunk. Row 0 of `out` is that tile's first."""
@@ -74,7 +71,7 @@ def _dequantize_kernel(
         near_values = ()
         far_values = ()
         for s in tl.static_range(SETS):
-            near, near_min, far, far_min = chunk_scales(words, block * SETS + s, gain, FMT)
+            near, near_min, far, far_min = chunk_scales(words, block * SETS + s, weight_scale, FMT)
             for j in tl.static_range(STEPS):
                 codes = step_codes(words, (block * SETS + s) * STEPS + j, FMT, ASM)
                 for half in tl.static_range(2):
@@ -91,9 +88,10 @@ def dequantize_part(
     out: Tensor,
     first_tile: int = 0,
     tiles: int | None = None,
-    gain: float | None = None,
+    weight_scale: float | None = None,
 ) -> Tensor:
-    """Write gain * weights (the part's own gain by default) as fp16 to out [rows, K]: all rows, or those of some tiles.
+    """Write weight_scale * weights (the part's own scale by default) as fp16 to out [rows, K]: all rows, or those of
+    some tiles.
 
     Of a paired part, the gate rows of these tiles come first, then their up rows.
     """
@@ -102,7 +100,7 @@ def dequantize_part(
     rows = min(part.rows - 16 * first_tile, 16 * count)
     _dequantize_kernel[(-(-chunk_count // warps),)](
         part.low, part.high, part.scales, part.supers, out, chunk_count, first_tile, rows,
-        part.gain if gain is None else gain,
+        part.weight_scale if weight_scale is None else weight_scale,
         FMT=part.layout, K=part.cols, WARPS=warps, PAIRED=paired, ASM=uses_assembly(), num_warps=warps,
     )  # fmt: skip
     return out

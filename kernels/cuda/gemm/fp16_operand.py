@@ -1,0 +1,279 @@
+"""fp16 operands of the prefill matmul: rows scaled by powers of two so that fp16's range is no limit.
+
+A row of activations is multiplied by 2^e so that its largest value lies in [2^13, 2^14), a weight by its part's
+`weight_scale`; both are undone in fp32 after the sum. So only the 11 bits of fp16's mantissa round anything.
+
+`OperandLayout`: row-major, for cuBLAS; or in the order in which a kernel on packed weights multiplies. 8 consecutive
+columns of a row, 16 bytes, are what a lane takes in one step; of column k, q = k // 32 % 4 is the lane's place in its
+quad and j = k // 8 % 4 the step (layout.py).
+
+    MMA     [rows / 8, columns / 128, j, row, q, 8 columns]
+    WGMMA   [rows, columns / 128, j, h, p, q, 2 columns]: columns 2p and 2p + 1 (p = 0, 1) of half h of step j of the
+            quad's four lanes meet in one instruction of 16 columns
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.pdl import launch_then_wait
+
+_TILE_ROWS = 8
+_TILE_COLUMNS = 128
+
+
+class OperandLayout(IntEnum):
+    """The order of an operand's values in memory, see the module."""
+
+    ROW_MAJOR = 0
+    MMA = 1
+    WGMMA = 2
+
+
+_MMA = tl.constexpr(int(OperandLayout.MMA))
+_WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
+
+
+@dataclass(frozen=True)
+class Fp16Operand:
+    """T rows of K activations: x is about values * row_scale.
+
+    values: fp16 of the shape `operand_shape` gives, unit inner stride; rows and columns that pad it are anything.
+    row_scale: fp32 [T], powers of two.
+    """
+
+    values: Tensor
+    row_scale: Tensor
+    layout: OperandLayout = OperandLayout.ROW_MAJOR
+
+    @classmethod
+    def empty(
+        cls,
+        rows: int,
+        cols: int,
+        device: torch.device | str,
+        layout: OperandLayout = OperandLayout.ROW_MAJOR,
+    ) -> "Fp16Operand":
+        """Raises ValueError where `cols` has no such layout."""
+        return cls(
+            torch.empty(operand_shape(rows, cols, layout), dtype=torch.float16, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            layout,
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.row_scale.shape[0]
+
+    @property
+    def is_mma(self) -> bool:
+        return self.layout is OperandLayout.MMA
+
+    @property
+    def is_wgmma(self) -> bool:
+        return self.layout is OperandLayout.WGMMA
+
+    @property
+    def stride(self) -> int:
+        """fp16 values from a row to the next, in the MMA layout from a tile of rows to the next."""
+        return self.values.stride(0)
+
+    def fits(self, cols: int) -> bool:
+        """Whether these are rows of `cols` columns, in the MMA layout padded to 128."""
+        if self.is_mma:
+            return self.values.shape[1] == -(-cols // _TILE_COLUMNS)
+        return self.values.shape[-1] == cols
+
+    def as_mma(self) -> "Fp16Operand":
+        """Row-major values copied to the MMA layout."""
+        rows, cols = self.values.shape
+        tiles, blocks = operand_shape(rows, cols, OperandLayout.MMA)[:2]
+        padding = (0, blocks * _TILE_COLUMNS - cols, 0, tiles * _TILE_ROWS - rows)
+        padded = torch.nn.functional.pad(self.values, padding).view(tiles, 8, blocks, 4, 4, 8)
+        return Fp16Operand(padded.permute(0, 2, 4, 1, 3, 5).contiguous(), self.row_scale, OperandLayout.MMA)
+
+    def as_wgmma(self) -> "Fp16Operand":
+        """Row-major values copied to the WGMMA layout. Raises ValueError where K is no multiple of 128."""
+        rows, cols = self.values.shape
+        ordered = self.values.new_empty(operand_shape(rows, cols, OperandLayout.WGMMA))
+        split = self.values.view(rows, -1, 4, 4, 2, 2, 2)
+        ordered[:rows] = split.permute(0, 1, 3, 4, 5, 2, 6).reshape(rows, cols)
+        return Fp16Operand(ordered, self.row_scale, OperandLayout.WGMMA)
+
+    def row_major(self, cols: int) -> Tensor:
+        """The values, fp16 [T, cols], row-major."""
+        if self.is_wgmma:
+            split = self.values[: self.rows].view(self.rows, -1, 4, 2, 2, 4, 2)
+            return split.permute(0, 1, 5, 2, 3, 4, 6).reshape(self.rows, cols)
+        if not self.is_mma:
+            return self.values
+        tiles, blocks = self.values.shape[:2]
+        rows = self.values.permute(0, 3, 1, 4, 2, 5).reshape(tiles * _TILE_ROWS, blocks * _TILE_COLUMNS)
+        return rows[: self.rows, :cols].contiguous()
+
+    def dequantize(self, cols: int | None = None) -> Tensor:
+        """fp32 [T, K]; K must be given in the MMA layout where it is no multiple of 128."""
+        width = self.values.shape[1] * _TILE_COLUMNS if self.is_mma else self.values.shape[-1]
+        return self.row_major(width if cols is None else cols).float() * self.row_scale[:, None]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Some rows, fp32 [rows, K]. In the MMA layout K must be a multiple of 128."""
+        if self.is_mma:
+            return self.dequantize()[rows]
+        return Fp16Operand(self.values[: self.rows][rows], self.row_scale[rows], self.layout).dequantize()
+
+
+@dataclass(frozen=True)
+class ScaledProduct:
+    """An fp16 operand times scaled weights: it stands for values fp32 [T, N] * row_scale [T] / weight_scale."""
+
+    values: Tensor
+    row_scale: Tensor
+    weight_scale: float
+
+    def dequantize(self) -> Tensor:
+        """The rows it stands for, fp32 [T, N]."""
+        return self.values * (self.row_scale / self.weight_scale)[:, None]
+
+    def finish(self, residual: Tensor | None = None) -> Tensor:
+        """As `dequantize`, plus a residual fp32 [T, N], in place."""
+        y = self.values
+        _finish_kernel[(y.shape[0], -(-y.shape[1] // 1024))](
+            y, self.row_scale, y if residual is None else residual, y.shape[1], 1.0 / self.weight_scale,
+            BLOCK=1024, RESIDUAL=residual is not None, num_warps=4,
+        )  # fmt: skip
+        return y
+
+
+def padded_rows(rows: int) -> int:
+    """Rows that are allocated in the MMA and WGMMA layouts: kernels take 1, 2, 4 or 8 tiles at a time."""
+    tiles = -(-rows // _TILE_ROWS)  # not triton.cdiv, which takes the host some microseconds
+    return _TILE_ROWS * (1 << (tiles - 1).bit_length() if tiles <= 8 else -(-tiles // 8) * 8)
+
+
+def operand_shape(rows: int, cols: int, layout: OperandLayout) -> tuple[int, ...]:
+    """The shape of an operand's values: row-major [rows, cols]; MMA, six axes (see the module), rows padded as
+    `padded_rows` says and columns to 128; WGMMA [rows padded likewise, cols].
+
+    Raises ValueError where `cols` has no such layout.
+    """
+    if layout is OperandLayout.ROW_MAJOR:
+        return rows, cols
+    if layout is OperandLayout.MMA:
+        return padded_rows(rows) // _TILE_ROWS, -(-cols // _TILE_COLUMNS), 4, 8, 4, 8
+    if cols % _TILE_COLUMNS:
+        raise ValueError(f"the WGMMA layout takes a multiple of {_TILE_COLUMNS} columns, not {cols}")
+    return padded_rows(rows), cols
+
+
+@triton.jit
+def operand_offset(row, column, stride, LAYOUT: tl.constexpr):
+    """The offset of a value in an operand. `stride`: see `Fp16Operand.stride`."""
+    if LAYOUT == _MMA:
+        place = (row >> 3) * stride + ((column >> 7) * 1024 + ((column >> 3) & 3) * 256)
+        return place + (row & 7) * 32 + (((column >> 5) & 3) * 8 + (column & 7))
+    elif LAYOUT == _WGMMA:
+        place = (column & ~127) + ((column >> 2) & 7) * 16 + ((column >> 1) & 1) * 8
+        return row * stride + (place + ((column >> 5) & 3) * 2 + (column & 1))
+    else:
+        return row * stride + column
+
+
+@triton.jit
+def store_operand(out_ptr, row, column, stride, values, mask, LAYOUT: tl.constexpr):
+    """Store `values` as an operand: fp16, or `out_ptr`'s own type in plain rows."""
+    values = values.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + operand_offset(row, column, stride, LAYOUT), values, mask=mask)
+
+
+@triton.jit
+def fp16_row_scale(peak):
+    """(factor, row scale) of rows whose largest |x| has the bits `peak`, int32: 2^(13 - its exponent) and the inverse.
+
+    Kept where neither is denormal.
+    """
+    exponent = tl.minimum(tl.maximum(peak >> 23, 14), 253)
+    scale = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, ((exponent - 13) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _wgmma_order(values):
+    """Columns [N], a multiple of 128, in the WGMMA layout: exchanged between threads, so that they store whole words
+    side by side; `operand_offset` of all columns at once."""
+    N: tl.constexpr = values.shape[0]
+    return tl.reshape(tl.permute(tl.reshape(values, [N // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4]), [N])
+
+
+@DirectLaunch
+@triton.jit
+def _to_fp16_operand_kernel(
+    x_ptr, out_ptr, row_scale_ptr, K, stride, BLOCK: tl.constexpr, LAYOUT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    launch_then_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+        peak = tl.maximum(peak, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    scale, row_scale = fp16_row_scale(tl.max(peak, axis=0))
+    tl.store(row_scale_ptr + row, row_scale)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+        if LAYOUT == _WGMMA:
+            tl.store(out_ptr + row * stride + k, _wgmma_order((x * scale).to(tl.float16)), mask=k < K)
+        else:
+            store_operand(out_ptr, row, k, stride, x * scale, k < K, LAYOUT)
+
+
+def to_fp16_operand(x: Tensor, out: Fp16Operand | None = None, pdl: bool = False) -> Fp16Operand:
+    """Round contiguous fp32 rows [T, K] to scaled fp16, in the layout of `out` (row-major by default)."""
+    rows = Fp16Operand.empty(x.shape[0], x.shape[1], x.device) if out is None else out
+    block = min(4096, int(triton.next_power_of_2(x.shape[1])))
+    _to_fp16_operand_kernel[(x.shape[0],)](
+        x, rows.values, rows.row_scale, x.shape[1], rows.stride, BLOCK=block, LAYOUT=int(rows.layout), PDL=pdl,
+        num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
+    return rows
+
+
+@DirectLaunch
+@triton.jit
+def _to_wgmma_layout_kernel(x_ptr, out_ptr, K, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_then_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+    tl.store(out_ptr + row * stride + k, _wgmma_order(x), mask=k < K)
+
+
+def to_wgmma_layout(x: Fp16Operand, out: Tensor, pdl: bool = False) -> Fp16Operand:
+    """Contiguous row-major values, copied to `out` in the WGMMA layout."""
+    rows, cols = x.values.shape
+    assert x.values.is_contiguous() and out.shape == operand_shape(rows, cols, OperandLayout.WGMMA)
+    _to_wgmma_layout_kernel[(rows, -(-cols // 1024))](
+        x.values, out, cols, out.stride(0), BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    return Fp16Operand(out, x.row_scale, OperandLayout.WGMMA)
+
+
+@DirectLaunch
+@triton.jit
+def _finish_kernel(
+    y_ptr, row_scale_ptr, residual_ptr, N, inverse_weight_scale, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(y_ptr + row * N + n, mask=n < N, other=0.0) * (
+        tl.load(row_scale_ptr + row) * inverse_weight_scale
+    )
+    if RESIDUAL:
+        y += tl.load(residual_ptr + row * N + n, mask=n < N, other=0.0)
+    tl.store(y_ptr + row * N + n, y, mask=n < N)

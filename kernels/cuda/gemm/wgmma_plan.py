@@ -1,0 +1,139 @@
+"""How a launch of the matmul on Hopper's warp-group matrix instruction is made up: constants of its programs, grid and
+scratch, all of which follow from shapes (kept per shape: working them out takes the host longer than the launch)."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from quengine.kernels.cuda.launch.kernel import Constants
+from quengine.kernels.cuda.weights.launch_table import MOST_FEW, WgmmaGeometry, wgmma_block
+from quengine.kernels.cuda.weights.layout import PackedLayout
+
+
+class WgmmaFlags(NamedTuple):
+    """What a launch does, beside its shapes.
+
+    exact: weights are rounded to fp16 once, not their scales and minimums before. producer, consumer: see
+    `launch_wgmma`. epilogue: see glu.py.
+    """
+
+    epilogue: int
+    paired: bool
+    exact: bool
+    pdl: bool
+    producer: bool = False
+    consumer: bool = False
+
+
+@dataclass(frozen=True)
+class WgmmaProgram:
+    """A program: the one compile-time constant of the kernels.
+
+    It takes 16 * `warps` rows of a weight of `cols` columns and `block` rows of x, of which `stages` sets of `columns`
+    columns are in shared memory. `splits` programs (or, for many rows, passes of one program) share the columns;
+    `at_once` of their sums are read at a time. `overlap`: the matrix units multiply while weights are dequantized.
+    """
+
+    layout: PackedLayout
+    cols: int
+    block: int
+    warps: int
+    splits: int
+    at_once: int
+    stages: int
+    columns: int
+    overlap: bool
+    flags: WgmmaFlags
+
+    @property
+    def chunks(self) -> int:
+        return self.cols // self.layout.chunk
+
+    @property
+    def split_chunks(self) -> int:
+        return -(-self.chunks // self.splits)
+
+    @property
+    def sets(self) -> int:
+        """Sets of columns a chunk."""
+        return self.layout.chunk // self.columns
+
+
+@dataclass(frozen=True)
+class WgmmaPlan:
+    """grid; tma_block: rows and columns of x that are copied at once; partial: fp32 of scratch; constants."""
+
+    grid: tuple[int, int]
+    tma_block: tuple[int, int]
+    partial: int
+    constants: Constants
+
+
+@lru_cache(1024)
+def wgmma_plan(
+    geometry: WgmmaGeometry, layout: PackedLayout, weight_rows: int, cols: int, rows: int, flags: WgmmaFlags
+) -> WgmmaPlan:
+    """One part of a weight times `rows` rows."""
+    program = _program(geometry, layout, cols, rows, flags)
+    blocks = -(-weight_rows // (16 * geometry.warps))
+    if rows > MOST_FEW:
+        return _plan(geometry, program, (-(-rows // program.block), blocks), 0)
+    return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks))
+
+
+@lru_cache(1024)
+def wgmma_plan_two_parts(
+    geometry: WgmmaGeometry,
+    layouts: tuple[PackedLayout, PackedLayout],
+    weight_rows: tuple[int, int],
+    cols: int,
+    rows: int,
+    flags: WgmmaFlags,
+) -> WgmmaPlan:
+    """Both parts of a weight in one launch, with the geometry of the first."""
+    program = _program(geometry, layouts[0], cols, rows, flags)
+    blocks = sum(-(-count // (16 * geometry.warps)) for count in weight_rows)
+    second = replace(program, layout=layouts[1])
+    return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks), second)
+
+
+def _program(
+    geometry: WgmmaGeometry, layout: PackedLayout, cols: int, rows: int, flags: WgmmaFlags
+) -> WgmmaProgram:
+    chunks, block = cols // layout.chunk, geometry.block or wgmma_block(rows)
+    split_chunks = -(-chunks // geometry.splits)
+    splits = -(-chunks // split_chunks)  # each has some chunks
+    # Where the loop has one turn at most, the compiler may copy sums in front of the wait that is behind it.
+    overlap = geometry.overlap and split_chunks > 1
+    return WgmmaProgram(
+        layout, cols, block, geometry.warps, splits, _sums_at_once(splits, block, geometry), geometry.stages,
+        min(geometry.columns, layout.chunk), overlap, flags,
+    )  # fmt: skip
+
+
+def _sums_at_once(splits: int, block: int, geometry: WgmmaGeometry) -> int:
+    """How many splits' sums are read at once: a divisor of `splits`, for whose registers, block / 2 each, there is room
+    when all else has ended."""
+    registers = max(64 if geometry.registers or block > 64 else 128, block // 2)
+    return max(n for n in range(1, splits + 1) if splits % n == 0 and n * (block // 2) <= registers)
+
+
+def _partial(program: WgmmaProgram, blocks: int) -> int:
+    """fp32 that programs leave for each other."""
+    return program.splits * blocks * 16 * program.warps * program.block if program.splits > 1 else 0
+
+
+def _plan(
+    geometry: WgmmaGeometry,
+    program: WgmmaProgram,
+    grid: tuple[int, int],
+    partial: int,
+    second: WgmmaProgram | None = None,
+) -> WgmmaPlan:
+    named = {
+        "P": program, "num_warps": geometry.warps, "maxnreg": geometry.registers or None,
+        "launch_pdl": program.flags.pdl,
+    }  # fmt: skip
+    if second is not None:
+        named["P_2"] = second
+    return WgmmaPlan(grid, (program.block, program.columns), partial, Constants(named))

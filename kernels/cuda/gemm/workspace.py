@@ -1,0 +1,145 @@
+"""Memory that the matmuls of one stream reuse, and which of them takes how many rows.
+
+| rows of a weight            | Hopper, columns a multiple of 128 | other GPUs and columns                   |
+|-----------------------------|-----------------------------------|------------------------------------------|
+| 1, in a batch of one        | q-dot: gemv/ (not batch-invariant)| q-dot: gemv/ (not batch-invariant)       |
+| packed, up to a limit       | WGMMA: matmul_wgmma.py, 4096      | MMA: matmul_fused.py, 64                 |
+| packed, more                | dequantized for cuBLAS            | dequantized for cuBLAS                   |
+| packed, batch-invariant     | WGMMA, any number                 | MMA, any number                          |
+| plain floats                | converted to fp16 for cuBLAS      | converted to fp16 for cuBLAS             |
+| plain floats, batch-invariant | matmul_float.py                 | matmul_float.py                          |
+
+The limits are defaults; launch_table.json has measured ones (`wgmma_limit`, `fused_limit`).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
+from quengine.kernels.cuda.gemm.matmul_fused import SplitScratch
+from quengine.kernels.cuda.gemm.matmul_wgmma import uses_wgmma
+from quengine.kernels.cuda.weights.launch_table import fused_limit
+
+FEW_ROWS = 128
+_MOST_VIEWS = 64
+
+
+class MatmulWorkspace:
+    """Buffers of rows, which grow with the longest chunk, and of up to `max_weights` fp16 weights, allocated when some
+    are first dequantized. Up to FEW_ROWS rows have buffers of their own: CUDA graphs of batched decode keep their
+    addresses, whatever chunk comes between them. Graphs of prompts are of use until `rooms_left`, how often a buffer of
+    many rows was released for a larger one, changes.
+
+    `batch_invariant`: a row's result is the same, to the last bit, for any number of rows; nothing is dequantized.
+    `packed`: some weights are; where all are plain floats, many rows stay row-major for cuBLAS.
+    """
+
+    def __init__(
+        self,
+        max_weights: int,
+        device: torch.device | str,
+        batch_invariant: bool = False,
+        packed: bool = True,
+    ) -> None:
+        self.batch_invariant = batch_invariant
+        self.packed = packed
+        self.max_weights = 0 if batch_invariant else max_weights
+        self.device = torch.device(device)
+        self.scratch = SplitScratch(device)
+        self.rooms_left = 0
+        self._weights: Tensor | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._few_ones = torch.ones(FEW_ROWS, dtype=torch.float32, device=device)
+        self._ones = self._few_ones
+
+    def layout(self, rows: int, cols: int) -> OperandLayout:
+        """In which layout rows are multiplied by weights of `cols` columns; row-major: by cuBLAS."""
+        wgmma = uses_wgmma(self.device, cols)
+        limit = fused_limit(wgmma) if self.packed else min(fused_limit(wgmma), FEW_ROWS)
+        if not self.batch_invariant and rows > limit:
+            return OperandLayout.ROW_MAJOR
+        return OperandLayout.WGMMA if wgmma else OperandLayout.MMA
+
+    def fp16_operand(self, rows: int, cols: int) -> Fp16Operand:
+        """The input of a matmul, in its layout; one is in use at a time."""
+        layout = self.layout(rows, cols)
+        values = self._take("rows", torch.float16, rows, *operand_shape(rows, cols, layout))
+        return Fp16Operand(values, self._take("row_scale", torch.float32, rows, rows), layout)
+
+    def glu_rows(self, rows: int, width: int) -> Tensor:
+        """fp32 rows of a gated linear unit."""
+        return self._take("gated", torch.float32, rows, rows, width)
+
+    def glu_operand(self, rows: int, width: int) -> Fp16Operand:
+        """Rows of a gated linear unit in the WGMMA layout."""
+        shape = operand_shape(rows, width, OperandLayout.WGMMA)
+        values = self._take("gated half", torch.float16, rows, *shape)
+        return Fp16Operand(values, self.glu_row_scale(rows), OperandLayout.WGMMA)
+
+    def glu_row_scale(self, rows: int) -> Tensor:
+        return self._take("gated row_scale", torch.float32, rows, rows)
+
+    def wide(self, rows: int, width: int) -> Tensor:
+        """fp16 [rows, width], contiguous: queries and what attention makes of them; later in a layer, rows of a gated
+        linear unit. None of them outlives the matmul that reads it."""
+        return self._take("wide", torch.float16, rows, rows, width)
+
+    def product(self, rows: int, width: int) -> Tensor:
+        """fp32 [rows, width], contiguous: a product that the next launch reads."""
+        return self._take("product", torch.float32, rows, rows, width)
+
+    def unscaled(
+        self, values: Tensor, rows: int, layout: OperandLayout = OperandLayout.ROW_MAJOR
+    ) -> Fp16Operand:
+        """`rows` fp16 rows that need no scale."""
+        return Fp16Operand(values, self.ones(rows), layout)
+
+    def ones(self, rows: int) -> Tensor:
+        """The scales of rows that have none."""
+        if self._ones.shape[0] < rows:
+            self.rooms_left += 1
+            self._ones = torch.ones(rows, dtype=torch.float32, device=self.device)
+        return (self._few_ones if rows <= FEW_ROWS else self._ones)[:rows]
+
+    def dequantized(self, rows: int, cols: int) -> Tensor:
+        """Where weights are dequantized to: fp16 [rows, cols]."""
+        view = self._views.get(("weights", (rows, cols)))
+        if view is not None:
+            return view
+        if self._weights is None:
+            self._weights = torch.empty(self.max_weights, dtype=torch.float16, device=self.device)
+        return self._view("weights", self._weights, (rows, cols))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is held for rows and weights."""
+        held = [*self._buffers.values(), *([] if self._weights is None else [self._weights])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def _take(self, name: str, dtype: torch.dtype, rows: int, *shape: int) -> Tensor:
+        view = self._views.get((name, shape))
+        if view is not None:
+            return view
+        size = math.prod(shape)
+        key = f"few {name}" if rows <= FEW_ROWS else name
+        held = self._buffers.get(key)
+        if held is None or held.numel() < size:
+            self._views.clear()
+            self.rooms_left += rows > FEW_ROWS and key in self._buffers
+            self._buffers.pop(key, None)  # free the smaller one first
+            del held
+            if self.device.type == "cuda" and rows > FEW_ROWS:
+                torch.cuda.empty_cache()  # nothing else is of its size: kept, it would only take memory
+            wanted = FEW_ROWS * -(-size // rows) if rows <= FEW_ROWS else size
+            held = self._buffers[key] = torch.empty(wanted, dtype=dtype, device=self.device)
+        return self._view(name, held, shape)
+
+    def _view(self, name: str, held: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The beginning of a buffer in a shape, made once for all layers: it takes the host some microseconds."""
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        view = self._views[name, shape] = held[: math.prod(shape)].view(shape)
+        return view

@@ -1,0 +1,116 @@
+"""Gated linear units on CUDA: the activation in a matmul's epilogue, and of rows where no matmul does it.
+
+Definition: kernels/glu.py. Both activations are gate / (1 + exp(-z)), where z is the gate (SiLU) or, since
+(1 + tanh(y)) / 2 = 1 / (1 + exp(-2y)), twice the argument of GELU's tanh.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.backend import Activation
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.pdl import launch_then_wait
+from quengine.kernels.cuda.weights.packed import PackedPart
+
+ROWS, RESIDUAL = tl.constexpr(0), tl.constexpr(1)
+SILU, GELU_TANH = tl.constexpr(2), tl.constexpr(3)
+"""Epilogues of a matmul: its rows, its rows plus a residual, or those of a gated linear unit by its activation."""
+
+EPILOGUES: dict[Activation, int] = {"silu": SILU.value, "gelu_tanh": GELU_TANH.value}
+
+_TWICE_SQRT_2_OVER_PI = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up, fp32."""
+    if ACTIVATION == GELU_TANH:
+        z = gate * (1.0 + 0.044715 * gate * gate) * _TWICE_SQRT_2_OVER_PI
+        y = gate / (1.0 + tl.exp(-z)) * up
+    else:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    return y
+
+
+@triton.jit
+def _glu_rows_kernel(
+    x_ptr, out_ptr, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    launch_then_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(x_ptr + row * 2 * width + column, mask=inside, other=0.0)
+    up = tl.load(x_ptr + row * 2 * width + width + column, mask=inside, other=0.0)
+    tl.store(out_ptr + row * width + column, gated(gate, up, ACTIVATION), mask=inside)
+
+
+def glu_rows(gate_up: Tensor, activation: Activation, pdl: bool = False) -> Tensor:
+    """activation(gate) * up of contiguous fp32 rows [T, 2F]: fp32 [T, F]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(rows, width, dtype=torch.float32, device=gate_up.device)
+    _glu_rows_kernel[(rows, triton.cdiv(width, 1024))](
+        gate_up, y, width, BLOCK=1024, ACTIVATION=EPILOGUES[activation], PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    return y
+
+
+@triton.jit
+def product_scales(row_scale, bound):
+    """(factor, row scale) of the fp16 rows activation(gate) * up, powers of two, given the row scales of x and
+    `product_bound` of the weight.
+
+    No gate or up value exceeds row_scale * bound < 2^above. Either activation is the gate divided by 1 + exp(-z) >= 1,
+    so no larger than the gate: the products are below 2^(2 * above), and scaled below 2^15.
+    """
+    above = ((row_scale * bound).to(tl.int32, bitcast=True) >> 23) - 126
+    above = tl.minimum(tl.maximum(above, -55), 70)
+    scale = ((15 - 2 * above + 127) << 23).to(tl.float32, bitcast=True)
+    return scale, ((2 * above - 15 + 127) << 23).to(tl.float32, bitcast=True)
+
+
+def product_bound(part: PackedPart) -> float:
+    """A bound on scaled fp16 rows times rows of a part: |x| |w| (Cauchy-Schwarz)."""
+    return 2.0**14 * math.sqrt(part.cols) * part.norm
+
+
+@DirectLaunch
+@triton.jit
+def _glu_product_kernel(
+    z_ptr, row_scale_ptr, out_ptr, out_row_scale_ptr, width, stride, first, inverse_weight_scale, bound,
+    BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    row_scale = tl.load(row_scale_ptr + row)
+    out_scale, out_row_scale = product_scales(row_scale, bound)
+    if tl.program_id(1) == 0:
+        tl.store(out_row_scale_ptr + row, out_row_scale)
+    gate = tl.load(z_ptr + row * 2 * width + column, mask=inside, other=0.0) * (
+        row_scale * inverse_weight_scale
+    )
+    up = tl.load(z_ptr + row * 2 * width + width + column, mask=inside, other=0.0) * (
+        row_scale * inverse_weight_scale
+    )
+    y = gated(gate, up, ACTIVATION) * out_scale
+    tl.store(out_ptr + row * stride + first + column, y.to(tl.float16), mask=inside)
+
+
+def glu_product(z: ScaledProduct, activation: Activation, bound: float, out: Fp16Operand, first: int) -> None:
+    """activation(gate) * up of products [T, 2n], n gate columns and their up columns, into columns first .. of out,
+    scaled fp16 [T, F].
+
+    The scale of a row of `out` follows from a bound on its values (`product_bound` of the weight), so that no pass over
+    them is needed: typical values lie 2^12 to 2^26 below it, and fp16 keeps its 11 bits over 2^29.
+    """
+    rows, width = z.values.shape[0], z.values.shape[1] // 2
+    _glu_product_kernel[(rows, -(-width // 1024))](
+        z.values, z.row_scale, out.values, out.row_scale, width, out.values.shape[1], first, 1.0 / z.weight_scale,
+        bound, BLOCK=1024, ACTIVATION=EPILOGUES[activation], num_warps=4,
+    )  # fmt: skip

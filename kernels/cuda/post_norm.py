@@ -1,0 +1,98 @@
+"""RMSNorm of a matmul's product, added to the residual stream, and the RMSNorm that reads the sum, in one launch.
+
+    residual += rms_norm(product, post_norm);  out = rms_norm(residual, next_norm)
+
+Definition: kernels/rms_norm.py. A program takes a row, which stays in fp32 registers, so that a row's bits follow from
+its width alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    Fp16Operand,
+    OperandLayout,
+    ScaledProduct,
+    fp16_row_scale,
+    store_operand,
+)
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.rms_norm import geometry
+from quengine.kernels.rms_norm import RMSNorm
+
+_SUM, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""What is stored beside the residual: nothing, the next norm's rows quantized for the q-dot, or as scaled fp16."""
+
+
+@DirectLaunch
+@triton.jit
+def _post_norm_add_kernel(
+    product_ptr, row_scale_ptr, residual_ptr, weight_ptr, norm_ptr, out_ptr, low_ptr, scale_ptr, sums_ptr,
+    out_stride, inverse_weight_scale, eps, next_eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    y = tl.load(product_ptr + row * WIDTH + column, mask=inside, other=0.0)
+    x = tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
+    if SCALED:
+        y *= tl.load(row_scale_ptr + row) * inverse_weight_scale
+    x += y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps) * weight
+    tl.store(residual_ptr + row * WIDTH + column, x, mask=inside)
+    if KIND != _SUM:
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
+        z = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + next_eps) * norm
+    if KIND == _QUANTIZED:
+        high, low, scale, sums = quantize_group(tl.reshape(z, [BLOCK // 32, 32]))
+        group = tl.arange(0, BLOCK // 32)
+        first = row * (WIDTH // 32)
+        store_quantized(
+            out_ptr, low_ptr, scale_ptr, sums_ptr, first + group, group < WIDTH // 32, high, low, scale, sums
+        )  # fmt: skip
+    elif KIND == _FP16:
+        scale, row_scale = fp16_row_scale(tl.max(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+        tl.store(scale_ptr + row, row_scale)
+        store_operand(out_ptr, row, column, out_stride, z * scale, inside, LAYOUT)
+
+
+def post_norm_add(
+    product: torch.Tensor | ScaledProduct,
+    residual: torch.Tensor,
+    post_norm: RMSNorm,
+    next_norm: RMSNorm | None = None,
+    out: QuantizedActivations | Fp16Operand | None = None,
+    pdl: bool = False,
+) -> None:
+    """Add `post_norm` of a product [T, D] to `residual`, both contiguous fp32, in place.
+
+    `out`: where `next_norm` of the sum goes. `pdl` (sm_90 and later): may be launched before its predecessor has ended,
+    which may produce the product and the residual. `product` and `out` may share their row scales.
+    """
+    if not isinstance(product, ScaledProduct):
+        scaled, y, row_scale, weight_scale = False, product, product, 1.0
+    else:
+        scaled, y, row_scale, weight_scale = True, product.values, product.row_scale, product.weight_scale
+    assert y.shape == residual.shape and y.is_contiguous() and residual.is_contiguous()
+    assert (out is None) == (next_norm is None)
+    kind, outputs, stride, layout = _SUM, (y, y, y, y), 0, OperandLayout.ROW_MAJOR
+    if isinstance(out, QuantizedActivations):
+        kind, outputs = _QUANTIZED, (out.high, out.low, out.scale, out.sums)
+    elif out is not None:
+        kind, outputs, stride, layout = _FP16, (out.values, y, out.row_scale, y), out.stride, out.layout
+    norm = post_norm if next_norm is None else next_norm
+    shape = geometry(1, y.shape[1])
+    _post_norm_add_kernel[(y.shape[0],)](
+        y, row_scale, residual, post_norm.weight, norm.weight, *outputs,
+        stride, 1.0 / weight_scale, post_norm.eps, norm.eps,
+        WIDTH=y.shape[1], BLOCK=max(shape.head, 32), SCALED=scaled, KIND=kind.value, LAYOUT=int(layout), PDL=pdl,
+        num_warps=shape.warps, launch_pdl=pdl,
+    )  # fmt: skip
