@@ -9,7 +9,8 @@ Run from the repository root. A folder gets a JSON file for each part:
   SmolLM2 where its package is installed, and a synthetic model of each architecture; alone, in batches, with drafts,
   blocks (preemption), with shared beginnings, q8_0, deterministic.
 - `ptx`: a digest of the PTX of every kernel variant compiled ahead of time, without symbol names and line numbers.
-- `cpu-code`: a digest of the machine code of every CPU kernel, for this processor.
+- `cpu-code`: a digest of the machine code of every CPU kernel that this processor can run: LLVM aborts on
+  instructions that it lacks.
 - `openapi`: the server's OpenAPI document.
 - `errors`: what damaged and wrong files, flags and requests are answered.
 
@@ -151,9 +152,13 @@ def stripped_ptx(text: str) -> str:
 def cpu_code(_device: str, _only: str) -> Record:
     """Digests of the object code of every CPU kernel."""
     kernel_table = import_module("quengine.kernels.cpu.runtime.kernel_table")
+    target = import_module("quengine.kernels.cpu.runtime.target").host_target()
+    lacking = {name for name, feature in _NEEDED.items() if feature not in target.features.split(",")}
     record: Record = {}
 
     def note(module: str, function: str, *variant: str | bool) -> int:
+        if function in lacking:
+            return 0
         code = getattr(import_module(f"quengine.kernels.cpu.{module}"), function)(*variant)
         record[" ".join([function, *map(str, variant)])] = hashlib.sha256(_instructions(code)).hexdigest()[
             :24
@@ -166,6 +171,10 @@ def cpu_code(_device: str, _only: str) -> Record:
         except (KeyError, ValueError, NotImplementedError):
             continue  # a format that this kernel is not made for
     return record
+
+
+_NEEDED = {"matrix_matmul_kernel": "+amx-bf16", "word_matmul_kernel": "+avx512vnni"}
+"""Kernels written in the instructions of a processor feature, as LLVM names it."""
 
 
 def _instructions(code: bytes) -> bytes:

@@ -3,12 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 Phase = Literal["prefill", "decode"]
+
+BlockTables: TypeAlias = Sequence[Sequence[int]]
+"""The block tables of one sequence: of each group of layers, the blocks of its positions in order."""
 
 
 @dataclass(frozen=True, eq=False)

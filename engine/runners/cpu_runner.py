@@ -41,7 +41,7 @@ class CpuRunner(Runner):
         padding = step.rows - len(rows)
         positions = [row.position for row in rows] + [0] * padding
         tokens = [row.token for row in rows] + [0] * padding
-        tables = [row.block_table for row in rows] + [[self.cache.padding_block]] * padding
+        tables = [[row.block_table] for row in rows] + [[[self.cache.padding_block]]] * padding
         return step.run(tokens, positions, tables)[: len(rows)]
 
     @torch.no_grad()

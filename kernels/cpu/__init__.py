@@ -3,10 +3,10 @@
     set_threads(n), get_threads(), max_threads()             threads of the kernels below and of torch
     linear(x, parts)                                          x [T, K] fp32 times weights -> [T, sum of N_i]
     decode_linear(x, parts), prompt_linear(x, parts, addend=None)   the same as decode or a prompt does it
-    embed(weight, ids)                                        rows of a weight as fp32 [T, K]
+    embed(weight, ids, scale=1.0)                             rows of a weight as fp32 [T, K]
     rms_norm(x, weight, eps)                                  rows of x normalised [T, K]
     rope_store(qkv, spec, layer, start)                       rotated queries; keys and values written to the cache
-    swiglu(gate_up)                                           silu(gate) * up: [T, 2F] -> [T, F]
+    glu(gate_up, activation="silu")                           activation(gate) * up: [T, 2F] -> [T, F]
     decode_attention(q, layer, length, scale, first=0)        one token: q [H, hd]
     batch_attention(q, layer, start, scale, window)           newest tokens of B sequences in blocks: q [B, H, hd]
     prefill_attention(q, layer, start, scale, window=None, block_table=None)    T tokens: q [T, H, hd]
@@ -35,9 +35,9 @@ from quengine.kernels.cpu.gemv.matmul import (
     linear_launches,
     prompt_linear,
 )
+from quengine.kernels.cpu.ops.glu import glu
 from quengine.kernels.cpu.ops.rms_norm import rms_norm
 from quengine.kernels.cpu.ops.rope_store import rope_store
-from quengine.kernels.cpu.ops.swiglu import swiglu
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, max_threads, run, set_threads
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "decode_linear",
     "embed",
     "get_threads",
+    "glu",
     "linear",
     "linear_launches",
     "max_threads",
@@ -58,5 +59,4 @@ __all__ = [
     "rope_store",
     "run",
     "set_threads",
-    "swiglu",
 ]

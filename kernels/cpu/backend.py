@@ -16,7 +16,6 @@ from quengine.kernels.backend import Activation, AttentionSpec, Hidden, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.step import Buffers, Step, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.glu import glu
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
@@ -55,14 +54,20 @@ class CpuBackend:
         cpu.set_threads(threads)
 
     def record(
-        self, forward: Callable[[ForwardBatch], Tensor], rows: int, blocks: int, buffers: Buffers
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        rows: int,
+        blocks: int,
+        buffers: Buffers,
+        groups: int = 1,
     ) -> Step:
         """The operations of a decode step of `rows` tokens as a list of kernels, run with any tokens and positions.
 
         forward(batch) calls this backend's operations, `logits` last, and returns its result; nothing is computed
-        meanwhile. Each token's sequence has at most `blocks` blocks. Steps that never run at once may share `buffers`.
+        meanwhile. Each token's sequence has block tables of at most `blocks` blocks for `groups` groups of layers.
+        Steps that never run at once may share `buffers`.
         """
-        self._recorder = recorder = StepRecorder(rows, blocks, buffers)
+        self._recorder = recorder = StepRecorder(rows, blocks, buffers, groups)
         try:
             return recorder.finish(forward(recorder.batch))
         finally:
@@ -79,11 +84,9 @@ class CpuBackend:
 
     def embed(self, batch: ForwardBatch, weight: CpuWeight, scale: float = 1.0) -> Hidden:
         if self._recorder is not None:
-            assert scale == 1.0
-            return self._recorder.embed(weight, batch.token_ids)
+            return self._recorder.embed(weight, batch.token_ids, scale)
         (part,) = weight.parts
-        x = cpu.embed(part, batch.token_ids)
-        return x if scale == 1.0 else x.mul_(scale)
+        return cpu.embed(part, batch.token_ids, scale)
 
     def norm_linear(
         self,
@@ -94,8 +97,7 @@ class CpuBackend:
         bias: Tensor | None = None,
     ) -> Hidden:
         if self._recorder is not None:
-            assert norm is not None
-            return self._recorder.norm_linear(x, norm.weight, norm.eps, weight, bias)
+            return self._recorder.norm_linear(x, norm, weight, bias)
         addend = None if bias is None else bias.unsqueeze(0)
         return _linear(batch, _normed(x, norm), weight, addend)
 
@@ -108,10 +110,8 @@ class CpuBackend:
         activation: Activation = "silu",
     ) -> Hidden:
         if self._recorder is not None:
-            assert norm is not None and activation == "silu"
-            return self._recorder.norm_swiglu(x, norm.weight, norm.eps, gate_up)
-        y = _linear(batch, _normed(x, norm), gate_up)
-        return cpu.swiglu(y) if activation == "silu" else glu(y, activation)
+            return self._recorder.norm_glu(x, norm, gate_up, activation)
+        return cpu.glu(_linear(batch, _normed(x, norm), gate_up), activation)
 
     def linear_add(
         self,
@@ -123,8 +123,7 @@ class CpuBackend:
         post_norm: RMSNorm | None = None,
     ) -> Hidden:
         if self._recorder is not None:
-            assert post_norm is None
-            return self._recorder.linear_add(x, weight, residual)
+            return self._recorder.linear_add(x, weight, residual, post_norm)
         # Last, not first: a residual stream may hold values beside which the products' own sums would lose their bits.
         return _normed(_linear(batch, x, weight), post_norm).add_(residual)
 
@@ -133,7 +132,7 @@ class CpuBackend:
             return self._recorder.attention(qkv, spec, layer, batch)
         q = cpu.rope_store(qkv, spec, layer, batch)
         if batch.phase == "decode":
-            mixed = cpu.batch_attention(q, layer, batch, spec.scale, spec.window)
+            mixed = cpu.batch_attention(q, layer, batch, spec.scale, spec.window, spec.cache_group)
         else:
             chunks = [
                 cpu.prefill_attention(q[rows], layer, start, spec.scale, spec.window, table)
@@ -150,7 +149,7 @@ class CpuBackend:
 
     def logits(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: CpuWeight) -> Tensor:
         if self._recorder is not None:
-            return self._recorder.logits(x, norm.weight, norm.eps, weight)
+            return self._recorder.logits(x, norm, weight)
         x = _normed(x, norm)
         # A row that goes on alone is multiplied as a decode step's is: the logits that a sequence's text follows from.
         decodes = len(x) == 1 or batch.phase == "decode"

@@ -18,19 +18,20 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
 from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, round_launch, task_rows
 from quengine.kernels.cpu.gemv.records import record_bytes
 from quengine.kernels.cpu.ops.add import add_launch
+from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
-from quengine.kernels.cpu.ops.rope_store import rope_store_launch
-from quengine.kernels.cpu.ops.swiglu import swiglu_launch
+from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Launch, Program, get_threads
-from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.forward_batch import BlockTables, ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 
 # A stage has so many tasks for each thread, where a matrix has the rows, so that threads end close together.
 _SHARES = 4
@@ -73,44 +74,45 @@ class _Attention:
 class StepRecorder:
     """Notes the operations of a decode step of `rows` tokens.
 
-    `tokens` and `positions`, int64 [rows], are what a step is run with; `tables`, int64 [rows, blocks], are their
-    sequences' blocks, and `batch` is all of them. Buffers are shared by operations of the same kind: a
-    hidden state lasts until the second `linear_add` after the one that made it, any others until the next operation of
-    their kind. With the same `buffers` they are shared by steps too, of which one at a time may run.
+    `tokens` and `positions`, int64 [rows], are what a step is run with; `tables`, int64 [groups, rows, blocks], are
+    their sequences' blocks for each group of layers, and `batch` is all of them. Buffers are shared by operations of
+    the same kind: a hidden state lasts until the second `linear_add` after the one that made it, any others until the
+    next operation of their kind. With the same `buffers` they are shared by steps too, of which one at a time may run.
     """
 
     rows: int
     blocks: int
     buffers: Buffers
+    groups: int = 1
     vocabulary: int = 0
     context: int = 0
     stages: list[Stage] = field(default_factory=list)
     attentions: list[_Attention] = field(default_factory=list)
-    _visible: dict[tuple[int, int | None], Visible] = field(default_factory=dict)
+    _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
     _row_stage: Stage | None = None  # the newest one with a task a row
 
     def __post_init__(self) -> None:
         self.tokens = torch.zeros(self.rows, dtype=torch.int64)
         self.positions = torch.zeros(self.rows, dtype=torch.int64)
-        # The rows of the cache where the tokens' keys and values go.
-        self.slots = torch.zeros(self.rows, dtype=torch.int64)
-        self.tables = torch.zeros(self.rows, self.blocks, dtype=torch.int64)
+        # The rows of the cache where the tokens' keys and values go, in each group's layers.
+        self.slots = torch.zeros(self.groups, self.rows, dtype=torch.int64)
+        self.tables = torch.zeros(self.groups, self.rows, self.blocks, dtype=torch.int64)
         self.batch = ForwardBatch("decode", self.tokens, self.positions, self.tables)
 
-    def embed(self, weight: Parts, ids: Tensor) -> Rows:
+    def embed(self, weight: Parts, ids: Tensor, scale: float) -> Rows:
         assert ids is self.tokens
         (part,) = weight.parts
         self.vocabulary = part.rows
         out = self._fp32("hidden 0", part.cols)
-        return Rows(out, self._stage([embed_launch(part, ids, out)]))
+        return Rows(out, self._stage([embed_launch(part, ids, out, scale)]))
 
-    def norm_linear(self, x: Rows, norm: Tensor, eps: float, weight: Parts, bias: Tensor | None) -> Rows:
-        source = self._normed(x, norm, eps)
+    def norm_linear(self, x: Rows, norm: RMSNorm | None, weight: Parts, bias: Tensor | None) -> Rows:
+        source = self._normed(x, norm)
         y = self._fp32("linear", _rows(weight))
         return Rows(y, self._matvecs(source, weight, y, bias))
 
-    def norm_swiglu(self, x: Rows, norm: Tensor, eps: float, gate_up: Parts) -> Rows:
-        source = self._normed(x, norm, eps)
+    def norm_glu(self, x: Rows, norm: RMSNorm | None, gate_up: Parts, activation: Activation) -> Rows:
+        source = self._normed(x, norm)
         gate, up = gate_up.parts
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
         records = None if gate.rows % 32 else self._records("gated", gate.rows)
@@ -120,39 +122,50 @@ class StepRecorder:
             [
                 matvec_launch(self._input(source, gate), gate, between, 0, step=step),
                 matvec_launch(self._input(source, up), up, between, gate.rows, step=step),
-                swiglu_launch(between, out, records, step),
+                glu_launch(between, out, records, step, activation),
             ]
         )
         return Rows(out, stage, records)
 
-    def linear_add(self, x: Rows, weight: Parts, residual: Rows) -> Rows:
+    def linear_add(self, x: Rows, weight: Parts, residual: Rows, post_norm: RMSNorm | None) -> Rows:
         y = self._fp32("hidden 0", _rows(weight))
         if y.data_ptr() == residual.values.data_ptr():
             y = self._fp32("hidden 1", _rows(weight))
-        return Rows(y, self._matvecs(x, weight, y, residual.values))
+        if post_norm is None:
+            return Rows(y, self._matvecs(x, weight, y, residual.values))
+        product = self._fp32("product", _rows(weight))
+        stage = self._matvecs(x, weight, product, None)
+        stage = self._after(stage, rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
+        # As one long row, so that a task is a row.
+        flat = y.view(1, -1)
+        add = add_launch(flat, residual.values.view(1, -1), 0, flat.shape[1], y.shape[1])
+        return Rows(y, self._after(stage, add))
 
     def attention(self, qkv: Rows, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Rows:
         assert batch is self.batch
-        self.context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
+        context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
+        self.context = min(context, self.context or context)
         queries = qkv.values[:, : spec.heads * spec.head_dim].view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
-        self._behind(qkv.stage, rope_store_launch(qkv.values, spec, layer, self.positions, self.slots))
-        visible = self._visible.get((self.context, spec.window))
+        slots, tables = self.slots[spec.cache_group], self.tables[spec.cache_group]
+        stage = qkv.stage
+        for launch in rope_store_launches(qkv.values, spec, layer, self.positions, slots):
+            stage = self._after(stage, launch)
+        seen = (context, spec.window, spec.cache_group)
+        visible = self._visible.get(seen)
         if visible is None:
-            most = min(self.context, spec.window or self.context)
-            visible = Visible(most, self.tables)
-            self._visible[self.context, spec.window] = visible
+            visible = self._visible[seen] = Visible(min(context, spec.window or context), tables)
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         out = self._fp32("mixed", spec.heads * spec.head_dim)
         stretches, join = attention_launches(queries, layer, visible, spec.scale, out, parts)
         stage = self._stage([stretches])
         self.attentions.append(_Attention(stage, spec.kv_heads, spec.window, visible))
-        return Rows(out, self._behind(stage, join))
+        return Rows(out, self._after(stage, join))
 
-    def logits(self, x: Rows, norm: Tensor, eps: float, weight: Parts) -> Tensor:
+    def logits(self, x: Rows, norm: RMSNorm, weight: Parts) -> Tensor:
         y = self._fp32("logits", _rows(weight))
-        self._matvecs(self._normed(x, norm, eps), weight, y, None)
+        self._matvecs(self._normed(x, norm), weight, y, None)
         return y
 
     def finish(self, logits: Tensor) -> Step:
@@ -175,9 +188,11 @@ class StepRecorder:
             column += w.rows
         return self._stage(*parts)
 
-    def _normed(self, x: Rows, norm: Tensor, eps: float) -> Rows:
+    def _normed(self, x: Rows, norm: RMSNorm | None) -> Rows:
+        if norm is None:
+            return Rows(x.values, x.stage)
         out = self._fp32("normed", x.values.shape[1])
-        return Rows(out, self._behind(x.stage, rms_norm_launch(x.values, norm, eps, out)))
+        return Rows(out, self._after(x.stage, rms_norm_launch(x.values, norm.weight, norm.eps, out)))
 
     def _input(self, x: Rows, w: QuantTensor) -> Tensor:
         """What a matvec with w reads: x itself, or x rounded, once, behind the stage that makes it."""
@@ -187,10 +202,10 @@ class StepRecorder:
             return x.values
         if x.records is None:
             x.records = self._records("input", w.cols)
-            x.stage = self._behind(x.stage, round_launch(x.values, x.records))
+            x.stage = self._after(x.stage, round_launch(x.values, x.records))
         return x.records
 
-    def _behind(self, stage: Stage, launch: Launch) -> Stage:
+    def _after(self, stage: Stage, launch: Launch) -> Stage:
         """Add a kernel that needs all of a stage, the newest one: the stage that then makes the result.
 
         For one row it is run by the thread that ends the stage. For several there is a stage of their own, in which
@@ -252,19 +267,21 @@ class Step:
         for attention in recorder.attentions:
             self._alike.setdefault(attention.visible, []).append((attention, numbers[id(attention.stage)]))
 
-    def run(self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[Sequence[int]]) -> Tensor:
+    def run(self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[BlockTables]) -> Tensor:
         """Logits [rows, V] fp32 after each of `rows` tokens, whose rows are written to the blocks of their tables.
 
-        They are valid until the next run. A table has at least the blocks up to its token's position, and those are
-        in the cache. Raises ValueError for a token outside the embedding or a position outside the context.
+        They are valid until the next run. Each of a token's tables has at least the blocks up to its token's position,
+        and those are in the cache. Raises ValueError for a token outside the embedding or a position outside the
+        context.
         """
         assert len(tokens) == len(positions) == len(tables) == self.rows
         self._check(tokens, positions)
         self._tokens[:], self._positions[:] = tokens, positions
-        for i, (position, table) in enumerate(zip(positions, tables, strict=True)):
+        for i, (position, of_token) in enumerate(zip(positions, tables, strict=True)):
             used = position // BLOCK_SIZE + 1
-            self._tables[i, :used] = table[:used]
-            self._slots[i] = table[used - 1] * BLOCK_SIZE + position % BLOCK_SIZE
+            for group, table in enumerate(of_token):
+                self._tables[group, i, :used] = table[:used]
+                self._slots[group, i] = table[used - 1] * BLOCK_SIZE + position % BLOCK_SIZE
         return self._run([position + 1 for position in positions])
 
     def _check(self, tokens: Sequence[int], positions: Sequence[int]) -> None:

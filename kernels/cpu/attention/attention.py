@@ -51,14 +51,15 @@ def decode_attention_launches(
 
 
 def batch_attention(
-    q: Tensor, layer: KVLayer, batch: ForwardBatch, scale: float, window: int | None
+    q: Tensor, layer: KVLayer, batch: ForwardBatch, scale: float, window: int | None, group: int = 0
 ) -> Tensor:
     """`decode_attention` of the newest token of each of B sequences, over what it sees: fp32 [B, H, hd].
 
-    q: fp32 [B, H, hd]. The positions and tables are in the cache. Raises ValueError for other shapes or types.
+    q: fp32 [B, H, hd]. `group`: of layers, whose block tables name the rows. The positions and tables are in the cache.
+    Raises ValueError for other shapes or types.
     """
     check_caches(q, layer)
-    lengths, tables = (batch.positions + 1).tolist(), batch.block_tables.long().contiguous()
+    lengths, tables = (batch.positions + 1).tolist(), batch.block_tables_of(group).long()
     visible = Visible(min(max(lengths), window or max(lengths)), tables)
     visible.set(lengths, window)
     out = torch.empty(q.shape)

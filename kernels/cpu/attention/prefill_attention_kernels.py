@@ -17,10 +17,9 @@ from quengine.kernels.cpu.ir.prefill_attention_ir import (
     cache_row,
     divide_row,
     fill_row,
-    scale_row,
     softmax_block,
 )
-from quengine.kernels.cpu.ir.row_ir import get, put, store_f32
+from quengine.kernels.cpu.ir.row_ir import get, put, scale_row, store_f32
 from quengine.kernels.cpu.ir.tile_ir import multiply_tile, stack_floats, transpose_rows
 from quengine.kernels.cpu.runtime.atomics import call_kernel
 from quengine.kernels.cpu.runtime.compiled import compile_kernel

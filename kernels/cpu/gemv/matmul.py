@@ -24,7 +24,7 @@ from quengine.kernels.cpu.runtime.kernel_table import (
     matvec_kernel,
     round_kernel,
 )
-from quengine.kernels.cpu.runtime.threads import Launch, run
+from quengine.kernels.cpu.runtime.threads import Launch, fp32_bits, run
 from quengine.kernels.quant_tensor import QuantTensor
 
 DECODE_ROWS = 8
@@ -118,18 +118,21 @@ def matvec_launch(
     return Launch(kernel, parameters, -(-w.rows // step), after_previous, (source, w, y))
 
 
-def embed(weight: QuantTensor, ids: Tensor) -> Tensor:
-    """Rows `ids` (int64 [T]) of a weight [N, K] as fp32 [T, K]. Raises ValueError for an id outside 0 .. N-1."""
+def embed(weight: QuantTensor, ids: Tensor, scale: float = 1.0) -> Tensor:
+    """Rows `ids` (int64 [T]) of a weight [N, K] as fp32 [T, K], times `scale`.
+
+    Raises ValueError for an id outside 0 .. N-1.
+    """
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.rows):
         raise ValueError(f"{weight.name} has rows 0 to {weight.rows - 1}; asked for {ids.tolist()}")
     out = torch.empty(ids.shape[0], weight.cols)
     if ids.numel():
-        run([embed_launch(weight, ids.contiguous(), out)])
+        run([embed_launch(weight, ids.contiguous(), out, scale)])
     return out
 
 
-def embed_launch(w: QuantTensor, rows: Tensor, out: Tensor) -> Launch:
-    """Rows (int64 [T], read when the kernel runs, not checked) of a weight [N, K] as fp32 [T, K]."""
+def embed_launch(w: QuantTensor, rows: Tensor, out: Tensor, scale: float) -> Launch:
+    """Rows (int64 [T], read when the kernel runs, not checked) of a weight [N, K] as fp32 [T, K], times `scale`."""
     blocks = w.cols // w.format.block
     parameters = (
         w.data.data_ptr(),
@@ -138,6 +141,7 @@ def embed_launch(w: QuantTensor, rows: Tensor, out: Tensor) -> Launch:
         rows.data_ptr(),
         out.data_ptr(),
         4 * out.stride(0),
+        fp32_bits(scale),
     )
     return Launch(dequantize_kernel(w.format.name), parameters, rows.shape[0], keep=(w, rows, out))
 

@@ -16,9 +16,10 @@ from quengine.kernels.cpu.ir.row_dot_ir import (
     dot_rows_with_many,
     rows_at_once,
 )
-from quengine.kernels.cpu.ir.row_ir import dequantize_row, dot_float_row, get, round_row, store_f32
+from quengine.kernels.cpu.ir.row_ir import dequantize_row, dot_float_row, get, round_row, scale_row, store_f32
 from quengine.kernels.cpu.ir.tile_ir import stack_floats
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
+from quengine.kernels.cpu.runtime.threads import fp32_bits
 
 _RECORDS = 16  # multiplied with one row at a time: their sums, and of short rows they themselves, stay in the L1 cache
 
@@ -79,16 +80,21 @@ def float_matvec_kernel(format_name: str) -> bytes:
 
 
 def dequantize_kernel(format_name: str) -> bytes:
-    """Chosen rows of a weight as fp32. Task i writes output row i.
+    """Chosen rows of a weight as fp32, times a scale. Task i writes output row i.
 
-    0 weights, 1 row bytes, 2 blocks per row, 3 row numbers (int64), 4 output (fp32), 5 output stride.
+    0 weights, 1 row bytes, 2 blocks per row, 3 row numbers (int64), 4 output (fp32), 5 output stride, 6 scale (the bits
+    of an fp32).
     """
-    variant = format_name
+    variant, cols = format_name, FORMATS[format_name].block
+    one = fp32_bits(1.0)
 
     def dequantize(context: int, task: int) -> None:
         w, row_bytes, blocks = get(context, 0), get(context, 1), get(context, 2)
         row = get(get(context, 3), task)
-        dequantize_row(variant, w + row * row_bytes, blocks, get(context, 4) + task * get(context, 5))
+        out = get(context, 4) + task * get(context, 5)
+        dequantize_row(variant, w + row * row_bytes, blocks, out)
+        if get(context, 6) != one:
+            scale_row(variant, out, context + 8 * 6, blocks * cols, out)
 
     return compile_kernel(dequantize)
 

@@ -13,8 +13,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from quengine.kernels.cpu.ir.attention_ir import emit_exp
-from quengine.kernels.cpu.ir.row_ir import emitter
-from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter, vec
+from quengine.kernels.cpu.ir.row_ir import emit_scaled, emitter
+from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, vec
 from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.kv.cache_types import Q8_0_GROUP
 
@@ -48,37 +48,16 @@ def cache_row(typingctx: Any, variant: Any, row: Any, scales: Any, first: Any, l
 
 
 @intrinsic(prefer_literal=True)
-def scale_row(typingctx: Any, variant: Any, x: Any, factor: Any, count: Any, out: Any) -> Any:
-    """`count` fp32 at address x times the fp32 at address factor, to address out."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, factor, count, out = args
-        e = emitter(context, builder)
-        _scale(e, x, e.load(F32, factor), count, out)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 4), codegen
-
-
-@intrinsic(prefer_literal=True)
 def divide_row(typingctx: Any, variant: Any, x: Any, divisor: Any, count: Any, out: Any) -> Any:
     """`count` fp32 at address x divided by the fp32 at address divisor, to address out."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         _, x, divisor, count, out = args
         e = emitter(context, builder)
-        _scale(e, x, builder.fdiv(e.const(F32, 1.0), e.load(F32, divisor)), count, out)
+        emit_scaled(e, x, builder.fdiv(e.const(F32, 1.0), e.load(F32, divisor)), count, out)
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 4), codegen
-
-
-def _scale(e: Emitter, x: ir.Value, factor: ir.Value, count: ir.Value, out: ir.Value) -> None:
-    def multiply(i: ir.Value, lanes: int) -> None:
-        at = e.b.mul(i, e.i64(4))
-        e.store(e.b.fmul(e.load(vec(F32, lanes), e.at(x, at)), e.splat(factor, lanes)), e.at(out, at))
-
-    e.spans(e.i64(0), count, multiply)
 
 
 @intrinsic(prefer_literal=True)
@@ -136,7 +115,7 @@ def softmax_block(
         shrink = e.lane(emit_exp(e, e.splat(builder.fsub(old, maximum), 1)), 0)
         e.store(maximum, state)
         e.store(e.fma(e.load(F32, state, 4), shrink, total), state, 4)
-        _scale(e, sums, shrink, width, sums)
+        emit_scaled(e, sums, shrink, width, sums)
         return context.get_dummy_value()
 
     return types.void(variant, *[types.int64] * 5), codegen

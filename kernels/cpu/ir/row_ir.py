@@ -122,6 +122,29 @@ def _emit_dequantized(e: Emitter, fmt: BlockFormat, block: ir.Value, target: ir.
 
 
 @intrinsic(prefer_literal=True)
+def scale_row(typingctx: Any, variant: Any, x: Any, factor: Any, count: Any, out: Any) -> Any:
+    """`count` fp32 at address x times the fp32 at address factor, to address out."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
+        _, x, factor, count, out = args
+        e = emitter(context, builder)
+        emit_scaled(e, x, e.load(F32, factor), count, out)
+        return context.get_dummy_value()
+
+    return types.void(variant, *[types.int64] * 4), codegen
+
+
+def emit_scaled(e: Emitter, x: ir.Value, factor: ir.Value, count: ir.Value, out: ir.Value) -> None:
+    """`count` fp32 at address x times a factor, to address out."""
+
+    def multiply(i: ir.Value, lanes: int) -> None:
+        at = e.b.mul(i, e.i64(4))
+        e.store(e.b.fmul(e.load(vec(F32, lanes), e.at(x, at)), e.splat(factor, lanes)), e.at(out, at))
+
+    e.spans(e.i64(0), count, multiply)
+
+
+@intrinsic(prefer_literal=True)
 def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, first: Any, last: Any, record: Any) -> Any:
     """Round `cols` fp32 at address x into the activation record at address `record` (see activations.py).
 

@@ -13,8 +13,15 @@ from quengine.kernels.cpu.runtime.threads import Launch, fp32_bits, run
 
 
 def rms_norm_launch(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Launch:
-    """x / sqrt(mean(x^2) + eps) * weight by rows: x and out contiguous fp32 [T, K], weight fp32 [K]."""
-    parameters = (x.data_ptr(), weight.data_ptr(), x.shape[1], fp32_bits(eps), out.data_ptr())
+    """x / sqrt(mean(x^2) + eps) * weight by rows.
+
+    x and out, which may be x: fp32 [T, K] of adjacent elements and any row stride; weight: fp32 [K].
+    """
+    assert x.stride(1) == out.stride(1) == 1 and weight.numel() == x.shape[1]
+    parameters = (
+        *(x.data_ptr(), 4 * x.stride(0), weight.data_ptr(), x.shape[1], fp32_bits(eps)),
+        *(out.data_ptr(), 4 * out.stride(0)),
+    )
     return Launch(rms_norm_kernel(), parameters, x.shape[0], keep=(x, weight, out))
 
 

@@ -21,13 +21,15 @@ from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
 
 def rms_norm_kernel() -> bytes:
-    """Task i is row i. 0 x (fp32), 1 weight (fp32), 2 columns, 3 eps (the bits of an fp32), 4 output (fp32)."""
+    """Task i is row i.
+
+    0 x (fp32), 1 its stride, 2 weight (fp32), 3 columns, 4 eps (the bits of an fp32), 5 output (fp32), 6 its stride.
+    """
     variant = "rms_norm"
 
     def rms_norm_row(context: int, task: int) -> None:
-        cols = get(context, 2)
-        row = 4 * cols * task
-        norm_row(variant, get(context, 0) + row, get(context, 1), cols, context + 24, get(context, 4) + row)
+        x, out = get(context, 0) + task * get(context, 1), get(context, 5) + task * get(context, 6)
+        norm_row(variant, x, get(context, 2), get(context, 3), context + 32, out)
 
     return compile_kernel(rms_norm_row)
 

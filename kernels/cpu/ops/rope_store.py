@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu.attention.attention import check_types, scale_strides, strides
+from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.runtime.kernel_table import rope_store_kernel
 from quengine.kernels.cpu.runtime.threads import Launch, fp32_bits, run
 from quengine.kernels.forward_batch import ForwardBatch
@@ -20,35 +21,43 @@ from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rope_store import row_tables
 
 
-def rope_store_launch(
+def rope_store_launches(
     qkv: Tensor, spec: AttentionSpec, layer: KVLayer, positions: Tensor, slots: Tensor
-) -> Launch:
-    """Head norms, rotation and query scale in place in qkv; keys and values go to the cache.
+) -> list[Launch]:
+    """Norms, rotation and query scale in place in qkv; keys and values go to the cache.
 
     qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; the first heads * head_dim elements of a row are its
     queries afterwards. layer: fp16 or q8_0. positions, slots: int64 [T], where each token is in its sequence and
     which row of the cache it has, read when the kernel runs.
     """
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
-    optional = (spec.q_norm, spec.k_norm, spec.query_scale)
-    q_norm, k_norm, query_scale = (0 if t is None else t.data_ptr() for t in optional)
+    norms, launches, column = [0, 0], [], 0
+    for i, (norm, heads) in enumerate(((spec.q_norm, spec.heads), (spec.k_norm, spec.kv_heads))):
+        width = heads * spec.head_dim
+        if norm is not None and norm.numel() == spec.head_dim:
+            norms[i] = norm.data_ptr()
+        elif norm is not None:
+            row = qkv[:, column : column + width]
+            launches.append(rms_norm_launch(row, norm, spec.eps, row))
+        column += width
     parameters = (
         *(qkv.data_ptr(), spec.heads, spec.kv_heads, spec.head_dim, positions.data_ptr()),
         *(spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[1]),
         *strides(layer.k),
         *strides(layer.v),
-        *(q_norm, k_norm, fp32_bits(spec.eps), query_scale),
+        *(*norms, fp32_bits(spec.eps), 0 if spec.query_scale is None else spec.query_scale.data_ptr()),
         *scale_strides(layer.k_scale),
         *scale_strides(layer.v_scale),
         slots.data_ptr(),
     )
     kernel = rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
     tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
-    return Launch(kernel, parameters, tasks, keep=(qkv, spec, layer, positions, slots))
+    launches.append(Launch(kernel, parameters, tasks, keep=(qkv, spec, layer, positions, slots)))
+    return launches
 
 
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
-    """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launch`.
+    """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launches`.
 
     Raises ValueError when a position is not in the cache, or the cache is neither fp16 nor q8_0.
     """
@@ -63,5 +72,5 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
     if not 0 <= int(slots.min()) <= int(slots.max()) < ctx:
         raise ValueError(f"rows {int(slots.min())} to {int(slots.max())} are not in a cache of {ctx}")
     qkv = qkv.contiguous()
-    run([rope_store_launch(qkv, spec, layer, positions.contiguous(), slots.contiguous())])
+    run(rope_store_launches(qkv, spec, layer, positions.contiguous(), slots.contiguous()))
     return qkv[:, : spec.heads * spec.head_dim].view(rows, spec.heads, spec.head_dim)

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from quengine.kernels.cpu.ir.row_ir import emitter, get
+from quengine.kernels.cpu.ir.row_ir import emitter, get, scale_row
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter, vec
 from quengine.kernels.cpu.ops.rms_norm_kernels import norm_row
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
@@ -43,7 +43,7 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
             _rotate(variant, head, pairs, get(context, 5) + angles, get(context, 6) + angles)
         if h < heads:
             if get(context, 17):
-                _scale(variant, head, width, get(context, 17) + 4 * position)
+                scale_row(variant, head, get(context, 17) + 4 * position, width, head)
             return
         # Where keys are described in the parameters, and values behind them.
         value = h >= heads + kv_heads
@@ -93,25 +93,6 @@ def _rotate(typingctx: Any, variant: Any, head: Any, pairs: Any, cos: Any, sin: 
 def _rotated(e: Emitter, x: ir.Value, y: ir.Value, c: ir.Value, s: ir.Value) -> tuple[ir.Value, ir.Value]:
     b = e.b
     return b.fsub(b.fmul(x, c), b.fmul(y, s)), b.fadd(b.fmul(x, s), b.fmul(y, c))
-
-
-@intrinsic(prefer_literal=True)
-def _scale(typingctx: Any, variant: Any, x: Any, count: Any, factor: Any) -> Any:
-    """`count` fp32 at address x times the fp32 at address factor, in place."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, count, factor = args
-        e = emitter(context, builder)
-        scale = e.load(F32, factor)
-
-        def multiply(i: ir.Value, lanes: int) -> None:
-            address = e.at(x, builder.mul(i, e.i64(4)))
-            e.store(builder.fmul(e.load(vec(F32, lanes), address), e.splat(scale, lanes)), address)
-
-        e.spans(e.i64(0), count, multiply)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 3), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -13,6 +13,7 @@ import time
 from functools import cache
 from importlib import import_module
 
+from quengine.kernels.backend import Activation
 from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.machine_code import link
 from quengine.kernels.kv.cache_types import CacheType
@@ -89,8 +90,8 @@ def join_kernel() -> int:
     return kernel("attention.attention_kernels", "join_kernel")
 
 
-def swiglu_kernel() -> int:
-    return kernel("ops.swiglu_kernels", "swiglu_kernel")
+def glu_kernel(activation: Activation) -> int:
+    return kernel("ops.glu_kernels", "glu_kernel", activation)
 
 
 def add_kernel() -> int:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import binding
-from torch.nn.functional import silu
 
 from quengine.kernels import sampling
 from quengine.kernels.activations import round_activations
@@ -26,16 +25,17 @@ from quengine.kernels.cpu import (
     batch_attention,
     decode_attention,
     embed,
+    glu,
     linear,
     prefill_attention,
     prompt_linear,
     rms_norm,
-    swiglu,
 )
 from quengine.kernels.cpu.gemm import tile_matmul, tiles
 from quengine.kernels.cpu.ops import sampling as cpu_sampling
 from quengine.kernels.cpu.runtime import compiled, kernel_table, target
 from quengine.kernels.forward_batch import decode_batch
+from quengine.kernels.glu import glu as definition_of_glu
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
 from quengine.kernels.q_dot import q_dot
 from tests.kernels.cpu import tile_emulator
@@ -71,8 +71,8 @@ def errors() -> Iterator[tuple[str, float]]:
             nmse(batch_attention(q[[20, 31]], layer, newest, 0.125, None), expected[[20, 31]]),
         )
     x, norm = torch.randn(3, 84, generator=generator), torch.randn(84, generator=generator)
-    gate, up = x.double().chunk(2, 1)
-    yield "swiglu", nmse(swiglu(x), silu(gate) * up)
+    for activation in ("silu", "gelu_tanh"):
+        yield activation, nmse(glu(x, activation), definition_of_glu(x.double(), activation))
     scaled = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     yield "rms_norm", nmse(rms_norm(x, norm, 1e-5), scaled)
 
