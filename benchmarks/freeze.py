@@ -173,7 +173,7 @@ def cpu_code(_device: str, _only: str) -> Record:
     return record
 
 
-_NEEDED = {"matrix_matmul_kernel": "+amx-bf16", "word_matmul_kernel": "+avx512vnni"}
+_NEEDED = {"amx_matmul_kernel": "+amx-bf16", "vnni_matmul_kernel": "+avx512vnni"}
 """Kernels written in the instructions of a processor feature, as LLVM names it."""
 
 
@@ -199,6 +199,7 @@ def _kernel_calls(kernel_table: Any, note: Callable[..., int]) -> Iterator[Calla
         "q8_0": [False, True],
         "layout": ["pairs", "halves"],
         "cache_type": ["f16", "q8_0"],
+        "activation": ["silu", "gelu_tanh"],
     }
     for name, function in vars(kernel_table).items():
         if name.startswith("_") or getattr(function, "__module__", "") != kernel_table.__name__:

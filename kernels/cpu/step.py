@@ -5,8 +5,6 @@
 five stages (stage.py), between which the threads meet:
 QKV | attention | output projection | gate and up | down. Norms, rotation, rounding and residuals are parts of them;
 what is too much for one thread when rows are several has stages of its own.
-
-Does not know: what a model is, or who asks for the operations.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from torch import Tensor
 
 from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
 from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
-from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, round_launch, task_rows
-from quengine.kernels.cpu.gemv.records import record_bytes
+from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
+from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.ops.add import add_launch
 from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
@@ -158,10 +156,10 @@ class StepRecorder:
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         out = self._fp32("mixed", spec.heads * spec.head_dim)
-        stretches, join = attention_launches(queries, layer, visible, spec.scale, out, parts)
-        stage = self._stage([stretches])
+        splits, combine = attention_launches(queries, layer, visible, spec.scale, out, parts)
+        stage = self._stage([splits])
         self.attentions.append(_Attention(stage, spec.kv_heads, spec.window, visible))
-        return Rows(out, self._after(stage, join))
+        return Rows(out, self._after(stage, combine))
 
     def logits(self, x: Rows, norm: RMSNorm, weight: Parts) -> Tensor:
         y = self._fp32("logits", _rows(weight))
@@ -202,7 +200,7 @@ class StepRecorder:
             return x.values
         if x.records is None:
             x.records = self._records("input", w.cols)
-            x.stage = self._after(x.stage, round_launch(x.values, x.records))
+            x.stage = self._after(x.stage, quantize_launch(x.values, x.records))
         return x.records
 
     def _after(self, stage: Stage, launch: Launch) -> Stage:
@@ -227,7 +225,7 @@ class StepRecorder:
         return self._buffer(role, width, torch.float32)
 
     def _records(self, role: str, width: int) -> Tensor:
-        return self._buffer(f"{role} rounded", record_bytes(width), torch.uint8)
+        return self._buffer(f"{role} rounded", quantized_row_bytes(width), torch.uint8)
 
     def _buffer(self, role: str, width: int, dtype: torch.dtype) -> Tensor:
         """[rows, width], in memory that has room for a power of two of rows."""
@@ -293,12 +291,12 @@ class Step:
 
     def _run(self, lengths: list[int]) -> Tensor:
         for visible, attentions in self._alike.items():
-            window, stretches = attentions[0][0].window, visible.stretches
+            window, splits = attentions[0][0].window, visible.splits
             visible.set(lengths, window)
-            if visible.stretches == stretches:
+            if visible.splits == splits:
                 continue
             for attention, number in attentions:
-                tasks = attention.kv_heads * visible.stretches
+                tasks = attention.kv_heads * visible.splits
                 attention.stage.set_tasks(tasks)
                 self._program.set_tasks(number, tasks)
         self._program.run()

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from quengine.kernels.backend import Activation
+from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import glu_kernel
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
 
 _COLUMNS, _TASKS = 64, 4  # of a task where rows are many, a multiple; of a thread
+
+
+@dataclass
+class GLUArguments(Arguments):
+    """gate_up: fp32 [rows, 2 * cols]; out: fp32 [rows, cols]; records: quantized rows, or 0; all at addresses."""
+
+    gate_up: int
+    rows: int
+    cols: int
+    task_cols: int
+    out: int
+    records: int
+    record_stride: int
 
 
 def glu_launch(
@@ -17,14 +33,21 @@ def glu_launch(
 ) -> Launch:
     """activation(gate) * up: gate_up fp32 [T, 2F], out fp32 [T, F], contiguous. A task is `step` columns of all rows.
 
-    With `records`, uint8 [T, record_bytes(F)], contiguous, the rows are quantized into it as well; `step` and F are
-    then multiples of 32.
+    With `records`, uint8 [T, quantized_row_bytes(F)], contiguous, the rows are quantized into it as well; `step` and F
+    are then multiples of 32.
     """
     rows, width = out.shape
     assert records is None or (step % 32 == 0 and width % 32 == 0)
-    record, stride = (0, 0) if records is None else (records.data_ptr(), records.stride(0))
-    parameters = (gate_up.data_ptr(), width, step, rows, out.data_ptr(), record, stride)
-    return Launch(glu_kernel(activation), parameters, -(-width // step), keep=(gate_up, out, records))
+    arguments = GLUArguments(
+        gate_up=gate_up.data_ptr(),
+        rows=rows,
+        cols=width,
+        task_cols=step,
+        out=out.data_ptr(),
+        records=0 if records is None else records.data_ptr(),
+        record_stride=0 if records is None else records.stride(0),
+    )
+    return Launch(glu_kernel(activation), arguments, -(-width // step), keep=(gate_up, out, records))
 
 
 def glu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:

@@ -2,23 +2,48 @@
 
 Positions, and the rows of the cache where they lie, are read from memory, so that a list of kernels made once serves
 every token.
-
-Does not know: the attention that follows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cpu.attention.attention import check_types, scale_strides, strides
+from quengine.kernels.cpu.attention.attention import CacheArguments, check_types
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
+from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import rope_store_kernel
-from quengine.kernels.cpu.runtime.threads import Launch, fp32_bits, run
+from quengine.kernels.cpu.runtime.threads import Launch, run
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rope_store import row_tables
+
+
+@dataclass
+class RopeStoreArguments(Arguments):
+    """qkv: fp32 rows of heads. positions, slots: int64, one a row. cos, sin: fp32 tables of `pairs` a position.
+
+    q_norm, k_norm: fp32 [width], or 0. query_scale: fp32 by position, or 0.
+    """
+
+    qkv: int
+    heads: int
+    kv_heads: int
+    width: int
+    positions: int
+    slots: int
+    cos: int
+    sin: int
+    pairs: int
+    q_norm: int
+    k_norm: int
+    eps: Fp32
+    query_scale: int
+    k: CacheArguments
+    v: CacheArguments
 
 
 def rope_store_launches(
@@ -40,19 +65,26 @@ def rope_store_launches(
             row = qkv[:, column : column + width]
             launches.append(rms_norm_launch(row, norm, spec.eps, row))
         column += width
-    parameters = (
-        *(qkv.data_ptr(), spec.heads, spec.kv_heads, spec.head_dim, positions.data_ptr()),
-        *(spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[1]),
-        *strides(layer.k),
-        *strides(layer.v),
-        *(*norms, fp32_bits(spec.eps), 0 if spec.query_scale is None else spec.query_scale.data_ptr()),
-        *scale_strides(layer.k_scale),
-        *scale_strides(layer.v_scale),
-        slots.data_ptr(),
+    arguments = RopeStoreArguments(
+        qkv=qkv.data_ptr(),
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        width=spec.head_dim,
+        positions=positions.data_ptr(),
+        slots=slots.data_ptr(),
+        cos=spec.cos.data_ptr(),
+        sin=spec.sin.data_ptr(),
+        pairs=spec.cos.shape[1],
+        q_norm=norms[0],
+        k_norm=norms[1],
+        eps=spec.eps,
+        query_scale=0 if spec.query_scale is None else spec.query_scale.data_ptr(),
+        k=CacheArguments.of(layer.k, layer.k_scale),
+        v=CacheArguments.of(layer.v, layer.v_scale),
     )
     kernel = rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
     tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
-    launches.append(Launch(kernel, parameters, tasks, keep=(qkv, spec, layer, positions, slots)))
+    launches.append(Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots)))
     return launches
 
 

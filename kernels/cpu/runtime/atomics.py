@@ -1,7 +1,4 @@
-"""Numba intrinsics for threads: atomic int64 at addresses, calls through a kernel's address, giving the CPU away.
-
-Does not know: what is counted or called.
-"""
+"""Numba intrinsics for threads: atomic int64 at addresses, calls through a kernel's address, giving the CPU away."""
 
 # ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
@@ -50,15 +47,15 @@ def atomic_store(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
-def call_kernel(typingctx: Any, kernel: Any, context_address: Any, task: Any) -> Any:
-    """Call the machine code at an address as `kernel(context, task)`."""
+def call_kernel(typingctx: Any, kernel: Any, arguments: Any, task: Any) -> Any:
+    """Call the machine code at an address as `kernel(arguments, task)`; the arguments may be given by address."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
         signature = ir.FunctionType(ir.VoidType(), [I64, I64])
         builder.call(builder.inttoptr(args[0], signature.as_pointer()), args[1:])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), codegen
+    return types.void(types.int64, arguments, types.int64), codegen
 
 
 @intrinsic

@@ -2,8 +2,6 @@
 
 What a kernel computes, and its parameter slots, stand with the function of the same name in the module that it is
 compiled from. Those modules, and numba with them, are imported only when a kernel has to be compiled.
-
-Does not know: what the kernels compute, or who runs them.
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ def chain_kernel() -> int:
     return kernel("runtime.stage_kernels", "chain_kernel")
 
 
-def round_kernel() -> int:
-    return kernel("gemv.row_kernels", "round_kernel")
+def quantize_kernel() -> int:
+    return kernel("gemv.row_kernels", "quantize_kernel")
 
 
 def matvec_kernel(format_name: str, many: bool) -> int:
@@ -82,12 +80,12 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> int:
     return kernel("ops.rope_store_kernels", "rope_store_kernel", layout, q8_0)
 
 
-def stretch_kernel(q8_0: bool) -> int:
-    return kernel("attention.attention_kernels", "stretch_kernel", q8_0)
+def kv_split_kernel(q8_0: bool) -> int:
+    return kernel("attention.attention_kernels", "kv_split_kernel", q8_0)
 
 
-def join_kernel() -> int:
-    return kernel("attention.attention_kernels", "join_kernel")
+def combine_kernel() -> int:
+    return kernel("attention.attention_kernels", "combine_kernel")
 
 
 def glu_kernel(activation: Activation) -> int:
@@ -110,28 +108,28 @@ def tile_matmul_kernel() -> int:
     return kernel("gemm.tile_kernels", "tile_matmul_kernel")
 
 
-def matrix_pack_kernel() -> int:
-    return kernel("gemm.matrix_tile_kernels", "matrix_pack_kernel")
+def amx_pack_kernel() -> int:
+    return kernel("gemm.amx_kernels", "amx_pack_kernel")
 
 
-def weight_tiles_kernel(format_name: str) -> int:
-    return kernel("gemm.matrix_tile_kernels", "weight_tiles_kernel", format_name)
+def amx_panel_kernel(format_name: str) -> int:
+    return kernel("gemm.amx_kernels", "amx_panel_kernel", format_name)
 
 
-def matrix_matmul_kernel() -> int:
-    return kernel("gemm.matrix_tile_kernels", "matrix_matmul_kernel")
+def amx_matmul_kernel() -> int:
+    return kernel("gemm.amx_kernels", "amx_matmul_kernel")
 
 
-def word_pack_kernel() -> int:
-    return kernel("gemm.word_tile_kernels", "word_pack_kernel")
+def vnni_pack_kernel() -> int:
+    return kernel("gemm.vnni_kernels", "vnni_pack_kernel")
 
 
-def word_panel_kernel(format_name: str) -> int:
-    return kernel("gemm.word_tile_kernels", "word_panel_kernel", format_name)
+def vnni_panel_kernel(format_name: str) -> int:
+    return kernel("gemm.vnni_kernels", "vnni_panel_kernel", format_name)
 
 
-def word_matmul_kernel(format_name: str) -> int:
-    return kernel("gemm.word_tile_kernels", "word_matmul_kernel", format_name)
+def vnni_matmul_kernel(format_name: str) -> int:
+    return kernel("gemm.vnni_kernels", "vnni_matmul_kernel", format_name)
 
 
 def block_kernel() -> int:

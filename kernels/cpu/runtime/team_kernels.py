@@ -1,7 +1,4 @@
-"""What the threads of the team do (threads.py): publish a list of kernels, watch for one, work on it, wait.
-
-Does not know: what the kernels compute.
-"""
+"""What the threads of the team do (threads.py): publish a list of kernels, watch for one, work on it, wait."""
 
 from __future__ import annotations
 

@@ -23,11 +23,8 @@ from quengine.kernels.activations import round_activations
 from quengine.kernels.block_formats import dequantize, unpack
 from quengine.kernels.cpu import (
     batch_attention,
-    decode_attention,
     embed,
     glu,
-    linear,
-    prefill_attention,
     prompt_linear,
     rms_norm,
 )
@@ -39,6 +36,7 @@ from quengine.kernels.glu import glu as definition_of_glu
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
 from quengine.kernels.q_dot import q_dot
 from tests.kernels.cpu import tile_emulator
+from tests.kernels.cpu.cpu_runs import attend_chunk, attend_token, linear
 from tests.kernels.cpu.test_cpu_attention import definition
 from tests.kernels.weights import nmse, random_weight
 
@@ -63,8 +61,8 @@ def errors() -> Iterator[tuple[str, float]]:
         layer = allocate_layer(50, 2, 64, "cpu", cache_type)
         write_rows(layer, 0, *(torch.randn(50, 2, 64, generator=generator) for _ in range(2)))
         expected = definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125)
-        yield f"{cache_type} prompt attention", nmse(prefill_attention(q, layer, 0, 0.125), expected)
-        yield f"{cache_type} attention", nmse(decode_attention(q[49], layer, 50, 0.125), expected[49])
+        yield f"{cache_type} prompt attention", nmse(attend_chunk(q, layer, 0, 0.125), expected)
+        yield f"{cache_type} attention", nmse(attend_token(q[49], layer, 50, 0.125), expected[49])
         newest = decode_batch([0, 0], [20, 31], [[0], [0]], torch.device("cpu"))
         yield (
             f"{cache_type} attention of rows",
@@ -110,7 +108,7 @@ def compile_for(triple: str, cpu: str) -> None:
     """Emit the kernels' code as it would be for the target, and assemble it with LLVM's code generator for it."""
     libraries = collect_libraries()
     target.tile_for = lambda _triple, _features: tiles.tile_for(triple, "")
-    tile_matmul.matrix_unit = lambda: False
+    tile_matmul.has_amx = lambda: False
     check()  # the same code, on this machine
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
@@ -127,7 +125,7 @@ def compile_for(triple: str, cpu: str) -> None:
 
 def compile_matrix_kernels() -> None:
     libraries = collect_libraries()
-    kernel_table.matrix_matmul_kernel()
+    kernel_table.amx_matmul_kernel()
     code = libraries[-1].get_asm_str()
     print(", ".join(f"{name} {code.count(name)}" for name in ("tdpbf16ps", "ldtilecfg", "tilerelease")))
 

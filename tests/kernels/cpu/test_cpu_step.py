@@ -10,8 +10,8 @@ from torch import Tensor
 from quengine.kernels import cpu
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
-from quengine.kernels.cpu.gemv.matmul import matvec_launch, round_launch
-from quengine.kernels.cpu.gemv.records import record_bytes
+from quengine.kernels.cpu.gemv.matmul import matvec_launch, quantize_launch
+from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.ops.add import add_launch
 from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.runtime.stage import Stage
@@ -23,6 +23,7 @@ from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table
 from quengine.kernels.rope_store import rope_store
 from tests.forward import one_sequence
+from tests.kernels.cpu.cpu_runs import linear
 from tests.kernels.weights import nmse, random_weight
 
 
@@ -72,9 +73,9 @@ def test_glu_of_extreme_gates_stays_finite_and_keeps_nan(activation: Activation)
 def test_glu_quantizes_its_result_as_quantizing_by_itself_does() -> None:
     width = 96
     gate_up, out = randn(1, 2 * width), torch.zeros(1, width)
-    records, expected = torch.zeros(2, 1, record_bytes(width), dtype=torch.uint8)
+    records, expected = torch.zeros(2, 1, quantized_row_bytes(width), dtype=torch.uint8)
     cpu.run([glu_launch(gate_up, out, records, 32)])
-    cpu.run([round_launch(out, expected)])
+    cpu.run([quantize_launch(out, expected)])
     assert torch.equal(out, cpu.glu(gate_up)) and torch.equal(records, expected)
 
 
@@ -180,7 +181,7 @@ def test_a_stage_adds_in_the_tasks_and_ends_with_its_finals_every_time() -> None
     y = torch.zeros(1, 203)
     stage = Stage([[matvec_launch(x, w, y, 0, step=5), add_launch(y, bias, 0, 203, 5)]])
     stage.finals.append(add_launch(y, y, 0, 203, 203))
-    expected = 2 * (cpu.linear(x, [w]) + bias)
+    expected = 2 * (linear(x, [w]) + bias)
     for threads in (1, cpu.max_threads()):
         cpu.set_threads(threads)
         program = Program(stage.launches())
@@ -196,7 +197,7 @@ def test_the_parts_of_a_stage_share_its_finals() -> None:
     parts = [[matvec_launch(x, part, y, column, step=4)] for part, column in zip(w, (0, 40, 48), strict=True)]
     stage = Stage(parts, [add_launch(total, y, 0, 72, 72)])
     program = Program(stage.launches())
-    expected = cpu.linear(x, w)
+    expected = linear(x, w)
     for count in range(1, 4):
         program.run()
         torch.testing.assert_close(total, count * expected, rtol=1e-6, atol=1e-6)
@@ -214,4 +215,4 @@ def test_a_program_may_have_fewer_tasks_in_a_later_run() -> None:
 def test_nmse_of_the_rounded_matvec_is_within_the_decode_budget() -> None:
     w, x = random_weight("Q4_1", 64, 8), randn(1, 256)
     exact = x.double() @ cpu.embed(w, torch.arange(64)).double().T
-    assert nmse(cpu.linear(x, [w]), exact) < 1e-8
+    assert nmse(linear(x, [w]), exact) < 1e-8

@@ -7,8 +7,6 @@ they leave, and a product of two such as three (the fourth is below the rounding
 
 The error of a product is about 2^-16 of it, a tenth of what int16 activations cost. A result depends on its two rows
 alone: 32 columns at a time are added in order, one of the three kinds of product after the other.
-
-Does not know: weights' formats, threads.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def two_term_product(x: Tensor, w: Tensor) -> Tensor:
 
 
 @cache
-def matrix_unit() -> bool:
+def has_amx() -> bool:
     """Whether kernels may use matrix tiles: the processor has them, and Linux grants this process their registers."""
     features = set(host_target().features.split(","))
     return {"+amx-tile", "+amx-bf16", "+avx512f"} <= features and _granted()
