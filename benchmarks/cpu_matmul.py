@@ -1,4 +1,4 @@
-"""Rates of the CPU's matmuls alone: prompts in fp32 and, where there are any, on matrix tiles; decode's row dots.
+"""Rates of the CPU's matmuls alone: prompts in fp32 and, where there are any, on AMX tiles; decode's row dots.
 
     python benchmarks/cpu_matmul.py [-t 2] [-T 1 16 128 512] [-r 15]
 

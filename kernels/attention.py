@@ -3,8 +3,7 @@
 The key-value cache of one layer is two tensors `[context, kv_heads, head_dim]`, keys already rotated: a row
 holds one position of all heads, so a token's write is one contiguous run and the cache of a shorter context
 is a prefix. Prefill takes a slice of the precomputed mask; decode (one query row, which sees every key it
-is given) takes none. Knows nothing of pages, sequences or how the cache is stored (fp16 or q8_0): it is
-given dequantized K and V.
+is given) takes none. K and V are given dequantized.
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""A weight as it is stored: its name, block format, shape and bytes.
-
-Does not know: where the bytes came from (usually a view on the mapped file), or how a backend packs them.
-"""
+"""A weight as it is stored: its name, block format, shape and bytes."""
 
 from dataclasses import dataclass
 from functools import cached_property

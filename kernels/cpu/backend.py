@@ -132,14 +132,14 @@ class CpuBackend:
             return self._recorder.attention(qkv, spec, layer, batch)
         q = cpu.rope_store(qkv, spec, layer, batch)
         if batch.phase == "decode":
-            mixed = cpu.batch_attention(q, layer, batch, spec.scale, spec.window, spec.cache_group)
+            out = cpu.batch_attention(q, layer, batch, spec.scale, spec.window, spec.cache_group)
         else:
             chunks = [
                 cpu.prefill_attention(q[rows], layer, start, spec.scale, spec.window, table)
                 for rows, start, table in batch.chunks(spec.cache_group)
             ]
-            mixed = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        return mixed.reshape(len(q), -1)
+            out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        return out.reshape(len(q), -1)
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]
@@ -151,7 +151,7 @@ class CpuBackend:
         if self._recorder is not None:
             return self._recorder.logits(x, norm, weight)
         x = _normed(x, norm)
-        # A row that goes on alone is multiplied as a decode step's is: the logits that a sequence's text follows from.
+        # A single last row is multiplied as a decode step's is.
         decodes = len(x) == 1 or batch.phase == "decode"
         return cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
 

@@ -48,7 +48,7 @@ class Parts(Protocol):
 
 @dataclass
 class Rows:
-    """Activations while a step is recorded: where they will lie, and the stage that writes them.
+    """Activations while a step is compiled: where they will lie, and the stage that writes them.
 
     values: fp32 [B, K]. records: the same rounded, where the stage rounds them as it goes.
     """
@@ -155,7 +155,7 @@ class StepRecorder:
             visible = self._visible[seen] = Visible(min(context, spec.window or context), tables)
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
-        out = self._fp32("mixed", spec.heads * spec.head_dim)
+        out = self._fp32("attended", spec.heads * spec.head_dim)
         splits, combine = attention_launches(queries, layer, visible, spec.scale, out, parts)
         stage = self._stage([splits])
         self.attentions.append(_Attention(stage, spec.kv_heads, spec.window, visible))

@@ -1,8 +1,8 @@
-"""Matmul of many activation rows ("prefill") on weights as stored: in fp32, on 16-bit integers or on matrix tiles.
+"""Matmul of many activation rows ("prefill") on weights as stored: in fp32, on int16 or on AMX.
 
 Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. An element
 of the result is the sum over the inner dimension in order, in one accumulator: it depends on its two rows alone, not
-on the other rows or the number of threads. Matrix tiles, where there are any, take an fp32 as two bf16
+on the other rows or the number of threads. AMX, where there is any, takes an fp32 as two bf16
 (amx.py); K-quants without them are multiplied as integers where the processor adds up their products
 (vnni.py).
 """
@@ -63,7 +63,7 @@ def tile_matmul_launches(
 
 
 def _launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
-    """As `tile_matmul_launches`, of so many rows as a launch takes, in fp32 or on matrix tiles."""
+    """As `tile_matmul_launches`, of so many rows as a launch takes, in fp32 or on AMX."""
     rows, block = x.shape[0], BLOCK if has_amx() else host_tile().rows
     blocks, panels = -(-rows // block), -(-x.shape[1] // DEPTH)
     packed = torch.empty(panels, blocks, block, DEPTH)
@@ -73,7 +73,7 @@ def _launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -
 
 
 def _vnni_launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
-    """The same on 16-bit integers."""
+    """The same on int16."""
     (rows, cols), block = x.shape, vnni.TILE.rows
     blocks = -(-rows // block)
     packed = torch.empty(cols // DEPTH, blocks, block, vnni.ROW_BYTES, dtype=torch.uint8)
@@ -92,7 +92,7 @@ def _packed_and_multiplied(
     addend: Tensor,
 ) -> list[Launch]:
     """The launch that packs x, by a kernel in so many tasks (`packing`), and one for each weight."""
-    pack = PackArguments(x.data_ptr(), 4 * x.stride(0), *x.shape, packed.data_ptr(), blocks)
+    pack = PackArguments(x.data_ptr(), 4 * x.stride(0), x.shape[0], x.shape[1], packed.data_ptr(), blocks)
     launches = [Launch(packing[0], pack, packing[1], keep=(x, packed))]
     stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
     for number, (column, w) in enumerate(placed):
@@ -116,14 +116,14 @@ def _product(w: QuantTensor, blocks: int) -> _Product:
 
 
 def _amx_product(w: QuantTensor, blocks: int) -> _Product:
-    """On matrix tiles. The strips of one task share activations in the cache."""
+    """On AMX. The strips of one task share activations in the cache."""
     strips = -(-w.rows // BLOCK)
     of_task = max(1, min(MOST_BLOCKS // blocks, strips // (_TASKS * get_threads())))
     return amx_matmul_kernel(), amx_panel_kernel(w.format.name), of_task, -(-strips // of_task)
 
 
 def _vnni_product(w: QuantTensor, blocks: int) -> _Product:
-    """On 16-bit integers."""
+    """On int16."""
     tile = vnni.TILE
     strips = -(-w.rows // tile.columns)
     most = min(vnni.MOST_STRIPS, vnni.MOST_SUMS // (blocks * tile.rows * tile.columns))

@@ -1,4 +1,4 @@
-"""Matmul of many rows on 16-bit integers: of K-quants, where the processor adds products of pairs to an int32.
+"""Matmul of many rows on int16: of K-quants, where the processor adds products of pairs to an int32.
 
 A weight is d * sc * q - dmin * m. The integers sc * q of a super-block are exact in 16 bits, and d, dmin and m are left
 to the sums:

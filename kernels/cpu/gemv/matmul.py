@@ -4,7 +4,7 @@ The newest tokens of some sequences ("decode"): q-dot. The activations are round
 read block by block where they lie, usually in the mapped file. A result depends on its activation row and weight row
 alone: not on the number of threads or on what else is in the batch. Several rows share the unpacking of a weight.
 
-The tokens of a prompt ("prefill") are multiplied in fp32 or on matrix tiles, see tile_matmul.py.
+The tokens of a prompt ("prefill") are multiplied in fp32 or on AMX, see tile_matmul.py.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DequantizeArguments(Arguments):
     scale: Fp32
 
 
-# Of weights in one task of a matvec. Each begins with misses, as nobody has asked ahead for its first rows.
+# Of weights in one task of a matvec. Each begins with misses, as its first rows have not been prefetched.
 _TASK_BYTES = 512 << 10
 
 

@@ -1,6 +1,6 @@
-"""How rounded activations lie in memory.
+"""How quantized activations lie in memory.
 
-Rounded activations lie in memory as one record per row of K values:
+Quantized activations lie in memory as one record per row of K values:
 
     byte 0              a, in the form that is multiplied with (below)
     byte 2K             per 4 columns: -32 times the sum of a, int32 (where bytes are multiplied)

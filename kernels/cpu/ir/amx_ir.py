@@ -1,4 +1,4 @@
-"""Vector code of a matmul on matrix tiles (amx.py), as numba intrinsics.
+"""Vector code of a matmul on AMX (amx.py).
 
 Operands lie as tiles of 1024 bytes, 16 rows of 64, in pairs of bf16: of STEP columns each of the first half with the
 one STEP / 2 further.

@@ -52,16 +52,11 @@ def softmax_weights(e: Emitter, scores: ir.Value, count: ir.Value, head: ir.Valu
     least = e.const(F32, float("-inf"))
     e.loop(count, end, 1, [], lambda i, _: _store_at(e, least, scores, i))
 
-    def larger(x: ir.Value, y: ir.Value) -> ir.Value:
-        return e.b.select(e.b.fcmp_ordered(">", x, y), x, y)
-
     def step(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-        return [larger(e.load(lanes, _lane_address(e, scores, i)), state[0])]
+        return [e.maximum(e.load(lanes, _lane_address(e, scores, i)), state[0])]
 
     top = e.loop(e.i64(0), end, 8, [e.splat(least, 8)], step)[0]
-    while top.type.count > 1:
-        top = larger(*e.halves(top))
-    maximum = e.splat(e.lane(top, 0), 8)
+    maximum = e.splat(e.lane(e.largest(top), 0), 8)
 
     def weigh(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
         address = _lane_address(e, scores, i)
@@ -182,7 +177,7 @@ def add_weighted_codes(
 def combine_parts(
     e: Emitter, parts: ir.Value, count: ir.Value, stride: ir.Value, width: ir.Value, out: ir.Value
 ) -> None:
-    """Softmax-weighted sums over stretches of the cache into one: fp32 out[width].
+    """Softmax-weighted sums over KV splits into one: fp32 out[width].
 
     Part i, at parts + i * stride: its maximum, its sum of weights, 6 fp32 of scratch, its weighted sum [width].
     """
@@ -191,18 +186,17 @@ def combine_parts(
         return e.b.add(parts, e.b.mul(i, stride))
 
     def larger(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-        x = e.load(F32, part(i))
-        return [e.b.select(e.b.fcmp_ordered(">", x, state[0]), x, state[0])]
+        return [e.maximum(e.load(F32, part(i)), state[0])]
 
     top = e.loop(e.i64(0), count, 1, [e.const(F32, float("-inf"))], larger)[0]
 
-    def share(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+    def weigh(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
         difference = e.b.fsub(e.load(F32, part(i)), top)
         weight = e.lane(emit_exp(e, e.splat(difference, 1)), 0)
         e.store(weight, part(i), 8)
         return [e.fma(weight, e.load(F32, part(i), 4), state[0])]
 
-    total = e.loop(e.i64(0), count, 1, [e.const(F32, 0.0)], share)[0]
+    total = e.loop(e.i64(0), count, 1, [e.const(F32, 0.0)], weigh)[0]
 
     def columns(lanes: int) -> Any:
         def body(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:

@@ -1,4 +1,4 @@
-"""Vector code that turns weight rows into a panel, as numba intrinsics: codes and scales per row, then transposed.
+"""Vector code that turns weight rows into a panel: codes and scales per row, then transposed.
 
 Rows are unpacked to bytes first. Transposing bytes and widening afterwards moves a quarter of what transposing fp32
 would, and a vector of the panel is scaled by a vector of its rows' scales.

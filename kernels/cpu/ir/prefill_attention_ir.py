@@ -1,4 +1,4 @@
-"""Vector code of a prompt's attention, as numba intrinsics: cache rows to fp32, a block's part of a running softmax."""
+"""Vector code of a prompt's attention: cache rows to fp32, a block's part of a running softmax."""
 
 from __future__ import annotations
 
@@ -69,19 +69,14 @@ def softmax_block(
     lanes = host_tile().lanes
     wide = vec(F32, lanes)
 
-    def larger(x: ir.Value, y: ir.Value) -> ir.Value:
-        return e.b.select(e.b.fcmp_ordered(">", x, y), x, y)
-
     def place(i: ir.Value) -> ir.Value:
         return e.at(scores, e.b.mul(i, e.i64(4)))
 
     old = e.load(F32, state)
     top = e.loop(
-        e.i64(0), count, lanes, [e.splat(old, lanes)], lambda i, s: [larger(e.load(wide, place(i)), s[0])]
+        e.i64(0), count, lanes, [e.splat(old, lanes)], lambda i, s: [e.maximum(e.load(wide, place(i)), s[0])]
     )[0]
-    while top.type.count > 1:
-        top = larger(*e.halves(top))
-    maximum = e.lane(top, 0)
+    maximum = e.lane(e.largest(top), 0)
 
     def weigh(i: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
         weights = emit_exp(e, e.b.fsub(e.load(wide, place(i)), e.splat(maximum, lanes)))
@@ -89,7 +84,7 @@ def softmax_block(
         return [e.b.fadd(total[0], weights)]
 
     total = e.total(e.loop(e.i64(0), count, lanes, [e.const(wide, 0.0)], weigh)[0])
-    shrink = e.lane(emit_exp(e, e.splat(e.b.fsub(old, maximum), 1)), 0)
+    rescale = e.lane(emit_exp(e, e.splat(e.b.fsub(old, maximum), 1)), 0)
     e.store(maximum, state)
-    e.store(e.fma(e.load(F32, state, 4), shrink, total), state, 4)
-    emit_scaled(e, sums, shrink, width, sums)
+    e.store(e.fma(e.load(F32, state, 4), rescale, total), state, 4)
+    emit_scaled(e, sums, rescale, width, sums)

@@ -1,4 +1,4 @@
-"""The dot products of quantized weight rows with quantized activations (row_ir.py), as numba intrinsics.
+"""The dot products of quantized weight rows with quantized activations (row_ir.py).
 
 With one record all sums stay in registers. With several, runs of blocks of two rows are unpacked once and multiplied
 with every record in turn; a record's sums lie in memory meanwhile. The arithmetic of a record and a row is the same
@@ -99,7 +99,7 @@ class _RowDot:
     def __init__(self, e: Emitter, fmt: BlockFormat, w: ir.Value, blocks: ir.Value) -> None:
         self.e, self.fmt, self.w, self.blocks = e, fmt, w, blocks
         self.cols = e.b.mul(blocks, e.i64(fmt.block))
-        # Zeros that LLVM does not know to be: it makes known ones anew for every sum, in upper registers by an
+        # Zeros that LLVM cannot prove to be: it makes proven ones anew for every sum, in upper registers by an
         # instruction that waits for what the register held.
         sign = e.b.trunc(e.b.lshr(blocks, e.i64(63)), I32)
         self.zero_ints = e.splat(sign, 16)

@@ -1,6 +1,6 @@
-"""Loops over one row, as numba intrinsics: dequantization, dots of float weights, rounding of activations.
+"""Loops over one row: dequantization, dots of float weights, quantization of activations.
 
-Rounded activations lie in memory as records.py says; the byte planes are for processors that multiply bytes
+Quantized activations lie in memory as records.py says; the byte planes are for processors that multiply bytes
 (`Emitter.byte_dot_lanes`).
 """
 

@@ -1,4 +1,4 @@
-"""Vector code of a tile's matmul, as numba intrinsics: panels of weights, packed activations, the product."""
+"""Vector code of a tile's matmul: panels of weights, packed activations, the product."""
 
 from __future__ import annotations
 

@@ -155,6 +155,16 @@ class Emitter:
         vector = isinstance(x.type, ir.VectorType)
         return self._call(f"llvm.fma.v{x.type.count}f32" if vector else "llvm.fma.f32", x, y, z)
 
+    def maximum(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """The greater of each two floats; y where one of them is NaN."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def largest(self, v: ir.Value) -> ir.Value:
+        """The largest lane of a float vector, as a vector of one."""
+        while v.type.count > 1:
+            v = self.maximum(*self.halves(v))
+        return v
+
     def sqrt(self, x: ir.Value) -> ir.Value:
         """Of one fp32."""
         return self._call("llvm.sqrt.f32", x)

@@ -1,4 +1,4 @@
-"""Vector code of a matmul on 16-bit integers (vnni.py), as numba intrinsics.
+"""Vector code of a matmul on int16 (vnni.py).
 
 A panel is DEPTH columns of `TILE.columns` weight rows: int32 lanes [DEPTH / 2, columns], each the two int16 of a pair
 of columns; then d [vectors, lanes] and minimums [vectors, GROUPS, lanes], fp32, on their own.

@@ -1,4 +1,4 @@
-"""Vector code that turns super-blocks of many weight rows into a panel of 16-bit integers, as a numba intrinsic.
+"""Vector code that turns super-blocks of many weight rows into a panel of int16.
 
 Rows are laid side by side as they are stored, four bytes of each in an int32 lane. What follows is done to all rows at
 once: their bits become codes, still four to a lane, then words, then words times the rows' sub-scales. So lanes change

@@ -53,7 +53,7 @@ def _gated(
     e.spans(first, last, span, _LANES)
 
 
-def _exponent(e: Emitter, x: ir.Value, activation: Activation) -> ir.Value:
+def _exponent(e: Emitter, x: ir.Value, activation: str) -> ir.Value:
     """What the activation x / (1 + exp(-y)) has as y."""
     if activation == "silu":
         return x

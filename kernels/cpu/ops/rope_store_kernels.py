@@ -95,9 +95,8 @@ def _store_codes(e: Emitter, x: ir.Value, count: ir.Value, codes: ir.Value, scal
         sizes = [e.b.bitcast(e.and_(e.b.bitcast(v, bits), 0x7FFFFFFF), lanes) for v in values]
         top = sizes[0]
         for size in sizes[1:]:
-            top = _larger(e, top, size)
-        while top.type.count > 1:
-            top = _larger(e, *e.halves(top))
+            top = e.maximum(top, size)
+        top = e.largest(top)
         scale = e.b.fdiv(top, e.const(vec(F32, 1), 127.0))
         e.store(e.float_to_half(scale), e.b.add(scales, e.b.udiv(i, e.i64(16))))
         wide = e.splat_lane(scale, 0, 8)
@@ -110,7 +109,3 @@ def _store_codes(e: Emitter, x: ir.Value, count: ir.Value, codes: ir.Value, scal
         return []
 
     e.loop(e.i64(0), count, 32, [], group)
-
-
-def _larger(e: Emitter, x: ir.Value, y: ir.Value) -> ir.Value:
-    return e.b.select(e.b.fcmp_ordered(">", x, y), x, y)

@@ -7,8 +7,10 @@ field that is `Arguments` itself that one's fields. The compiled side is argumen
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 Fp32 = Annotated[float, "f"]
@@ -22,25 +24,34 @@ class Field(NamedTuple):
     kind: Any
 
 
-@dataclass
+@dataclass(eq=False)
 class Arguments:
     """See the module docstring."""
 
     def to_bytes(self) -> bytes:
         """The memory that a kernel reads."""
-        return b"".join(
-            _packed(getattr(self, name), field.kind) for name, field in fields_of(type(self)).items()
-        )
-
-
-def _packed(value: Any, kind: Any) -> bytes:
-    return (
-        value.to_bytes() if isinstance(value, Arguments) else struct.pack(f"<{kind}", value).ljust(8, b"\0")
-    )
+        packer, names = _packer(type(self))
+        return packer.pack(*(value(self) for value in names))
 
 
 @cache
-def fields_of(arguments: type[Arguments]) -> dict[str, Field]:
+def _packer(arguments: type) -> tuple[struct.Struct, tuple[attrgetter[Any], ...]]:
+    """What packs the values of all fields, those of nested arguments in their places, and what reads these values."""
+    leaves = list(_leaves(arguments, ""))
+    formats = "".join("f4x" if kind == "f" else kind for _, kind in leaves)
+    return struct.Struct(f"<{formats}"), tuple(attrgetter(name) for name, _ in leaves)
+
+
+def _leaves(arguments: type, prefix: str) -> Iterator[tuple[str, str]]:
+    for name, field in fields_of(arguments).items():
+        if isinstance(field.kind, str):
+            yield prefix + name, field.kind
+        else:
+            yield from _leaves(field.kind, f"{prefix}{name}.")
+
+
+@cache
+def fields_of(arguments: type) -> dict[str, Field]:
     """The fields of a class of arguments by name."""
     fields, offset = {}, 0
     for name, hint in get_type_hints(arguments, include_extras=True).items():
@@ -52,8 +63,9 @@ def fields_of(arguments: type[Arguments]) -> dict[str, Field]:
 
 
 @cache
-def size_of(arguments: type[Arguments]) -> int:
+def size_of(arguments: type) -> int:
     """Bytes of a class of arguments."""
-    return sum(
-        8 if isinstance(field.kind, str) else size_of(field.kind) for field in fields_of(arguments).values()
-    )
+    size = 0
+    for field in fields_of(arguments).values():
+        size += 8 if isinstance(field.kind, str) else size_of(field.kind)
+    return size

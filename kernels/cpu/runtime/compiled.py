@@ -23,7 +23,8 @@ from quengine.kernels.cpu.runtime.machine_code import ENTRY
 
 def compile_kernel(function: Callable[..., None], arguments: type[Arguments]) -> bytes:
     """A kernel as object code: function(arguments, task), whose arguments are at an address."""
-    return _object_code(_lowered(function, types.void, (ArgumentsType(arguments), types.int64)))
+    code: bytes = _object_code(_lowered(function, types.void, (ArgumentsType(arguments), types.int64)))
+    return code
 
 
 def compile_function(function: Callable[..., Any], result: Any, parameters: int) -> bytes:
@@ -31,7 +32,8 @@ def compile_function(function: Callable[..., Any], result: Any, parameters: int)
 
     result: a numba type. The code refers to nothing of Python or numba, so any process of this machine can link it.
     """
-    return _object_code(_lowered(function, result, (types.int64,) * parameters))
+    code: bytes = _object_code(_lowered(function, result, (types.int64,) * parameters))
+    return code
 
 
 @global_compiler_lock

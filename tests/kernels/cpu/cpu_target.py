@@ -6,7 +6,7 @@
     python -m tests.kernels.cpu.cpu_target emulate
 
 `check` prints the tile in use; `object` compiles the kernels' vector code for another architecture and prints the
-machine of the object files (ELF e_machine); `matrix` compiles the product on matrix tiles and counts its
+machine of the object files (ELF e_machine); `matrix` compiles the product on AMX tiles and counts its
 instructions, without running it; `emulate` runs it with those instructions in portable code (tile_emulator.py).
 """
 

@@ -1,4 +1,4 @@
-"""Matmul on matrix tiles (AMX): its definition and layouts anywhere, the product where the processor has them."""
+"""Matmul on AMX tiles (AMX): its definition and layouts anywhere, the product where the processor has them."""
 
 import platform
 import re
@@ -92,7 +92,7 @@ def test_the_product_is_its_definition_with_emulated_tiles(tmp_path: Path) -> No
     assert run_for_target(tmp_path, "emulate").strip() == "6 weights, blocks of 32"
 
 
-@pytest.mark.skipif(not has_amx(), reason="no matrix tiles on this processor, or not allowed")
+@pytest.mark.skipif(not has_amx(), reason="no AMX tiles on this processor, or not allowed")
 @pytest.mark.parametrize(("name", "weight_rows", "cols", "rows"), CASES)
 def test_prompts_on_tiles_are_their_definition(name: str, weight_rows: int, cols: int, rows: int) -> None:
     w = random_weight(name, weight_rows, cols // FORMATS[name].block)
@@ -103,7 +103,7 @@ def test_prompts_on_tiles_are_their_definition(name: str, weight_rows: int, cols
     assert nmse(prompt_linear(x, [w], addend), expected + addend) <= 1e-11
 
 
-@pytest.mark.skipif(not has_amx(), reason="no matrix tiles on this processor, or not allowed")
+@pytest.mark.skipif(not has_amx(), reason="no AMX tiles on this processor, or not allowed")
 def test_tiles_give_a_row_the_same_bits_in_any_company() -> None:
     w, x = random_weight("Q4_K", 203, 3), numbers(80, 768)
     y = prompt_linear(x, [w])

@@ -17,7 +17,7 @@ needs_words = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def no_matrix_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_amx_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_matmul, "has_amx", lambda: False)
 
 
