@@ -6,7 +6,6 @@ kernels.backend.Backend.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,29 +13,10 @@ from torch import Tensor
 from quengine.kernels import cpu
 from quengine.kernels.backend import Activation, AttentionSpec, Hidden, KVLayer
 from quengine.kernels.block_formats import dequantize
-from quengine.kernels.cpu.step import Buffers, Step, StepRecorder
+from quengine.kernels.cpu.step import Buffers, CpuWeight, Step, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class CpuWeight:
-    """Matrices on one input, each where it lies in the file."""
-
-    parts: tuple[QuantTensor, ...]
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def cols(self) -> int:
-        return self.parts[0].cols
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
 
 class CpuBackend:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,11 +39,23 @@ Buffers: TypeAlias = dict[tuple[str, int], Tensor]
 """By what they are for and their width."""
 
 
-class Parts(Protocol):
-    """Matrices applied to one input, side by side."""
+@dataclass(frozen=True)
+class CpuWeight:
+    """Matrices on one input, each where it lies in the file."""
+
+    parts: tuple[QuantTensor, ...]
 
     @property
-    def parts(self) -> tuple[QuantTensor, ...]: ...
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def cols(self) -> int:
+        return self.parts[0].cols
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass
@@ -97,19 +109,19 @@ class StepRecorder:
         self.tables = torch.zeros(self.groups, self.rows, self.blocks, dtype=torch.int64)
         self.batch = ForwardBatch("decode", self.tokens, self.positions, self.tables)
 
-    def embed(self, weight: Parts, ids: Tensor, scale: float) -> Rows:
+    def embed(self, weight: CpuWeight, ids: Tensor, scale: float) -> Rows:
         assert ids is self.tokens
         (part,) = weight.parts
         self.vocabulary = part.rows
         out = self._fp32("hidden 0", part.cols)
         return Rows(out, self._stage([embed_launch(part, ids, out, scale)]))
 
-    def norm_linear(self, x: Rows, norm: RMSNorm | None, weight: Parts, bias: Tensor | None) -> Rows:
+    def norm_linear(self, x: Rows, norm: RMSNorm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
         source = self._normed(x, norm)
-        y = self._fp32("linear", _rows(weight))
+        y = self._fp32("linear", weight.rows)
         return Rows(y, self._matvecs(source, weight, y, bias))
 
-    def norm_glu(self, x: Rows, norm: RMSNorm | None, gate_up: Parts, activation: Activation) -> Rows:
+    def norm_glu(self, x: Rows, norm: RMSNorm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
         source = self._normed(x, norm)
         gate, up = gate_up.parts
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
@@ -125,13 +137,13 @@ class StepRecorder:
         )
         return Rows(out, stage, records)
 
-    def linear_add(self, x: Rows, weight: Parts, residual: Rows, post_norm: RMSNorm | None) -> Rows:
-        y = self._fp32("hidden 0", _rows(weight))
+    def linear_add(self, x: Rows, weight: CpuWeight, residual: Rows, post_norm: RMSNorm | None) -> Rows:
+        y = self._fp32("hidden 0", weight.rows)
         if y.data_ptr() == residual.values.data_ptr():
-            y = self._fp32("hidden 1", _rows(weight))
+            y = self._fp32("hidden 1", weight.rows)
         if post_norm is None:
             return Rows(y, self._matvecs(x, weight, y, residual.values))
-        product = self._fp32("product", _rows(weight))
+        product = self._fp32("product", weight.rows)
         stage = self._matvecs(x, weight, product, None)
         stage = self._after(stage, rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
         # As one long row, so that a task is a row.
@@ -161,8 +173,8 @@ class StepRecorder:
         self.attentions.append(_Attention(stage, spec.kv_heads, spec.window, visible))
         return Rows(out, self._after(stage, combine))
 
-    def logits(self, x: Rows, norm: RMSNorm, weight: Parts) -> Tensor:
-        y = self._fp32("logits", _rows(weight))
+    def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
+        y = self._fp32("logits", weight.rows)
         self._matvecs(self._normed(x, norm), weight, y, None)
         return y
 
@@ -174,9 +186,9 @@ class StepRecorder:
         self.stages.append(Stage(list(parts)))
         return self.stages[-1]
 
-    def _matvecs(self, x: Rows, weight: Parts, y: Tensor, addend: Tensor | None) -> Stage:
+    def _matvecs(self, x: Rows, weight: CpuWeight, y: Tensor, addend: Tensor | None) -> Stage:
         parts, column = [], 0
-        fair = _fair_rows(_rows(weight))
+        fair = _fair_rows(weight.rows)
         for w in weight.parts:
             step = min(task_rows(w), fair)
             part = [matvec_launch(self._input(x, w), w, y, column, step=step)]
@@ -239,10 +251,6 @@ class StepRecorder:
 def _fair_rows(rows: int) -> int:
     """Rows of a task, an even number, of which there are _SHARES tasks a thread."""
     return -(-rows // (2 * _SHARES * get_threads())) * 2
-
-
-def _rows(weight: Parts) -> int:
-    return sum(part.rows for part in weight.parts)
 
 
 class Step:

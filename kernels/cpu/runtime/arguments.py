@@ -30,7 +30,8 @@ class Arguments:
 
     def to_bytes(self) -> bytes:
         """The memory that a kernel reads."""
-        packer, names = _packer(type(self))
+        kind: type = type(self)
+        packer, names = _packer(kind)
         return packer.pack(*(value(self) for value in names))
 
 
