@@ -29,13 +29,12 @@ _LANE_BYTES = 2 * STEP
 def split_row(e: Emitter, row: ir.Value, depth: ir.Value, tiles: ir.Value) -> None:
     """`depth` fp32 (a multiple of STEP) of a weight as a row of its tiles. tiles: the row's address in the first."""
 
-    def step(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def step(k: ir.Value) -> None:
         source = e.at(row, e.b.mul(k, e.i64(4)))
         first, second = (e.load(_LANE, source, _LANE_BYTES * i) for i in range(2))
         _store_pairs(e, first, second, tiles, k)
-        return []
 
-    e.loop(e.i64(0), depth, STEP, [], step)
+    e.each(e.i64(0), depth, STEP, step)
 
 
 @vector_code
@@ -51,7 +50,7 @@ def scale_and_split_row(
     """As `split_row`, of scale * code - min. codes: int8; scales, mins: fp32, one per group."""
     fmt = FORMATS[format_name]
 
-    def step(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def step(k: ir.Value) -> None:
         group = e.b.mul(e.b.udiv(k, e.i64(fmt.group)), e.i64(4))
         values = []
         for half in range(2):
@@ -63,9 +62,8 @@ def scale_and_split_row(
             value = e.b.fmul(e.to_float(e.widen(ints, I32, True)), scale)
             values.append(e.b.fsub(value, added) if fmt.has_min else value)
         _store_pairs(e, values[0], values[1], tiles, k)
-        return []
 
-    e.loop(e.i64(0), depth, STEP, [], step)
+    e.each(e.i64(0), depth, STEP, step)
 
 
 def _store_pairs(e: Emitter, first: ir.Value, second: ir.Value, tiles: ir.Value, k: ir.Value) -> None:
@@ -143,9 +141,8 @@ def multiply_amx_tiles(
         first = e.at(weights, e.b.mul(steps, e.i64(2 * TILE_BYTES)))
         return first, e.at(x, e.b.mul(steps, e.i64(4 * TILE_BYTES)))
 
-    def step(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def step(k: ir.Value) -> None:
         product.emit(e, operands(k), operands(e.at(k, STEP)))
-        return []
 
     with e.b.if_else(e.b.icmp_signed("!=", fresh, e.i64(0))) as (then, otherwise):
         with then:
@@ -156,7 +153,7 @@ def multiply_amx_tiles(
                 _load(e, tile, e.at(sums, TILE_BYTES * tile))
     product.begin(e, operands(e.i64(0)))
     last = e.at(depth, -STEP)
-    e.loop(e.i64(0), last, STEP, [], step)
+    e.each(e.i64(0), last, STEP, step)
     product.emit(e, operands(last), None)
     for tile in product.sums:
         _call(e, "tilestored64", _tile(tile), _pointer(e, e.at(sums, TILE_BYTES * tile)), e.i64(64))

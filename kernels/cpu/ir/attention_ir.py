@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
 from numba import types
 
@@ -50,7 +48,7 @@ def softmax_weights(e: Emitter, scores: ir.Value, count: ir.Value, head: ir.Valu
     lanes = vec(F32, 8)
     end = e.b.and_(e.b.add(count, e.i64(7)), e.i64(-8))
     least = e.const(F32, float("-inf"))
-    e.loop(count, end, 1, [], lambda i, _: _store_at(e, least, scores, i))
+    e.each(count, end, 1, lambda i: e.store(least, _lane_address(e, scores, i)))
 
     def step(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
         return [e.maximum(e.load(lanes, _lane_address(e, scores, i)), state[0])]
@@ -73,11 +71,6 @@ def _lane_address(e: Emitter, base: ir.Value, index: ir.Value) -> ir.Value:
     return e.b.add(base, e.b.mul(index, e.i64(4)))
 
 
-def _store_at(e: Emitter, value: ir.Value, base: ir.Value, index: ir.Value) -> list[ir.Value]:
-    e.store(value, _lane_address(e, base, index))
-    return []
-
-
 @vector_code
 def add_weighted_halves(
     e: Emitter,
@@ -93,29 +86,23 @@ def add_weighted_halves(
     weights, out: fp32 addresses; values: address of fp16 rows, `stride` bytes apart.
     """
 
-    def columns(lanes: int, parts: int) -> Any:
-        def body(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            base = e.b.add(values, e.b.mul(d, e.i64(2)))
+    def columns(d: ir.Value, width: int) -> None:
+        lanes, parts = (8, 4) if width == 32 else (1, 1)
+        base = e.b.add(values, e.b.mul(d, e.i64(2)))
 
-            def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-                weight = e.splat(e.load(F32, _lane_address(e, weights, i)), lanes)
-                address = e.b.add(base, e.b.mul(i, stride))
-                return [
-                    e.fma(weight, e.load_halves(lanes, address, 2 * lanes * k), state[k])
-                    for k in range(parts)
-                ]
+        def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            weight = e.splat(e.load(F32, _lane_address(e, weights, i)), lanes)
+            address = e.b.add(base, e.b.mul(i, stride))
+            return [
+                e.fma(weight, e.load_halves(lanes, address, 2 * lanes * k), state[k]) for k in range(parts)
+            ]
 
-            target = _lane_address(e, out, d)
-            before = [e.load(vec(F32, lanes), target, 4 * lanes * k) for k in range(parts)]
-            for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
-                e.store(total, target, 4 * lanes * k)
-            return []
+        target = _lane_address(e, out, d)
+        before = [e.load(vec(F32, lanes), target, 4 * lanes * k) for k in range(parts)]
+        for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
+            e.store(total, target, 4 * lanes * k)
 
-        return body
-
-    wide = e.b.and_(width, e.i64(-32))
-    e.loop(e.i64(0), wide, 32, [], columns(8, 4))
-    e.loop(wide, width, 1, [], columns(1, 1))
+    e.spans(e.i64(0), width, columns, 32)
 
 
 def _codes(e: Emitter, address: ir.Value, offset: int) -> ir.Value:
@@ -155,7 +142,7 @@ def add_weighted_codes(
     weights, out: fp32 addresses; codes, scales: addresses of int8 and fp16 rows, so many bytes apart.
     """
 
-    def group(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def group(d: ir.Value) -> None:
         first, scale = e.b.add(codes, d), e.b.add(scales, e.b.udiv(d, e.i64(16)))
 
         def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
@@ -168,9 +155,8 @@ def add_weighted_codes(
         before = [e.load(vec(F32, 8), target, 32 * k) for k in range(4)]
         for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
             e.store(total, target, 32 * k)
-        return []
 
-    e.loop(e.i64(0), width, 32, [], group)
+    e.each(e.i64(0), width, 32, group)
 
 
 @vector_code
@@ -198,20 +184,15 @@ def combine_parts(
 
     total = e.loop(e.i64(0), count, 1, [e.const(F32, 0.0)], weigh)[0]
 
-    def columns(lanes: int) -> Any:
-        def body(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            def term(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-                values = e.load(vec(F32, lanes), _lane_address(e, part(i), d), 32)
-                return [e.fma(e.splat(e.load(F32, part(i), 8), lanes), values, state[0])]
+    def columns(d: ir.Value, lanes: int) -> None:
+        def term(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            values = e.load(vec(F32, lanes), _lane_address(e, part(i), d), 32)
+            return [e.fma(e.splat(e.load(F32, part(i), 8), lanes), values, state[0])]
 
-            value = e.loop(e.i64(0), count, 1, [e.const(vec(F32, lanes), 0.0)], term)[0]
-            return _store_at(e, e.b.fdiv(value, e.splat(total, lanes)), out, d)
+        value = e.loop(e.i64(0), count, 1, [e.const(vec(F32, lanes), 0.0)], term)[0]
+        e.store(e.b.fdiv(value, e.splat(total, lanes)), _lane_address(e, out, d))
 
-        return body
-
-    wide = e.b.and_(width, e.i64(-8))
-    e.loop(e.i64(0), wide, 8, [], columns(8))
-    e.loop(wide, width, 1, [], columns(1))
+    e.spans(e.i64(0), width, columns)
 
 
 @vector_code(result=types.UniTuple(types.int64, 2))

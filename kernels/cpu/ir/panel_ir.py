@@ -37,7 +37,7 @@ def unpack_row(
     """
     fmt = FORMATS[format_name]
 
-    def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def turn(i: ir.Value) -> None:
         content = emit_blocks(e, fmt, e.at(w, e.b.mul(i, e.i64(fmt.nbytes))), 1)
         target = e.at(codes, e.b.mul(i, e.i64(fmt.block)))
         for j in range(fmt.block // 32):
@@ -46,9 +46,8 @@ def unpack_row(
         for out, vectors in ((scales, content.scales), (mins, content.mins or ())):
             for k, vector in enumerate(vectors):
                 e.store(vector, e.at(out, first), 32 * k)
-        return []
 
-    e.loop(e.i64(0), blocks, 1, [], turn)
+    e.each(e.i64(0), blocks, 1, turn)
 
 
 @vector_code
@@ -68,13 +67,12 @@ def fill_panel(
     fmt = FORMATS[format_name]
     tile = host_tile()
 
-    def slice_(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def slice_(k: ir.Value) -> None:
         target = e.at(out, e.b.mul(k, e.i64(4 * tile.columns)))
         for column, value in enumerate(_values(e, fmt, codes, scales, mins, k, tile.lanes)):
             e.store(value, target, 4 * tile.columns * column)
-        return []
 
-    e.loop(e.i64(0), depth, 32, [], slice_)
+    e.each(e.i64(0), depth, 32, slice_)
 
 
 def _values(

@@ -286,11 +286,10 @@ def _dot_with_many(
     places = (0, 64, 96) if fmt.has_min else (0,)
 
     def each(body: Callable[[ir.Value, ir.Value], None]) -> None:
-        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        def turn(i: ir.Value) -> None:
             body(i, e.at(sums, e.b.mul(i, e.i64(SUMS_BYTES))))
-            return []
 
-        e.loop(e.i64(0), count, 1, [], turn)
+        e.each(e.i64(0), count, 1, turn)
 
     def load(at: ir.Value, row: int, lanes: int) -> list[ir.Value]:
         """A row's sums with a record, the accumulators as so many lanes."""

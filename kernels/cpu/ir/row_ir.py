@@ -71,13 +71,12 @@ def dequantize_row(e: Emitter, format_name: str, w: ir.Value, blocks: ir.Value, 
     def widen(i: ir.Value, lanes: int) -> None:
         e.store(_float_weights(e, fmt.name, w, i, lanes), e.at(out, e.b.mul(i, e.i64(4))))
 
-    def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def dequantize(i: ir.Value) -> None:
         block = e.at(w, e.b.mul(i, e.i64(fmt.nbytes)))
         _emit_dequantized(e, fmt, block, e.at(out, e.b.mul(i, e.i64(4 * fmt.block))))
-        return []
 
     if fmt.is_quantized:
-        e.loop(e.i64(0), blocks, 1, [], turn)
+        e.each(e.i64(0), blocks, 1, dequantize)
     else:
         e.spans(e.i64(0), blocks, widen)
 
@@ -123,7 +122,7 @@ def quantize_row(
     by_32 = e.b.add(scales, e.b.lshr(cols, e.i64(3)))
     by_16 = e.b.add(scales, e.b.lshr(cols, e.i64(2)))
 
-    def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def turn(i: ir.Value) -> None:
         values = e.load(vec(F32, 32), e.at(x, e.b.mul(i, e.i64(4))))
         a, t = _emit_rounding(e, values)
         sums = _four_sums(e, a)
@@ -138,9 +137,8 @@ def quantize_row(
         e.store(e.b.fmul(t, e.b.fadd(*parts)), e.at(by_32, offset))
         for k, part in enumerate(parts):
             e.store(e.b.fmul(t, part), e.at(by_16, e.b.lshr(i, e.i64(2))), 4 * k)
-        return []
 
-    e.loop(first, last, 32, [], turn)
+    e.each(first, last, 32, turn)
 
 
 def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:

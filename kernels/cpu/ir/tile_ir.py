@@ -34,15 +34,14 @@ def transpose_rows(e: Emitter, rows: ir.Value, stride: ir.Value, depth: ir.Value
     tile = host_tile()
     lanes = tile.lanes
 
-    def square(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def square(k: ir.Value) -> None:
         source = e.at(rows, e.b.mul(k, e.i64(4)))
         lines = [e.load(vec(F32, lanes), e.at(source, e.b.mul(stride, e.i64(i)))) for i in range(lanes)]
         target = e.at(out, e.b.mul(k, e.i64(4 * tile.columns)))
         for i, line in enumerate(transposed(e, lines)):
             e.store(line, target, 4 * tile.columns * i)
-        return []
 
-    e.loop(e.i64(0), depth, lanes, [], square)
+    e.each(e.i64(0), depth, lanes, square)
 
 
 def transposed(e: Emitter, lines: list[ir.Value]) -> list[ir.Value]:

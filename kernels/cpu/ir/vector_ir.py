@@ -246,16 +246,18 @@ class Emitter:
     ) -> None:
         """body(i, lanes) over start .. stop - 1: `most`, a power of two, at a time, then one at a time."""
 
-        def of(lanes: int) -> Callable[[ir.Value, list[ir.Value]], list[ir.Value]]:
-            def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                body(i, lanes)
-                return []
-
-            return turn
-
         whole = self.b.add(start, self.b.and_(self.b.sub(stop, start), self.i64(-most)))
-        self.loop(start, whole, most, [], of(most))
-        self.loop(whole, stop, 1, [], of(1))
+        self.each(start, whole, most, lambda i: body(i, most))
+        self.each(whole, stop, 1, lambda i: body(i, 1))
+
+    def each(self, start: ir.Value, stop: ir.Value, step: int, body: Callable[[ir.Value], None]) -> None:
+        """for i in range(start, stop, step): body(i)."""
+
+        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            body(i)
+            return []
+
+        self.loop(start, stop, step, [], turn)
 
     def loop(
         self,

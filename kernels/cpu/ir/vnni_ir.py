@@ -98,14 +98,13 @@ def interleave_pairs(e: Emitter, rows: ir.Value, out: ir.Value) -> None:
     """Pairs of int16 [TILE.rows, DEPTH / 2] at address rows to [DEPTH / 2, TILE.rows] at address out."""
     side = TILE.rows
 
-    def square(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def square(k: ir.Value) -> None:
         source, target = e.at(rows, e.b.mul(k, e.i64(4))), e.at(out, e.b.mul(k, e.i64(4 * side)))
         lines = [e.load(vec(I32, side), source, 2 * DEPTH * i) for i in range(side)]
         for i, line in enumerate(transposed(e, lines)):
             e.store(line, target, 4 * side * i)
-        return []
 
-    e.loop(e.i64(0), e.i64(DEPTH // 2), side, [], square)
+    e.each(e.i64(0), e.i64(DEPTH // 2), side, square)
 
 
 @vector_code

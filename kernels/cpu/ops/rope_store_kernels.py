@@ -89,7 +89,7 @@ def _store_codes(e: Emitter, x: ir.Value, count: ir.Value, codes: ir.Value, scal
     lanes, bits = vec(F32, 8), vec(I32, 8)
     magic, zero = e.const(lanes, 12582912.0), e.const(lanes, 0.0)
 
-    def group(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+    def group(i: ir.Value) -> None:
         address = e.at(x, e.b.mul(i, e.i64(4)))
         values = [e.load(lanes, address, 32 * k) for k in range(4)]
         sizes = [e.b.bitcast(e.and_(e.b.bitcast(v, bits), 0x7FFFFFFF), lanes) for v in values]
@@ -106,6 +106,5 @@ def _store_codes(e: Emitter, x: ir.Value, count: ir.Value, codes: ir.Value, scal
             # Adding 1.5 * 2^23 rounds to an integer, halves to even, and leaves it in the low bits.
             code = e.b.bitcast(e.b.fadd(ratio, magic), bits)
             e.store(e.b.trunc(code, vec(I8, 8)), e.b.add(codes, i), 8 * k)
-        return []
 
-    e.loop(e.i64(0), count, 32, [], group)
+    e.each(e.i64(0), count, 32, group)
