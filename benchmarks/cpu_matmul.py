@@ -1,4 +1,4 @@
-"""Rates of the CPU's matmuls alone: prompts in fp32 and, where there are any, on matrix tiles; decode's row dots.
+"""Rates of the CPU's matmuls alone: prompts in fp32 and, where there are any, on AMX tiles; decode's row dots.
 
     python benchmarks/cpu_matmul.py [-t 2] [-T 1 16 128 512] [-r 15]
 
@@ -16,7 +16,7 @@ import torch
 from quengine.kernels import cpu
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.gemm import tile_matmul
-from quengine.kernels.cpu.gemm.matrix_tiles import matrix_unit
+from quengine.kernels.cpu.gemm.amx import has_amx
 from quengine.kernels.cpu.gemv.matmul import linear_launches
 from quengine.kernels.cpu.runtime.threads import Launch, Program
 from quengine.kernels.quant_tensor import QuantTensor
@@ -54,13 +54,13 @@ def best_seconds(launches: Sequence[Launch], samples: int) -> float:
 
 def prompt_rates(tokens: Sequence[int], samples: int) -> dict[str, float]:
     """GMAC/s by weight, unit and number of rows."""
-    rates, has_unit = {}, matrix_unit()
+    rates, has_unit = {}, has_amx()
     for name, rows, cols in PROMPT:
         w = weight(name, rows, cols)
         for count in tokens:
             x, y = torch.randn(count, cols), torch.empty(count, rows)
             for unit in (True, False) if has_unit else (False,):
-                tile_matmul.matrix_unit = lambda unit=unit: unit  # type: ignore[assignment]
+                tile_matmul.has_amx = lambda unit=unit: unit  # type: ignore[assignment]
                 seconds = best_seconds(tile_matmul.tile_matmul_launches(x, [w], y), samples)
                 key = f"prompt {name} {rows}x{cols} {count} rows {'tiles' if unit else 'fp32'}"
                 rates[key] = rows * cols * count / seconds / 1e9
@@ -89,7 +89,7 @@ def main() -> None:
     rates = {**prompt_rates(options.T, options.r), **decode_rates(options.r)}
     for key, rate in rates.items():
         print(f"{key:44} {rate:8.1f} GMAC/s")
-    facts = {"benchmark": "cpu_matmul", "cpu": cpu_model(), "threads": options.t, "tiles": matrix_unit()}
+    facts = {"benchmark": "cpu_matmul", "cpu": cpu_model(), "threads": options.t, "tiles": has_amx()}
     print(json.dumps({**facts, "gmacs": rates}))
 
 

@@ -9,7 +9,8 @@ Run from the repository root. A folder gets a JSON file for each part:
   SmolLM2 where its package is installed, and a synthetic model of each architecture; alone, in batches, with drafts,
   blocks (preemption), with shared beginnings, q8_0, deterministic.
 - `ptx`: a digest of the PTX of every kernel variant compiled ahead of time, without symbol names and line numbers.
-- `cpu-code`: a digest of the machine code of every CPU kernel, for this processor.
+- `cpu-code`: a digest of the machine code of every CPU kernel that this processor can run: LLVM aborts on
+  instructions that it lacks.
 - `openapi`: the server's OpenAPI document.
 - `errors`: what damaged and wrong files, flags and requests are answered.
 
@@ -150,22 +151,22 @@ def stripped_ptx(text: str) -> str:
 
 def cpu_code(_device: str, _only: str) -> Record:
     """Digests of the object code of every CPU kernel."""
-    kernel_table = import_module("quengine.kernels.cpu.runtime.kernel_table")
+    target = import_module("quengine.kernels.cpu.runtime.target").host_target()
+    lacking = {name for name, feature in _NEEDED.items() if feature not in target.features.split(",")}
     record: Record = {}
-
-    def note(module: str, function: str, *variant: str | bool) -> int:
-        code = getattr(import_module(f"quengine.kernels.cpu.{module}"), function)(*variant)
-        record[" ".join([function, *map(str, variant)])] = hashlib.sha256(_instructions(code)).hexdigest()[
-            :24
-        ]
-        return 0
-
-    for call in _kernel_calls(kernel_table, note):
+    for name, compiled, variant in _kernels():
+        if name in lacking:
+            continue
         try:
-            call()
+            digest = hashlib.sha256(_instructions(compiled())).hexdigest()[:24]
         except (KeyError, ValueError, NotImplementedError):
             continue  # a format that this kernel is not made for
+        record[" ".join([name, *map(str, variant)])] = digest
     return record
+
+
+_NEEDED = {"amx_matmul_kernel": "+amx-bf16", "vnni_matmul_kernel": "+avx512vnni"}
+"""Kernels written in the instructions of a processor feature, as LLVM names it."""
 
 
 def _instructions(code: bytes) -> bytes:
@@ -176,28 +177,29 @@ def _instructions(code: bytes) -> bytes:
     return b"".join(section.data() for section in sections if section.is_text())
 
 
-def _kernel_calls(kernel_table: Any, note: Callable[..., int]) -> Iterator[Callable[[], int]]:
-    """Every function of the table, for every value of its arguments."""
+def _kernels() -> Iterator[tuple[str, Callable[[], bytes], tuple[str | bool, ...]]]:
+    """Every kernel of the table, what compiles it, and its variant, for every value of its arguments."""
+    from functools import partial
     from inspect import signature
     from itertools import product
 
     from quengine.kernels.block_formats import FORMATS
 
-    kernel_table.kernel = note
-    values = {
+    kernel_table = import_module("quengine.kernels.cpu.runtime.kernel_table")
+    values: dict[str, list[str | bool]] = {
         "format_name": list(FORMATS),
         "many": [False, True],
         "q8_0": [False, True],
         "layout": ["pairs", "halves"],
         "cache_type": ["f16", "q8_0"],
+        "activation": ["silu", "gelu_tanh"],
     }
-    for name, function in vars(kernel_table).items():
-        if name.startswith("_") or getattr(function, "__module__", "") != kernel_table.__name__:
-            continue
-        parameters = [] if name == "kernel" else list(signature(function).parameters)
-        if name != "kernel":
-            for chosen in product(*(values[parameter] for parameter in parameters)):
-                yield lambda function=function, chosen=chosen: function(*chosen)  # type: ignore[misc]
+    for found in vars(kernel_table).values():
+        if isinstance(found, partial):
+            module, name = found.args
+            function = getattr(import_module(f"quengine.kernels.cpu.{module}"), name)
+            for chosen in product(*(values[parameter] for parameter in signature(function).parameters)):
+                yield name, partial(function, *chosen), chosen
 
 
 def openapi(_device: str, _only: str) -> Record:

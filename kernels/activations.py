@@ -4,8 +4,6 @@ Group g of a row x: t = max|x| / 32639, a = round(x / t), ties to even. The erro
 largest value. 32639 is 127 * 256 + 127: such an integer is 256 times a signed byte plus a signed byte, and both can
 share one product of a GPU's integer matrix units. Every backend computes this definition; `a` and `t` are equal to the
 last bit on all of them.
-
-Does not know: weights, or how a backend lays these numbers out.
 """
 
 from dataclasses import dataclass

@@ -8,13 +8,12 @@ q is `code - offset`, or `table[code]` for the 4-bit formats with a non-uniform 
 stored integers (codes, sc, mn) and 16-bit scales (d, dmin) as they are: any packed layout can be made of it.
 References: the `gguf` package (`gguf.quants`, to which `dequantize` is bit-exact) and ggml's `ggml-common.h`;
 MXFP4 is the OCP Microscaling Formats specification 1.0.
-
-Does not know: files, tensor names, models, how a device wants its weights packed.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,122 +62,38 @@ class BlockFormat:
         return row_bytes // self.nbytes * self.block
 
 
-def _layout(*fields: tuple[str, int]) -> Mapping[str, tuple[int, int]]:
-    spans, start = {}, 0
-    for name, size in fields:
-        spans[name] = (start, start + size)
-        start += size
-    return MappingProxyType(spans)
+def _format(name: str, block: int, group: int, bits: int, fields: str, **more: Any) -> BlockFormat:
+    """`fields`: names and bytes, in the order of the bytes. `codes`: the low bits of the codes; `high`: their upper."""
+    layout, start = {}, 0
+    for field in fields.split(", "):
+        name_of, size = field.split()
+        layout[name_of] = (start, start + int(size))
+        start += int(size)
+    has_min = "min" in layout or "dmin" in layout
+    return BlockFormat(name, block, start, MappingProxyType(layout), group, bits, has_min=has_min, **more)
 
 
-def _quant(
-    name: str,
-    block: int,
-    group: int,
-    bits: int,
-    *fields: tuple[str, int],
-    offset: int = 0,
-    table: tuple[int, ...] | None = None,
-    sub_scale_bits: int = 0,
-    has_min: bool = False,
-) -> BlockFormat:
-    nbytes = sum(size for _, size in fields)
-    return BlockFormat(
-        name, block, nbytes, _layout(*fields), group, bits, offset, table, sub_scale_bits, has_min
-    )
-
-
-# Fields in the order of the bytes. `codes`: the low bits of the codes; `high`: their upper bits.
-FORMATS: Mapping[str, BlockFormat] = MappingProxyType(
-    {
-        f.name: f
-        for f in (
-            BlockFormat("F32", 1, 4, _layout(("codes", 4))),
-            BlockFormat("F16", 1, 2, _layout(("codes", 2))),
-            BlockFormat("BF16", 1, 2, _layout(("codes", 2))),
-            _quant("Q4_0", 32, 32, 4, ("d", 2), ("codes", 16), offset=8),
-            _quant("Q4_1", 32, 32, 4, ("d", 2), ("min", 2), ("codes", 16), has_min=True),
-            _quant("Q5_0", 32, 32, 5, ("d", 2), ("high", 4), ("codes", 16), offset=16),
-            _quant("Q5_1", 32, 32, 5, ("d", 2), ("min", 2), ("high", 4), ("codes", 16), has_min=True),
-            _quant("Q8_0", 32, 32, 8, ("d", 2), ("codes", 32)),
-            _quant(
-                "Q2_K",
-                256,
-                16,
-                2,
-                ("scales", 16),
-                ("codes", 64),
-                ("d", 2),
-                ("dmin", 2),
-                sub_scale_bits=4,
-                has_min=True,
-            ),
-            _quant(
-                "Q3_K",
-                256,
-                16,
-                3,
-                ("high", 32),
-                ("codes", 64),
-                ("scales", 12),
-                ("d", 2),
-                offset=4,
-                sub_scale_bits=6,
-            ),
-            _quant(
-                "Q4_K",
-                256,
-                32,
-                4,
-                ("d", 2),
-                ("dmin", 2),
-                ("scales", 12),
-                ("codes", 128),
-                sub_scale_bits=6,
-                has_min=True,
-            ),
-            _quant(
-                "Q5_K",
-                256,
-                32,
-                5,
-                ("d", 2),
-                ("dmin", 2),
-                ("scales", 12),
-                ("high", 32),
-                ("codes", 128),
-                sub_scale_bits=6,
-                has_min=True,
-            ),
-            _quant(
-                "Q6_K",
-                256,
-                16,
-                6,
-                ("codes", 128),
-                ("high", 64),
-                ("scales", 16),
-                ("d", 2),
-                offset=32,
-                sub_scale_bits=8,
-            ),
-            _quant("IQ4_NL", 32, 32, 4, ("d", 2), ("codes", 16), table=IQ4_TABLE),
-            _quant(
-                "IQ4_XS",
-                256,
-                32,
-                4,
-                ("d", 2),
-                ("scales_high", 2),
-                ("scales", 4),
-                ("codes", 128),
-                table=IQ4_TABLE,
-                sub_scale_bits=6,
-            ),
-            _quant("MXFP4", 32, 32, 4, ("d", 1), ("codes", 16), table=MXFP4_TABLE),
-        )
-    }
+_TABLE = (
+    _format("F32", 1, 0, 0, "codes 4"),
+    _format("F16", 1, 0, 0, "codes 2"),
+    _format("BF16", 1, 0, 0, "codes 2"),
+    _format("Q4_0", 32, 32, 4, "d 2, codes 16", offset=8),
+    _format("Q4_1", 32, 32, 4, "d 2, min 2, codes 16"),
+    _format("Q5_0", 32, 32, 5, "d 2, high 4, codes 16", offset=16),
+    _format("Q5_1", 32, 32, 5, "d 2, min 2, high 4, codes 16"),
+    _format("Q8_0", 32, 32, 8, "d 2, codes 32"),
+    _format("Q2_K", 256, 16, 2, "scales 16, codes 64, d 2, dmin 2", sub_scale_bits=4),
+    _format("Q3_K", 256, 16, 3, "high 32, codes 64, scales 12, d 2", offset=4, sub_scale_bits=6),
+    _format("Q4_K", 256, 32, 4, "d 2, dmin 2, scales 12, codes 128", sub_scale_bits=6),
+    _format("Q5_K", 256, 32, 5, "d 2, dmin 2, scales 12, high 32, codes 128", sub_scale_bits=6),
+    _format("Q6_K", 256, 16, 6, "codes 128, high 64, scales 16, d 2", offset=32, sub_scale_bits=8),
+    _format("IQ4_NL", 32, 32, 4, "d 2, codes 16", table=IQ4_TABLE),
+    _format(
+        "IQ4_XS", 256, 32, 4, "d 2, scales_high 2, scales 4, codes 128", table=IQ4_TABLE, sub_scale_bits=6
+    ),
+    _format("MXFP4", 32, 32, 4, "d 1, codes 16", table=MXFP4_TABLE),
 )
+FORMATS: Mapping[str, BlockFormat] = MappingProxyType({fmt.name: fmt for fmt in _TABLE})
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@
 
 The only rounding of the inputs is that of the activations. The order of the sum follows from the weight's shape alone;
 a backend may use another such order, which differs by fp32 rounding only.
-
-Does not know: packed layouts, threads, devices' kernels.
 """
 
 import torch

@@ -6,7 +6,6 @@ kernels.backend.Backend.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,30 +13,10 @@ from torch import Tensor
 from quengine.kernels import cpu
 from quengine.kernels.backend import Activation, AttentionSpec, Hidden, KVLayer
 from quengine.kernels.block_formats import dequantize
-from quengine.kernels.cpu.step import Buffers, Step, StepRecorder
+from quengine.kernels.cpu.step import Buffers, CpuWeight, Step, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.glu import glu
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
-
-
-@dataclass(frozen=True)
-class CpuWeight:
-    """Matrices on one input, each where it lies in the file."""
-
-    parts: tuple[QuantTensor, ...]
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def cols(self) -> int:
-        return self.parts[0].cols
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
 
 class CpuBackend:
@@ -85,11 +64,9 @@ class CpuBackend:
 
     def embed(self, batch: ForwardBatch, weight: CpuWeight, scale: float = 1.0) -> Hidden:
         if self._recorder is not None:
-            assert scale == 1.0
-            return self._recorder.embed(weight, batch.token_ids)
+            return self._recorder.embed(weight, batch.token_ids, scale)
         (part,) = weight.parts
-        x = cpu.embed(part, batch.token_ids)
-        return x if scale == 1.0 else x.mul_(scale)
+        return cpu.embed(part, batch.token_ids, scale)
 
     def norm_linear(
         self,
@@ -100,8 +77,7 @@ class CpuBackend:
         bias: Tensor | None = None,
     ) -> Hidden:
         if self._recorder is not None:
-            assert norm is not None
-            return self._recorder.norm_linear(x, norm.weight, norm.eps, weight, bias)
+            return self._recorder.norm_linear(x, norm, weight, bias)
         addend = None if bias is None else bias.unsqueeze(0)
         return _linear(batch, _normed(x, norm), weight, addend)
 
@@ -114,10 +90,8 @@ class CpuBackend:
         activation: Activation = "silu",
     ) -> Hidden:
         if self._recorder is not None:
-            assert norm is not None and activation == "silu"
-            return self._recorder.norm_swiglu(x, norm.weight, norm.eps, gate_up)
-        y = _linear(batch, _normed(x, norm), gate_up)
-        return cpu.swiglu(y) if activation == "silu" else glu(y, activation)
+            return self._recorder.norm_glu(x, norm, gate_up, activation)
+        return cpu.glu(_linear(batch, _normed(x, norm), gate_up), activation)
 
     def linear_add(
         self,
@@ -129,8 +103,7 @@ class CpuBackend:
         post_norm: RMSNorm | None = None,
     ) -> Hidden:
         if self._recorder is not None:
-            assert post_norm is None
-            return self._recorder.linear_add(x, weight, residual)
+            return self._recorder.linear_add(x, weight, residual, post_norm)
         # Last, not first: a residual stream may hold values beside which the products' own sums would lose their bits.
         return _normed(_linear(batch, x, weight), post_norm).add_(residual)
 
@@ -139,14 +112,14 @@ class CpuBackend:
             return self._recorder.attention(qkv, spec, layer, batch)
         q = cpu.rope_store(qkv, spec, layer, batch)
         if batch.phase == "decode":
-            mixed = cpu.batch_attention(q, layer, batch, spec.scale, spec.window, spec.cache_group)
+            out = cpu.batch_attention(q, layer, batch, spec.scale, spec.window, spec.cache_group)
         else:
             chunks = [
                 cpu.prefill_attention(q[rows], layer, start, spec.scale, spec.window, table)
                 for rows, start, table in batch.chunks(spec.cache_group)
             ]
-            mixed = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        return mixed.reshape(len(q), -1)
+            out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+        return out.reshape(len(q), -1)
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]
@@ -156,9 +129,9 @@ class CpuBackend:
 
     def logits(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: CpuWeight) -> Tensor:
         if self._recorder is not None:
-            return self._recorder.logits(x, norm.weight, norm.eps, weight)
+            return self._recorder.logits(x, norm, weight)
         x = _normed(x, norm)
-        # A row that goes on alone is multiplied as a decode step's is: the logits that a sequence's text follows from.
+        # A single last row is multiplied as a decode step's is.
         decodes = len(x) == 1 or batch.phase == "decode"
         return cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
 

@@ -5,32 +5,31 @@
 five stages (stage.py), between which the threads meet:
 QKV | attention | output projection | gate and up | down. Norms, rotation, rounding and residuals are parts of them;
 what is too much for one thread when rows are several has stages of its own.
-
-Does not know: what a model is, or who asks for the operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
 from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
-from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, round_launch, task_rows
-from quengine.kernels.cpu.gemv.records import record_bytes
+from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
+from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.ops.add import add_launch
+from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
-from quengine.kernels.cpu.ops.rope_store import rope_store_launch
-from quengine.kernels.cpu.ops.swiglu import swiglu_launch
+from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Launch, Program, get_threads
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
 
 # A stage has so many tasks for each thread, where a matrix has the rows, so that threads end close together.
 _SHARES = 4
@@ -40,16 +39,28 @@ Buffers: TypeAlias = dict[tuple[str, int], Tensor]
 """By what they are for and their width."""
 
 
-class Parts(Protocol):
-    """Matrices applied to one input, side by side."""
+@dataclass(frozen=True)
+class CpuWeight:
+    """Matrices on one input, each where it lies in the file."""
+
+    parts: tuple[QuantTensor, ...]
 
     @property
-    def parts(self) -> tuple[QuantTensor, ...]: ...
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def cols(self) -> int:
+        return self.parts[0].cols
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass
 class Rows:
-    """Activations while a step is recorded: where they will lie, and the stage that writes them.
+    """Activations while a step is compiled: where they will lie, and the stage that writes them.
 
     values: fp32 [B, K]. records: the same rounded, where the stage rounds them as it goes.
     """
@@ -98,20 +109,20 @@ class StepRecorder:
         self.tables = torch.zeros(self.groups, self.rows, self.blocks, dtype=torch.int64)
         self.batch = ForwardBatch("decode", self.tokens, self.positions, self.tables)
 
-    def embed(self, weight: Parts, ids: Tensor) -> Rows:
+    def embed(self, weight: CpuWeight, ids: Tensor, scale: float) -> Rows:
         assert ids is self.tokens
         (part,) = weight.parts
         self.vocabulary = part.rows
         out = self._fp32("hidden 0", part.cols)
-        return Rows(out, self._stage([embed_launch(part, ids, out)]))
+        return Rows(out, self._stage([embed_launch(part, ids, out, scale)]))
 
-    def norm_linear(self, x: Rows, norm: Tensor, eps: float, weight: Parts, bias: Tensor | None) -> Rows:
-        source = self._normed(x, norm, eps)
-        y = self._fp32("linear", _rows(weight))
+    def norm_linear(self, x: Rows, norm: RMSNorm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
+        source = self._normed(x, norm)
+        y = self._fp32("linear", weight.rows)
         return Rows(y, self._matvecs(source, weight, y, bias))
 
-    def norm_swiglu(self, x: Rows, norm: Tensor, eps: float, gate_up: Parts) -> Rows:
-        source = self._normed(x, norm, eps)
+    def norm_glu(self, x: Rows, norm: RMSNorm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
+        source = self._normed(x, norm)
         gate, up = gate_up.parts
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
         records = None if gate.rows % 32 else self._records("gated", gate.rows)
@@ -121,39 +132,50 @@ class StepRecorder:
             [
                 matvec_launch(self._input(source, gate), gate, between, 0, step=step),
                 matvec_launch(self._input(source, up), up, between, gate.rows, step=step),
-                swiglu_launch(between, out, records, step),
+                glu_launch(between, out, records, step, activation),
             ]
         )
         return Rows(out, stage, records)
 
-    def linear_add(self, x: Rows, weight: Parts, residual: Rows) -> Rows:
-        y = self._fp32("hidden 0", _rows(weight))
+    def linear_add(self, x: Rows, weight: CpuWeight, residual: Rows, post_norm: RMSNorm | None) -> Rows:
+        y = self._fp32("hidden 0", weight.rows)
         if y.data_ptr() == residual.values.data_ptr():
-            y = self._fp32("hidden 1", _rows(weight))
-        return Rows(y, self._matvecs(x, weight, y, residual.values))
+            y = self._fp32("hidden 1", weight.rows)
+        if post_norm is None:
+            return Rows(y, self._matvecs(x, weight, y, residual.values))
+        product = self._fp32("product", weight.rows)
+        stage = self._matvecs(x, weight, product, None)
+        stage = self._after(stage, rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
+        # As one long row, so that a task is a row.
+        flat = y.view(1, -1)
+        add = add_launch(flat, residual.values.view(1, -1), 0, flat.shape[1], y.shape[1])
+        return Rows(y, self._after(stage, add))
 
     def attention(self, qkv: Rows, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Rows:
         assert batch is self.batch
-        self.context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
+        context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
+        self.context = min(context, self.context or context)
         queries = qkv.values[:, : spec.heads * spec.head_dim].view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
         slots, tables = self.slots[spec.cache_group], self.tables[spec.cache_group]
-        self._behind(qkv.stage, rope_store_launch(qkv.values, spec, layer, self.positions, slots))
-        seen = (self.context, spec.window, spec.cache_group)
+        stage = qkv.stage
+        for launch in rope_store_launches(qkv.values, spec, layer, self.positions, slots):
+            stage = self._after(stage, launch)
+        seen = (context, spec.window, spec.cache_group)
         visible = self._visible.get(seen)
         if visible is None:
-            visible = self._visible[seen] = Visible(min(self.context, spec.window or self.context), tables)
+            visible = self._visible[seen] = Visible(min(context, spec.window or context), tables)
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
-        out = self._fp32("mixed", spec.heads * spec.head_dim)
-        stretches, join = attention_launches(queries, layer, visible, spec.scale, out, parts)
-        stage = self._stage([stretches])
+        out = self._fp32("attended", spec.heads * spec.head_dim)
+        splits, combine = attention_launches(queries, layer, visible, spec.scale, out, parts)
+        stage = self._stage([splits])
         self.attentions.append(_Attention(stage, spec.kv_heads, spec.window, visible))
-        return Rows(out, self._behind(stage, join))
+        return Rows(out, self._after(stage, combine))
 
-    def logits(self, x: Rows, norm: Tensor, eps: float, weight: Parts) -> Tensor:
-        y = self._fp32("logits", _rows(weight))
-        self._matvecs(self._normed(x, norm, eps), weight, y, None)
+    def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
+        y = self._fp32("logits", weight.rows)
+        self._matvecs(self._normed(x, norm), weight, y, None)
         return y
 
     def finish(self, logits: Tensor) -> Step:
@@ -164,9 +186,9 @@ class StepRecorder:
         self.stages.append(Stage(list(parts)))
         return self.stages[-1]
 
-    def _matvecs(self, x: Rows, weight: Parts, y: Tensor, addend: Tensor | None) -> Stage:
+    def _matvecs(self, x: Rows, weight: CpuWeight, y: Tensor, addend: Tensor | None) -> Stage:
         parts, column = [], 0
-        fair = _fair_rows(_rows(weight))
+        fair = _fair_rows(weight.rows)
         for w in weight.parts:
             step = min(task_rows(w), fair)
             part = [matvec_launch(self._input(x, w), w, y, column, step=step)]
@@ -176,9 +198,11 @@ class StepRecorder:
             column += w.rows
         return self._stage(*parts)
 
-    def _normed(self, x: Rows, norm: Tensor, eps: float) -> Rows:
+    def _normed(self, x: Rows, norm: RMSNorm | None) -> Rows:
+        if norm is None:
+            return Rows(x.values, x.stage)
         out = self._fp32("normed", x.values.shape[1])
-        return Rows(out, self._behind(x.stage, rms_norm_launch(x.values, norm, eps, out)))
+        return Rows(out, self._after(x.stage, rms_norm_launch(x.values, norm.weight, norm.eps, out)))
 
     def _input(self, x: Rows, w: QuantTensor) -> Tensor:
         """What a matvec with w reads: x itself, or x rounded, once, behind the stage that makes it."""
@@ -188,10 +212,10 @@ class StepRecorder:
             return x.values
         if x.records is None:
             x.records = self._records("input", w.cols)
-            x.stage = self._behind(x.stage, round_launch(x.values, x.records))
+            x.stage = self._after(x.stage, quantize_launch(x.values, x.records))
         return x.records
 
-    def _behind(self, stage: Stage, launch: Launch) -> Stage:
+    def _after(self, stage: Stage, launch: Launch) -> Stage:
         """Add a kernel that needs all of a stage, the newest one: the stage that then makes the result.
 
         For one row it is run by the thread that ends the stage. For several there is a stage of their own, in which
@@ -213,7 +237,7 @@ class StepRecorder:
         return self._buffer(role, width, torch.float32)
 
     def _records(self, role: str, width: int) -> Tensor:
-        return self._buffer(f"{role} rounded", record_bytes(width), torch.uint8)
+        return self._buffer(f"{role} rounded", quantized_row_bytes(width), torch.uint8)
 
     def _buffer(self, role: str, width: int, dtype: torch.dtype) -> Tensor:
         """[rows, width], in memory that has room for a power of two of rows."""
@@ -227,10 +251,6 @@ class StepRecorder:
 def _fair_rows(rows: int) -> int:
     """Rows of a task, an even number, of which there are _SHARES tasks a thread."""
     return -(-rows // (2 * _SHARES * get_threads())) * 2
-
-
-def _rows(weight: Parts) -> int:
-    return sum(part.rows for part in weight.parts)
 
 
 class Step:
@@ -279,12 +299,12 @@ class Step:
 
     def _run(self, lengths: list[int]) -> Tensor:
         for visible, attentions in self._alike.items():
-            window, stretches = attentions[0][0].window, visible.stretches
+            window, splits = attentions[0][0].window, visible.splits
             visible.set(lengths, window)
-            if visible.stretches == stretches:
+            if visible.splits == splits:
                 continue
             for attention, number in attentions:
-                tasks = attention.kv_heads * visible.stretches
+                tasks = attention.kv_heads * visible.splits
                 attention.stage.set_tasks(tasks)
                 self._program.set_tasks(number, tasks)
         self._program.run()

@@ -4,21 +4,22 @@ A task is some query rows of one key/value head: a row is one query head of one 
 next to each other. It goes over the visible positions in blocks of `DEPTH`, which begin at multiples of `DEPTH`
 whatever the first query is; keys and values become panels that are multiplied as weights are (tiles.py), and a
 running softmax joins the blocks (Milakov and Gimelshein 2018; Dao et al. 2022). A row's result depends on its position
-and the cache alone: not on what else is computed with it, on the number of threads, or on where in the cache the
-positions lie: in a row each, or in blocks that a table names.
-
-Does not know: RoPE, how the cache is written, layers.
+and the cache alone: not on what else is computed with it, on the number of threads, or on where in the cache its
+blocks lie.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quengine.errors import CannotRunError
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu.attention.attention import check_types, strides
+from quengine.kernels.cpu.attention.attention import CacheArguments, check_types
 from quengine.kernels.cpu.gemm.tiles import DEPTH
+from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import (
     block_kernel,
     key_panel_kernel,
@@ -28,63 +29,123 @@ from quengine.kernels.cpu.runtime.kernel_table import (
     value_panel_kernel,
 )
 from quengine.kernels.cpu.runtime.target import host_tile
-from quengine.kernels.cpu.runtime.threads import Launch, fp32_bits, run
+from quengine.kernels.cpu.runtime.threads import Launch, run
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
 
 TILES = 8  # of query rows in a task
 
 
+@dataclass
+class PrefillArguments(Arguments):
+    """fp32 queries [tokens, heads, width] and output: addresses, bytes from token to token and from head to head.
+
+    group: query heads per key/value head; head_tasks: tasks of a key/value head; start: position of the first token;
+    window: positions that a token sees at most; table: int64. The last fields are the kernels that a task calls.
+    """
+
+    q: int
+    q_stride: int
+    q_head_stride: int
+    out: int
+    out_stride: int
+    out_head_stride: int
+    tokens: int
+    group: int
+    width: int
+    head_tasks: int
+    start: int
+    window: int
+    scale: Fp32
+    k: CacheArguments
+    v: CacheArguments
+    table: int
+    scores_kernel: int
+    softmax_kernel: int
+    sums_kernel: int
+    key_panel_kernel: int
+    value_panel_kernel: int
+
+
+@dataclass
+class CachePanelArguments(Arguments):
+    """Keys or values at adjacent rows of the cache as a panel; of keys the last position is repeated."""
+
+    rows: int
+    row_stride: int
+    scales: int
+    scale_row_stride: int
+    positions: int
+    width: int
+    panel: int
+
+
+@dataclass
+class WorkArguments(Arguments):
+    """What the kernels of a task share: query rows first_row .. of a key/value head, and positions from `first` on.
+
+    queries, scores, sums: fp32 [rows, DEPTH]; state: the running softmax [rows, 2]; panel, and its kernel's arguments.
+    """
+
+    call: int
+    head: int
+    first_row: int
+    rows: int
+    first: int
+    positions: int
+    queries: int
+    scores: int
+    sums: int
+    state: int
+    panel: int
+    panel_arguments: int
+
+
 def prefill_attention(
-    q: Tensor,
-    layer: KVLayer,
-    start: int,
-    scale: float,
-    window: int | None = None,
-    block_table: Tensor | None = None,
+    q: Tensor, layer: KVLayer, start: int, scale: float, window: int | None, block_table: Tensor
 ) -> Tensor:
     """softmax(scale * q k^T) v of the tokens at positions start .. start + T - 1, each over those up to its own.
 
     q: fp32 [T, H, hd], strides any but the last; with a window each token sees that many positions at most; the blocks
-    of a table (int [blocks]) are in the cache. fp32 [T, H, hd]. Raises ValueError for shapes or types that do not fit,
-    CannotRunError for heads of more than DEPTH.
+    of the table (int [blocks]) are in the cache. fp32 [T, H, hd]. Raises ValueError for shapes or types that do not
+    fit, CannotRunError for heads of more than DEPTH.
     """
+    tokens, heads, width = q.shape
+    kv_heads = layer.k.shape[1]
+    table = block_table.long().contiguous()
+    _check(q, layer, start, table.shape[0] * BLOCK_SIZE)
+    cache_type: CacheType = "f16" if layer.k_scale is None else "q8_0"
     out = torch.empty(q.shape)
-    run([prefill_attention_launch(q, layer, start, scale, window, out, block_table)])
+    arguments = PrefillArguments(
+        *(q.data_ptr(), 4 * q.stride(0), 4 * q.stride(1)),
+        *(out.data_ptr(), 4 * out.stride(0), 4 * out.stride(1)),
+        tokens=tokens,
+        group=heads // kv_heads,
+        width=width,
+        head_tasks=-(-tokens * (heads // kv_heads) // (TILES * host_tile().rows)),
+        start=start,
+        window=window or start + tokens,
+        scale=scale,
+        k=CacheArguments.of(layer.k, layer.k_scale),
+        v=CacheArguments.of(layer.v, layer.v_scale),
+        table=table.data_ptr(),
+        scores_kernel=scores_kernel(),
+        softmax_kernel=softmax_kernel(),
+        sums_kernel=sums_kernel(),
+        key_panel_kernel=key_panel_kernel(cache_type),
+        value_panel_kernel=value_panel_kernel(cache_type),
+    )
+    run([Launch(block_kernel(), arguments, kv_heads * arguments.head_tasks, keep=(q, layer, out, table))])
     return out
 
 
-def prefill_attention_launch(
-    q: Tensor,
-    layer: KVLayer,
-    start: int,
-    scale: float,
-    window: int | None,
-    out: Tensor,
-    block_table: Tensor | None = None,
-) -> Launch:
-    """The kernel of `prefill_attention`; out is contiguous fp32 [T, H, hd]."""
+def _check(q: Tensor, layer: KVLayer, start: int, context: int) -> None:
     tokens, heads, width = q.shape
-    ctx, kv_heads = layer.k.shape[:2]
-    table = None if block_table is None else block_table.long()
-    ctx = ctx if table is None else table.shape[0] * BLOCK_SIZE
     check_types(layer)
     if width > DEPTH:
         raise CannotRunError(f"attention heads of {width} are not supported on the CPU, only up to {DEPTH}")
-    if layer.k.shape[2] != width or heads % kv_heads:
+    if layer.k.shape[2] != width or heads % layer.k.shape[1]:
         raise ValueError(f"{heads} query heads of {width} do not fit a cache {list(layer.k.shape)}")
     if q.dtype != torch.float32 or q.stride(2) != 1 or any(t.stride(2) != 1 for t in layer.tensors):
         raise ValueError(f"queries are fp32 with adjacent elements, not {q.dtype} of stride {q.stride()}")
-    if not 0 <= start < start + tokens <= ctx:
-        raise ValueError(f"positions {start} to {start + tokens - 1} are not in a cache of {ctx}")
-    cache_type: CacheType = "f16" if layer.k_scale is None else "q8_0"
-    scales = (t if t is not None else layer.k for t in (layer.k_scale, layer.v_scale))
-    tasks_a_head = -(-tokens * (heads // kv_heads) // (TILES * host_tile().rows))
-    parameters = (
-        *(q.data_ptr(), 4 * q.stride(0), 4 * q.stride(1), tokens, heads // kv_heads, width, tasks_a_head),
-        *(start, window or ctx, fp32_bits(scale), out.data_ptr(), 4 * out.stride(0), 4 * out.stride(1)),
-        *(number for held in (layer.k, layer.v, *scales) for number in strides(held)),
-        *(scores_kernel(), softmax_kernel(), sums_kernel()),
-        *(key_panel_kernel(cache_type), value_panel_kernel(cache_type)),
-        0 if table is None else table.data_ptr(),
-    )
-    return Launch(block_kernel(), parameters, kv_heads * tasks_a_head, keep=(q, layer, out, table))
+    if not 0 <= start < start + tokens <= context:
+        raise ValueError(f"positions {start} to {start + tokens - 1} are not in a cache of {context}")

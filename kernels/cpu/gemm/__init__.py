@@ -1,1 +1,1 @@
-"""Matrices times the rows of a prompt: fp32 tiles, AMX, 16-bit integers."""
+"""Matrices times the rows of a prompt: fp32 tiles, AMX, int16."""

@@ -1,12 +1,10 @@
-"""Matmul of many activation rows ("prefill") on weights as stored: in fp32, on 16-bit integers or on matrix tiles.
+"""Matmul of many activation rows ("prefill") on weights as stored: in fp32, on int16 or on AMX.
 
 Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. An element
 of the result is the sum over the inner dimension in order, in one accumulator: it depends on its two rows alone, not
-on the other rows or the number of threads. Matrix tiles, where there are any, take an fp32 as two bf16
-(matrix_tiles.py); K-quants without them are multiplied as integers where the processor adds up their products
-(word_tiles.py).
-
-Does not know: the model, what is multiplied.
+on the other rows or the number of threads. AMX, where there is any, takes an fp32 as two bf16
+(amx.py); K-quants without them are multiplied as integers where the processor adds up their products
+(vnni.py).
 """
 
 from __future__ import annotations
@@ -17,29 +15,27 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quengine.kernels.cpu.gemm import word_tiles
-from quengine.kernels.cpu.gemm.matrix_tiles import BLOCK, MOST_BLOCKS, MOST_ROWS, matrix_unit
-from quengine.kernels.cpu.gemm.tiles import DEPTH
-from quengine.kernels.cpu.gemm.word_tiles import takes_words
+from quengine.kernels.cpu.gemm import vnni
+from quengine.kernels.cpu.gemm.amx import BLOCK, MOST_BLOCKS, MOST_ROWS, has_amx
+from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments, PackArguments
+from quengine.kernels.cpu.gemm.vnni import uses_vnni
 from quengine.kernels.cpu.runtime.kernel_table import (
-    matrix_matmul_kernel,
-    matrix_pack_kernel,
+    amx_matmul_kernel,
+    amx_pack_kernel,
+    amx_panel_kernel,
     pack_kernel,
     panel_kernel,
     tile_matmul_kernel,
-    weight_tiles_kernel,
-    word_matmul_kernel,
-    word_pack_kernel,
-    word_panel_kernel,
+    vnni_matmul_kernel,
+    vnni_pack_kernel,
+    vnni_panel_kernel,
 )
 from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.quant_tensor import QuantTensor
 
 _Placed = tuple[int, QuantTensor]  # the first of its columns, and a weight
-_Product = tuple[
-    int, tuple[int, ...], int
-]  # the kernel that multiplies, its parameters after the operands, its tasks
+_Product = tuple[int, int, int, int]  # kernels that multiply and that make panels, strips of a task, tasks
 _TASKS = 4  # a thread should get of a weight, before tasks become longer
 
 
@@ -54,11 +50,11 @@ def tile_matmul_launches(
     words: list[_Placed] = []
     others: list[_Placed] = []
     for column, w in zip(accumulate((w.rows for w in parts), initial=0), parts, strict=False):
-        (words if takes_words(w) and not matrix_unit() else others).append((column, w))
+        (words if uses_vnni(w) and not has_amx() else others).append((column, w))
     launches: list[Launch] = []
     for placed, make, most in (
-        (words, _word_launches, word_tiles.MOST_ROWS),
-        (others, _launches, MOST_ROWS if matrix_unit() else max(1, x.shape[0])),
+        (words, _vnni_launches, vnni.MOST_ROWS),
+        (others, _launches, MOST_ROWS if has_amx() else max(1, x.shape[0])),
     ):
         for first in range(0, x.shape[0] if placed else 0, most):
             rows = slice(first, first + most)
@@ -67,22 +63,22 @@ def tile_matmul_launches(
 
 
 def _launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
-    """As `tile_matmul_launches`, of so many rows as a launch takes, in fp32 or on matrix tiles."""
-    rows, block = x.shape[0], BLOCK if matrix_unit() else host_tile().rows
+    """As `tile_matmul_launches`, of so many rows as a launch takes, in fp32 or on AMX."""
+    rows, block = x.shape[0], BLOCK if has_amx() else host_tile().rows
     blocks, panels = -(-rows // block), -(-x.shape[1] // DEPTH)
     packed = torch.empty(panels, blocks, block, DEPTH)
-    packing = (matrix_pack_kernel(), panels * blocks) if matrix_unit() else (pack_kernel(), blocks)
-    product = _matrix_product if matrix_unit() else _product
+    packing = (amx_pack_kernel(), panels * blocks) if has_amx() else (pack_kernel(), blocks)
+    product = _amx_product if has_amx() else _product
     return _packed_and_multiplied(x, packed, packing, blocks, placed, product, y, addend)
 
 
-def _word_launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
-    """The same on 16-bit integers."""
-    (rows, cols), block = x.shape, word_tiles.TILE.rows
+def _vnni_launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
+    """The same on int16."""
+    (rows, cols), block = x.shape, vnni.TILE.rows
     blocks = -(-rows // block)
-    packed = torch.empty(cols // DEPTH, blocks, block, word_tiles.ROW_BYTES, dtype=torch.uint8)
-    packing = (word_pack_kernel(), blocks)
-    return _packed_and_multiplied(x, packed, packing, blocks, placed, _word_product, y, addend)
+    packed = torch.empty(cols // DEPTH, blocks, block, vnni.ROW_BYTES, dtype=torch.uint8)
+    packing = (vnni_pack_kernel(), blocks)
+    return _packed_and_multiplied(x, packed, packing, blocks, placed, _vnni_product, y, addend)
 
 
 def _packed_and_multiplied(
@@ -96,42 +92,44 @@ def _packed_and_multiplied(
     addend: Tensor,
 ) -> list[Launch]:
     """The launch that packs x, by a kernel in so many tasks (`packing`), and one for each weight."""
-    pack = (x.data_ptr(), 4 * x.stride(0), *x.shape, packed.data_ptr(), blocks)
+    pack = PackArguments(x.data_ptr(), 4 * x.stride(0), x.shape[0], x.shape[1], packed.data_ptr(), blocks)
     launches = [Launch(packing[0], pack, packing[1], keep=(x, packed))]
     stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
     for number, (column, w) in enumerate(placed):
-        kernel, parameters, tasks = product(w, blocks)
-        operands = (
+        kernel, panel, task_strips, tasks = product(w, blocks)
+        arguments = MatmulArguments(
             *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), x.shape[0]),
             *(addend.data_ptr() + 4 * column, stride, y.data_ptr() + 4 * column, 4 * y.stride(0)),
+            panel_kernel=panel,
+            block_weights=w.format.block,
+            block_bytes=w.format.nbytes,
+            task_strips=task_strips,
         )
-        launches.append(Launch(kernel, operands + parameters, tasks, number == 0, (w, packed, y, addend)))
+        launches.append(Launch(kernel, arguments, tasks, number == 0, (w, packed, y, addend)))
     return launches
 
 
 def _product(w: QuantTensor, blocks: int) -> _Product:
     """In fp32, of so many blocks of activation rows."""
     del blocks
-    parameters = (panel_kernel(w.format.name), w.format.block, w.format.nbytes)
-    return tile_matmul_kernel(), parameters, -(-w.rows // host_tile().columns)
+    return tile_matmul_kernel(), panel_kernel(w.format.name), 1, -(-w.rows // host_tile().columns)
 
 
-def _matrix_product(w: QuantTensor, blocks: int) -> _Product:
-    """On matrix tiles. The strips of one task share activations in the cache."""
+def _amx_product(w: QuantTensor, blocks: int) -> _Product:
+    """On AMX. The strips of one task share activations in the cache."""
     strips = -(-w.rows // BLOCK)
     of_task = max(1, min(MOST_BLOCKS // blocks, strips // (_TASKS * get_threads())))
-    parameters = (weight_tiles_kernel(w.format.name), w.format.block, w.format.nbytes, of_task)
-    return matrix_matmul_kernel(), parameters, -(-strips // of_task)
+    return amx_matmul_kernel(), amx_panel_kernel(w.format.name), of_task, -(-strips // of_task)
 
 
-def _word_product(w: QuantTensor, blocks: int) -> _Product:
-    """On 16-bit integers."""
-    tile = word_tiles.TILE
+def _vnni_product(w: QuantTensor, blocks: int) -> _Product:
+    """On int16."""
+    tile = vnni.TILE
     strips = -(-w.rows // tile.columns)
-    most = min(word_tiles.MOST_STRIPS, word_tiles.MOST_SUMS // (blocks * tile.rows * tile.columns))
+    most = min(vnni.MOST_STRIPS, vnni.MOST_SUMS // (blocks * tile.rows * tile.columns))
     of_task = _strips_of_task(strips, most, get_threads())
-    parameters = (word_panel_kernel(w.format.name), of_task)
-    return word_matmul_kernel(w.format.name), parameters, -(-strips // of_task)
+    panel = vnni_panel_kernel(w.format.name)
+    return vnni_matmul_kernel(w.format.name), panel, of_task, -(-strips // of_task)
 
 
 def _strips_of_task(strips: int, most: int, threads: int) -> int:

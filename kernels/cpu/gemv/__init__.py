@@ -1,1 +1,1 @@
-"""Matrices times single rows of rounded activations."""
+"""Matrices times single rows of quantized activations."""

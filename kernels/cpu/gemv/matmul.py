@@ -4,47 +4,84 @@ The newest tokens of some sequences ("decode"): q-dot. The activations are round
 read block by block where they lie, usually in the mapped file. A result depends on its activation row and weight row
 alone: not on the number of threads or on what else is in the batch. Several rows share the unpacking of a weight.
 
-The tokens of a prompt ("prefill") are multiplied in fp32 or on matrix tiles, see tile_matmul.py.
-
-Does not know: the model, the cache, what is multiplied.
+The tokens of a prompt ("prefill") are multiplied in fp32 or on AMX, see tile_matmul.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.gemm.tile_matmul import tile_matmul_launches
-from quengine.kernels.cpu.gemv.records import record_bytes
+from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
+from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import (
     dequantize_kernel,
     float_matvec_kernel,
     matvec_kernel,
-    round_kernel,
+    quantize_kernel,
 )
 from quengine.kernels.cpu.runtime.threads import Launch, run
 from quengine.kernels.quant_tensor import QuantTensor
 
-DECODE_ROWS = 8
-# Of weights in one task of a matvec. Each begins with misses, as nobody has asked ahead for its first rows.
+
+@dataclass
+class QuantizeArguments(Arguments):
+    """fp32 rows x and what they are quantized into."""
+
+    x: int
+    x_stride: int
+    cols: int
+    records: int
+    record_stride: int
+
+
+@dataclass
+class MatvecArguments(Arguments):
+    """Weight rows times activations.
+
+    length: blocks of a row, or columns of a float weight. x: quantized activations, or fp32 for a float weight; last_x:
+    the number of the last row of them. y: fp32; y_stride: from one row of x to the next.
+    """
+
+    weights: int
+    row_bytes: int
+    rows: int
+    task_rows: int
+    length: int
+    x: int
+    x_stride: int
+    last_x: int
+    y: int
+    y_stride: int
+
+
+@dataclass
+class DequantizeArguments(Arguments):
+    """rows: numbers of weight rows, int64; out: fp32."""
+
+    weights: int
+    row_bytes: int
+    blocks: int
+    rows: int
+    out: int
+    out_stride: int
+    scale: Fp32
+
+
+# Of weights in one task of a matvec. Each begins with misses, as its first rows have not been prefetched.
 _TASK_BYTES = 512 << 10
 
 
-def linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
-    """x [T, K] fp32 times weights [N_i, K], transposed, side by side: fp32 [T, sum of N_i].
-
-    T <= DECODE_ROWS runs q-dot (F32, F16 and BF16 weights: fp32 products), more rows are `prompt_linear`. Raises
-    ValueError when a weight's width is not K.
-    """
-    if x.shape[0] > DECODE_ROWS:
-        return prompt_linear(x, parts)
-    return decode_linear(x, parts)
-
-
 def decode_linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
-    """As `linear`, with q-dot however many rows there are: each has the bits that it has alone."""
+    """x [T, K] fp32 times weights [N_i, K], transposed, side by side, by q-dot: fp32 [T, sum of N_i].
+
+    F32, F16 and BF16 weights have fp32 products. A row has the bits that it has alone. Raises ValueError when a
+    weight's width is not K.
+    """
     _check_width(x, parts)
     y = torch.empty(x.shape[0], sum(w.rows for w in parts))
     run(linear_launches(x.contiguous(), parts, y))
@@ -52,7 +89,7 @@ def decode_linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
 
 
 def prompt_linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None = None) -> Tensor:
-    """As `linear`, plus an addend [T, sum of N_i] or [1, sum of N_i], in fp32, however few rows there are.
+    """As `decode_linear`, plus an addend [T, sum of N_i] or [1, sum of N_i], in fp32, however few rows there are.
 
     A row's result is the same to the last bit whatever other rows are computed with it.
     """
@@ -63,14 +100,14 @@ def prompt_linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None
 
 
 def linear_launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor) -> list[Launch]:
-    """The kernels of `linear` in decode, for any number of rows and a list that does more than one thing.
+    """The kernels of `decode_linear`, for a list that does more than one thing.
 
     x fp32 [T, K] and y fp32 [T, sum of N_i] are contiguous; x may be written by an earlier kernel of the list.
     """
     launches, records = [], None
     if any(w.format.is_quantized for w in parts):
-        records = torch.empty(x.shape[0], record_bytes(x.shape[1]), dtype=torch.uint8)
-        launches.append(round_launch(x, records))
+        records = torch.empty(x.shape[0], quantized_row_bytes(x.shape[1]), dtype=torch.uint8)
+        launches.append(quantize_launch(x, records))
     column = 0
     for w in parts:
         source = records if records is not None and w.format.is_quantized else x
@@ -79,10 +116,16 @@ def linear_launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor) -> list[
     return launches
 
 
-def round_launch(x: Tensor, records: Tensor) -> Launch:
-    """The kernel that rounds x fp32 [T, K] into activation records, uint8 [T, record_bytes(K)]."""
-    parameters = (x.data_ptr(), 4 * x.stride(0), x.shape[1], records.data_ptr(), records.stride(0))
-    return Launch(round_kernel(), parameters, x.shape[0], keep=(x, records))
+def quantize_launch(x: Tensor, records: Tensor) -> Launch:
+    """The kernel that rounds x fp32 [T, K] into quantized activations, uint8 [T, quantized_row_bytes(K)]."""
+    arguments = QuantizeArguments(
+        x=x.data_ptr(),
+        x_stride=4 * x.stride(0),
+        cols=x.shape[1],
+        records=records.data_ptr(),
+        record_stride=records.stride(0),
+    )
+    return Launch(quantize_kernel(), arguments, x.shape[0], keep=(x, records))
 
 
 def task_rows(w: QuantTensor) -> int:
@@ -99,47 +142,56 @@ def matvec_launch(
     after_previous: bool = True,
     step: int | None = None,
 ) -> Launch:
-    """y[:, column : column + N] from activation records, or for a float weight from x itself.
+    """y[:, column : column + N] from quantized activations, or for a float weight from x itself.
 
     A task is `step` rows, by default `task_rows(w)`.
     """
     count = source.shape[0]
-    row_bytes = w.data.shape[1]
     step = step or task_rows(w)
     if w.format.is_quantized:
         kernel, length = matvec_kernel(w.format.name, count > 1), w.cols // w.format.block
     else:
         kernel, length = float_matvec_kernel(w.format.name), w.cols
-    parameters = (
-        *(w.data.data_ptr(), row_bytes, w.rows, step, length),
-        *(source.data_ptr(), source.stride(0) * source.element_size(), count - 1),
-        *(y.data_ptr() + 4 * column, 4 * y.stride(0)),
+    arguments = MatvecArguments(
+        weights=w.data.data_ptr(),
+        row_bytes=w.data.shape[1],
+        rows=w.rows,
+        task_rows=step,
+        length=length,
+        x=source.data_ptr(),
+        x_stride=source.stride(0) * source.element_size(),
+        last_x=count - 1,
+        y=y.data_ptr() + 4 * column,
+        y_stride=4 * y.stride(0),
     )
-    return Launch(kernel, parameters, -(-w.rows // step), after_previous, (source, w, y))
+    return Launch(kernel, arguments, -(-w.rows // step), after_previous, (source, w, y))
 
 
-def embed(weight: QuantTensor, ids: Tensor) -> Tensor:
-    """Rows `ids` (int64 [T]) of a weight [N, K] as fp32 [T, K]. Raises ValueError for an id outside 0 .. N-1."""
+def embed(weight: QuantTensor, ids: Tensor, scale: float = 1.0) -> Tensor:
+    """Rows `ids` (int64 [T]) of a weight [N, K] as fp32 [T, K], times `scale`.
+
+    Raises ValueError for an id outside 0 .. N-1.
+    """
     if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.rows):
         raise ValueError(f"{weight.name} has rows 0 to {weight.rows - 1}; asked for {ids.tolist()}")
     out = torch.empty(ids.shape[0], weight.cols)
     if ids.numel():
-        run([embed_launch(weight, ids.contiguous(), out)])
+        run([embed_launch(weight, ids.contiguous(), out, scale)])
     return out
 
 
-def embed_launch(w: QuantTensor, rows: Tensor, out: Tensor) -> Launch:
-    """Rows (int64 [T], read when the kernel runs, not checked) of a weight [N, K] as fp32 [T, K]."""
-    blocks = w.cols // w.format.block
-    parameters = (
-        w.data.data_ptr(),
-        w.data.shape[1],
-        blocks,
-        rows.data_ptr(),
-        out.data_ptr(),
-        4 * out.stride(0),
+def embed_launch(w: QuantTensor, rows: Tensor, out: Tensor, scale: float) -> Launch:
+    """Rows (int64 [T], read when the kernel runs, not checked) of a weight [N, K] as fp32 [T, K], times `scale`."""
+    arguments = DequantizeArguments(
+        weights=w.data.data_ptr(),
+        row_bytes=w.data.shape[1],
+        blocks=w.cols // w.format.block,
+        rows=rows.data_ptr(),
+        out=out.data_ptr(),
+        out_stride=4 * out.stride(0),
+        scale=scale,
     )
-    return Launch(dequantize_kernel(w.format.name), parameters, rows.shape[0], keep=(w, rows, out))
+    return Launch(dequantize_kernel(w.format.name), arguments, rows.shape[0], keep=(w, rows, out))
 
 
 def _check_width(x: Tensor, parts: Sequence[QuantTensor]) -> None:

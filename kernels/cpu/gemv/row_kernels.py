@@ -1,14 +1,9 @@
-"""The row kernels: compiled functions over tasks of weight rows, one variant per block format.
-
-Each function here compiles a kernel for the thread team; its docstring lists the parameter slots.
-Addresses and strides are bytes. See kernel_table.py.
-
-Does not know: tensors. matmul.py fills the parameters.
-"""
+"""The row kernels: compiled functions over tasks of weight rows, one variant per block format."""
 
 from __future__ import annotations
 
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cpu.gemv.matmul import DequantizeArguments, MatvecArguments, QuantizeArguments
 from quengine.kernels.cpu.ir.row_dot_ir import (
     INTS_BYTES,
     SUMS_BYTES,
@@ -16,7 +11,14 @@ from quengine.kernels.cpu.ir.row_dot_ir import (
     dot_rows_with_many,
     rows_at_once,
 )
-from quengine.kernels.cpu.ir.row_ir import dequantize_row, dot_float_row, get, round_row, store_f32
+from quengine.kernels.cpu.ir.row_ir import (
+    dequantize_row,
+    dot_float_row,
+    int64_at,
+    quantize_row,
+    scale_row,
+    store_f32,
+)
 from quengine.kernels.cpu.ir.tile_ir import stack_floats
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
@@ -24,84 +26,69 @@ _RECORDS = 16  # multiplied with one row at a time: their sums, and of short row
 
 
 def matvec_kernel(format_name: str, many: bool) -> bytes:
-    """Rows of a quantized weight times one activation record, or `many`. A task is a run of rows.
-
-    0 weights, 1 row bytes, 2 rows, 3 rows per task, 4 blocks per row, 5 records, 6 record stride, 7 number of the
-    last record, 8 y (fp32), 9 y stride from record to record.
-    """
-    variant = format_name
+    """Rows of a quantized weight times one row of quantized activations, or `many`. A task is a run of rows."""
     at_once = rows_at_once(FORMATS[format_name])
     memory_floats = (INTS_BYTES + _RECORDS * SUMS_BYTES) // 4
 
-    def matvec(context: int, task: int) -> None:
-        w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
-        blocks, records, y = get(context, 4), get(context, 5), get(context, 8)
+    def matvec(args: MatvecArguments, task: int) -> None:
+        w, row_bytes, rows, step = args.weights, args.row_bytes, args.rows, args.task_rows
+        blocks, records, y = args.length, args.x, args.y
         end = min(rows, (task + 1) * step)
         for row in range(task * step, end, at_once):
             apart = row_bytes if row + 1 < end else 0
-            dot_rows(variant, w + row * row_bytes, apart, blocks, records, y + 4 * row)
+            dot_rows(format_name, w + row * row_bytes, apart, blocks, records, y + 4 * row)
 
-    def matvec_with_many(context: int, task: int) -> None:
-        w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
-        blocks, stride, last, y_stride = get(context, 4), get(context, 6), get(context, 7), get(context, 9)
+    def matvec_with_many(args: MatvecArguments, task: int) -> None:
+        w, row_bytes, rows, step = args.weights, args.row_bytes, args.rows, args.task_rows
+        blocks, stride, last, y_stride = args.length, args.x_stride, args.last_x, args.y_stride
         memory = stack_floats(memory_floats)
         for first in range(0, last + 1, _RECORDS):
             count = min(_RECORDS, last + 1 - first)
-            records, y = get(context, 5) + first * stride, get(context, 8) + first * y_stride
+            records, y = args.x + first * stride, args.y + first * y_stride
             end = min(rows, (task + 1) * step)
             for row in range(task * step, end, 2):
                 at, apart = w + row * row_bytes, row_bytes if row + 1 < end else 0
                 dot_rows_with_many(
-                    variant, at, apart, blocks, records, stride, count, memory, y + 4 * row, y_stride
+                    format_name, at, apart, blocks, records, stride, count, memory, y + 4 * row, y_stride
                 )
 
-    return compile_kernel(matvec_with_many if many else matvec)
+    return compile_kernel(matvec_with_many if many else matvec, MatvecArguments)
 
 
 def float_matvec_kernel(format_name: str) -> bytes:
-    """Rows of an F32, F16 or BF16 weight times fp32 activations. A task is a run of rows.
+    """Rows of an F32, F16 or BF16 weight times fp32 activations. A task is a run of rows."""
+    access = "stream"
 
-    0 weights, 1 row bytes, 2 rows, 3 rows per task, 4 columns, 5 x (fp32), 6 x stride, 7 number of the last x row,
-    8 y (fp32), 9 y stride.
-    """
-    variant = f"{format_name}/stream"
-
-    def float_matvec(context: int, task: int) -> None:
-        w, row_bytes, rows, step = get(context, 0), get(context, 1), get(context, 2), get(context, 3)
-        cols, x, x_stride, last = get(context, 4), get(context, 5), get(context, 6), get(context, 7)
-        y, y_stride = get(context, 8), get(context, 9)
+    def float_matvec(args: MatvecArguments, task: int) -> None:
+        w, row_bytes, rows, step = args.weights, args.row_bytes, args.rows, args.task_rows
+        cols, x, x_stride, last = args.length, args.x, args.x_stride, args.last_x
+        y, y_stride = args.y, args.y_stride
         for row in range(task * step, min(rows, (task + 1) * step)):
             for i in range(last + 1):
-                dot = dot_float_row(variant, w + row * row_bytes, cols, x + i * x_stride)
+                dot = dot_float_row(format_name, access, w + row * row_bytes, cols, x + i * x_stride)
                 store_f32(dot, y + 4 * row + i * y_stride)
 
-    return compile_kernel(float_matvec)
+    return compile_kernel(float_matvec, MatvecArguments)
 
 
 def dequantize_kernel(format_name: str) -> bytes:
-    """Chosen rows of a weight as fp32. Task i writes output row i.
+    """Chosen rows of a weight as fp32, times a scale. Task i writes output row i."""
+    block = FORMATS[format_name].block
 
-    0 weights, 1 row bytes, 2 blocks per row, 3 row numbers (int64), 4 output (fp32), 5 output stride.
-    """
-    variant = format_name
+    def dequantize(args: DequantizeArguments, task: int) -> None:
+        row, out = int64_at(args.rows, task), args.out + task * args.out_stride
+        dequantize_row(format_name, args.weights + row * args.row_bytes, args.blocks, out)
+        if args.scale != 1.0:
+            scale_row(out, args.scale, args.blocks * block, out)
 
-    def dequantize(context: int, task: int) -> None:
-        w, row_bytes, blocks = get(context, 0), get(context, 1), get(context, 2)
-        row = get(get(context, 3), task)
-        dequantize_row(variant, w + row * row_bytes, blocks, get(context, 4) + task * get(context, 5))
-
-    return compile_kernel(dequantize)
+    return compile_kernel(dequantize, DequantizeArguments)
 
 
-def round_kernel() -> bytes:
-    """fp32 rows to activation records (row_ir.py). Task i is row i.
+def quantize_kernel() -> bytes:
+    """fp32 rows to quantized activations. Task i is row i."""
 
-    0 x (fp32), 1 x stride, 2 columns, 3 records, 4 record stride.
-    """
-    variant = "round"
+    def round_rows(args: QuantizeArguments, task: int) -> None:
+        x, record = args.x + task * args.x_stride, args.records + task * args.record_stride
+        quantize_row(x, args.cols, 0, args.cols, record)
 
-    def round_rows(context: int, task: int) -> None:
-        x, x_stride, cols = get(context, 0), get(context, 1), get(context, 2)
-        round_row(variant, x + task * x_stride, cols, 0, cols, get(context, 3) + task * get(context, 4))
-
-    return compile_kernel(round_rows)
+    return compile_kernel(round_rows, QuantizeArguments)

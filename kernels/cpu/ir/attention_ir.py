@@ -1,18 +1,11 @@
-"""Vector code of single-token attention, as numba intrinsics: exponentials, weighted sums, rows of q8_0 codes, blocks.
+"""Vector code of single-token attention: exponentials, weighted sums, rows of q8_0 codes, blocks."""
 
-Does not know: heads, caches, threads.
-"""
-
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
-
-from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from quengine.kernels.cpu.ir.row_ir import emitter
+from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, I64, Emitter, vec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
@@ -46,94 +39,70 @@ def emit_exp(e: Emitter, x: ir.Value) -> ir.Value:
     return b.select(tiny, e.const(lanes, 0.0), b.fmul(y, power))
 
 
-@intrinsic(prefer_literal=True)
-def softmax_weights(typingctx: Any, variant: Any, scores: Any, count: Any, head: Any) -> Any:
+@vector_code
+def softmax_weights(e: Emitter, scores: ir.Value, count: ir.Value, head: ir.Value) -> None:
     """Scores (fp32 at an address, room for a multiple of 8) become exp(score - max), in place.
 
     Writes the maximum and the sum of the weights to address `head`. The scores beyond `count` count as -inf.
     """
+    lanes = vec(F32, 8)
+    end = e.b.and_(e.b.add(count, e.i64(7)), e.i64(-8))
+    least = e.const(F32, float("-inf"))
+    e.each(count, end, 1, lambda i: e.store(least, _lane_address(e, scores, i)))
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, scores, count, head = args
-        e = emitter(context, builder)
-        lanes = vec(F32, 8)
-        end = builder.and_(builder.add(count, e.i64(7)), e.i64(-8))
-        least = e.const(F32, float("-inf"))
-        e.loop(count, end, 1, [], lambda i, _: _store_at(e, least, scores, i))
+    def step(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+        return [e.maximum(e.load(lanes, _lane_address(e, scores, i)), state[0])]
 
-        def larger(x: ir.Value, y: ir.Value) -> ir.Value:
-            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+    top = e.loop(e.i64(0), end, 8, [e.splat(least, 8)], step)[0]
+    maximum = e.splat(e.lane(e.largest(top), 0), 8)
 
-        def step(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            return [larger(e.load(lanes, _lane_address(e, scores, i)), state[0])]
+    def weigh(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+        address = _lane_address(e, scores, i)
+        weights = emit_exp(e, e.b.fsub(e.load(lanes, address), maximum))
+        e.store(weights, address)
+        return [e.b.fadd(state[0], weights)]
 
-        top = e.loop(e.i64(0), end, 8, [e.splat(least, 8)], step)[0]
-        while top.type.count > 1:
-            top = larger(*e.halves(top))
-        maximum = e.splat(e.lane(top, 0), 8)
-
-        def weigh(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            address = _lane_address(e, scores, i)
-            weights = emit_exp(e, builder.fsub(e.load(lanes, address), maximum))
-            e.store(weights, address)
-            return [builder.fadd(state[0], weights)]
-
-        total = e.loop(e.i64(0), end, 8, [e.const(lanes, 0.0)], weigh)[0]
-        e.store(e.lane(maximum, 0), head)
-        e.store(e.total(total), head, 4)
-        return context.get_dummy_value()
-
-    return types.void(variant, types.int64, types.int64, types.int64), codegen
+    total = e.loop(e.i64(0), end, 8, [e.const(lanes, 0.0)], weigh)[0]
+    e.store(e.lane(maximum, 0), head)
+    e.store(e.total(total), head, 4)
 
 
 def _lane_address(e: Emitter, base: ir.Value, index: ir.Value) -> ir.Value:
     return e.b.add(base, e.b.mul(index, e.i64(4)))
 
 
-def _store_at(e: Emitter, value: ir.Value, base: ir.Value, index: ir.Value) -> list[ir.Value]:
-    e.store(value, _lane_address(e, base, index))
-    return []
-
-
-@intrinsic(prefer_literal=True)
+@vector_code
 def add_weighted_halves(
-    typingctx: Any, variant: Any, weights: Any, count: Any, values: Any, stride: Any, width: Any, out: Any
-) -> Any:
+    e: Emitter,
+    weights: ir.Value,
+    count: ir.Value,
+    values: ir.Value,
+    stride: ir.Value,
+    width: ir.Value,
+    out: ir.Value,
+) -> None:
     """out[d] += sum over i < count of weights[i] * values[i, d], d < width, in order of i.
 
     weights, out: fp32 addresses; values: address of fp16 rows, `stride` bytes apart.
     """
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, weights, count, values, stride, width, out = args
-        e = emitter(context, builder)
+    def columns(d: ir.Value, width: int) -> None:
+        lanes, parts = (8, 4) if width == 32 else (1, 1)
+        base = e.b.add(values, e.b.mul(d, e.i64(2)))
 
-        def columns(lanes: int, parts: int) -> Any:
-            def body(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                base = builder.add(values, builder.mul(d, e.i64(2)))
+        def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            weight = e.splat(e.load(F32, _lane_address(e, weights, i)), lanes)
+            address = e.b.add(base, e.b.mul(i, stride))
+            return [
+                e.fma(weight, e.load_halves(lanes, address, 2 * lanes * k), state[k]) for k in range(parts)
+            ]
 
-                def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-                    weight = e.splat(e.load(F32, _lane_address(e, weights, i)), lanes)
-                    address = builder.add(base, builder.mul(i, stride))
-                    return [
-                        e.fma(weight, e.load_halves(lanes, address, 2 * lanes * k), state[k])
-                        for k in range(parts)
-                    ]
+        target = _lane_address(e, out, d)
+        before = [e.load(vec(F32, lanes), target, 4 * lanes * k) for k in range(parts)]
+        for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
+            e.store(total, target, 4 * lanes * k)
 
-                target = _lane_address(e, out, d)
-                before = [e.load(vec(F32, lanes), target, 4 * lanes * k) for k in range(parts)]
-                for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
-                    e.store(total, target, 4 * lanes * k)
-                return []
-
-            return body
-
-        wide = builder.and_(width, e.i64(-32))
-        e.loop(e.i64(0), wide, 32, [], columns(8, 4))
-        e.loop(wide, width, 1, [], columns(1, 1))
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 6), codegen
+    e.spans(e.i64(0), width, columns, 32)
 
 
 def _codes(e: Emitter, address: ir.Value, offset: int) -> ir.Value:
@@ -141,159 +110,97 @@ def _codes(e: Emitter, address: ir.Value, offset: int) -> ir.Value:
     return e.to_float(e.widen(e.load(vec(I8, 8), address, offset), I32, True))
 
 
-@intrinsic(prefer_literal=True)
-def dot_codes(typingctx: Any, variant: Any, codes: Any, scales: Any, width: Any, x: Any) -> Any:
+@vector_code(result=types.float32)
+def dot_codes(e: Emitter, codes: ir.Value, scales: ir.Value, width: ir.Value, x: ir.Value) -> ir.Value:
     """fp32 dot of a q8_0 row with fp32 at address x: int8 codes and fp16 scales, one for every 32."""
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, codes, scales, width, x = args
-        e = emitter(context, builder)
+    def group(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+        here, inputs = e.b.add(codes, i), _lane_address(e, x, i)
+        dot = e.b.fmul(_codes(e, here, 0), e.load(vec(F32, 8), inputs))
+        for k in range(1, 4):
+            dot = e.fma(_codes(e, here, 8 * k), e.load(vec(F32, 8), inputs, 32 * k), dot)
+        scale = e.load_halves(1, e.b.add(scales, e.b.udiv(i, e.i64(16))))
+        return [e.fma(e.splat_lane(scale, 0, 8), dot, state[0])]
 
-        def group(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            here, inputs = builder.add(codes, i), _lane_address(e, x, i)
-            dot = builder.fmul(_codes(e, here, 0), e.load(vec(F32, 8), inputs))
-            for k in range(1, 4):
-                dot = e.fma(_codes(e, here, 8 * k), e.load(vec(F32, 8), inputs, 32 * k), dot)
-            scale = e.load_halves(1, builder.add(scales, builder.udiv(i, e.i64(16))))
-            return [e.fma(e.splat_lane(scale, 0, 8), dot, state[0])]
-
-        return e.total(e.loop(e.i64(0), width, 32, [e.const(vec(F32, 8), 0.0)], group)[0])
-
-    return types.float32(variant, *[types.int64] * 4), codegen
+    return e.total(e.loop(e.i64(0), width, 32, [e.const(vec(F32, 8), 0.0)], group)[0])
 
 
-@intrinsic(prefer_literal=True)
+@vector_code
 def add_weighted_codes(
-    typingctx: Any,
-    variant: Any,
-    weights: Any,
-    count: Any,
-    codes: Any,
-    stride: Any,
-    scales: Any,
-    scale_stride: Any,
-    width: Any,
-    out: Any,
-) -> Any:
+    e: Emitter,
+    weights: ir.Value,
+    count: ir.Value,
+    codes: ir.Value,
+    stride: ir.Value,
+    scales: ir.Value,
+    scale_stride: ir.Value,
+    width: ir.Value,
+    out: ir.Value,
+) -> None:
     """out[d] += sum over i < count of weights[i] * values[i, d], d < width, in order of i, over q8_0 rows.
 
     weights, out: fp32 addresses; codes, scales: addresses of int8 and fp16 rows, so many bytes apart.
     """
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, weights, count, codes, stride, scales, scale_stride, width, out = args
-        e = emitter(context, builder)
+    def group(d: ir.Value) -> None:
+        first, scale = e.b.add(codes, d), e.b.add(scales, e.b.udiv(d, e.i64(16)))
 
-        def group(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            first, scale = builder.add(codes, d), builder.add(scales, builder.udiv(d, e.i64(16)))
+        def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            factor = e.load_halves(1, e.b.add(scale, e.b.mul(i, scale_stride)))
+            weight = e.b.fmul(e.lane(factor, 0), e.load(F32, _lane_address(e, weights, i)))
+            here, wide = e.b.add(first, e.b.mul(i, stride)), e.splat(weight, 8)
+            return [e.fma(wide, _codes(e, here, 8 * k), state[k]) for k in range(4)]
 
-            def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-                factor = e.load_halves(1, builder.add(scale, builder.mul(i, scale_stride)))
-                weight = builder.fmul(e.lane(factor, 0), e.load(F32, _lane_address(e, weights, i)))
-                here, wide = builder.add(first, builder.mul(i, stride)), e.splat(weight, 8)
-                return [e.fma(wide, _codes(e, here, 8 * k), state[k]) for k in range(4)]
+        target = _lane_address(e, out, d)
+        before = [e.load(vec(F32, 8), target, 32 * k) for k in range(4)]
+        for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
+            e.store(total, target, 32 * k)
 
-            target = _lane_address(e, out, d)
-            before = [e.load(vec(F32, 8), target, 32 * k) for k in range(4)]
-            for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
-                e.store(total, target, 32 * k)
-            return []
-
-        e.loop(e.i64(0), width, 32, [], group)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 8), codegen
+    e.each(e.i64(0), width, 32, group)
 
 
-@intrinsic(prefer_literal=True)
-def fill_floats(typingctx: Any, variant: Any, out: Any, count: Any) -> Any:
-    """`count` fp32 zeros at address out."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, out, count = args
-        e = emitter(context, builder)
-
-        def clear(i: ir.Value, lanes: int) -> None:
-            e.store(e.const(vec(F32, lanes), 0.0), _lane_address(e, out, i))
-
-        e.spans(e.i64(0), count, clear)
-        return context.get_dummy_value()
-
-    return types.void(variant, types.int64, types.int64), codegen
-
-
-@intrinsic(prefer_literal=True)
+@vector_code
 def combine_parts(
-    typingctx: Any, variant: Any, parts: Any, count: Any, stride: Any, width: Any, out: Any
-) -> Any:
-    """Softmax-weighted sums over stretches of the cache into one: fp32 out[width].
+    e: Emitter, parts: ir.Value, count: ir.Value, stride: ir.Value, width: ir.Value, out: ir.Value
+) -> None:
+    """Softmax-weighted sums over KV splits into one: fp32 out[width].
 
     Part i, at parts + i * stride: its maximum, its sum of weights, 6 fp32 of scratch, its weighted sum [width].
     """
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, parts, count, stride, width, out = args
-        e = emitter(context, builder)
+    def part(i: ir.Value) -> ir.Value:
+        return e.b.add(parts, e.b.mul(i, stride))
 
-        def part(i: ir.Value) -> ir.Value:
-            return builder.add(parts, builder.mul(i, stride))
+    def larger(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+        return [e.maximum(e.load(F32, part(i)), state[0])]
 
-        def larger(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            x = e.load(F32, part(i))
-            return [builder.select(builder.fcmp_ordered(">", x, state[0]), x, state[0])]
+    top = e.loop(e.i64(0), count, 1, [e.const(F32, float("-inf"))], larger)[0]
 
-        top = e.loop(e.i64(0), count, 1, [e.const(F32, float("-inf"))], larger)[0]
+    def weigh(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+        difference = e.b.fsub(e.load(F32, part(i)), top)
+        weight = e.lane(emit_exp(e, e.splat(difference, 1)), 0)
+        e.store(weight, part(i), 8)
+        return [e.fma(weight, e.load(F32, part(i), 4), state[0])]
 
-        def share(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            difference = builder.fsub(e.load(F32, part(i)), top)
-            weight = e.lane(emit_exp(e, e.splat(difference, 1)), 0)
-            e.store(weight, part(i), 8)
-            return [e.fma(weight, e.load(F32, part(i), 4), state[0])]
+    total = e.loop(e.i64(0), count, 1, [e.const(F32, 0.0)], weigh)[0]
 
-        total = e.loop(e.i64(0), count, 1, [e.const(F32, 0.0)], share)[0]
+    def columns(d: ir.Value, lanes: int) -> None:
+        def term(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            values = e.load(vec(F32, lanes), _lane_address(e, part(i), d), 32)
+            return [e.fma(e.splat(e.load(F32, part(i), 8), lanes), values, state[0])]
 
-        def columns(lanes: int) -> Any:
-            def body(d: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                def term(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-                    values = e.load(vec(F32, lanes), _lane_address(e, part(i), d), 32)
-                    return [e.fma(e.splat(e.load(F32, part(i), 8), lanes), values, state[0])]
+        value = e.loop(e.i64(0), count, 1, [e.const(vec(F32, lanes), 0.0)], term)[0]
+        e.store(e.b.fdiv(value, e.splat(total, lanes)), _lane_address(e, out, d))
 
-                value = e.loop(e.i64(0), count, 1, [e.const(vec(F32, lanes), 0.0)], term)[0]
-                return _store_at(e, builder.fdiv(value, e.splat(total, lanes)), out, d)
-
-            return body
-
-        wide = builder.and_(width, e.i64(-8))
-        e.loop(e.i64(0), wide, 8, [], columns(8))
-        e.loop(wide, width, 1, [], columns(1))
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 5), codegen
+    e.spans(e.i64(0), width, columns)
 
 
-@intrinsic
-def scale_f32(typingctx: Any, value: Any, factor_address: Any) -> Any:
-    """value times the fp32 at an address."""
-
-    def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        e = Emitter(builder, has_half=False)
-        return builder.fmul(args[0], e.load(F32, args[1]))
-
-    return types.float32(types.float32, types.int64), codegen
-
-
-@intrinsic
-def block_run(typingctx: Any, table: Any, position: Any, most: Any) -> Any:
+@vector_code(result=types.UniTuple(types.int64, 2))
+def block_run(e: Emitter, table: ir.Value, position: ir.Value, most: ir.Value) -> tuple[ir.Value, ir.Value]:
     """The cache row of a position by the block table (int64) at an address, and how many, at most `most`, follow it."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> ir.Value:
-        table, position, most = args
-        e = Emitter(builder, has_half=False)
-        index, inside = builder.udiv(position, e.i64(BLOCK_SIZE)), builder.urem(position, e.i64(BLOCK_SIZE))
-        block = e.load(I64, e.at(table, builder.mul(index, e.i64(8))))
-        row = builder.add(builder.mul(block, e.i64(BLOCK_SIZE)), inside)
-        rest = builder.sub(e.i64(BLOCK_SIZE), inside)
-        run = builder.select(builder.icmp_signed("<", rest, most), rest, most)
-        return context.make_tuple(builder, sig.return_type, [row, run])
-
-    return types.UniTuple(types.int64, 2)(types.int64, types.int64, types.int64), codegen
+    index, inside = e.b.udiv(position, e.i64(BLOCK_SIZE)), e.b.urem(position, e.i64(BLOCK_SIZE))
+    block = e.load(I64, e.at(table, e.b.mul(index, e.i64(8))))
+    row = e.b.add(e.b.mul(block, e.i64(BLOCK_SIZE)), inside)
+    rest = e.b.sub(e.i64(BLOCK_SIZE), inside)
+    run = e.b.select(e.b.icmp_signed("<", rest, most), rest, most)
+    return row, run

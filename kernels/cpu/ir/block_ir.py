@@ -2,8 +2,6 @@
 
 One description per format serves the dot product and the dequantization. It follows the byte layouts of
 `kernels/block_formats.py`.
-
-Does not know: activations, rows, threads.
 """
 
 from __future__ import annotations

@@ -1,83 +1,78 @@
-"""Vector code that turns weight rows into a panel, as numba intrinsics: codes and scales per row, then transposed.
+"""Vector code that turns weight rows into a panel: codes and scales per row, then transposed.
 
 Rows are unpacked to bytes first. Transposing bytes and widening afterwards moves a quarter of what transposing fp32
 would, and a vector of the panel is scaled by a vector of its rows' scales.
-
-Does not know: how rows are shared among threads.
 """
 
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.ir.block_ir import emit_blocks
-from quengine.kernels.cpu.ir.row_ir import emitter
 from quengine.kernels.cpu.ir.tile_ir import transposed
+from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter, vec
 from quengine.kernels.cpu.runtime.target import host_tile
 
 GROUPS = 16  # of DEPTH columns, at most: fp32 scales of a row, and as many minimums
 
 
-@intrinsic(prefer_literal=True)
-def unpack_row(typingctx: Any, variant: Any, w: Any, blocks: Any, codes: Any, scales: Any, mins: Any) -> Any:
+@vector_code
+def unpack_row(
+    e: Emitter,
+    format_name: str,
+    w: ir.Value,
+    blocks: ir.Value,
+    codes: ir.Value,
+    scales: ir.Value,
+    mins: ir.Value,
+) -> None:
     """A row of `blocks` quantized blocks at address w: int8 codes, one fp32 scale and minimum per group.
 
     Of formats without minimums `mins` is not written. At most DEPTH columns.
     """
-    fmt = FORMATS[variant.literal_value.split("/")[0]]
+    fmt = FORMATS[format_name]
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, w, blocks, codes, scales, mins = args
-        e = emitter(context, builder)
+    def turn(i: ir.Value) -> None:
+        content = emit_blocks(e, fmt, e.at(w, e.b.mul(i, e.i64(fmt.nbytes))), 1)
+        target = e.at(codes, e.b.mul(i, e.i64(fmt.block)))
+        for j in range(fmt.block // 32):
+            e.store(content.ints(e, j, 1), target, 32 * j)
+        first = e.b.mul(i, e.i64(4 * fmt.block // fmt.group))
+        for out, vectors in ((scales, content.scales), (mins, content.mins or ())):
+            for k, vector in enumerate(vectors):
+                e.store(vector, e.at(out, first), 32 * k)
 
-        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            content = emit_blocks(e, fmt, e.at(w, builder.mul(i, e.i64(fmt.nbytes))), 1)
-            target = e.at(codes, builder.mul(i, e.i64(fmt.block)))
-            for j in range(fmt.block // 32):
-                e.store(content.ints(e, j, 1), target, 32 * j)
-            first = builder.mul(i, e.i64(4 * fmt.block // fmt.group))
-            for out, vectors in ((scales, content.scales), (mins, content.mins or ())):
-                for k, vector in enumerate(vectors):
-                    e.store(vector, e.at(out, first), 32 * k)
-            return []
-
-        e.loop(e.i64(0), blocks, 1, [], turn)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 5), codegen
+    e.each(e.i64(0), blocks, 1, turn)
 
 
-@intrinsic(prefer_literal=True)
-def fill_panel(typingctx: Any, variant: Any, codes: Any, depth: Any, scales: Any, mins: Any, out: Any) -> Any:
+@vector_code
+def fill_panel(
+    e: Emitter,
+    format_name: str,
+    codes: ir.Value,
+    depth: ir.Value,
+    scales: ir.Value,
+    mins: ir.Value,
+    out: ir.Value,
+) -> None:
     """scale * code - min of `Tile.lanes` rows side by side: out[k, lane], lines `Tile.columns` apart.
 
     codes: [lanes, DEPTH] int8; scales, mins: [groups, lanes] fp32. depth: a multiple of 32.
     """
-    fmt = FORMATS[variant.literal_value.split("/")[0]]
+    fmt = FORMATS[format_name]
+    tile = host_tile()
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, codes, depth, scales, mins, out = args
-        e, tile = emitter(context, builder), host_tile()
+    def slice_(k: ir.Value) -> None:
+        target = e.at(out, e.b.mul(k, e.i64(4 * tile.columns)))
+        for column, value in enumerate(_values(e, fmt, codes, scales, mins, k, tile.lanes)):
+            e.store(value, target, 4 * tile.columns * column)
 
-        def slice_(k: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            target = e.at(out, builder.mul(k, e.i64(4 * tile.columns)))
-            for column, value in enumerate(_values(e, fmt, codes, scales, mins, k, tile.lanes)):
-                e.store(value, target, 4 * tile.columns * column)
-            return []
-
-        e.loop(e.i64(0), depth, 32, [], slice_)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 5), codegen
+    e.each(e.i64(0), depth, 32, slice_)
 
 
 def _values(
@@ -121,17 +116,11 @@ def _columns(e: Emitter, rows: list[ir.Value]) -> list[ir.Value]:
     ]
 
 
-@intrinsic(prefer_literal=True)
-def transpose_groups(typingctx: Any, variant: Any, rows: Any, out: Any) -> Any:
+@vector_code
+def transpose_groups(e: Emitter, rows: ir.Value, out: ir.Value) -> None:
     """[Tile.lanes, GROUPS] fp32 at address rows to [GROUPS, Tile.lanes] at address out."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, rows, out = args
-        e, lanes = emitter(context, builder), host_tile().lanes
-        for k in range(0, GROUPS, lanes):
-            lines = [e.load(vec(F32, lanes), rows, 4 * (GROUPS * i + k)) for i in range(lanes)]
-            for i, line in enumerate(transposed(e, lines)):
-                e.store(line, out, 4 * lanes * (k + i))
-        return context.get_dummy_value()
-
-    return types.void(variant, types.int64, types.int64), codegen
+    lanes = host_tile().lanes
+    for k in range(0, GROUPS, lanes):
+        lines = [e.load(vec(F32, lanes), rows, 4 * (GROUPS * i + k)) for i in range(lanes)]
+        for i, line in enumerate(transposed(e, lines)):
+            e.store(line, out, 4 * lanes * (k + i))

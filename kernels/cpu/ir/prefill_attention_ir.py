@@ -1,142 +1,90 @@
-"""Vector code of a prompt's attention, as numba intrinsics: cache rows to fp32, a block's part of a running softmax.
+"""Vector code of a prompt's attention: cache rows to fp32, a block's part of a running softmax."""
 
-Does not know: heads, masks, threads.
-"""
-
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
-
-from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from quengine.kernels.cpu.ir.attention_ir import emit_exp
-from quengine.kernels.cpu.ir.row_ir import emitter
+from quengine.kernels.cpu.ir.row_ir import emit_scaled
+from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter, vec
 from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.kv.cache_types import Q8_0_GROUP
 
 
-@intrinsic(prefer_literal=True)
-def cache_row(typingctx: Any, variant: Any, row: Any, scales: Any, first: Any, last: Any, out: Any) -> Any:
-    """Values first .. last - 1 of a stored key or value as fp32 at address out. `variant`: "f16/..." or "q8_0/...".
+@vector_code
+def cache_row(
+    e: Emitter,
+    cache_type: str,
+    row: ir.Value,
+    scales: ir.Value,
+    first: ir.Value,
+    last: ir.Value,
+    out: ir.Value,
+) -> None:
+    """Values first .. last - 1 of a stored key or value as fp32 at address out.
 
     row: address of fp16, or of int8 codes with fp16 at address scales, one per 32.
     """
-    cache_type = variant.literal_value.split("/")[0]
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, row, scales, first, last, out = args
-        e = emitter(context, builder)
+    def widen(i: ir.Value, lanes: int) -> None:
+        if cache_type == "f16":
+            values = e.load_halves(lanes, e.at(row, e.b.mul(i, e.i64(2))))
+        else:
+            codes = e.load(vec(I8, lanes), e.at(row, i))
+            group = e.b.udiv(i, e.i64(Q8_0_GROUP))
+            scale = e.load_halves(1, e.at(scales, e.b.mul(group, e.i64(2))))
+            values = e.b.fmul(e.to_float(e.widen(codes, I32, True)), e.splat_lane(scale, 0, lanes))
+        e.store(values, e.at(out, e.b.mul(e.b.sub(i, first), e.i64(4))))
 
-        def widen(i: ir.Value, lanes: int) -> None:
-            if cache_type == "f16":
-                values = e.load_halves(lanes, e.at(row, builder.mul(i, e.i64(2))))
-            else:
-                codes = e.load(vec(I8, lanes), e.at(row, i))
-                group = builder.udiv(i, e.i64(Q8_0_GROUP))
-                scale = e.load_halves(1, e.at(scales, builder.mul(group, e.i64(2))))
-                values = builder.fmul(e.to_float(e.widen(codes, I32, True)), e.splat_lane(scale, 0, lanes))
-            e.store(values, e.at(out, builder.mul(builder.sub(i, first), e.i64(4))))
-
-        e.spans(first, last, widen)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 5), codegen
+    e.spans(first, last, widen)
 
 
-@intrinsic(prefer_literal=True)
-def scale_row(typingctx: Any, variant: Any, x: Any, factor: Any, count: Any, out: Any) -> Any:
-    """`count` fp32 at address x times the fp32 at address factor, to address out."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, factor, count, out = args
-        e = emitter(context, builder)
-        _scale(e, x, e.load(F32, factor), count, out)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 4), codegen
+@vector_code(divisor=types.float32)
+def divide_row(e: Emitter, x: ir.Value, divisor: ir.Value, count: ir.Value, out: ir.Value) -> None:
+    """`count` fp32 at address x divided by a divisor, to address out."""
+    emit_scaled(e, x, e.b.fdiv(e.const(F32, 1.0), divisor), count, out)
 
 
-@intrinsic(prefer_literal=True)
-def divide_row(typingctx: Any, variant: Any, x: Any, divisor: Any, count: Any, out: Any) -> Any:
-    """`count` fp32 at address x divided by the fp32 at address divisor, to address out."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, divisor, count, out = args
-        e = emitter(context, builder)
-        _scale(e, x, builder.fdiv(e.const(F32, 1.0), e.load(F32, divisor)), count, out)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 4), codegen
-
-
-def _scale(e: Emitter, x: ir.Value, factor: ir.Value, count: ir.Value, out: ir.Value) -> None:
-    def multiply(i: ir.Value, lanes: int) -> None:
-        at = e.b.mul(i, e.i64(4))
-        e.store(e.b.fmul(e.load(vec(F32, lanes), e.at(x, at)), e.splat(factor, lanes)), e.at(out, at))
-
-    e.spans(e.i64(0), count, multiply)
-
-
-@intrinsic(prefer_literal=True)
-def fill_row(typingctx: Any, variant: Any, x: Any, first: Any, last: Any, value: Any) -> Any:
+@vector_code(value=types.float32)
+def fill_row(e: Emitter, x: ir.Value, first: ir.Value, last: ir.Value, value: ir.Value) -> None:
     """Elements first .. last - 1 of fp32 at address x become value."""
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, first, last, value = args
-        e = emitter(context, builder)
+    def fill(i: ir.Value, lanes: int) -> None:
+        e.store(e.splat(value, lanes), e.at(x, e.b.mul(i, e.i64(4))))
 
-        def fill(i: ir.Value, lanes: int) -> None:
-            e.store(e.splat(value, lanes), e.at(x, builder.mul(i, e.i64(4))))
-
-        e.spans(first, last, fill)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 3, types.float32), codegen
+    e.spans(first, last, fill)
 
 
-@intrinsic(prefer_literal=True)
+@vector_code
 def softmax_block(
-    typingctx: Any, variant: Any, scores: Any, count: Any, state: Any, sums: Any, width: Any
-) -> Any:
+    e: Emitter, scores: ir.Value, count: ir.Value, state: ir.Value, sums: ir.Value, width: ir.Value
+) -> None:
     """`count` scores (fp32 at an address, a multiple of a vector's lanes) become exp(score - max), in place.
 
     state: the largest score so far and the sum of all weights, fp32, brought up to date. sums: `width` fp32, scaled as
     the larger maximum asks. Scores of -inf weigh exactly nothing, so results do not depend on how many are behind.
     """
+    lanes = host_tile().lanes
+    wide = vec(F32, lanes)
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, scores, count, state, sums, width = args
-        e, lanes = emitter(context, builder), host_tile().lanes
-        wide = vec(F32, lanes)
+    def place(i: ir.Value) -> ir.Value:
+        return e.at(scores, e.b.mul(i, e.i64(4)))
 
-        def larger(x: ir.Value, y: ir.Value) -> ir.Value:
-            return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+    old = e.load(F32, state)
+    top = e.loop(
+        e.i64(0), count, lanes, [e.splat(old, lanes)], lambda i, s: [e.maximum(e.load(wide, place(i)), s[0])]
+    )[0]
+    maximum = e.lane(e.largest(top), 0)
 
-        def place(i: ir.Value) -> ir.Value:
-            return e.at(scores, builder.mul(i, e.i64(4)))
+    def weigh(i: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
+        weights = emit_exp(e, e.b.fsub(e.load(wide, place(i)), e.splat(maximum, lanes)))
+        e.store(weights, place(i))
+        return [e.b.fadd(total[0], weights)]
 
-        old = e.load(F32, state)
-        top = e.loop(
-            e.i64(0), count, lanes, [e.splat(old, lanes)], lambda i, s: [larger(e.load(wide, place(i)), s[0])]
-        )[0]
-        while top.type.count > 1:
-            top = larger(*e.halves(top))
-        maximum = e.lane(top, 0)
-
-        def weigh(i: ir.Value, total: list[ir.Value]) -> list[ir.Value]:
-            weights = emit_exp(e, builder.fsub(e.load(wide, place(i)), e.splat(maximum, lanes)))
-            e.store(weights, place(i))
-            return [builder.fadd(total[0], weights)]
-
-        total = e.total(e.loop(e.i64(0), count, lanes, [e.const(wide, 0.0)], weigh)[0])
-        shrink = e.lane(emit_exp(e, e.splat(builder.fsub(old, maximum), 1)), 0)
-        e.store(maximum, state)
-        e.store(e.fma(e.load(F32, state, 4), shrink, total), state, 4)
-        _scale(e, sums, shrink, width, sums)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 5), codegen
+    total = e.total(e.loop(e.i64(0), count, lanes, [e.const(wide, 0.0)], weigh)[0])
+    rescale = e.lane(emit_exp(e, e.splat(e.b.fsub(old, maximum), 1)), 0)
+    e.store(maximum, state)
+    e.store(e.fma(e.load(F32, state, 4), rescale, total), state, 4)
+    emit_scaled(e, sums, rescale, width, sums)

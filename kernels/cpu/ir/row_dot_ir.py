@@ -1,4 +1,4 @@
-"""The dot products of quantized weight rows with activation records (row_ir.py), as numba intrinsics.
+"""The dot products of quantized weight rows with quantized activations (row_ir.py).
 
 With one record all sums stay in registers. With several, runs of blocks of two rows are unpacked once and multiplied
 with every record in turn; a record's sums lie in memory meanwhile. The arithmetic of a record and a row is the same
@@ -7,23 +7,19 @@ however many there are, and so are its bits.
 Order of the sums: of a slice of 32 weights four neighbours make an exact integer, and these 8, times the scale, add
 into 8 lanes of two accumulators in turn; the two are added, then the lanes pairwise; the sum of the minimums is
 subtracted last. It depends on nothing but K and the format.
-
-Does not know: how rows are shared among threads.
 """
 
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.ir.block_ir import Slices, emit_blocks
-from quengine.kernels.cpu.ir.row_ir import PREFETCH, QUAD_OFFSET, emitter
+from quengine.kernels.cpu.ir.row_ir import FOUR_SUM_OFFSET, PREFETCH
+from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
 
 # What `dot_rows_with_many` keeps in memory: of both rows a run of unpacked weights, and then of each record its sums
@@ -39,63 +35,57 @@ def rows_at_once(fmt: BlockFormat) -> int:
     return 2 if fmt.block == 32 else 1
 
 
-@intrinsic(prefer_literal=True)
-def dot_rows(typingctx: Any, variant: Any, w: Any, apart: Any, blocks: Any, record: Any, y: Any) -> Any:
+@vector_code
+def dot_rows(
+    e: Emitter,
+    format_name: str,
+    w: ir.Value,
+    apart: ir.Value,
+    blocks: ir.Value,
+    record: ir.Value,
+    y: ir.Value,
+) -> None:
     """`rows_at_once` weight rows times one activation record, all at addresses: as many fp32 to y.
 
-    `variant`: "Q4_K/...". apart: bytes from the one row to the other; 0: there is one only.
+    apart: bytes from the one row to the other; 0: there is one only.
     """
-    fmt = FORMATS[variant.literal_value.split("/")[0]]
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, w, apart, blocks, record, y = args
-        e = emitter(context, builder)
-        dots = [_RowDot(e, fmt, row, blocks) for row in (w, builder.add(w, apart))[: rows_at_once(fmt)]]
-        behind = builder.select(builder.icmp_signed("==", apart, e.i64(0)), e.i64(0), e.i64(4))
-        for total, at in zip(_dot_with_one(dots, record), (y, e.at(y, behind)), strict=False):
-            e.store(total, at)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 5), codegen
+    fmt = FORMATS[format_name]
+    dots = [_RowDot(e, fmt, row, blocks) for row in (w, e.b.add(w, apart))[: rows_at_once(fmt)]]
+    behind = e.b.select(e.b.icmp_signed("==", apart, e.i64(0)), e.i64(0), e.i64(4))
+    for total, at in zip(_dot_with_one(dots, record), (y, e.at(y, behind)), strict=False):
+        e.store(total, at)
 
 
-@intrinsic(prefer_literal=True)
+@vector_code
 def dot_rows_with_many(
-    typingctx: Any,
-    variant: Any,
-    w: Any,
-    apart: Any,
-    blocks: Any,
-    records: Any,
-    stride: Any,
-    count: Any,
-    memory: Any,
-    y: Any,
-    y_stride: Any,
-) -> Any:
-    """Two weight rows times `count` activation records: y[b] and the fp32 behind it, b < count. `variant`: "Q4_K/...".
+    e: Emitter,
+    format_name: str,
+    w: ir.Value,
+    apart: ir.Value,
+    blocks: ir.Value,
+    records: ir.Value,
+    stride: ir.Value,
+    count: ir.Value,
+    memory: ir.Value,
+    y: ir.Value,
+    y_stride: ir.Value,
+) -> None:
+    """Two weight rows times `count` quantized activations: y[b] and the fp32 behind it, b < count.
 
     w, records, y: addresses; stride, y_stride: bytes from record to record. apart: bytes from the one row to the other;
     0: there is one only, and one y. memory: the address of INTS_BYTES and SUMS_BYTES for each record, written before
     they are read.
     """
-    fmt = FORMATS[variant.literal_value.split("/")[0]]
+    fmt = FORMATS[format_name]
+    dots = [_RowDot(e, fmt, row, blocks) for row in (w, e.b.add(w, apart))]
+    behind = e.b.select(e.b.icmp_signed("==", apart, e.i64(0)), e.i64(0), e.i64(4))
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, w, apart, blocks, records, stride, count, memory, y, y_stride = args
-        e = emitter(context, builder)
-        dots = [_RowDot(e, fmt, row, blocks) for row in (w, builder.add(w, apart))]
-        behind = builder.select(builder.icmp_signed("==", apart, e.i64(0)), e.i64(0), e.i64(4))
+    def put(i: ir.Value, totals: list[ir.Value]) -> None:
+        place = e.b.add(y, e.b.mul(i, y_stride))
+        for total, at in zip(totals, (place, e.b.add(place, behind)), strict=True):
+            e.store(total, at)
 
-        def put(i: ir.Value, totals: list[ir.Value]) -> None:
-            place = builder.add(y, builder.mul(i, y_stride))
-            for total, at in zip(totals, (place, builder.add(place, behind)), strict=True):
-                e.store(total, at)
-
-        _dot_with_many(dots, records, stride, count, memory, put)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 9), codegen
+    _dot_with_many(dots, records, stride, count, memory, put)
 
 
 class _RowDot:
@@ -109,7 +99,7 @@ class _RowDot:
     def __init__(self, e: Emitter, fmt: BlockFormat, w: ir.Value, blocks: ir.Value) -> None:
         self.e, self.fmt, self.w, self.blocks = e, fmt, w, blocks
         self.cols = e.b.mul(blocks, e.i64(fmt.block))
-        # Zeros that LLVM does not know to be: it makes known ones anew for every sum, in upper registers by an
+        # Zeros that LLVM cannot prove to be: it makes proven ones anew for every sum, in upper registers by an
         # instruction that waits for what the register held.
         sign = e.b.trunc(e.b.lshr(blocks, e.i64(63)), I32)
         self.zero_ints = e.splat(sign, 16)
@@ -175,7 +165,7 @@ class _RowDot:
     def operands_of(self, content: Slices, slices: int) -> OperandsOf:
         """Of slices j and j + 1 (of a lone one j) what is multiplied with activations: `_dots`."""
         e, n = self.e, min(2, slices)
-        if e.quads:
+        if e.byte_dot_lanes:
             return lambda j: (content.codes(j, n),)
 
         def pairs(j: int) -> Operands:
@@ -194,7 +184,7 @@ class _RowDot:
         Activations are 256 * high + low, weights codes - offset: four sums of products of bytes.
         """
         e, b = self.e, self.e.b
-        if not e.quads:
+        if not e.byte_dot_lanes:
             at = e.at(record, b.mul(slice_, e.i64(64)))
             products = (
                 e.pair_products(ints, e.load(ints.type, at, 32 * n * i)) for i, ints in enumerate(operands)
@@ -204,14 +194,16 @@ class _RowDot:
         high = e.load(vec(I8, 32 * n), at)
         low = e.load(vec(I8, 32 * n), e.at(at, self.cols))
         zeros = self.zero_ints if n == 2 else e.pick(self.zero_ints, range(8))
-        total = e.shift_left(e.add_quad_products(zeros, operands[0], high), 8)
+        total = e.shift_left(e.add_byte_dots(zeros, operands[0], high), 8)
         if not offset:
-            return e.add_quad_products(total, operands[0], low)
+            return e.add_byte_dots(total, operands[0], low)
         sums = e.load(zeros.type, e.at(at, b.mul(self.cols, e.i64(2))))
-        if offset < QUAD_OFFSET:
-            sums = b.ashr(sums, e.const(sums.type, (QUAD_OFFSET // offset).bit_length() - 1))
-        sums = e.shift_left(sums, (offset // QUAD_OFFSET).bit_length() - 1 if offset > QUAD_OFFSET else 0)
-        return b.add(total, e.add_quad_products(sums, operands[0], low))
+        if offset < FOUR_SUM_OFFSET:
+            sums = b.ashr(sums, e.const(sums.type, (FOUR_SUM_OFFSET // offset).bit_length() - 1))
+        sums = e.shift_left(
+            sums, (offset // FOUR_SUM_OFFSET).bit_length() - 1 if offset > FOUR_SUM_OFFSET else 0
+        )
+        return b.add(total, e.add_byte_dots(sums, operands[0], low))
 
     def _side_by_side(self, vectors: list[ir.Value]) -> ir.Value:
         return vectors[0] if len(vectors) == 1 else self.e.join(*vectors)
@@ -294,11 +286,10 @@ def _dot_with_many(
     places = (0, 64, 96) if fmt.has_min else (0,)
 
     def each(body: Callable[[ir.Value, ir.Value], None]) -> None:
-        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        def turn(i: ir.Value) -> None:
             body(i, e.at(sums, e.b.mul(i, e.i64(SUMS_BYTES))))
-            return []
 
-        e.loop(e.i64(0), count, 1, [], turn)
+        e.each(e.i64(0), count, 1, turn)
 
     def load(at: ir.Value, row: int, lanes: int) -> list[ir.Value]:
         """A row's sums with a record, the accumulators as so many lanes."""
@@ -348,7 +339,7 @@ def _kept(e: Emitter, operands: OperandsOf, slices: int, memory: ir.Value, start
     """
     step = min(2, slices)
     held = {j: operands(j) for j in range(0, slices, step)}
-    if e.quads:
+    if e.byte_dot_lanes:
         return held.__getitem__
     for j, parts in held.items():
         for h, part in enumerate(parts):

@@ -1,74 +1,55 @@
-"""Loops over one row, as numba intrinsics: dequantization, dots of float weights, rounding of activations.
+"""Loops over one row: dequantization, dots of float weights, quantization of activations.
 
-Rounded activations lie in memory as records.py says; the byte planes are for processors that multiply bytes
-(`Emitter.quads`).
-
-Does not know: how rows are shared among threads.
+Quantized activations lie in memory as records.py says; the byte planes are for processors that multiply bytes
+(`Emitter.byte_dot_lanes`).
 """
 
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
-
-from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from quengine.kernels.activations import ACTIVATION_MAX
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.ir.block_ir import emit_blocks
+from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, I64, Emitter, vec
-from quengine.kernels.cpu.runtime.target import host_tile
 
 # Bytes that weights are asked for ahead of their use; processors' own prefetching stops at the end of a page. Measured
 # on a Cascade Lake Xeon: without it rows take 1.5 to 1.8 times as long; 1 to 8 KiB do equally well.
 PREFETCH = 2048
-QUAD_OFFSET = (
+FOUR_SUM_OFFSET = (
     32  # what the sums of four activations in a record are times: the offset of Q6_K, the negative of it
 )
 
 
-def emitter(context: Any, builder: ir.IRBuilder) -> Emitter:
-    triple, _, features = context.codegen().magic_tuple()
-    has_half = "+f16c" in features or triple.startswith(("aarch64", "arm64"))
-    return Emitter(builder, has_half, host_tile().quads)
-
-
-@intrinsic(prefer_literal=True)
-def dot_float_row(typingctx: Any, variant: Any, w: Any, cols: Any, x: Any) -> Any:
+@vector_code(result=types.float32)
+def dot_float_row(e: Emitter, name: str, access: str, w: ir.Value, cols: ir.Value, x: ir.Value) -> ir.Value:
     """fp32 dot of a row of F32, F16 or BF16 at address w with fp32 at address x.
 
-    `variant`: "F16/stream/..." when the next row follows this one in memory, "F16/row/..." when not.
+    name: of the format. access: "stream" when the next row follows this one in memory, "row" when not.
     """
-    name, access = variant.literal_value.split("/")[:2]
+    whole = e.b.and_(cols, e.i64(-32))
+    zeros = [e.const(vec(F32, 8), 0.0)] * 4
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, w, cols, x = args
-        e = emitter(context, builder)
-        whole = builder.and_(cols, e.i64(-32))
-        zeros = [e.const(vec(F32, 8), 0.0)] * 4
+    def turn(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+        if access == "stream":
+            ahead = e.at(w, e.b.mul(i, e.i64(FORMATS[name].nbytes)))
+            for line in range(0, 32 * FORMATS[name].nbytes, 64):
+                e.prefetch(e.at(ahead, PREFETCH + line))
+        values = [_float_weights(e, name, w, e.at(i, 8 * k), 8) for k in range(4)]
+        address = e.b.add(x, e.b.mul(i, e.i64(4)))
+        inputs = [e.load(vec(F32, 8), address, 32 * k) for k in range(4)]
+        return [e.fma(v, u, s) for v, u, s in zip(values, inputs, state, strict=True)]
 
-        def turn(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            if access == "stream":
-                ahead = e.at(w, builder.mul(i, e.i64(FORMATS[name].nbytes)))
-                for line in range(0, 32 * FORMATS[name].nbytes, 64):
-                    e.prefetch(e.at(ahead, PREFETCH + line))
-            values = [_float_weights(e, name, w, e.at(i, 8 * k), 8) for k in range(4)]
-            address = builder.add(x, builder.mul(i, e.i64(4)))
-            inputs = [e.load(vec(F32, 8), address, 32 * k) for k in range(4)]
-            return [e.fma(v, u, s) for v, u, s in zip(values, inputs, state, strict=True)]
+    s = e.loop(e.i64(0), whole, 32, zeros, turn)
+    total = e.total(e.b.fadd(e.b.fadd(s[0], s[1]), e.b.fadd(s[2], s[3])))
 
-        s = e.loop(e.i64(0), whole, 32, zeros, turn)
-        total = e.total(builder.fadd(builder.fadd(s[0], s[1]), builder.fadd(s[2], s[3])))
+    def single(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+        value = e.lane(_float_weights(e, name, w, i, 1), 0)
+        return [e.fma(value, e.load(F32, e.b.add(x, e.b.mul(i, e.i64(4)))), state[0])]
 
-        def single(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            value = e.lane(_float_weights(e, name, w, i, 1), 0)
-            return [e.fma(value, e.load(F32, builder.add(x, builder.mul(i, e.i64(4)))), state[0])]
-
-        return e.loop(whole, cols, 1, [total], single)[0]
-
-    return types.float32(variant, types.int64, types.int64, types.int64), codegen
+    return e.loop(whole, cols, 1, [total], single)[0]
 
 
 def _float_weights(e: Emitter, name: str, w: ir.Value, index: ir.Value, count: int) -> ir.Value:
@@ -82,30 +63,22 @@ def _float_weights(e: Emitter, name: str, w: ir.Value, index: ir.Value, count: i
     return e.b.bitcast(e.shift_left(wide, 16), vec(F32, count))
 
 
-@intrinsic(prefer_literal=True)
-def dequantize_row(typingctx: Any, variant: Any, w: Any, blocks: Any, out: Any) -> Any:
+@vector_code
+def dequantize_row(e: Emitter, format_name: str, w: ir.Value, blocks: ir.Value, out: ir.Value) -> None:
     """A row of `blocks` blocks at address w to fp32 at address out, the values of `block_formats.dequantize`."""
-    fmt = FORMATS[variant.literal_value.split("/")[0]]
+    fmt = FORMATS[format_name]
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, w, blocks, out = args
-        e = emitter(context, builder)
+    def widen(i: ir.Value, lanes: int) -> None:
+        e.store(_float_weights(e, fmt.name, w, i, lanes), e.at(out, e.b.mul(i, e.i64(4))))
 
-        def widen(i: ir.Value, lanes: int) -> None:
-            e.store(_float_weights(e, fmt.name, w, i, lanes), e.at(out, builder.mul(i, e.i64(4))))
+    def dequantize(i: ir.Value) -> None:
+        block = e.at(w, e.b.mul(i, e.i64(fmt.nbytes)))
+        _emit_dequantized(e, fmt, block, e.at(out, e.b.mul(i, e.i64(4 * fmt.block))))
 
-        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            block = e.at(w, builder.mul(i, e.i64(fmt.nbytes)))
-            _emit_dequantized(e, fmt, block, e.at(out, builder.mul(i, e.i64(4 * fmt.block))))
-            return []
-
-        if fmt.is_quantized:
-            e.loop(e.i64(0), blocks, 1, [], turn)
-        else:
-            e.spans(e.i64(0), blocks, widen)
-        return context.get_dummy_value()
-
-    return types.void(variant, types.int64, types.int64, types.int64), codegen
+    if fmt.is_quantized:
+        e.each(e.i64(0), blocks, 1, dequantize)
+    else:
+        e.spans(e.i64(0), blocks, widen)
 
 
 def _emit_dequantized(e: Emitter, fmt: BlockFormat, block: ir.Value, target: ir.Value) -> None:
@@ -121,41 +94,51 @@ def _emit_dequantized(e: Emitter, fmt: BlockFormat, block: ir.Value, target: ir.
             e.store(value, target, 128 * j + 64 * half)
 
 
-@intrinsic(prefer_literal=True)
-def round_row(typingctx: Any, variant: Any, x: Any, cols: Any, first: Any, last: Any, record: Any) -> Any:
+@vector_code(factor=types.float32)
+def scale_row(e: Emitter, x: ir.Value, factor: ir.Value, count: ir.Value, out: ir.Value) -> None:
+    """`count` fp32 at address x times a factor, to address out."""
+    emit_scaled(e, x, factor, count, out)
+
+
+def emit_scaled(e: Emitter, x: ir.Value, factor: ir.Value, count: ir.Value, out: ir.Value) -> None:
+    """`count` fp32 at address x times a factor, to address out."""
+
+    def multiply(i: ir.Value, lanes: int) -> None:
+        at = e.b.mul(i, e.i64(4))
+        e.store(e.b.fmul(e.load(vec(F32, lanes), e.at(x, at)), e.splat(factor, lanes)), e.at(out, at))
+
+    e.spans(e.i64(0), count, multiply)
+
+
+@vector_code
+def quantize_row(
+    e: Emitter, x: ir.Value, cols: ir.Value, first: ir.Value, last: ir.Value, record: ir.Value
+) -> None:
     """Round `cols` fp32 at address x into the activation record at address `record` (see activations.py).
 
     Only columns first .. last - 1, multiples of 32.
     """
+    byte_dot_lanes, scales = (e.b.add(record, e.b.mul(cols, e.i64(k))) for k in (2, 3))
+    by_32 = e.b.add(scales, e.b.lshr(cols, e.i64(3)))
+    by_16 = e.b.add(scales, e.b.lshr(cols, e.i64(2)))
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, cols, first, last, record = args
-        e = emitter(context, builder)
-        quads, scales = (builder.add(record, builder.mul(cols, e.i64(k))) for k in (2, 3))
-        by_32 = builder.add(scales, builder.lshr(cols, e.i64(3)))
-        by_16 = builder.add(scales, builder.lshr(cols, e.i64(2)))
+    def turn(i: ir.Value) -> None:
+        values = e.load(vec(F32, 32), e.at(x, e.b.mul(i, e.i64(4))))
+        a, t = _emit_rounding(e, values)
+        sums = _four_sums(e, a)
+        if e.byte_dot_lanes:
+            _store_bytes(e, a, record, cols, i)
+            e.store(e.b.mul(sums, e.const(sums.type, -FOUR_SUM_OFFSET)), e.at(byte_dot_lanes, i))
+        else:
+            _store_pairs(e, a, record, cols, i)
+        parts = [e.to_float(total_int(e, part)) for part in e.halves(sums)]
+        offset = e.b.lshr(i, e.i64(3))  # 4 bytes per group of 32
+        e.store(t, e.at(scales, offset))
+        e.store(e.b.fmul(t, e.b.fadd(*parts)), e.at(by_32, offset))
+        for k, part in enumerate(parts):
+            e.store(e.b.fmul(t, part), e.at(by_16, e.b.lshr(i, e.i64(2))), 4 * k)
 
-        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            values = e.load(vec(F32, 32), e.at(x, builder.mul(i, e.i64(4))))
-            a, t = _emit_rounding(e, values)
-            sums = _quad_sums(e, a)
-            if e.quads:
-                _store_bytes(e, a, record, cols, i)
-                e.store(builder.mul(sums, e.const(sums.type, -QUAD_OFFSET)), e.at(quads, i))
-            else:
-                _store_pairs(e, a, record, cols, i)
-            parts = [e.to_float(total_int(e, part)) for part in e.halves(sums)]
-            offset = builder.lshr(i, e.i64(3))  # 4 bytes per group of 32
-            e.store(t, e.at(scales, offset))
-            e.store(builder.fmul(t, builder.fadd(*parts)), e.at(by_32, offset))
-            for k, part in enumerate(parts):
-                e.store(builder.fmul(t, part), e.at(by_16, builder.lshr(i, e.i64(2))), 4 * k)
-            return []
-
-        e.loop(first, last, 32, [], turn)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 5), codegen
+    e.each(first, last, 32, turn)
 
 
 def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -206,7 +189,7 @@ def _store_pairs(e: Emitter, a: ir.Value, record: ir.Value, cols: ir.Value, i: i
     e.store(odds, e.at(at, b.select(lone, e.i64(32), e.i64(64))))
 
 
-def _quad_sums(e: Emitter, a: ir.Value) -> ir.Value:
+def _four_sums(e: Emitter, a: ir.Value) -> ir.Value:
     """Sums of four neighbours of int16 lanes, int32."""
     pairs = e.b.add(*e.evens_odds(e.widen(a, I32, True)))
     return e.b.add(*e.evens_odds(pairs))
@@ -224,35 +207,19 @@ def total_int(e: Emitter, total: ir.Value) -> ir.Value:
     return e.lane(total, 0)
 
 
-@intrinsic
-def get(typingctx: Any, context_address: Any, slot: Any) -> Any:
-    """Slot `slot` of the int64 parameters at an address."""
-
-    def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        e = Emitter(builder, has_half=False)
-        return e.load(I64, e.at(args[0], builder.mul(args[1], e.i64(8))))
-
-    return types.int64(types.int64, types.int64), codegen
+@vector_code(result=types.int64)
+def int64_at(e: Emitter, array: ir.Value, index: ir.Value) -> ir.Value:
+    """Element `index` of int64 at an address."""
+    return e.load(I64, e.at(array, e.b.mul(index, e.i64(8))))
 
 
-@intrinsic
-def put(typingctx: Any, context_address: Any, slot: Any, value: Any) -> Any:
-    """Write slot `slot` of the int64 parameters at an address."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        e = Emitter(builder, has_half=False)
-        e.store(args[2], e.at(args[0], builder.mul(args[1], e.i64(8))))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+@vector_code(result=types.float32)
+def float_at(e: Emitter, array: ir.Value, index: ir.Value) -> ir.Value:
+    """Element `index` of fp32 at an address."""
+    return e.load(F32, e.at(array, e.b.mul(index, e.i64(4))))
 
 
-@intrinsic
-def store_f32(typingctx: Any, value: Any, address: Any) -> Any:
+@vector_code(value=types.float32)
+def store_f32(e: Emitter, value: ir.Value, address: ir.Value) -> None:
     """Write an fp32 to an address."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        Emitter(builder, has_half=False).store(args[0], args[1])
-        return context.get_dummy_value()
-
-    return types.void(types.float32, types.int64), codegen
+    e.store(value, address)

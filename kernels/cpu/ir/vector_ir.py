@@ -1,11 +1,9 @@
 """Short names for the LLVM vector instructions that the CPU kernels are written in.
 
-Instructions and intrinsics are target-independent but for one that has to be asked for (`add_quad_products`): LLVM
+Instructions and intrinsics are target-independent but for one that has to be asked for (`add_byte_dots`): LLVM
 lowers 8-lane fp32 and 16-lane int16 vectors to AVX-512, AVX2, SSE or NEON alike. Nothing is marked `fast` or
 `contract`: where a multiply and an add are to be one rounding it says `fma`, so a kernel gives the same bits whatever
 it is inlined into.
-
-Does not know: block formats or what the numbers mean.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
-F16, F32 = ir.HalfType(), ir.FloatType()
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
 
 def vec(lane: ir.Type, lanes: int) -> ir.VectorType:
@@ -26,9 +24,9 @@ def vec(lane: ir.Type, lanes: int) -> ir.VectorType:
 class Emitter:
     """Appends instructions at a builder's position. Addresses are i64 values; loads and stores are unaligned."""
 
-    def __init__(self, builder: ir.IRBuilder, has_half: bool, quads: int = 0) -> None:
+    def __init__(self, builder: ir.IRBuilder, has_half: bool, byte_dot_lanes: int = 0) -> None:
         self.b = builder
-        self.quads = quads  # as Tile.quads
+        self.byte_dot_lanes = byte_dot_lanes  # as Tile.byte_dot_lanes
         self._has_half = has_half
 
     def _call(self, name: str, *args: ir.Value) -> ir.Value:
@@ -130,17 +128,20 @@ class Emitter:
         even, odd = self.evens_odds(product)
         return self.b.add(even, odd)
 
-    def add_quad_products(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
-        """total[i] + sum of x[k]*y[k], k = 4i .. 4i+3: uint8 x, int8 y, int32 total. Only where there are `quads`."""
+    def add_byte_dots(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+        """total[i] + sum of x[k]*y[k], k = 4i .. 4i+3: uint8 x, int8 y, int32 total.
+
+        Only where there are `byte_dot_lanes`.
+        """
         count = total.type.count
-        if count > self.quads:
+        if count > self.byte_dot_lanes:
             parts = zip(*(self.halves(v) for v in (total, x, y)), strict=True)
-            return self.join(*[self.add_quad_products(*part) for part in parts])
+            return self.join(*[self.add_byte_dots(*part) for part in parts])
         x, y = (self.b.bitcast(v, total.type) for v in (x, y))
         return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * count}", total, x, y)
 
     def add_pair_products(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
-        """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, all in 16 int32 lanes. Only where `quads` is 16."""
+        """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, in 16 int32 lanes, where `byte_dot_lanes` is 16."""
         return self._call("llvm.x86.avx512.vpdpwssd.512", total, x, y)
 
     # ---- floats ------------------------------------------------------------------------------------------
@@ -153,6 +154,16 @@ class Emitter:
         """x*y + z in one rounding."""
         vector = isinstance(x.type, ir.VectorType)
         return self._call(f"llvm.fma.v{x.type.count}f32" if vector else "llvm.fma.f32", x, y, z)
+
+    def maximum(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """The greater of each two floats; y where one of them is NaN."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def largest(self, v: ir.Value) -> ir.Value:
+        """The largest lane of a float vector, as a vector of one."""
+        while v.type.count > 1:
+            v = self.maximum(*self.halves(v))
+        return v
 
     def sqrt(self, x: ir.Value) -> ir.Value:
         """Of one fp32."""
@@ -235,16 +246,18 @@ class Emitter:
     ) -> None:
         """body(i, lanes) over start .. stop - 1: `most`, a power of two, at a time, then one at a time."""
 
-        def of(lanes: int) -> Callable[[ir.Value, list[ir.Value]], list[ir.Value]]:
-            def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                body(i, lanes)
-                return []
-
-            return turn
-
         whole = self.b.add(start, self.b.and_(self.b.sub(stop, start), self.i64(-most)))
-        self.loop(start, whole, most, [], of(most))
-        self.loop(whole, stop, 1, [], of(1))
+        self.each(start, whole, most, lambda i: body(i, most))
+        self.each(whole, stop, 1, lambda i: body(i, 1))
+
+    def each(self, start: ir.Value, stop: ir.Value, step: int, body: Callable[[ir.Value], None]) -> None:
+        """for i in range(start, stop, step): body(i)."""
+
+        def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            body(i)
+            return []
+
+        self.loop(start, stop, step, [], turn)
 
     def loop(
         self,

@@ -1,14 +1,27 @@
-"""Adding a residual or a bias to matvec results in compiled code, in the tasks of the matvec itself.
-
-Does not know: which of the two it adds.
-"""
+"""Adding a residual or a bias to matvec results in compiled code, in the tasks of the matvec itself."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
+from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import add_kernel
 from quengine.kernels.cpu.runtime.threads import Launch
+
+
+@dataclass
+class AddArguments(Arguments):
+    """Of fp32 at addresses; strides in bytes."""
+
+    y: int
+    y_stride: int
+    addend: int
+    addend_stride: int
+    rows: int
+    cols: int
+    task_cols: int
 
 
 def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) -> Launch:
@@ -18,7 +31,13 @@ def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) ->
     """
     rows, width = y.shape
     assert addend.numel() in (width, rows * width)
-    stride = 4 * width if addend.numel() == rows * width else 0
-    addresses = (y.data_ptr() + 4 * column, addend.data_ptr() + 4 * column)
-    parameters = (*addresses, count, step, rows, 4 * width, stride)
-    return Launch(add_kernel(), parameters, -(-count // step), keep=(y, addend))
+    arguments = AddArguments(
+        y=y.data_ptr() + 4 * column,
+        y_stride=4 * width,
+        addend=addend.data_ptr() + 4 * column,
+        addend_stride=4 * width if addend.numel() == rows * width else 0,
+        rows=rows,
+        cols=count,
+        task_cols=step,
+    )
+    return Launch(add_kernel(), arguments, -(-count // step), keep=(y, addend))

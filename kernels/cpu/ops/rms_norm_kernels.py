@@ -2,56 +2,42 @@
 
 The squares add into 8 lanes of four accumulators in turn, what is left of 32 into one lane more; the order depends on
 the width alone.
-
-Does not know: what is normalised, or what reads the result.
 """
 
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
-
-from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from quengine.kernels.cpu.ir.row_ir import emitter, get
+from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
+from quengine.kernels.cpu.ops.rms_norm import RMSNormArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
 
 def rms_norm_kernel() -> bytes:
-    """Task i is row i. 0 x (fp32), 1 weight (fp32), 2 columns, 3 eps (the bits of an fp32), 4 output (fp32)."""
-    variant = "rms_norm"
+    """Task i is row i."""
 
-    def rms_norm_row(context: int, task: int) -> None:
-        cols = get(context, 2)
-        row = 4 * cols * task
-        norm_row(variant, get(context, 0) + row, get(context, 1), cols, context + 24, get(context, 4) + row)
+    def rms_norm_row(args: RMSNormArguments, task: int) -> None:
+        x, out = args.x + task * args.x_stride, args.out + task * args.out_stride
+        norm_row(x, args.weight, args.cols, args.eps, out)
 
-    return compile_kernel(rms_norm_row)
+    return compile_kernel(rms_norm_row, RMSNormArguments)
 
 
-@intrinsic(prefer_literal=True)
-def norm_row(typingctx: Any, variant: Any, x: Any, weight: Any, cols: Any, eps: Any, out: Any) -> Any:
-    """RMSNorm of `cols` fp32 at address x to address out, which may be x. eps: the address of an fp32."""
+@vector_code(eps=types.float32)
+def norm_row(e: Emitter, x: ir.Value, weight: ir.Value, cols: ir.Value, eps: ir.Value, out: ir.Value) -> None:
+    """RMSNorm of `cols` fp32 at address x to address out, which may be x."""
+    mean = e.b.fdiv(_sum_of_squares(e, x, cols), e.to_float(cols))
+    root = e.sqrt(e.b.fadd(mean, eps))
+    inverse = e.b.fdiv(e.const(F32, 1.0), root)
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, x, weight, cols, eps, out = args
-        e = emitter(context, builder)
-        mean = builder.fdiv(_sum_of_squares(e, x, cols), e.to_float(cols))
-        root = e.sqrt(builder.fadd(mean, e.load(F32, eps)))
-        inverse = builder.fdiv(e.const(F32, 1.0), root)
+    def scale(i: ir.Value, lanes: int) -> None:
+        at = e.b.mul(i, e.i64(4))
+        value = e.b.fmul(e.load(vec(F32, lanes), e.at(x, at)), e.splat(inverse, lanes))
+        e.store(e.b.fmul(value, e.load(vec(F32, lanes), e.at(weight, at))), e.at(out, at))
 
-        def scale(i: ir.Value, lanes: int) -> None:
-            at = builder.mul(i, e.i64(4))
-            value = builder.fmul(e.load(vec(F32, lanes), e.at(x, at)), e.splat(inverse, lanes))
-            e.store(builder.fmul(value, e.load(vec(F32, lanes), e.at(weight, at))), e.at(out, at))
-
-        e.spans(e.i64(0), cols, scale)
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 5), codegen
+    e.spans(e.i64(0), cols, scale)
 
 
 def _sum_of_squares(e: Emitter, x: ir.Value, cols: ir.Value) -> ir.Value:

@@ -2,53 +2,94 @@
 
 Positions, and the rows of the cache where they lie, are read from memory, so that a list of kernels made once serves
 every token.
-
-Does not know: the attention that follows.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cpu.attention.attention import check_types, scale_strides, strides
+from quengine.kernels.cpu.attention.attention import CacheArguments, check_types
+from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
+from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import rope_store_kernel
-from quengine.kernels.cpu.runtime.threads import Launch, fp32_bits, run
+from quengine.kernels.cpu.runtime.threads import Launch, run
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rope_store import row_tables
 
 
-def rope_store_launch(
+@dataclass
+class RopeStoreArguments(Arguments):
+    """qkv: fp32 rows of heads. positions, slots: int64, one a row. cos, sin: fp32 tables of `pairs` a position.
+
+    q_norm, k_norm: fp32 [width], or 0. query_scale: fp32 by position, or 0.
+    """
+
+    qkv: int
+    heads: int
+    kv_heads: int
+    width: int
+    positions: int
+    slots: int
+    cos: int
+    sin: int
+    pairs: int
+    q_norm: int
+    k_norm: int
+    eps: Fp32
+    query_scale: int
+    k: CacheArguments
+    v: CacheArguments
+
+
+def rope_store_launches(
     qkv: Tensor, spec: AttentionSpec, layer: KVLayer, positions: Tensor, slots: Tensor
-) -> Launch:
-    """Head norms, rotation and query scale in place in qkv; keys and values go to the cache.
+) -> list[Launch]:
+    """Norms, rotation and query scale in place in qkv; keys and values go to the cache.
 
     qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; the first heads * head_dim elements of a row are its
     queries afterwards. layer: fp16 or q8_0. positions, slots: int64 [T], where each token is in its sequence and
     which row of the cache it has, read when the kernel runs.
     """
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
-    optional = (spec.q_norm, spec.k_norm, spec.query_scale)
-    q_norm, k_norm, query_scale = (0 if t is None else t.data_ptr() for t in optional)
-    parameters = (
-        *(qkv.data_ptr(), spec.heads, spec.kv_heads, spec.head_dim, positions.data_ptr()),
-        *(spec.cos.data_ptr(), spec.sin.data_ptr(), spec.cos.shape[1]),
-        *strides(layer.k),
-        *strides(layer.v),
-        *(q_norm, k_norm, fp32_bits(spec.eps), query_scale),
-        *scale_strides(layer.k_scale),
-        *scale_strides(layer.v_scale),
-        slots.data_ptr(),
+    norms, launches, column = [0, 0], [], 0
+    for i, (norm, heads) in enumerate(((spec.q_norm, spec.heads), (spec.k_norm, spec.kv_heads))):
+        width = heads * spec.head_dim
+        if norm is not None and norm.numel() == spec.head_dim:
+            norms[i] = norm.data_ptr()
+        elif norm is not None:
+            row = qkv[:, column : column + width]
+            launches.append(rms_norm_launch(row, norm, spec.eps, row))
+        column += width
+    arguments = RopeStoreArguments(
+        qkv=qkv.data_ptr(),
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        width=spec.head_dim,
+        positions=positions.data_ptr(),
+        slots=slots.data_ptr(),
+        cos=spec.cos.data_ptr(),
+        sin=spec.sin.data_ptr(),
+        pairs=spec.cos.shape[1],
+        q_norm=norms[0],
+        k_norm=norms[1],
+        eps=spec.eps,
+        query_scale=0 if spec.query_scale is None else spec.query_scale.data_ptr(),
+        k=CacheArguments.of(layer.k, layer.k_scale),
+        v=CacheArguments.of(layer.v, layer.v_scale),
     )
     kernel = rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
     tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
-    return Launch(kernel, parameters, tasks, keep=(qkv, spec, layer, positions, slots))
+    launches.append(Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots)))
+    return launches
 
 
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
-    """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launch`.
+    """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launches`.
 
     Raises ValueError when a position is not in the cache, or the cache is neither fp16 nor q8_0.
     """
@@ -63,5 +104,5 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
     if not 0 <= int(slots.min()) <= int(slots.max()) < ctx:
         raise ValueError(f"rows {int(slots.min())} to {int(slots.max())} are not in a cache of {ctx}")
     qkv = qkv.contiguous()
-    run([rope_store_launch(qkv, spec, layer, positions.contiguous(), slots.contiguous())])
+    run(rope_store_launches(qkv, spec, layer, positions.contiguous(), slots.contiguous()))
     return qkv[:, : spec.heads * spec.head_dim].view(rows, spec.heads, spec.head_dim)

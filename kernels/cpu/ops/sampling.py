@@ -1,26 +1,50 @@
 """Choosing a token in compiled code: `kernels/sampling.py`'s `sample`, bit for bit, in a tenth of the time.
 
 Settings that select among all tokens (no top-k, or a very long one), or by surprise (typical-p), go to the definition.
-
-Does not know: seeds, penalties, or who wants the token.
 """
 
 from __future__ import annotations
 
 import math
-import struct
+from array import array
 from ctypes import CFUNCTYPE, c_int64
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Unpack
 
 import numpy as np
 
 from quengine.kernels import sampling
+from quengine.kernels.cpu.runtime.arguments import Arguments, Fp64, fields_of
 from quengine.kernels.cpu.runtime.kernel_table import choose_kernel
 from quengine.kernels.sampling import Logits, NoCandidateError, Settings
 
 MOST_CANDIDATES = 128
 """Candidates are held in order as they come, which is slower for very many than numpy's partition."""
+
+
+@dataclass
+class ChooseArguments(Arguments):
+    """Of the kernel that chooses a token.
+
+    all_logits: fp32 [count], finite or -inf; logits (fp64), ids and masses (int64): room for top_k candidates. token is
+    written: -1 where there is none.
+    """
+
+    all_logits: int
+    count: int
+    top_k: int
+    logits: int
+    ids: int
+    masses: int
+    top_p: Fp64
+    log_min_p: Fp64
+    sharpness_at_1: Fp64
+    sharpness: Fp64
+    uniform: Fp64
+    has_top_p: int
+    has_min_p: int
+    token: int = -1
 
 
 def sample(logits: Logits, **settings: Unpack[Settings]) -> int:
@@ -31,25 +55,20 @@ def sample(logits: Logits, **settings: Unpack[Settings]) -> int:
     if greedy or not few or by_surprise or not logits.flags.c_contiguous:
         return sampling.sample(logits, **settings)
     room = np.empty(3 * top_k, dtype=np.int64)
-    values, place = 14 * [0], room.ctypes.data
-    values[:6] = [
-        logits.ctypes.data,
-        logits.shape[0],
-        top_k,
-        *(place + 8 * top_k * part for part in range(3)),
-    ]
-    numbers = (
-        min(top_p, 1.0),
-        math.log(min_p) if min_p > 0 else 0.0,
-        sampling.sharpness(1.0),
-        sampling.sharpness(settings["temperature"]),
-        settings["uniform"],
+    values, ids, masses = (room.ctypes.data + 8 * top_k * part for part in range(3))
+    arguments = ChooseArguments(
+        *(logits.ctypes.data, logits.shape[0], top_k, values, ids, masses),
+        top_p=min(top_p, 1.0),
+        log_min_p=math.log(min_p) if min_p > 0 else 0.0,
+        sharpness_at_1=sampling.sharpness(1.0),
+        sharpness=sampling.sharpness(settings["temperature"]),
+        uniform=settings["uniform"],
+        has_top_p=int(top_p < 1),
+        has_min_p=int(min_p > 0),
     )
-    values[6:11] = struct.unpack("5q", struct.pack("5d", *numbers))
-    values[11:13] = [int(top_p < 1), int(min_p > 0)]
-    context = np.array(values, dtype=np.int64)
-    _choose()(context.ctypes.data, 0)
-    token = int(context[13])
+    memory = array("q", arguments.to_bytes())
+    _choose()(memory.buffer_info()[0], 0)
+    token = memory[fields_of(ChooseArguments)["token"].offset // 8]
     if token < 0:
         raise NoCandidateError("every token is banned")
     return token

@@ -2,67 +2,59 @@
 
 The most likely tokens are held in order while the logits pass by, 64 at a time: after the first ones hardly any 64 have
 one that is above the last of them.
-
-Does not know: seeds, penalties, or who wants the token.
 """
 
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
-from quengine.kernels.cpu.ir.row_ir import emitter, get, put
-from quengine.kernels.cpu.ir.vector_ir import F32, I64, vec
+from quengine.kernels.cpu.ir.row_ir import int64_at
+from quengine.kernels.cpu.ir.vector_code import vector_code
+from quengine.kernels.cpu.ir.vector_ir import F32, F64, I64, Emitter, vec
+from quengine.kernels.cpu.ops.sampling import ChooseArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 from quengine.kernels.sampling import EXP2_COEFFICIENTS, HALVINGS, MASS_BITS
 
-F64 = ir.DoubleType()
 _LANES = 64
 _MASS_EXPONENT = 1023 + MASS_BITS
 
 
 def choose_kernel() -> bytes:
-    """0 logits (fp32, finite or -inf), 1 how many, 2 top k (1 or more); of k candidates 3 logits (fp64), 4 ids and
-    5 masses (int64); as the bits of fp64: 6 top p, 7 log of min p, 8 and 9 sharpness at temperature 1 and at the one
-    wanted, 10 the uniform number; 11 whether top p is below 1, 12 whether min p is above 0; 13 the token, to be
-    written: -1 where there is none.
-    """
+    """One task: writes the token of `ChooseArguments`."""
 
-    def choose(context: int, task: int) -> None:
-        held = _take_most_likely(context)
+    def choose(args: ChooseArguments, _task: int) -> None:
+        held = _take_most_likely(args)
         if held == 0:
-            put(context, 13, -1)
+            args.token = -1
             return
-        if get(context, 11):
-            held = _keep_top_p(context, held)
-        if get(context, 12):
-            least = fp64(get(context, 3)) + fp64(context + 56)
-            while fp64(get(context, 3) + 8 * (held - 1)) < least:
+        if args.has_top_p:
+            held = _keep_top_p(args, held)
+        if args.has_min_p:
+            least = fp64(args.logits) + args.log_min_p
+            while fp64(args.logits + 8 * (held - 1)) < least:
                 held -= 1
-        total = _accumulate_masses(context, held, fp64(context + 72))
-        target = whole(math.floor(fp64(context + 80) * total))
+        total = _accumulate_masses(args, held, args.sharpness)
+        target = whole(math.floor(args.uniform * total))
         place = 0
-        while get(get(context, 5), place) <= target:
+        while int64_at(args.masses, place) <= target:
             place += 1
-        put(context, 13, get(get(context, 4), place))
+        args.token = int64_at(args.ids, place)
 
-    return compile_kernel(choose)
+    return compile_kernel(choose, ChooseArguments)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _take_most_likely(context: int) -> int:
+def _take_most_likely(args: ChooseArguments) -> int:
     """The k largest logits above -inf with their ids, ranked, ties by the lower id; returns how many there are."""
-    logits, count, k = get(context, 0), get(context, 1), get(context, 2)
-    values, ids = get(context, 3), get(context, 4)
+    logits, count, k = args.all_logits, args.count, args.top_k
+    values, ids = args.logits, args.ids
     held, last = 0, -math.inf
     for start in range(0, count, _LANES):
         end = min(start + _LANES, count)
-        if end - start == _LANES and not any_above("above", logits + 4 * start, last):
+        if end - start == _LANES and not any_above(logits + 4 * start, last):
             continue
         for token in range(start, end):
             value = fp32(logits + 4 * token)
@@ -71,10 +63,10 @@ def _take_most_likely(context: int) -> int:
             place = min(held, k - 1)
             while place > 0 and fp64(values + 8 * (place - 1)) < value:
                 put_fp64(values + 8 * place, fp64(values + 8 * (place - 1)))
-                put(ids, place, get(ids, place - 1))
+                put_int64(ids, place, int64_at(ids, place - 1))
                 place -= 1
             put_fp64(values + 8 * place, value)
-            put(ids, place, token)
+            put_int64(ids, place, token)
             held = min(held + 1, k)
             if held == k:
                 last = fp64(values + 8 * (k - 1))
@@ -82,22 +74,22 @@ def _take_most_likely(context: int) -> int:
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _keep_top_p(context: int, held: int) -> int:
-    total = _accumulate_masses(context, held, fp64(context + 64))
-    target = min(whole(math.ceil(fp64(context + 48) * total)), total)
+def _keep_top_p(args: ChooseArguments, held: int) -> int:
+    total = _accumulate_masses(args, held, args.sharpness_at_1)
+    target = min(whole(math.ceil(args.top_p * total)), total)
     place = 0
-    while get(get(context, 5), place) < target:
+    while int64_at(args.masses, place) < target:
         place += 1
     return place + 1
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
-def _accumulate_masses(context: int, held: int, sharpness: float) -> int:
-    """The masses of the candidates, each with those before it, to slot 5's memory; returns the last."""
-    values, largest, total = get(context, 3), fp64(get(context, 3)), 0
+def _accumulate_masses(args: ChooseArguments, held: int, sharpness: float) -> int:
+    """The masses of the candidates, each with those before it; returns the last."""
+    values, largest, total = args.logits, fp64(args.logits), 0
     for i in range(held):
         total += _mass(largest - fp64(values + 8 * i), sharpness)
-        put(get(context, 5), i, total)
+        put_int64(args.masses, i, total)
     return total
 
 
@@ -115,71 +107,50 @@ def _mass(gap: float, sharpness: float) -> int:
     return mass
 
 
-@intrinsic
-def fp64(typingctx: Any, address: Any) -> Any:
+@vector_code(result=types.float64)
+def fp64(e: Emitter, address: ir.Value) -> ir.Value:
     """The fp64 at an address."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        return emitter(context, builder).load(F64, args[0])
-
-    return types.float64(types.int64), codegen
+    return e.load(F64, address)
 
 
-@intrinsic
-def put_fp64(typingctx: Any, address: Any, value: Any) -> Any:
+@vector_code(value=types.float64)
+def put_fp64(e: Emitter, address: ir.Value, value: ir.Value) -> None:
     """Write an fp64 to an address."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        emitter(context, builder).store(args[1], args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float64), codegen
+    e.store(value, address)
 
 
-@intrinsic
-def fp32(typingctx: Any, address: Any) -> Any:
+@vector_code
+def put_int64(e: Emitter, array: ir.Value, index: ir.Value, value: ir.Value) -> None:
+    """Write element `index` of int64 at an address."""
+    e.store(value, e.at(array, e.b.mul(index, e.i64(8))))
+
+
+@vector_code(result=types.float64)
+def fp32(e: Emitter, address: ir.Value) -> ir.Value:
     """The fp32 at an address, as fp64."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        return builder.fpext(emitter(context, builder).load(F32, args[0]), F64)
-
-    return types.float64(types.int64), codegen
+    return e.b.fpext(e.load(F32, address), F64)
 
 
-@intrinsic
-def fp64_of_bits(typingctx: Any, bits: Any) -> Any:
+@vector_code(result=types.float64)
+def fp64_of_bits(e: Emitter, bits: ir.Value) -> ir.Value:
     """The fp64 that has these bits."""
-
-    def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        return builder.bitcast(args[0], F64)
-
-    return types.float64(types.int64), codegen
+    return e.b.bitcast(bits, F64)
 
 
-@intrinsic
-def whole(typingctx: Any, value: Any) -> Any:
+@vector_code(result=types.int64, value=types.float64)
+def whole(e: Emitter, value: ir.Value) -> ir.Value:
     """An fp64 cut to an integer, as int64."""
-
-    def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        return builder.fptosi(args[0], I64)
-
-    return types.int64(types.float64), codegen
+    return e.b.fptosi(value, I64)
 
 
-@intrinsic(prefer_literal=True)
-def any_above(typingctx: Any, variant: Any, address: Any, limit: Any) -> Any:
+@vector_code(result=types.boolean, limit=types.float64)
+def any_above(e: Emitter, address: ir.Value, limit: ir.Value) -> ir.Value:
     """Whether one of 64 fp32 at an address is above an fp64 that is the value of an fp32."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        e = emitter(context, builder)
-        bound = e.splat(builder.fptrunc(args[2], F32), 16)
-        above = [
-            builder.fcmp_ordered(">", e.load(vec(F32, 16), args[1], 64 * part), bound)
-            for part in range(_LANES // 16)
-        ]
-        while len(above) > 1:
-            above = [builder.or_(above[i], above[i + 1]) for i in range(0, len(above), 2)]
-        bits = builder.bitcast(above[0], ir.IntType(16))
-        return builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(16), 0))
-
-    return types.boolean(variant, types.int64, types.float64), codegen
+    bound = e.splat(e.b.fptrunc(limit, F32), 16)
+    above = [
+        e.b.fcmp_ordered(">", e.load(vec(F32, 16), address, 64 * part), bound) for part in range(_LANES // 16)
+    ]
+    while len(above) > 1:
+        above = [e.b.or_(above[i], above[i + 1]) for i in range(0, len(above), 2)]
+    bits = e.b.bitcast(above[0], ir.IntType(16))
+    return e.b.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(16), 0))

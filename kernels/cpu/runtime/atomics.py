@@ -1,89 +1,53 @@
-"""Numba intrinsics for threads: atomic int64 at addresses, calls through a kernel's address, giving the CPU away.
+"""What kernels need of threads: atomic int64 at addresses, calls through a kernel's address, giving the CPU away."""
 
-Does not know: what is counted or called.
-"""
-
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
-
-from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from quengine.kernels.cpu.ir.vector_ir import I32, I64
+from quengine.kernels.cpu.ir.vector_code import vector_code
+from quengine.kernels.cpu.ir.vector_ir import I32, I64, Emitter
 
 _ORDER = "seq_cst"
 
 
-@intrinsic
-def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
+@vector_code(result=types.int64)
+def fetch_add(e: Emitter, address: ir.Value, value: ir.Value) -> ir.Value:
     """Atomically add to the int64 at an address; returns what was there before."""
-
-    def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], _ORDER)
-
-    return types.int64(types.int64, types.int64), codegen
+    return e.b.atomic_rmw("add", e.b.inttoptr(address, I64.as_pointer()), value, _ORDER)
 
 
-@intrinsic
-def atomic_load(typingctx: Any, address: Any) -> Any:
+@vector_code(result=types.int64)
+def atomic_load(e: Emitter, address: ir.Value) -> ir.Value:
     """The int64 at an address."""
-
-    def codegen(_context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), _ORDER, 8)
-
-    return types.int64(types.int64), codegen
+    return e.b.load_atomic(e.b.inttoptr(address, I64.as_pointer()), _ORDER, 8)
 
 
-@intrinsic
-def atomic_store(typingctx: Any, address: Any, value: Any) -> Any:
+@vector_code
+def atomic_store(e: Emitter, address: ir.Value, value: ir.Value) -> None:
     """Write the int64 at an address."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), _ORDER, 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    e.b.store_atomic(value, e.b.inttoptr(address, I64.as_pointer()), _ORDER, 8)
 
 
-@intrinsic
-def call_kernel(typingctx: Any, kernel: Any, context_address: Any, task: Any) -> Any:
-    """Call the machine code at an address as `kernel(context, task)`."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        signature = ir.FunctionType(ir.VoidType(), [I64, I64])
-        builder.call(builder.inttoptr(args[0], signature.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+@vector_code
+def call_kernel(e: Emitter, kernel: ir.Value, arguments: ir.Value, task: ir.Value) -> None:
+    """Call the machine code at an address as `kernel(arguments, task)`."""
+    signature = ir.FunctionType(ir.VoidType(), [I64, I64])
+    e.b.call(e.b.inttoptr(kernel, signature.as_pointer()), [arguments, task])
 
 
-@intrinsic
-def nap(typingctx: Any, microseconds: Any) -> Any:
+@vector_code
+def nap(e: Emitter, microseconds: ir.Value) -> None:
     """POSIX usleep: the CPU is free for about this long; a number below a million."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        function = builder.module.globals.get("usleep")
-        if function is None:
-            function = ir.Function(builder.module, ir.FunctionType(I32, [I32]), "usleep")
-        builder.call(function, [builder.trunc(args[0], I32)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    e.b.call(_c_function(e, "usleep", [I32]), [e.b.trunc(microseconds, I32)])
 
 
-@intrinsic
-def yield_cpu(typingctx: Any) -> Any:
+@vector_code
+def yield_cpu(e: Emitter) -> None:
     """POSIX sched_yield: another thread may run on this CPU."""
+    e.b.call(_c_function(e, "sched_yield", []), [])
 
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, _args: Any) -> ir.Value:
-        function = builder.module.globals.get("sched_yield")
-        if function is None:
-            function = ir.Function(builder.module, ir.FunctionType(I32, []), "sched_yield")
-        builder.call(function, [])
-        return context.get_dummy_value()
 
-    return types.void(), codegen
+def _c_function(e: Emitter, name: str, parameters: list[ir.Type]) -> ir.Function:
+    declared = e.b.module.globals.get(name)
+    return declared or ir.Function(e.b.module, ir.FunctionType(I32, parameters), name)

@@ -1,10 +1,8 @@
 """Compilation of the CPU kernels by numba, into object code.
 
-A kernel is a function `kernel(context, task)`: `context` is the address of its int64 parameters, `task` says which
-part of the work to do. As all kernels have this one signature, the thread team (threads.py) is compiled once, and a
+A kernel is a function `kernel(arguments, task)`: the address of its arguments (arguments.py), and which part of the
+work to do. As all kernels have this one signature, the thread team (threads.py) is compiled once, and a
 step can be a list of kernels.
-
-Does not know: what the kernels compute, or that what it makes is kept (kernel_table.py).
 """
 
 from __future__ import annotations
@@ -18,12 +16,15 @@ from numba.core.compiler import Flags, compile_extra
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
+from quengine.kernels.cpu.runtime.argument_types import ArgumentsType
+from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.machine_code import ENTRY
 
 
-def compile_kernel(function: Callable[[int, int], None]) -> bytes:
-    """A kernel as object code."""
-    return compile_function(function, types.void, 2)
+def compile_kernel(function: Callable[..., None], arguments: type[Arguments]) -> bytes:
+    """A kernel as object code: function(arguments, task), whose arguments are at an address."""
+    code: bytes = _object_code(_lowered(function, types.void, (ArgumentsType(arguments), types.int64)))
+    return code
 
 
 def compile_function(function: Callable[..., Any], result: Any, parameters: int) -> bytes:
@@ -31,12 +32,12 @@ def compile_function(function: Callable[..., Any], result: Any, parameters: int)
 
     result: a numba type. The code refers to nothing of Python or numba, so any process of this machine can link it.
     """
-    code: bytes = _object_code(_lowered(function, result, parameters))
+    code: bytes = _object_code(_lowered(function, result, (types.int64,) * parameters))
     return code
 
 
 @global_compiler_lock
-def _lowered(function: Callable[..., Any], result: Any, parameters: int) -> Any:
+def _lowered(function: Callable[..., Any], result: Any, parameters: tuple[Any, ...]) -> Any:
     """The code library of a function, with its entry, before optimization."""
     flags = Flags()
     # numba's own entries report exceptions to Python; ours is all that is wanted.
@@ -45,7 +46,7 @@ def _lowered(function: Callable[..., Any], result: Any, parameters: int) -> Any:
         cpu_target.typing_context,
         cpu_target.target_context,
         function,
-        (types.int64,) * parameters,
+        parameters,
         result,
         flags,
         {},

@@ -1,22 +1,19 @@
-"""The kernels by name: each function here returns the address of one, loaded from disk or compiled on first use.
+"""The kernels by name: each returns, for a variant, the address of one, loaded from disk or compiled on first use.
 
-What a kernel computes, and its parameter slots, stand with the function of the same name in the module that it is
-compiled from. Those modules, and numba with them, are imported only when a kernel has to be compiled.
-
-Does not know: what the kernels compute, or who runs them.
+What a kernel computes, and its variants, stand with the function of the same name in the module that it is compiled
+from. Those modules, and numba with them, are imported only when a kernel has to be compiled.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib import import_module
 
 from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.machine_code import link
-from quengine.kernels.kv.cache_types import CacheType
-from quengine.kernels.rope import RopeLayout
 
 _log = logging.getLogger(__name__)
 
@@ -45,117 +42,37 @@ def _say_once() -> None:
     _log.warning("compiling kernels for this processor; this takes some seconds, the first time only")
 
 
-def lead_function() -> int:
-    return kernel("runtime.team_kernels", "lead_function")
+def _compiled_by(module: str, function: str) -> Callable[..., int]:
+    """`kernel` of one function: called with the variant, it returns the address."""
+    return partial(kernel, module, function)
 
 
-def watch_function() -> int:
-    return kernel("runtime.team_kernels", "watch_function")
-
-
-def chain_kernel() -> int:
-    return kernel("runtime.stage_kernels", "chain_kernel")
-
-
-def round_kernel() -> int:
-    return kernel("gemv.row_kernels", "round_kernel")
-
-
-def matvec_kernel(format_name: str, many: bool) -> int:
-    return kernel("gemv.row_kernels", "matvec_kernel", format_name, many)
-
-
-def float_matvec_kernel(format_name: str) -> int:
-    return kernel("gemv.row_kernels", "float_matvec_kernel", format_name)
-
-
-def dequantize_kernel(format_name: str) -> int:
-    return kernel("gemv.row_kernels", "dequantize_kernel", format_name)
-
-
-def rms_norm_kernel() -> int:
-    return kernel("ops.rms_norm_kernels", "rms_norm_kernel")
-
-
-def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> int:
-    return kernel("ops.rope_store_kernels", "rope_store_kernel", layout, q8_0)
-
-
-def stretch_kernel(q8_0: bool) -> int:
-    return kernel("attention.attention_kernels", "stretch_kernel", q8_0)
-
-
-def join_kernel() -> int:
-    return kernel("attention.attention_kernels", "join_kernel")
-
-
-def swiglu_kernel() -> int:
-    return kernel("ops.swiglu_kernels", "swiglu_kernel")
-
-
-def add_kernel() -> int:
-    return kernel("ops.add_kernels", "add_kernel")
-
-
-def pack_kernel() -> int:
-    return kernel("gemm.tile_kernels", "pack_kernel")
-
-
-def panel_kernel(format_name: str) -> int:
-    return kernel("gemm.tile_kernels", "panel_kernel", format_name)
-
-
-def tile_matmul_kernel() -> int:
-    return kernel("gemm.tile_kernels", "tile_matmul_kernel")
-
-
-def matrix_pack_kernel() -> int:
-    return kernel("gemm.matrix_tile_kernels", "matrix_pack_kernel")
-
-
-def weight_tiles_kernel(format_name: str) -> int:
-    return kernel("gemm.matrix_tile_kernels", "weight_tiles_kernel", format_name)
-
-
-def matrix_matmul_kernel() -> int:
-    return kernel("gemm.matrix_tile_kernels", "matrix_matmul_kernel")
-
-
-def word_pack_kernel() -> int:
-    return kernel("gemm.word_tile_kernels", "word_pack_kernel")
-
-
-def word_panel_kernel(format_name: str) -> int:
-    return kernel("gemm.word_tile_kernels", "word_panel_kernel", format_name)
-
-
-def word_matmul_kernel(format_name: str) -> int:
-    return kernel("gemm.word_tile_kernels", "word_matmul_kernel", format_name)
-
-
-def block_kernel() -> int:
-    return kernel("attention.prefill_attention_kernels", "block_kernel")
-
-
-def scores_kernel() -> int:
-    return kernel("attention.prefill_attention_kernels", "scores_kernel")
-
-
-def softmax_kernel() -> int:
-    return kernel("attention.prefill_attention_kernels", "softmax_kernel")
-
-
-def sums_kernel() -> int:
-    return kernel("attention.prefill_attention_kernels", "sums_kernel")
-
-
-def key_panel_kernel(cache_type: CacheType) -> int:
-    return kernel("attention.prefill_attention_kernels", "key_panel_kernel", cache_type)
-
-
-def value_panel_kernel(cache_type: CacheType) -> int:
-    return kernel("attention.prefill_attention_kernels", "value_panel_kernel", cache_type)
-
-
-def choose_kernel() -> int:
-    return kernel("ops.sampling_kernels", "choose_kernel")
+lead_function = _compiled_by("runtime.team_kernels", "lead_function")
+watch_function = _compiled_by("runtime.team_kernels", "watch_function")
+chain_kernel = _compiled_by("runtime.stage_kernels", "chain_kernel")
+quantize_kernel = _compiled_by("gemv.row_kernels", "quantize_kernel")
+matvec_kernel = _compiled_by("gemv.row_kernels", "matvec_kernel")
+float_matvec_kernel = _compiled_by("gemv.row_kernels", "float_matvec_kernel")
+dequantize_kernel = _compiled_by("gemv.row_kernels", "dequantize_kernel")
+rms_norm_kernel = _compiled_by("ops.rms_norm_kernels", "rms_norm_kernel")
+rope_store_kernel = _compiled_by("ops.rope_store_kernels", "rope_store_kernel")
+kv_split_kernel = _compiled_by("attention.attention_kernels", "kv_split_kernel")
+combine_kernel = _compiled_by("attention.attention_kernels", "combine_kernel")
+glu_kernel = _compiled_by("ops.glu_kernels", "glu_kernel")
+add_kernel = _compiled_by("ops.add_kernels", "add_kernel")
+pack_kernel = _compiled_by("gemm.tile_kernels", "pack_kernel")
+panel_kernel = _compiled_by("gemm.tile_kernels", "panel_kernel")
+tile_matmul_kernel = _compiled_by("gemm.tile_kernels", "tile_matmul_kernel")
+amx_pack_kernel = _compiled_by("gemm.amx_kernels", "amx_pack_kernel")
+amx_panel_kernel = _compiled_by("gemm.amx_kernels", "amx_panel_kernel")
+amx_matmul_kernel = _compiled_by("gemm.amx_kernels", "amx_matmul_kernel")
+vnni_pack_kernel = _compiled_by("gemm.vnni_kernels", "vnni_pack_kernel")
+vnni_panel_kernel = _compiled_by("gemm.vnni_kernels", "vnni_panel_kernel")
+vnni_matmul_kernel = _compiled_by("gemm.vnni_kernels", "vnni_matmul_kernel")
+block_kernel = _compiled_by("attention.prefill_attention_kernels", "block_kernel")
+scores_kernel = _compiled_by("attention.prefill_attention_kernels", "scores_kernel")
+softmax_kernel = _compiled_by("attention.prefill_attention_kernels", "softmax_kernel")
+sums_kernel = _compiled_by("attention.prefill_attention_kernels", "sums_kernel")
+key_panel_kernel = _compiled_by("attention.prefill_attention_kernels", "key_panel_kernel")
+value_panel_kernel = _compiled_by("attention.prefill_attention_kernels", "value_panel_kernel")
+choose_kernel = _compiled_by("ops.sampling_kernels", "choose_kernel")

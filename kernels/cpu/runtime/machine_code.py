@@ -1,7 +1,4 @@
-"""Object code in memory: its bytes become a function at an address. LLVM's linker does it, without numba.
-
-Does not know: who compiled the code, or where it was kept.
-"""
+"""Object code in memory: its bytes become a function at an address. LLVM's linker does it, without numba."""
 
 from __future__ import annotations
 

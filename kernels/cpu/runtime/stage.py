@@ -3,8 +3,6 @@
 A task of a stage runs several kernels one after another (a matvec, then the residual of the rows it has made). What
 needs all tasks of the stage, and is too little to share among threads (a norm, the rounding of a row), is run by the
 thread that happens to finish the last task: a later stage finds it done.
-
-Does not know: what the kernels compute.
 """
 
 from __future__ import annotations
@@ -13,10 +11,33 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import chain_kernel
 from quengine.kernels.cpu.runtime.threads import Launch
 
 _LINE = 8  # int64 in a cache line
+
+
+@dataclass
+class ChainEntry(Arguments):
+    """A kernel of a chain: its code, the address of its arguments, its tasks."""
+
+    kernel: int
+    arguments: int
+    tasks: int
+
+
+@dataclass
+class ChainArguments(Arguments):
+    """counter: address of the number of finished tasks, with how many there are 64 bytes on.
+
+    entries: address of a `ChainEntry` for each of `parts` kernels of a task, and of `finals` after the last task.
+    """
+
+    counter: int
+    parts: int
+    finals: int
+    entries: int
 
 
 @dataclass
@@ -46,9 +67,17 @@ class Stage:
         assert all(launch.tasks == part[0].tasks for launch in part)
         if len(part) == 1 and not self.finals:
             return part[0]._replace(after_previous=first)
-        parameters, keep = [self._shared.buffer_info()[0], len(part), len(self.finals)], []
+        keep: list[object] = []
+        entries = array("q")
         for launch in (*part, *self.finals):
-            context = array("q", launch.parameters)
-            parameters += [launch.kernel, context.buffer_info()[0], launch.tasks]
-            keep += [context, launch.keep]
-        return Launch(chain_kernel(), tuple(parameters), part[0].tasks, first, (self._shared, *keep))
+            arguments = array("q", launch.arguments.to_bytes())
+            entry = ChainEntry(launch.kernel, arguments.buffer_info()[0], launch.tasks)
+            entries.frombytes(entry.to_bytes())
+            keep += [arguments, launch.keep]
+        chain = ChainArguments(
+            counter=self._shared.buffer_info()[0],
+            parts=len(part),
+            finals=len(self.finals),
+            entries=entries.buffer_info()[0],
+        )
+        return Launch(chain_kernel(), chain, part[0].tasks, first, (self._shared, entries, *keep))

@@ -1,37 +1,31 @@
-"""The kernel that runs others one after another (stage.py).
-
-Does not know: what the kernels compute.
-"""
+"""The kernel that runs others one after another (stage.py)."""
 
 from __future__ import annotations
 
-from quengine.kernels.cpu.ir.row_ir import get
+from quengine.kernels.cpu.ir.row_ir import int64_at
+from quengine.kernels.cpu.runtime.argument_types import arguments_at
+from quengine.kernels.cpu.runtime.arguments import size_of
 from quengine.kernels.cpu.runtime.atomics import atomic_store, call_kernel, fetch_add
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
+from quengine.kernels.cpu.runtime.stage import ChainArguments, ChainEntry
 
 
 def chain_kernel() -> bytes:
-    """Task i: task i of each of some kernels; the last task to finish runs other kernels as a whole.
+    """Task i: task i of each of some kernels; the last task to finish runs other kernels as a whole."""
+    entry_at, entry_bytes = arguments_at(ChainEntry), size_of(ChainEntry)
 
-    0 address of the counter of finished tasks, with their number 64 bytes on; 1 kernels per task; 2 kernels at the
-    end; from 3 on, for each: its code, its context, its tasks.
-    """
-
-    def chain(context: int, task: int) -> None:
-        entry = context + 24
-        for _ in range(get(context, 1)):
-            call_kernel(get(entry, 0), get(entry, 1), task)
-            entry += 24
-        finals = get(context, 2)
-        if finals == 0:
+    def chain(args: ChainArguments, task: int) -> None:
+        for i in range(args.parts):
+            entry = entry_at(args.entries + i * entry_bytes)
+            call_kernel(entry.kernel, entry.arguments, task)
+        if args.finals == 0:
             return
-        counter = get(context, 0)
-        if fetch_add(counter, 1) + 1 < get(counter, 8):
+        if fetch_add(args.counter, 1) + 1 < int64_at(args.counter, 8):
             return
-        atomic_store(counter, 0)
-        for _ in range(finals):
-            for i in range(get(entry, 2)):
-                call_kernel(get(entry, 0), get(entry, 1), i)
-            entry += 24
+        atomic_store(args.counter, 0)
+        for i in range(args.parts, args.parts + args.finals):
+            entry = entry_at(args.entries + i * entry_bytes)
+            for part in range(entry.tasks):
+                call_kernel(entry.kernel, entry.arguments, part)
 
-    return compile_kernel(chain)
+    return compile_kernel(chain, ChainArguments)

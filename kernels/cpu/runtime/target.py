@@ -2,8 +2,6 @@
 
 numba decides it, from the machine and from NUMBA_CPU_NAME and NUMBA_CPU_FEATURES; its answer is kept with the kernels,
 so that it is asked, and imported, only once.
-
-Does not know: the kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the threads of the team do (threads.py): publish a list of kernels, watch for one, work on it, wait.
-
-Does not know: what the kernels compute.
-"""
+"""What the threads of the team do (threads.py): publish a list of kernels, watch for one, work on it, wait."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ def watch_function() -> bytes:
 
 
 def lead(state: int, number: int, table: int, length: int, counters: int) -> None:
-    """Publish a list, work on it, and return when it is finished and nobody looks at it any more."""
+    """Publish a list, work on it, and return when it is finished and no thread reads it any more."""
     atomic_store(state + TABLE, table)
     atomic_store(state + LENGTH, length)
     atomic_store(state + COUNTERS, counters)

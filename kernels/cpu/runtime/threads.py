@@ -5,14 +5,11 @@ machine slows down or does not start holds nothing up. A task writes its own res
 depend on who computes it, nor on how many threads there are.
 
 Between lists the other threads watch for the next one for a fraction of a millisecond, then sleep.
-
-Does not know: what the kernels compute.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 from array import array
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, c_int64, memset
@@ -23,31 +20,26 @@ from typing import Any, NamedTuple
 import torch
 
 from quengine.errors import EngineError
+from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import lead_function, watch_function
 
 # The team's state, int64, each on its own cache line: which list is open (0: none), its table, its length, its
 # counters; how many threads are at work on it; whether the team is dismissed.
 OPEN, TABLE, LENGTH, COUNTERS, INSIDE, DISMISSED = (64 * i for i in range(6))
-# A launch in the table: kernel, where its parameters lie in the table (bytes), tasks, after_previous. Its counters:
+# A launch in the table: kernel, where its arguments lie in the table (bytes), tasks, after_previous. Its counters:
 # tasks taken and tasks done, a cache line each.
 LAUNCH_BYTES, COUNTER_BYTES = 32, 128
-
-
-def fp32_bits(value: float) -> int:
-    """The bits of an fp32, for a kernel's int64 parameter."""
-    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 class Launch(NamedTuple):
     """One kernel over `tasks` tasks.
 
-    parameters      its int64 context
     after_previous  it reads what earlier launches of the list write, so it starts when those have finished
-    keep            the tensors that the parameters point into
+    keep            the tensors that the arguments point into
     """
 
     kernel: int
-    parameters: tuple[int, ...]
+    arguments: Arguments
     tasks: int
     after_previous: bool = True
     keep: tuple[Any, ...] = ()
@@ -148,12 +140,12 @@ class Program:
     """A list of kernels in the form that the team reads: made once, run any number of times."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
-        table, parameters = array("q"), array("q")
+        table, arguments = array("q"), array("q")
         for launch in launches:
-            offset = LAUNCH_BYTES * len(launches) + 8 * len(parameters)
+            offset = LAUNCH_BYTES * len(launches) + 8 * len(arguments)
             table.extend((launch.kernel, offset, launch.tasks, launch.after_previous))
-            parameters.extend(launch.parameters)
-        table.extend(parameters)
+            arguments.frombytes(launch.arguments.to_bytes())
+        table.extend(arguments)
         self._launches = tuple(launches)  # holds the tensors
         self._table = table
         self._counters = array("q", bytes(COUNTER_BYTES * len(launches)))

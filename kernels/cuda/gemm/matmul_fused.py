@@ -180,7 +180,7 @@ def _multiply_chunk(acc, words, x_at, column, weight_scale, P: tl.constexpr):
         scales = ()
         for w in tl.static_range(TILES):
             scales = scales + (
-                chunk_scales(words[w], s, weight_scale, P.layout, SUBNORMALS if P.exact else 1.0),
+                chunk_scales(words[w], s, weight_scale, tl.constexpr(P.layout), SUBNORMALS if P.exact else 1.0),
             )
         for j in tl.static_range(STEPS):
             x_now = x
@@ -188,7 +188,7 @@ def _multiply_chunk(acc, words, x_at, column, weight_scale, P: tl.constexpr):
                 x = _step_rows(x_at, column, s * STEPS + j + 1, P)
             result = ()
             for w in tl.static_range(TILES):
-                codes = step_codes(words[w], s * STEPS + j, P.layout, P.asm)
+                codes = step_codes(words[w], s * STEPS + j, tl.constexpr(P.layout), P.asm)
                 first, last = _step_operands(codes, scales[w], P)
                 for n in tl.static_range(TOKEN_TILES):
                     d = mma_half_step(
@@ -206,7 +206,7 @@ def _load_tiles(planes, chunk, tile, tiles, inside, lane, P: tl.constexpr):
     words = ()
     for w in tl.static_range(TILES):
         valid = inside & (tile < tiles - w)
-        words = words + (load_chunk(planes, chunk, w * P.chunks, lane, valid, P.layout, True),)
+        words = words + (load_chunk(planes, chunk, w * P.chunks, lane, valid, tl.constexpr(P.layout), True),)
     return words
 
 

@@ -44,7 +44,7 @@ def multiply(
     for c in range(first, last):
         # The last chunk is read twice: as cheap as a mask is not, whose zeros are an instruction a word.
         at = tile * P.chunks + gl.minimum(c + 1, end - 1)
-        later = load_chunk(planes, at, 0, lane, True, P.layout, False)
+        later = load_chunk(planes, at, 0, lane, True, gl.constexpr(P.layout), False)
         for number in gl.static_range(SETS):
             rows = stages.index(slot)
             for half in gl.static_range(HALVES):

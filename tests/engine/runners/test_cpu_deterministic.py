@@ -57,8 +57,8 @@ def test_only_the_last_row_of_a_prompt_leaves_the_last_layer(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated: list[int] = []
-    swiglu = cpu.swiglu
-    monkeypatch.setattr(cpu, "swiglu", lambda x: (gated.append(len(x)), swiglu(x))[1])
+    glu = cpu.glu
+    monkeypatch.setattr(cpu, "glu", lambda x, activation: (gated.append(len(x)), glu(x, activation))[1])
     with LLM(model, "cpu", 64) as llm, torch.no_grad():
         decoder, layers, backend = llm.loaded.decoder, llm.loaded.cache.layers, llm.loaded.decoder.backend
         picked = forward(decoder, PROMPT, layers)

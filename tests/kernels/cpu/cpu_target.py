@@ -6,7 +6,7 @@
     python -m tests.kernels.cpu.cpu_target emulate
 
 `check` prints the tile in use; `object` compiles the kernels' vector code for another architecture and prints the
-machine of the object files (ELF e_machine); `matrix` compiles the product on matrix tiles and counts its
+machine of the object files (ELF e_machine); `matrix` compiles the product on AMX tiles and counts its
 instructions, without running it; `emulate` runs it with those instructions in portable code (tile_emulator.py).
 """
 
@@ -17,28 +17,26 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import binding
-from torch.nn.functional import silu
 
 from quengine.kernels import sampling
 from quengine.kernels.activations import round_activations
 from quengine.kernels.block_formats import dequantize, unpack
 from quengine.kernels.cpu import (
     batch_attention,
-    decode_attention,
     embed,
-    linear,
-    prefill_attention,
+    glu,
     prompt_linear,
     rms_norm,
-    swiglu,
 )
 from quengine.kernels.cpu.gemm import tile_matmul, tiles
 from quengine.kernels.cpu.ops import sampling as cpu_sampling
 from quengine.kernels.cpu.runtime import compiled, kernel_table, target
 from quengine.kernels.forward_batch import decode_batch
+from quengine.kernels.glu import glu as definition_of_glu
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
 from quengine.kernels.q_dot import q_dot
 from tests.kernels.cpu import tile_emulator
+from tests.kernels.cpu.cpu_runs import attend_chunk, attend_token, linear
 from tests.kernels.cpu.test_cpu_attention import definition
 from tests.kernels.weights import nmse, random_weight
 
@@ -63,16 +61,16 @@ def errors() -> Iterator[tuple[str, float]]:
         layer = allocate_layer(50, 2, 64, "cpu", cache_type)
         write_rows(layer, 0, *(torch.randn(50, 2, 64, generator=generator) for _ in range(2)))
         expected = definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125)
-        yield f"{cache_type} prompt attention", nmse(prefill_attention(q, layer, 0, 0.125), expected)
-        yield f"{cache_type} attention", nmse(decode_attention(q[49], layer, 50, 0.125), expected[49])
+        yield f"{cache_type} prompt attention", nmse(attend_chunk(q, layer, 0, 0.125), expected)
+        yield f"{cache_type} attention", nmse(attend_token(q[49], layer, 50, 0.125), expected[49])
         newest = decode_batch([0, 0], [20, 31], [[[0]], [[0]]], torch.device("cpu"))
         yield (
             f"{cache_type} attention of rows",
             nmse(batch_attention(q[[20, 31]], layer, newest, 0.125, None), expected[[20, 31]]),
         )
     x, norm = torch.randn(3, 84, generator=generator), torch.randn(84, generator=generator)
-    gate, up = x.double().chunk(2, 1)
-    yield "swiglu", nmse(swiglu(x), silu(gate) * up)
+    for activation in ("silu", "gelu_tanh"):
+        yield activation, nmse(glu(x, activation), definition_of_glu(x.double(), activation))
     scaled = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     yield "rms_norm", nmse(rms_norm(x, norm, 1e-5), scaled)
 
@@ -110,7 +108,7 @@ def compile_for(triple: str, cpu: str) -> None:
     """Emit the kernels' code as it would be for the target, and assemble it with LLVM's code generator for it."""
     libraries = collect_libraries()
     target.tile_for = lambda _triple, _features: tiles.tile_for(triple, "")
-    tile_matmul.matrix_unit = lambda: False
+    tile_matmul.has_amx = lambda: False
     check()  # the same code, on this machine
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
@@ -127,7 +125,7 @@ def compile_for(triple: str, cpu: str) -> None:
 
 def compile_matrix_kernels() -> None:
     libraries = collect_libraries()
-    kernel_table.matrix_matmul_kernel()
+    kernel_table.amx_matmul_kernel()
     code = libraries[-1].get_asm_str()
     print(", ".join(f"{name} {code.count(name)}" for name in ("tdpbf16ps", "ldtilecfg", "tilerelease")))
 

@@ -1,13 +1,15 @@
 """Compilation of the CPU kernels into object code that needs neither Python nor numba."""
 
 import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 from llvmlite.binding.orcjit import JITLibraryBuilder, create_lljit_compiler
 from numba import types
 
-from quengine.kernels.cpu.ir.row_ir import get, store_f32
+from quengine.kernels.cpu.ir.row_ir import store_f32
 from quengine.kernels.cpu.runtime import kernel_table
+from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32, Fp64, size_of
 from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.compiled import compile_function, compile_kernel
 from quengine.kernels.cpu.runtime.machine_code import ENTRY, link
@@ -16,15 +18,35 @@ from quengine.kernels.cpu.runtime.machine_code import ENTRY, link
 C_LIBRARY = ("usleep", "sched_yield", "memset", "memcpy")
 
 
+SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+
+
+@dataclass
+class Nested(Arguments):
+    out: int
+    offset: Fp64
+
+
+@dataclass
+class TaskArguments(Arguments):
+    scale: Fp32
+    more: Nested
+    offset: Fp64
+
+
 def test_a_kernel_has_the_signature_of_all_kernels() -> None:
-    def write_task(context: int, task: int) -> None:
-        store_f32(np.float32(task), get(context, 0) + 4 * task)
+    def write_task(args: TaskArguments, task: int) -> None:
+        store_f32(args.scale * task + args.more.offset, args.more.out + 4 * task)
+        args.more.offset = args.offset
 
     out = np.zeros(3, np.float32)
-    parameters = np.array([out.ctypes.data], np.int64)
-    kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(link(compile_kernel(write_task)))
-    kernel(parameters.ctypes.data, 2)
-    assert out.tolist() == [0.0, 0.0, 2.0]
+    arguments = TaskArguments(2.5, Nested(out.ctypes.data, -1.25), 0.5)
+    memory = np.frombuffer(bytearray(arguments.to_bytes()), np.int64)
+    assert size_of(TaskArguments) == len(arguments.to_bytes()) == 32
+    kernel = SIGNATURE(link(compile_kernel(write_task, TaskArguments)))
+    kernel(memory.ctypes.data, 2)
+    kernel(memory.ctypes.data, 1)
+    assert out.tolist() == [0.0, 3.0, 3.75]
 
 
 def test_a_function_returns_its_result() -> None:
@@ -38,13 +60,13 @@ def test_kernels_refer_to_the_c_library_alone() -> None:
         kernel_table.lead_function,
         kernel_table.watch_function,
         kernel_table.chain_kernel,
-        kernel_table.join_kernel,
+        kernel_table.combine_kernel,
         kernel_table.tile_matmul_kernel,
         kernel_table.block_kernel,
         kernel_table.sums_kernel,
     ):
         function()
-        name = next(name for name in kept_names() if name.endswith(f"-{function.__name__}"))
+        name = next(name for name in kept_names() if name == "-".join(function.args))
         code = code_store().read(name)
         assert code is not None
         library = JITLibraryBuilder().add_object_img(code).export_symbol(ENTRY)

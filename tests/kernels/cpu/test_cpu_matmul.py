@@ -8,15 +8,16 @@ from torch import Tensor
 
 from quengine.kernels.activations import round_activations
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
-from quengine.kernels.cpu import embed, linear, linear_launches, prompt_linear, set_threads
-from quengine.kernels.cpu.gemm.matrix_tiles import matrix_unit
-from quengine.kernels.cpu.gemm.word_tiles import takes_words
+from quengine.kernels.cpu import embed, prompt_linear, set_threads
+from quengine.kernels.cpu.gemm.amx import has_amx
+from quengine.kernels.cpu.gemm.vnni import uses_vnni
 from quengine.kernels.cpu.gemv import matmul
-from quengine.kernels.cpu.gemv.records import record_bytes
+from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.cpu.runtime.threads import max_threads, run
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
+from tests.kernels.cpu.cpu_runs import linear
 from tests.kernels.weights import nmse, random_weight
 
 QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.is_quantized]
@@ -81,7 +82,7 @@ def test_decode_of_more_rows_than_one_pass_takes(name: str) -> None:
     w = random_weight(name, 40, max(1, 352 // fmt.block))
     x = activations(19, w.cols)
     y = torch.empty(19, 40)
-    run(linear_launches(x, [w], y))
+    run(matmul.linear_launches(x, [w], y))
     assert torch.equal(y, torch.cat([linear(row.unsqueeze(0), [w]) for row in x]))
 
 
@@ -96,12 +97,11 @@ def test_parts_of_different_types_lie_side_by_side(batch: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_prefill_multiplies_in_fp32(name: str) -> None:
-    """Or nearly: on matrix tiles an fp32 is two bf16 (test_cpu_matrix_tiles.py), among integers 15 bits
-    (test_cpu_word_tiles.py)."""
+    """Or nearly: on AMX an fp32 is two bf16 (test_cpu_amx.py), among int16 it has 15 bits (test_cpu_vnni.py)."""
     w = random_weight(name, 77, max(1, 512 // FORMATS[name].block))
     x = activations(33, w.cols)
     y = linear(x, [w])
-    most = 2e-9 if matrix_unit() else 1e-8 if takes_words(w) else 1e-12
+    most = 2e-9 if has_amx() else 1e-8 if uses_vnni(w) else 1e-12
     assert nmse(y, x.double() @ dequantize(w.format, w.data).double().T) <= most
 
 
@@ -144,13 +144,13 @@ def test_rounding_is_the_definition_to_the_bit(scale: float) -> None:
     x = activations(4, 160) * scale
     x[0, :32] = 0.0
     x[1, 5] = 0.5 * x[1, 4]
-    records = torch.zeros(4, record_bytes(160), dtype=torch.uint8)
-    run([matmul.round_launch(x, records)])
+    records = torch.zeros(4, quantized_row_bytes(160), dtype=torch.uint8)
+    run([matmul.quantize_launch(x, records)])
     expected = round_activations(x)
     assert torch.equal(activation_plane(records, 160), expected.a)
-    if host_tile().quads:
-        quads = records[:, 320:480].contiguous().view(torch.int32)
-        assert torch.equal(quads, -32 * expected.a.view(4, 40, 4).sum(-1, dtype=torch.int32))
+    if host_tile().byte_dot_lanes:
+        sums_of_4 = records[:, 320:480].contiguous().view(torch.int32)
+        assert torch.equal(sums_of_4, -32 * expected.a.view(4, 40, 4).sum(-1, dtype=torch.int32))
     assert torch.equal(records[:, 480:500].contiguous().view(torch.float32), expected.t)
     for group, start, stop in ((32, 500, 520), (16, 520, 560)):
         sums = records[:, start:stop].contiguous().view(torch.float32)
@@ -159,8 +159,8 @@ def test_rounding_is_the_definition_to_the_bit(scale: float) -> None:
 
 
 def activation_plane(records: Tensor, cols: int) -> Tensor:
-    """The integers in activation records, int16 [T, K]; K is an odd number of groups of 32."""
-    if host_tile().quads:
+    """The integers in quantized activations, int16 [T, K]; K is an odd number of groups of 32."""
+    if host_tile().byte_dot_lanes:
         high, low = records[:, : 2 * cols].view(torch.int8).view(-1, 2, cols).to(torch.int16).unbind(1)
         return 256 * high + low
     # Of two groups of 32 at a time, of the last one alone, the even and then the odd places.

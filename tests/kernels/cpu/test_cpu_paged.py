@@ -14,6 +14,7 @@ from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_b
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, slot_mapping, write_rows
 from quengine.kernels.rope import RopeSpec, rope_table
+from tests.kernels.cpu.cpu_runs import attend_chunk, attend_token
 
 LENGTHS = (1, 32, 33, 255, 256, 257, 700)
 BLOCKS = 60
@@ -77,7 +78,7 @@ def test_newest_tokens_over_blocks_see_what_each_sees_alone(
     out = cpu.batch_attention(q, caches.pool, newest(positions, caches.tables), 0.125, window)
     for row, layer, length, mixed in zip(q, caches.alone, LENGTHS, out, strict=True):
         first = max(0, length - window) if window else 0
-        assert torch.equal(mixed, cpu.decode_attention(row, layer, length, 0.125, first))
+        assert torch.equal(mixed, attend_token(row, layer, length, 0.125, first))
     some = [6, 2, 0]
     part = newest(positions[some], caches.tables[some])
     assert torch.equal(cpu.batch_attention(q[some], caches.pool, part, 0.125, window), out[some])
@@ -93,7 +94,7 @@ def test_a_chunk_over_blocks_sees_what_it_sees_in_adjacent_rows(
         for tokens in {1, min(length, 50), length}:
             q, start = randn(tokens, 6, 64), length - tokens
             paged = cpu.prefill_attention(q, caches.pool, start, 0.125, window, table)
-            assert torch.equal(paged, cpu.prefill_attention(q, layer, start, 0.125, window))
+            assert torch.equal(paged, attend_chunk(q, layer, start, 0.125, window))
 
 
 def spec_of(ctx: int) -> AttentionSpec:
@@ -134,3 +135,22 @@ def test_what_lies_outside_is_refused() -> None:
         cpu.rope_store(qkv, spec, layer, chunk(31, 2, table))
     with pytest.raises(ValueError, match="positions 90 to 96 are not in a cache of 96"):
         cpu.prefill_attention(randn(7, 4, 64), layer, 90, 0.125, None, table)
+
+
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
+def test_blocks_before_the_window_are_not_read(cache_type: CacheType) -> None:
+    layer, length, window = unwritten(24 * BLOCK_SIZE, 2, 64, cache_type), 700, 100
+    table = torch.cat([torch.zeros(18, dtype=torch.int64), torch.arange(1, 5)])  # block 0 holds no numbers
+    rows = slot_mapping(torch.arange(576, length), table)
+    write_rows(layer, rows, *(randn(length - 576, 2, 64, seed=i) for i in range(2)))
+    q = randn(24, 4, 64)
+    chunk_of = cpu.prefill_attention(q, layer, length - 24, 0.125, window, table)
+    assert chunk_of.isfinite().all()
+    everywhere = unwritten(24 * BLOCK_SIZE, 2, 64, cache_type)
+    write_rows(everywhere, 0, *(randn(24 * BLOCK_SIZE, 2, 64, seed=2) for _ in range(2)))
+    write_rows(everywhere, torch.arange(576, length), *(randn(length - 576, 2, 64, seed=i) for i in range(2)))
+    assert torch.equal(chunk_of, attend_chunk(q, everywhere, length - 24, 0.125, window))
+    newest_of = cpu.batch_attention(
+        q[-1:], layer, newest(torch.tensor([length - 1]), table[None]), 0.125, window
+    )
+    assert torch.equal(newest_of[0], attend_token(q[-1], everywhere, length, 0.125, length - window))

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from quengine.errors import CannotRunError
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu import prefill_attention, set_threads
+from quengine.kernels.cpu import set_threads
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
+from tests.kernels.cpu.cpu_runs import attend_chunk
 from tests.kernels.cpu.test_cpu_attention import definition
 from tests.kernels.weights import nmse
 
@@ -62,7 +63,7 @@ def test_it_is_the_definition_on_any_number_of_threads(
     results = []
     for threads in (1, MANY):
         set_threads(threads)
-        results.append(prefill_attention(q, layer, start, width**-0.5, window))
+        results.append(attend_chunk(q, layer, start, width**-0.5, window))
     assert nmse(results[0], expected(q, layer, start, window)) <= 1e-11
     assert torch.equal(results[0], results[1])
 
@@ -70,16 +71,16 @@ def test_it_is_the_definition_on_any_number_of_threads(
 @pytest.mark.parametrize("width", [7, 20, 80])
 def test_heads_of_an_odd_size(width: int) -> None:
     layer, q = random_layer(70, 2, width), queries(70, 4, width)
-    assert nmse(prefill_attention(q, layer, 0, width**-0.5), expected(q, layer, 0, None)) <= 1e-11
+    assert nmse(attend_chunk(q, layer, 0, width**-0.5), expected(q, layer, 0, None)) <= 1e-11
 
 
 @pytest.mark.parametrize("window", [None, 90, 300])
 def test_a_token_does_not_depend_on_the_chunk_it_is_in(window: int | None) -> None:
     layer, q = random_layer(530, 1, 64), queries(530, 3, 64)
-    whole = prefill_attention(q, layer, 0, 0.125, window)
+    whole = attend_chunk(q, layer, 0, 0.125, window)
     for chunk in (1, 13, 200, 256):
         for start in range(0, 530, 5 * chunk):
-            part = prefill_attention(q[start : start + chunk], layer, start, 0.125, window)
+            part = attend_chunk(q[start : start + chunk], layer, start, 0.125, window)
             assert torch.equal(part, whole[start : start + chunk])
 
 
@@ -87,26 +88,26 @@ def test_queries_and_caches_of_any_strides_are_read() -> None:
     layer, q = random_layer(40, 2, 64), queries(40, 4, 128)[..., 32:96]
     apart = KVLayer(layer.k.contiguous(), layer.v.contiguous())
     assert apart.k.stride() != layer.k.stride() and not q.is_contiguous()
-    expected_rows = prefill_attention(q.contiguous(), layer, 0, 0.125)
-    assert torch.equal(prefill_attention(q, apart, 0, 0.125), expected_rows)
+    expected_rows = attend_chunk(q.contiguous(), layer, 0, 0.125)
+    assert torch.equal(attend_chunk(q, apart, 0, 0.125), expected_rows)
 
 
 def test_scores_far_apart_and_what_is_not_finite() -> None:
     layer, q = random_layer(600, 1, 32), torch.full((600, 1, 32), 30.0)
     layer.k[70] = 300.0
-    out = prefill_attention(q, layer, 0, 1.0)
+    out = attend_chunk(q, layer, 0, 1.0)
     torch.testing.assert_close(out[599, 0], layer.v[70, 0].float())
     layer.k[400, 0, 3] = float("nan")
-    out = prefill_attention(q, layer, 0, 1.0)
+    out = attend_chunk(q, layer, 0, 1.0)
     assert torch.isnan(out[400:]).all() and torch.isfinite(out[:400]).all()
 
 
 def test_it_refuses_what_it_would_read_wrongly() -> None:
     layer, q = random_layer(8, 2, 32), queries(4, 4, 32)
-    for arguments in [(q, layer, 5, 1.0), (q, layer, -1, 1.0), (queries(4, 3, 32), layer, 0, 1.0)]:
+    for arguments in [(q, layer, 29, 1.0), (q, layer, -1, 1.0), (queries(4, 3, 32), layer, 0, 1.0)]:
         with pytest.raises(ValueError, match=r"positions|do not fit"):
-            prefill_attention(*arguments)
+            attend_chunk(*arguments)
     with pytest.raises(ValueError, match="fp16"):
-        prefill_attention(q, KVLayer(layer.k.float(), layer.v.float()), 0, 1.0)
+        attend_chunk(q, KVLayer(layer.k.float(), layer.v.float()), 0, 1.0)
     with pytest.raises(CannotRunError, match="heads of 512"):
-        prefill_attention(queries(2, 1, 512), random_layer(8, 1, 512), 0, 1.0)
+        attend_chunk(queries(2, 1, 512), random_layer(8, 1, 512), 0, 1.0)

@@ -9,20 +9,21 @@ from torch import Tensor
 
 from quengine.kernels import cpu
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cpu.gemv.matmul import matvec_launch, round_launch
-from quengine.kernels.cpu.gemv.records import record_bytes
+from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
+from quengine.kernels.cpu.gemv.matmul import matvec_launch, quantize_launch
+from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.ops.add import add_launch
-from quengine.kernels.cpu.ops.swiglu import swiglu_launch
+from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Program
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.glu import glu as swiglu
+from quengine.kernels.glu import glu
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table
 from quengine.kernels.rope_store import rope_store
 from tests.forward import one_sequence
+from tests.kernels.cpu.cpu_runs import linear
 from tests.kernels.weights import nmse, random_weight
 
 
@@ -52,28 +53,30 @@ def test_rms_norm_of_zeros_and_of_nan() -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 96), (4, 33), (1, 1536)])
-def test_swiglu_is_its_definition(rows: int, width: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_glu_is_its_definition(rows: int, width: int, activation: Activation) -> None:
     gate_up = 4.0 * randn(rows, 2 * width)
-    expected = swiglu(gate_up.double())
-    torch.testing.assert_close(cpu.swiglu(gate_up).double(), expected, rtol=1e-6, atol=1e-7)
+    expected = glu(gate_up.double(), activation)
+    torch.testing.assert_close(cpu.glu(gate_up, activation).double(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_swiglu_of_extreme_gates_stays_finite_and_keeps_nan() -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_glu_of_extreme_gates_stays_finite_and_keeps_nan(activation: Activation) -> None:
     gate = torch.tensor([[-1e30, -200.0, -88.5, -87.0, 0.0, 88.0, 1e30, torch.nan]])
-    result = cpu.swiglu(torch.cat([gate, torch.ones_like(gate)], 1))
-    expected = swiglu(torch.cat([gate, torch.ones_like(gate)], 1))
+    result = cpu.glu(torch.cat([gate, torch.ones_like(gate)], 1), activation)
+    expected = glu(torch.cat([gate, torch.ones_like(gate)], 1), activation)
     assert result[0, 7].isnan()
     torch.testing.assert_close(result[:, 2:7], expected[:, 2:7], rtol=1e-6, atol=1e-36)
     assert result[0, 1].abs() < 1e-35
 
 
-def test_swiglu_rounds_what_it_makes_as_rounding_by_itself_does() -> None:
+def test_glu_quantizes_its_result_as_quantizing_by_itself_does() -> None:
     width = 96
     gate_up, out = randn(1, 2 * width), torch.zeros(1, width)
-    records, expected = torch.zeros(2, 1, record_bytes(width), dtype=torch.uint8)
-    cpu.run([swiglu_launch(gate_up, out, records, 32)])
-    cpu.run([round_launch(out, expected)])
-    assert torch.equal(out, cpu.swiglu(gate_up)) and torch.equal(records, expected)
+    records, expected = torch.zeros(2, 1, quantized_row_bytes(width), dtype=torch.uint8)
+    cpu.run([glu_launch(gate_up, out, records, 32)])
+    cpu.run([quantize_launch(out, expected)])
+    assert torch.equal(out, cpu.glu(gate_up)) and torch.equal(records, expected)
 
 
 def spec_of(layout: RopeLayout, rope_dim: int, head_dim: int) -> AttentionSpec:
@@ -178,7 +181,7 @@ def test_a_stage_adds_in_the_tasks_and_ends_with_its_finals_every_time() -> None
     y = torch.zeros(1, 203)
     stage = Stage([[matvec_launch(x, w, y, 0, step=5), add_launch(y, bias, 0, 203, 5)]])
     stage.finals.append(add_launch(y, y, 0, 203, 203))
-    expected = 2 * (cpu.linear(x, [w]) + bias)
+    expected = 2 * (linear(x, [w]) + bias)
     for threads in (1, cpu.max_threads()):
         cpu.set_threads(threads)
         program = Program(stage.launches())
@@ -194,7 +197,7 @@ def test_the_parts_of_a_stage_share_its_finals() -> None:
     parts = [[matvec_launch(x, part, y, column, step=4)] for part, column in zip(w, (0, 40, 48), strict=True)]
     stage = Stage(parts, [add_launch(total, y, 0, 72, 72)])
     program = Program(stage.launches())
-    expected = cpu.linear(x, w)
+    expected = linear(x, w)
     for count in range(1, 4):
         program.run()
         torch.testing.assert_close(total, count * expected, rtol=1e-6, atol=1e-6)
@@ -212,4 +215,4 @@ def test_a_program_may_have_fewer_tasks_in_a_later_run() -> None:
 def test_nmse_of_the_rounded_matvec_is_within_the_decode_budget() -> None:
     w, x = random_weight("Q4_1", 64, 8), randn(1, 256)
     exact = x.double() @ cpu.embed(w, torch.arange(64)).double().T
-    assert nmse(cpu.linear(x, [w]), exact) < 1e-8
+    assert nmse(linear(x, [w]), exact) < 1e-8

@@ -14,20 +14,19 @@ import torch
 from quengine.errors import EngineError
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu import (
-    decode_attention,
     embed,
     get_threads,
-    linear,
-    linear_launches,
+    glu,
     max_threads,
     rms_norm,
     rope_store,
     run,
     set_threads,
-    swiglu,
 )
+from quengine.kernels.cpu.gemv.matmul import linear_launches
 from quengine.kernels.cpu.runtime.threads import _Team as Team
 from tests.forward import one_sequence
+from tests.kernels.cpu.cpu_runs import attend_token, linear
 from tests.kernels.weights import random_weight
 
 
@@ -109,9 +108,9 @@ def results() -> str:
         w = random_weight(name, 5, blocks)
         tensors += [linear(torch.randn(1, w.cols, generator=generator), [w]), embed(w, torch.arange(5))]
     k = torch.randn(40, 1, 32, generator=generator).half()
-    tensors.append(decode_attention(torch.randn(2, 32, generator=generator), KVLayer(k, k), 40, 0.2))
+    tensors.append(attend_token(torch.randn(2, 32, generator=generator), KVLayer(k, k), 40, 0.2))
     x = torch.randn(2, 4 * 32, generator=generator)
-    tensors += [rms_norm(x, x[0], 1e-6), swiglu(x)]
+    tensors += [rms_norm(x, x[0], 1e-6), glu(x)]
     x[0, 100:108] = torch.tensor([1e-7, 2e-6, 6e-5, 65519.9, 65520.0, 1.00048828125, 1.00146484375, -1e-9])
     cos, sin = torch.randn(2, 8, 16, generator=generator)
     spec = AttentionSpec(2, 1, 32, 1.0, None, "halves", cos, sin, torch.ones(0))

@@ -1,4 +1,4 @@
-"""Matrix tiles in portable code: what the kernels of matrix_tile_ir.py do on a processor that has none.
+"""Matrix tiles in portable code: what the kernels of amx_ir.py do on a processor that has none.
 
 `main` compiles those kernels with every instruction on tiles replaced by vector code on a tile file in memory, and
 compares prompts with their definition. For a process and a cache folder of its own (cpu_target.py), as the kernels
@@ -13,8 +13,8 @@ from llvmlite import ir
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cpu import prompt_linear, set_threads
 from quengine.kernels.cpu.gemm import tile_matmul
-from quengine.kernels.cpu.gemm.matrix_tiles import BLOCK, TILE_BYTES, two_term_product
-from quengine.kernels.cpu.ir import matrix_tile_ir
+from quengine.kernels.cpu.gemm.amx import BLOCK, TILE_BYTES, two_term_product
+from quengine.kernels.cpu.ir import amx_ir
 from quengine.kernels.cpu.ir.vector_ir import F32, I16, I32, Emitter, vec
 from tests.kernels.weights import nmse, random_weight
 
@@ -30,7 +30,7 @@ CASES = [
 
 
 def emulate(e: Emitter, name: str, *args: ir.Value) -> None:
-    """In the place of matrix_tile_ir._call."""
+    """In the place of amx_ir._call."""
     if name == "tileloadd64":
         for row in range(16):
             e.store(e.load(vec(I32, 16), _row(e, args[1], args[2], row)), e.i64(_file(args[0])), 64 * row)
@@ -80,8 +80,8 @@ def _multiply(e: Emitter, sums: int, a: int, b: int) -> None:
 
 
 def main() -> None:
-    matrix_tile_ir._call = emulate
-    tile_matmul.matrix_unit = lambda: True
+    amx_ir._call = emulate
+    tile_matmul.has_amx = lambda: True
     set_threads(1)
     generator = torch.Generator().manual_seed(1)
     for name, weight_rows, cols, rows in CASES:

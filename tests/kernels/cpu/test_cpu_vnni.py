@@ -5,20 +5,20 @@ import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import prompt_linear
-from quengine.kernels.cpu.gemm import tile_matmul, word_tiles
-from quengine.kernels.cpu.gemm.word_tiles import FLUSH, HALF_NORM, word_product
+from quengine.kernels.cpu.gemm import tile_matmul, vnni
+from quengine.kernels.cpu.gemm.vnni import FLUSH, HALF_NORM, vnni_product
 from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.quant_tensor import QuantTensor
 from tests.kernels.weights import nmse, random_weight
 
 needs_words = pytest.mark.skipif(
-    host_tile().quads != 16, reason="this processor does not add pairs of products"
+    host_tile().byte_dot_lanes != 16, reason="this processor does not add pairs of products"
 )
 
 
 @pytest.fixture(autouse=True)
-def no_matrix_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_matmul, "matrix_unit", lambda: False)
+def no_amx_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_matmul, "has_amx", lambda: False)
 
 
 def numbers(rows: int, cols: int) -> torch.Tensor:
@@ -33,7 +33,7 @@ def numbers(rows: int, cols: int) -> torch.Tensor:
 def test_prompts_are_their_definition(name: str, weight_rows: int, blocks: int, rows: int) -> None:
     w = random_weight(name, weight_rows, blocks)
     x, addend = numbers(rows, w.cols), numbers(rows, weight_rows)
-    expected = word_product(x, w)  # an activation halfway between two integers may become the other one
+    expected = vnni_product(x, w)  # an activation halfway between two integers may become the other one
     assert nmse(prompt_linear(x, [w]), expected) <= 5e-10
     assert nmse(prompt_linear(x, [w], addend), expected + addend) <= 5e-10
 
@@ -83,7 +83,7 @@ def test_large_equal_numbers_are_added_exactly(name: str, codes: int, sub_scales
                 block[:, first + start : first + stop] = sub_scales
     w = QuantTensor("w", fmt, (3, 512), block)
     x = torch.ones(9, 512)
-    assert nmse(prompt_linear(x, [w]), word_product(x, w)) <= 1e-10
+    assert nmse(prompt_linear(x, [w]), vnni_product(x, w)) <= 1e-10
 
 
 @needs_words
@@ -109,7 +109,7 @@ def test_a_power_of_two_of_the_activations_is_one_of_the_result(power: int) -> N
 def test_tiny_activations_have_tiny_results(size: float) -> None:
     w, x = random_weight("Q4_K", 20, 2), numbers(3, 512)
     y = prompt_linear(x * size, [w])
-    assert (y.double() - size * word_product(x, w)).abs().max() < 1e-32
+    assert (y.double() - size * vnni_product(x, w)).abs().max() < 1e-32
 
 
 @needs_words
@@ -118,7 +118,7 @@ def test_blocks_without_a_scale_weigh_nothing() -> None:
     start, stop = w.format.layout["d"]
     w.data[:, start:stop] = 0
     x = numbers(4, 512)
-    assert nmse(prompt_linear(x, [w]), word_product(x, w)) <= 1e-10
+    assert nmse(prompt_linear(x, [w]), vnni_product(x, w)) <= 1e-10
 
 
 @needs_words
@@ -126,13 +126,13 @@ def test_blocks_without_a_scale_weigh_nothing() -> None:
 def test_bits_do_not_depend_on_the_strips_of_a_task_or_on_other_rows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    w = random_weight(name, 6 * word_tiles.TILE.columns - 7, 2)
+    w = random_weight(name, 6 * vnni.TILE.columns - 7, 2)
     x, addend = numbers(21, w.cols), numbers(21, w.rows)
     results = []
     for most in (1, 2, 4, 8):
         monkeypatch.setattr(tile_matmul, "_strips_of_task", lambda *_, most=most: most)
         results.append(prompt_linear(x, [w], addend))
-    assert nmse(results[0], word_product(x, w) + addend) <= 5e-10
+    assert nmse(results[0], vnni_product(x, w) + addend) <= 5e-10
     assert all(torch.equal(result, results[0]) for result in results)
     for few in (slice(0, 1), slice(7, 10), slice(18, 21)):  # in half a tile
         assert torch.equal(prompt_linear(x[few], [w], addend[few]), results[0][few])
@@ -150,5 +150,5 @@ def test_tasks_leave_no_thread_at_work_alone(threads: int) -> None:
 
 
 def test_it_is_for_k_quants_on_a_processor_that_has_the_instruction() -> None:
-    assert not word_tiles.takes_words(random_weight("Q4_1", 4, 8))
-    assert word_tiles.takes_words(random_weight("Q4_K", 4, 1)) == (host_tile().quads == 16)
+    assert not vnni.uses_vnni(random_weight("Q4_1", 4, 8))
+    assert vnni.uses_vnni(random_weight("Q4_K", 4, 1)) == (host_tile().byte_dot_lanes == 16)

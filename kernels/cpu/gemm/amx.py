@@ -1,4 +1,4 @@
-"""Matmul of many rows on a processor's matrix tiles (Intel's AMX): when they may be used, and what they compute.
+"""Matmul of many rows on a processor's AMX tiles: when they may be used, and what they compute.
 
 A tile multiplies bf16 and adds fp32. An fp32 is taken as two bf16, its upper 16 bits and the upper 16 bits of what
 they leave, and a product of two such as three (the fourth is below the rounding):
@@ -7,8 +7,6 @@ they leave, and a product of two such as three (the fourth is below the rounding
 
 The error of a product is about 2^-16 of it, a tenth of what int16 activations cost. A result depends on its two rows
 alone: 32 columns at a time are added in order, one of the three kinds of product after the other.
-
-Does not know: weights' formats, threads.
 """
 
 from __future__ import annotations
@@ -55,8 +53,8 @@ def two_term_product(x: Tensor, w: Tensor) -> Tensor:
 
 
 @cache
-def matrix_unit() -> bool:
-    """Whether kernels may use matrix tiles: the processor has them, and Linux grants this process their registers."""
+def has_amx() -> bool:
+    """Whether kernels may use AMX: the processor has them, and Linux grants this process their registers."""
     features = set(host_target().features.split(","))
     return {"+amx-tile", "+amx-bf16", "+avx512f"} <= features and _granted()
 

@@ -1,4 +1,4 @@
-"""Matmul on matrix tiles (AMX): its definition and layouts anywhere, the product where the processor has them."""
+"""Matmul on AMX tiles (AMX): its definition and layouts anywhere, the product where the processor has them."""
 
 import platform
 import re
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cpu import prompt_linear, set_threads
-from quengine.kernels.cpu.gemm.matrix_tiles import matrix_unit, two_term_product, two_terms
-from quengine.kernels.cpu.gemm.tiles import DEPTH
-from quengine.kernels.cpu.runtime.kernel_table import matrix_pack_kernel, weight_tiles_kernel
+from quengine.kernels.cpu.gemm.amx import has_amx, two_term_product, two_terms
+from quengine.kernels.cpu.gemm.tiles import DEPTH, PackArguments, PanelArguments
+from quengine.kernels.cpu.runtime.kernel_table import amx_pack_kernel, amx_panel_kernel
 from quengine.kernels.cpu.runtime.threads import Launch, max_threads, run
 from tests.kernels.cpu.test_cpu_targets import run as run_for_target
 from tests.kernels.cpu.tile_emulator import CASES
@@ -50,8 +50,8 @@ def test_activations_are_packed_as_tiles_of_two_terms(rows: int, cols: int) -> N
     x = numbers(rows, cols)
     panels, blocks = -(-cols // DEPTH), -(-rows // 32)
     packed = torch.full((panels * blocks * 32 * DEPTH,), 7.0)
-    parameters = (x.data_ptr(), 4 * x.stride(0), rows, cols, packed.data_ptr(), blocks)
-    run([Launch(matrix_pack_kernel(), parameters, panels * blocks, keep=(x, packed))])
+    arguments = PackArguments(x.data_ptr(), 4 * x.stride(0), rows, cols, packed.data_ptr(), blocks)
+    run([Launch(amx_pack_kernel(), arguments, panels * blocks, keep=(x, packed))])
     # panel, block, step, half, term, pair, row, half of the step -> term, row of x, column
     tiles = packed.view(torch.int16).view(panels, blocks, DEPTH // 32, 2, 2, 16, 16, 2)
     terms = bf16(tiles.permute(4, 1, 3, 6, 0, 2, 7, 5).reshape(2, blocks * 32, panels * DEPTH).contiguous())
@@ -68,8 +68,8 @@ def test_activations_are_packed_as_tiles_of_two_terms(rows: int, cols: int) -> N
 def test_weight_rows_become_tiles_of_two_terms(name: str, depth: int) -> None:
     w = random_weight(name, 29, depth // FORMATS[name].block)
     tiles = torch.full((32 * DEPTH,), 7.0)
-    parameters = (w.data.data_ptr(), w.data.shape[1], w.rows, depth, tiles.data_ptr())
-    run([Launch(weight_tiles_kernel(name), parameters, 2, keep=(w, tiles))])
+    arguments = PanelArguments(w.data.data_ptr(), w.data.shape[1], w.rows, depth, tiles.data_ptr())
+    run([Launch(amx_panel_kernel(name), arguments, 2, keep=(w, tiles))])
     # half, step, term, row, column of a pair, half of the step -> term, row, column
     found = tiles.view(torch.int16).view(2, DEPTH // 32, 2, 16, 16, 2)
     terms = bf16(found.permute(2, 0, 3, 1, 5, 4).reshape(2, 32, DEPTH).contiguous())
@@ -92,7 +92,7 @@ def test_the_product_is_its_definition_with_emulated_tiles(tmp_path: Path) -> No
     assert run_for_target(tmp_path, "emulate").strip() == "6 weights, blocks of 32"
 
 
-@pytest.mark.skipif(not matrix_unit(), reason="no matrix tiles on this processor, or not allowed")
+@pytest.mark.skipif(not has_amx(), reason="no AMX tiles on this processor, or not allowed")
 @pytest.mark.parametrize(("name", "weight_rows", "cols", "rows"), CASES)
 def test_prompts_on_tiles_are_their_definition(name: str, weight_rows: int, cols: int, rows: int) -> None:
     w = random_weight(name, weight_rows, cols // FORMATS[name].block)
@@ -103,7 +103,7 @@ def test_prompts_on_tiles_are_their_definition(name: str, weight_rows: int, cols
     assert nmse(prompt_linear(x, [w], addend), expected + addend) <= 1e-11
 
 
-@pytest.mark.skipif(not matrix_unit(), reason="no matrix tiles on this processor, or not allowed")
+@pytest.mark.skipif(not has_amx(), reason="no AMX tiles on this processor, or not allowed")
 def test_tiles_give_a_row_the_same_bits_in_any_company() -> None:
     w, x = random_weight("Q4_K", 203, 3), numbers(80, 768)
     y = prompt_linear(x, [w])

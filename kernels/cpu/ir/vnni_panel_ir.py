@@ -1,27 +1,21 @@
-"""Vector code that turns super-blocks of many weight rows into a panel of 16-bit integers, as a numba intrinsic.
+"""Vector code that turns super-blocks of many weight rows into a panel of int16.
 
 Rows are laid side by side as they are stored, four bytes of each in an int32 lane. What follows is done to all rows at
 once: their bits become codes, still four to a lane, then words, then words times the rows' sub-scales. So lanes change
 places once for four to sixteen weights.
-
-Does not know: activations, or how rows are shared among threads.
 """
 
-# ruff: noqa: ARG001 (numba reads the parameters of an intrinsic; its code generator gets the values by position)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
-from quengine.kernels.cpu.gemm.word_tiles import TILE
+from quengine.kernels.cpu.gemm.vnni import TILE
 from quengine.kernels.cpu.ir.block_ir import TABLE_OFFSET, lookup
-from quengine.kernels.cpu.ir.row_ir import emitter
+from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import I8, I16, I32, Emitter, vec
 
 _LANES = TILE.lanes
@@ -213,34 +207,36 @@ _CODES: Mapping[str, _CodesOf] = {
 }
 
 
-@intrinsic(prefer_literal=True)
-def fill_words(
-    typingctx: Any, variant: Any, w: Any, row_bytes: Any, first: Any, last: Any, out: Any, d: Any, mins: Any
-) -> Any:
+@vector_code
+def fill_int16_panel(
+    e: Emitter,
+    format_name: str,
+    w: ir.Value,
+    row_bytes: ir.Value,
+    first: ir.Value,
+    last: ir.Value,
+    out: ir.Value,
+    d: ir.Value,
+    mins: ir.Value,
+) -> None:
     """A super-block, at address w of row 0, of rows first .. first + `TILE.lanes` - 1, as so many columns of a panel.
 
     Rows after `last` are as that one. d: fp32 [lanes]; mins, if the format has any: fp32 [groups, lanes].
     """
-    fmt = FORMATS[variant.literal_value.split("/")[0]]
+    fmt = FORMATS[format_name]
     offset = fmt.offset if fmt.table is None else TABLE_OFFSET
-
-    def codegen(context: Any, builder: ir.IRBuilder, _sig: Any, args: Any) -> ir.Value:
-        _, w, row_bytes, first, last, out, d, mins = args
-        e, b = emitter(context, builder), builder
-        numbers = [e.at(first, i) for i in range(_LANES)]
-        numbers = [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
-        rows = _Rows(e, [e.at(w, b.mul(number, row_bytes)) for number in numbers])
-        scales = _SCALES[fmt.name](rows, fmt)
-        e.store(scales.d, d)
-        for g, mn in enumerate(scales.mn):
-            e.store(b.fmul(e.to_float(mn), scales.dmin), mins, 4 * _LANES * g)
-        doubled = [i // 2 * 2 for i in range(2 * _LANES)]
-        factors = [e.pick(b.bitcast(sc, _WORDS), doubled) for sc in scales.sc]
-        for column, codes in _CODES[fmt.name](rows, fmt):
-            lines, factor = b.bitcast(codes, _WORDS), factors[column // fmt.group]
-            for odd, words in enumerate((e.and_(lines, 0xFF), e.shift_left(lines, -8))):
-                ints = b.sub(words, e.const(_WORDS, offset)) if offset else words
-                e.store(b.mul(ints, factor), out, 4 * TILE.columns * (column // 2 + odd))
-        return context.get_dummy_value()
-
-    return types.void(variant, *[types.int64] * 7), codegen
+    b = e.b
+    numbers = [e.at(first, i) for i in range(_LANES)]
+    numbers = [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
+    rows = _Rows(e, [e.at(w, b.mul(number, row_bytes)) for number in numbers])
+    scales = _SCALES[fmt.name](rows, fmt)
+    e.store(scales.d, d)
+    for g, mn in enumerate(scales.mn):
+        e.store(b.fmul(e.to_float(mn), scales.dmin), mins, 4 * _LANES * g)
+    doubled = [i // 2 * 2 for i in range(2 * _LANES)]
+    factors = [e.pick(b.bitcast(sc, _WORDS), doubled) for sc in scales.sc]
+    for column, codes in _CODES[fmt.name](rows, fmt):
+        lines, factor = b.bitcast(codes, _WORDS), factors[column // fmt.group]
+        for odd, words in enumerate((e.and_(lines, 0xFF), e.shift_left(lines, -8))):
+            ints = b.sub(words, e.const(_WORDS, offset)) if offset else words
+            e.store(b.mul(ints, factor), out, 4 * TILE.columns * (column // 2 + odd))

@@ -1,4 +1,4 @@
-"""Matmul of many rows on 16-bit integers: of K-quants, where the processor adds products of pairs to an int32.
+"""Matmul of many rows on int16: of K-quants, where the processor adds products of pairs to an int32.
 
 A weight is d * sc * q - dmin * m. The integers sc * q of a super-block are exact in 16 bits, and d, dmin and m are left
 to the sums:
@@ -13,17 +13,18 @@ What is rounded is x, to 13 to 15 bits: about 5e-9 of its squared size. A result
 Packed activations, of each block of TILE.rows rows and DEPTH columns, [K / DEPTH, blocks]: pairs of a, int32
 [DEPTH / 2, rows], in `ORDER`, then for each row TAIL bytes:
     fp32 -t * sum of a, of each 32 columns | the same of each 16 columns | fp32 t | padding
-
-Does not know: threads, or how weights are unpacked.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.gemm.tiles import DEPTH, Tile
+from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.quant_tensor import QuantTensor
 
@@ -49,12 +50,24 @@ MOST_SUMS = 1 << 17
 """fp32 of a task: of all rows of activations and some strips, on the stack and in the L2 cache."""
 
 
-def takes_words(w: QuantTensor) -> bool:
+@dataclass
+class VnniPanelArguments(Arguments):
+    """Weight rows from some super-block on, one of each, as a panel; the last row is repeated."""
+
+    weights: int
+    row_bytes: int
+    rows: int
+    panel: int
+    d: int
+    mins: int
+
+
+def uses_vnni(w: QuantTensor) -> bool:
     """Whether a weight can be multiplied so on this processor."""
-    return host_tile().quads == TILE.lanes and w.format.name in FLUSH
+    return host_tile().byte_dot_lanes == TILE.lanes and w.format.name in FLUSH
 
 
-def word_product(x: Tensor, w: QuantTensor) -> Tensor:
+def vnni_product(x: Tensor, w: QuantTensor) -> Tensor:
     """The definition: x [T, K] fp32 times w [N, K], transposed: fp64 [T, N], whose sums are not rounded."""
     groups = x.double().view(x.shape[0], -1, DEPTH)
     largest = groups.abs().amax(2, keepdim=True) / ACTIVATION_MOST

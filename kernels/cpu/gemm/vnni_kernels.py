@@ -1,0 +1,132 @@
+"""The VNNI kernels of a matmul on int16: strips of weight rows times many activation rows.
+
+vnni.py and vnni_ir.py say how operands lie.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments, PackArguments
+from quengine.kernels.cpu.gemm.vnni import MOST_SUMS, ROW_BYTES, TAIL, TILE, VnniPanelArguments
+from quengine.kernels.cpu.ir.panel_ir import GROUPS
+from quengine.kernels.cpu.ir.tile_ir import clear_floats, copy_floats, prefetch, stack_floats
+from quengine.kernels.cpu.ir.vnni_ir import (
+    find_largest,
+    find_scale,
+    interleave_pairs,
+    multiply_int16,
+    quantize_int16,
+)
+from quengine.kernels.cpu.ir.vnni_panel_ir import fill_int16_panel
+from quengine.kernels.cpu.runtime.argument_types import arguments_at
+from quengine.kernels.cpu.runtime.arguments import size_of
+from quengine.kernels.cpu.runtime.atomics import call_kernel
+from quengine.kernels.cpu.runtime.compiled import compile_kernel
+
+_COLUMNS, _ROWS, _LANES = TILE.columns, TILE.rows, TILE.lanes
+
+
+def vnni_pack_kernel() -> bytes:
+    """fp32 rows as packed activations. A task is a block of rows; a last block repeats the last row.
+
+    The columns are a multiple of DEPTH.
+    """
+    pair_bytes, block_bytes = 2 * DEPTH * _ROWS, ROW_BYTES * _ROWS
+    pair_floats = pair_bytes // 4
+
+    def vnni_pack(args: PackArguments, task: int) -> None:
+        x, stride, rows = args.x, args.x_stride, args.rows
+        pairs, inverses = stack_floats(pair_floats), stack_floats(_ROWS)
+        for k in range(0, args.cols, DEPTH):
+            block = args.packed + (k // DEPTH * args.blocks + task) * block_bytes
+            # Rows together, as each of the three is a chain of instructions that wait for one another.
+            for i in range(_ROWS):
+                source = x + min(task * _ROWS + i, rows - 1) * stride + 4 * k
+                find_largest(source, inverses + 4 * i)
+            for i in range(_ROWS):
+                source = x + min(task * _ROWS + i, rows - 1) * stride + 4 * k
+                find_scale(source, inverses + 4 * i, block + pair_bytes + TAIL * i)
+            for i in range(_ROWS):
+                source = x + min(task * _ROWS + i, rows - 1) * stride + 4 * k
+                tail, row = block + pair_bytes + TAIL * i, pairs + 2 * DEPTH * i
+                quantize_int16(source, inverses + 4 * i, row, tail)
+            interleave_pairs(pairs, block)
+
+    return compile_kernel(vnni_pack, PackArguments)
+
+
+def vnni_panel_kernel(format_name: str) -> bytes:
+    """Task g writes a panel's g-th vector of columns."""
+    group_floats = _LANES * GROUPS
+
+    def vnni_panel(args: VnniPanelArguments, task: int) -> None:
+        w, row_bytes, last = args.weights, args.row_bytes, args.rows - 1
+        panel, d = args.panel + 4 * _LANES * task, args.d + 4 * _LANES * task
+        mins, first = args.mins + 4 * group_floats * task, task * _LANES
+        fill_int16_panel(format_name, w, row_bytes, first, last, panel, d, mins)
+
+    return compile_kernel(vnni_panel, VnniPanelArguments)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _copy_strips(
+    source: int, source_row: int, source_strip: int, target: int, row: int, strip: int, rows: int, count: int
+) -> None:
+    """`count` fp32 of each row, a strip's columns at a time; bytes from a row, and from a strip, to the next."""
+    for i in range(rows):
+        for k in range((count + _COLUMNS - 1) // _COLUMNS):
+            copy_floats(
+                source + i * source_row + k * source_strip,
+                target + i * row + k * strip,
+                min(_COLUMNS, count - k * _COLUMNS),
+            )
+
+
+def vnni_matmul_kernel(format_name: str) -> bytes:
+    """A task is some strips of weight rows, with so many activation rows at most MOST_SUMS sums."""
+    whole, few, block_bytes = _ROWS, _ROWS // 2, FORMATS[format_name].nbytes
+    vectors, x_bytes = TILE.vectors, ROW_BYTES * _ROWS
+    panel_floats, tile_floats, min_floats = _COLUMNS * DEPTH // 2, _COLUMNS * _ROWS, _COLUMNS * GROUPS
+    request_at, request_floats = arguments_at(VnniPanelArguments), size_of(VnniPanelArguments) // 4
+
+    def vnni_matmul(args: MatmulArguments, task: int) -> None:
+        row_bytes, cols, x_rows = args.row_bytes, args.cols, args.x_rows
+        begin = task * args.task_strips * _COLUMNS
+        end = min(begin + args.task_strips * _COLUMNS, args.rows)
+        blocks = (x_rows + _ROWS - 1) // _ROWS
+        panel, d, mins = stack_floats(panel_floats), stack_floats(_COLUMNS), stack_floats(min_floats)
+        totals, request = stack_floats(MOST_SUMS), request_at(stack_floats(request_floats))
+        clear_floats(totals, (end - begin + _COLUMNS - 1) // _COLUMNS * blocks * tile_floats)
+        addend, addend_stride = args.addend + 4 * begin, args.addend_stride
+        row, strip = 4 * _COLUMNS, 4 * tile_floats * blocks
+        _copy_strips(addend, addend_stride, row, totals, row, strip, x_rows, end - begin)
+        request.row_bytes = row_bytes
+        request.panel = panel
+        request.d = d
+        request.mins = mins
+        for k in range(0, cols, DEPTH):
+            # The activations of these columns stay in the L2 cache for all strips.
+            x, total = args.packed + k // DEPTH * blocks * x_bytes, totals
+            for first in range(begin, end, _COLUMNS):
+                request.weights = args.weights + first * row_bytes + k // DEPTH * block_bytes
+                request.rows = min(_COLUMNS, end - first)
+                for group in range(vectors):
+                    call_kernel(args.panel_kernel, request, group)
+                ahead = request.weights + _COLUMNS * row_bytes
+                if first + _COLUMNS >= end:
+                    ahead = args.weights + begin * row_bytes + (k // DEPTH + 1) * block_bytes
+                for b in range(blocks):
+                    # A few at a time: a burst would have to wait for the memory.
+                    for i in range(_COLUMNS * b // blocks, _COLUMNS * (b + 1) // blocks):
+                        for line in range(0, block_bytes, 64):
+                            prefetch(ahead + i * row_bytes + line)
+                    if x_rows - b * _ROWS > few:
+                        multiply_int16(format_name, whole, panel, d, mins, x + x_bytes * b, total)
+                    else:
+                        multiply_int16(format_name, few, panel, d, mins, x + x_bytes * b, total)
+                    total += 4 * tile_floats
+        _copy_strips(totals, row, strip, args.y + 4 * begin, args.y_stride, row, x_rows, end - begin)
+
+    return compile_kernel(vnni_matmul, MatmulArguments)

@@ -1,0 +1,228 @@
+"""Vector code of a matmul on AMX (amx.py).
+
+Operands lie as tiles of 1024 bytes, 16 rows of 64, in pairs of bf16: of STEP columns each of the first half with the
+one STEP / 2 further.
+
+    weights       16 rows of the weight, STEP columns. Of a panel of 32 weight rows: [2 halves, DEPTH / STEP, 2 terms]
+                  tiles
+    activations   STEP / 2 pairs of columns, each of 16 rows of x. Of a block of 32 rows: [DEPTH / STEP, 2 halves,
+                  2 terms] tiles
+    sums          fp32 of 16 rows of the weight, 16 rows of x. Of a block: [2 halves of the weight, 2 of x] tiles
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cpu.gemm.amx import HALF_BYTES, STEP, TILE_BYTES
+from quengine.kernels.cpu.ir.tile_ir import transposed
+from quengine.kernels.cpu.ir.vector_code import vector_code
+from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
+
+_UPPER = 0xFFFF0000
+_LANE = vec(F32, STEP // 2)
+_LANE_BYTES = 2 * STEP
+
+
+@vector_code
+def split_row(e: Emitter, row: ir.Value, depth: ir.Value, tiles: ir.Value) -> None:
+    """`depth` fp32 (a multiple of STEP) of a weight as a row of its tiles. tiles: the row's address in the first."""
+
+    def step(k: ir.Value) -> None:
+        source = e.at(row, e.b.mul(k, e.i64(4)))
+        first, second = (e.load(_LANE, source, _LANE_BYTES * i) for i in range(2))
+        _store_pairs(e, first, second, tiles, k)
+
+    e.each(e.i64(0), depth, STEP, step)
+
+
+@vector_code
+def scale_and_split_row(
+    e: Emitter,
+    format_name: str,
+    codes: ir.Value,
+    depth: ir.Value,
+    scales: ir.Value,
+    mins: ir.Value,
+    tiles: ir.Value,
+) -> None:
+    """As `split_row`, of scale * code - min. codes: int8; scales, mins: fp32, one per group."""
+    fmt = FORMATS[format_name]
+
+    def step(k: ir.Value) -> None:
+        group = e.b.mul(e.b.udiv(k, e.i64(fmt.group)), e.i64(4))
+        values = []
+        for half in range(2):
+            offset = 4 * half * (fmt.group == STEP // 2)
+            scale, added = (
+                e.splat(e.load(F32, e.at(base, group), offset), STEP // 2) for base in (scales, mins)
+            )
+            ints = e.load(vec(I8, STEP // 2), e.at(codes, k), STEP // 2 * half)
+            value = e.b.fmul(e.to_float(e.widen(ints, I32, True)), scale)
+            values.append(e.b.fsub(value, added) if fmt.has_min else value)
+        _store_pairs(e, values[0], values[1], tiles, k)
+
+    e.each(e.i64(0), depth, STEP, step)
+
+
+def _store_pairs(e: Emitter, first: ir.Value, second: ir.Value, tiles: ir.Value, k: ir.Value) -> None:
+    """The two halves of STEP columns from k on, as a row of the tile of first terms and of that of second ones."""
+    target = e.at(tiles, e.b.mul(k, e.i64(2 * TILE_BYTES // STEP)))
+    for term, pairs in enumerate(_pairs(e, first, second)):
+        e.store(pairs, target, TILE_BYTES * term)
+
+
+def _pairs(e: Emitter, first: ir.Value, second: ir.Value) -> list[ir.Value]:
+    """fp32 lanes side by side as pairs of bf16: their first terms, their second terms."""
+    return [
+        e.b.or_(e.shift_left(a, -16), e.and_(b, _UPPER))
+        for a, b in zip(_split(e, first), _split(e, second), strict=True)
+    ]
+
+
+def _split(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """fp32 lanes as bits: themselves, and what their upper halves leave. The upper halves of both are the terms."""
+    bits = e.b.bitcast(x, vec(I32, x.type.count))
+    rest = e.b.fsub(x, e.b.bitcast(e.and_(bits, _UPPER), x.type))
+    return bits, e.b.bitcast(rest, bits.type)
+
+
+@vector_code
+def pack_tile(e: Emitter, x: ir.Value, stride: ir.Value, tiles: ir.Value) -> None:
+    """STEP columns of 16 rows of x, fp32, `stride` bytes apart, as a tile of first terms and one of second ones."""
+    rows = [e.at(x, e.b.mul(stride, e.i64(i))) for i in range(16)]
+    pairs = [_pairs(e, *(e.load(_LANE, row, _LANE_BYTES * i) for i in range(2))) for row in rows]
+    for term, lines in enumerate(zip(*pairs, strict=True)):
+        for i, line in enumerate(transposed(e, list(lines))):
+            e.store(line, tiles, TILE_BYTES * term + 64 * i)
+
+
+@vector_code
+def finish_tile(
+    e: Emitter, sums: ir.Value, addend: ir.Value, addend_stride: ir.Value, y: ir.Value, y_stride: ir.Value
+) -> None:
+    """y[i, j] = a tile's sum of weight row j and row i of x, plus addend[i, j]. Strides: bytes from i to i + 1."""
+    for i, line in enumerate(transposed(e, [e.load(vec(F32, 16), sums, 64 * i) for i in range(16)])):
+        added = e.load(line.type, e.at(addend, e.b.mul(addend_stride, e.i64(i))))
+        e.store(e.b.fadd(line, added), e.at(y, e.b.mul(y_stride, e.i64(i))))
+
+
+@vector_code
+def configure_tiles(e: Emitter, memory: ir.Value) -> None:
+    """Let this thread have eight tiles of 16 rows of 64 bytes. memory: the address of 64 bytes to use."""
+    # Byte 0: palette 1; from 16 on bytes per row, int16; from 48 on rows, int8.
+    e.store(e.const(vec(I8, 16), [1] + [0] * 15), memory)
+    e.store(e.const(vec(I16, 16), [64] * 8 + [0] * 8), memory, 16)
+    e.store(e.const(vec(I8, 16), [16] * 8 + [0] * 8), memory, 48)
+    _call(e, "ldtilecfg", _pointer(e, memory))
+
+
+@vector_code
+def release_tiles(
+    e: Emitter,
+) -> None:
+    """Give this thread's tiles back: they are then not saved when it is taken off its CPU."""
+    _call(e, "tilerelease")
+
+
+@vector_code
+def multiply_amx_tiles(
+    e: Emitter, halves: int, weights: ir.Value, depth: ir.Value, x: ir.Value, sums: ir.Value, fresh: ir.Value
+) -> None:
+    """sums (from 0 where fresh, else from what they are) += products over `depth` columns, a multiple of STEP, not 0.
+
+    All at addresses of the first tile. halves: 1 for 16 rows of x, 2 for 32.
+    """
+    product = _Product(halves)
+
+    def operands(k: ir.Value) -> tuple[ir.Value, ir.Value]:
+        steps = e.b.udiv(k, e.i64(STEP))
+        first = e.at(weights, e.b.mul(steps, e.i64(2 * TILE_BYTES)))
+        return first, e.at(x, e.b.mul(steps, e.i64(4 * TILE_BYTES)))
+
+    def step(k: ir.Value) -> None:
+        product.emit(e, operands(k), operands(e.at(k, STEP)))
+
+    with e.b.if_else(e.b.icmp_signed("!=", fresh, e.i64(0))) as (then, otherwise):
+        with then:
+            for tile in product.sums:
+                _call(e, "tilezero", _tile(tile))
+        with otherwise:
+            for tile in product.sums:
+                _load(e, tile, e.at(sums, TILE_BYTES * tile))
+    product.begin(e, operands(e.i64(0)))
+    last = e.at(depth, -STEP)
+    e.each(e.i64(0), last, STEP, step)
+    product.emit(e, operands(last), None)
+    for tile in product.sums:
+        _call(e, "tilestored64", _tile(tile), _pointer(e, e.at(sums, TILE_BYTES * tile)), e.i64(64))
+
+
+class _Product:
+    """The products of a step. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 activations.
+
+    Each operand is loaded once a step, and right after the last use of the one before it in its tile, so that it comes
+    while others are multiplied: second terms of weights by first ones of x, first by first, first by second.
+    """
+
+    def __init__(self, halves: int) -> None:
+        self.x = range(halves)
+        self.sums = [2 * a + b for a in range(2) for b in self.x]
+
+    def begin(self, e: Emitter, at: tuple[ir.Value, ir.Value]) -> None:
+        """Load what a step begins with."""
+        for half in range(2):
+            self._weights(e, at, half, 1)
+        for half in self.x:
+            self._activations(e, at, half, 0)
+
+    def emit(
+        self, e: Emitter, at: tuple[ir.Value, ir.Value], following: tuple[ir.Value, ir.Value] | None
+    ) -> None:
+        """A step's products, and the loads that the following one begins with."""
+        for a in range(2):
+            for b in self.x:
+                self._multiply(e, a, b)
+            self._weights(e, at, a, 0)
+        for b in self.x:
+            for a in range(2):
+                self._multiply(e, a, b)
+            self._activations(e, at, b, 1)
+        for a in range(2):
+            for b in self.x:
+                self._multiply(e, a, b)
+                if a == 1 and following is not None:
+                    self._activations(e, following, b, 0)
+            if following is not None:
+                self._weights(e, following, a, 1)
+
+    def _multiply(self, e: Emitter, a: int, b: int) -> None:
+        _call(e, "tdpbf16ps", _tile(2 * a + b), _tile(4 + a), _tile(6 + b))
+
+    def _weights(self, e: Emitter, at: tuple[ir.Value, ir.Value], half: int, term: int) -> None:
+        _load(e, 4 + half, e.at(at[0], HALF_BYTES * half + TILE_BYTES * term))
+
+    def _activations(self, e: Emitter, at: tuple[ir.Value, ir.Value], half: int, term: int) -> None:
+        _load(e, 6 + half, e.at(at[1], TILE_BYTES * (2 * half + term)))
+
+
+def _tile(number: int) -> ir.Constant:
+    return ir.Constant(I8, number)
+
+
+def _load(e: Emitter, tile: int, address: ir.Value) -> None:
+    _call(e, "tileloadd64", _tile(tile), _pointer(e, address), e.i64(64))
+
+
+def _pointer(e: Emitter, address: ir.Value) -> ir.Value:
+    return e.b.inttoptr(address, I8.as_pointer())
+
+
+def _call(e: Emitter, name: str, *args: ir.Value) -> None:
+    """An instruction on tiles, LLVM's llvm.x86.*, where a program names its tiles itself."""
+    declared = e.b.module.globals.get(f"llvm.x86.{name}")
+    if declared is None:
+        signature = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+        declared = ir.Function(e.b.module, signature, f"llvm.x86.{name}")
+    e.b.call(declared, list(args))

@@ -1,0 +1,162 @@
+"""Vector code of a matmul on int16 (vnni.py).
+
+A panel is DEPTH columns of `TILE.columns` weight rows: int32 lanes [DEPTH / 2, columns], each the two int16 of a pair
+of columns; then d [vectors, lanes] and minimums [vectors, GROUPS, lanes], fp32, on their own.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cpu.gemm.tiles import DEPTH
+from quengine.kernels.cpu.gemm.vnni import (
+    ACTIVATION_MOST,
+    BY_16,
+    BY_32,
+    FLUSH,
+    HALF_NORM,
+    ORDER,
+    SCALE,
+    TAIL,
+    TILE,
+)
+from quengine.kernels.cpu.ir.panel_ir import GROUPS
+from quengine.kernels.cpu.ir.row_ir import greater, round_within
+from quengine.kernels.cpu.ir.tile_ir import transposed
+from quengine.kernels.cpu.ir.vector_code import vector_code
+from quengine.kernels.cpu.ir.vector_ir import F32, I32, Emitter, vec
+
+_LANES = 32
+_LEAST = 2.0**-100  # smaller activations have fewer bits: 1 / t stays finite, and t is no denormal
+_WIDE = vec(F32, _LANES)
+
+
+@vector_code
+def find_largest(e: Emitter, x: ir.Value, largest: ir.Value) -> None:
+    """The largest |x| of DEPTH fp32 at address x, to address largest."""
+    found = None
+    # As integers the bits of |x| order like |x|, and a NaN is above all.
+    for k in range(0, DEPTH, _LANES):
+        bits = e.and_(e.b.bitcast(e.load(_WIDE, x, 4 * k), vec(I32, _LANES)), 0x7FFFFFFF)
+        found = bits if found is None else greater(e, found, bits)
+    assert found is not None
+    while found.type.count > 1:
+        found = greater(e, *e.halves(found))
+    e.store(found, largest)
+
+
+@vector_code
+def find_scale(e: Emitter, x: ir.Value, place: ir.Value, tail: ir.Value) -> None:
+    """t of DEPTH fp32 at address x, to their tail; at address largest 1 / t takes the place of what is there."""
+    b = e.b
+    largest, least = e.load(F32, place), e.const(F32, _LEAST)
+    largest = b.select(b.fcmp_ordered("<", largest, least), least, largest)
+    inverse = b.fdiv(e.const(F32, 1.0), largest)
+    unit = e.const(F32, 1 / ACTIVATION_MOST)
+    for first in range(0, DEPTH, DEPTH // 2):
+        squares = e.const(_WIDE, 0.0)
+        for k in range(first, first + DEPTH // 2, _LANES):
+            value = b.fmul(e.load(_WIDE, x, 4 * k), e.splat(inverse, _LANES))  # its square is finite
+            squares = e.fma(value, value, squares)
+        norm = b.fmul(e.sqrt(e.total(squares)), e.const(F32, 1 / HALF_NORM))
+        unit = b.select(b.fcmp_ordered(">", norm, unit), norm, unit)
+    e.store(b.fmul(largest, unit), tail, SCALE)
+    e.store(b.fdiv(inverse, unit), place)
+
+
+@vector_code
+def quantize_int16(e: Emitter, x: ir.Value, inverse: ir.Value, words: ir.Value, tail: ir.Value) -> None:
+    """DEPTH fp32 at address x, of which `find_scale` has been told, as int16 in `ORDER`, and the rest of their tail."""
+    b, pairs = e.b, []
+    times, t = e.splat(e.load(F32, inverse), _LANES), e.load(F32, tail, SCALE)
+    for k in range(0, DEPTH, _LANES):
+        a = round_within(e, b.fmul(e.load(_WIDE, x, 4 * k), times), ACTIVATION_MOST)
+        e.store(e.pick(a, [4 * i + j for i in range(_LANES // 4) for j in ORDER]), words, 2 * k)
+        pairs.append(e.pair_products(a, e.const(a.type, 1)))
+    by_16 = _eights(e, pairs)
+    for by, sums in ((BY_16, by_16), (BY_32, b.add(*e.evens_odds(by_16)))):
+        e.store(b.fmul(e.splat(b.fneg(t), sums.type.count), e.to_float(sums)), tail, by)
+
+
+def _eights(e: Emitter, parts: list[ir.Value]) -> ir.Value:
+    """The sums of each eight int32 lanes of eight vectors of 16, in one."""
+    lanes = 8
+    while len(parts) > 1:
+        half, groups = lanes // 2, range(0, 2 * parts[0].type.count, lanes)
+        low, high = ([g + i for g in groups for i in range(s, s + half)] for s in (0, half))
+        parts = [
+            e.b.add(e.pick(x, low, y), e.pick(x, high, y))
+            for x, y in zip(parts[::2], parts[1::2], strict=True)
+        ]
+        lanes = half
+    return parts[0]
+
+
+@vector_code
+def interleave_pairs(e: Emitter, rows: ir.Value, out: ir.Value) -> None:
+    """Pairs of int16 [TILE.rows, DEPTH / 2] at address rows to [DEPTH / 2, TILE.rows] at address out."""
+    side = TILE.rows
+
+    def square(k: ir.Value) -> None:
+        source, target = e.at(rows, e.b.mul(k, e.i64(4))), e.at(out, e.b.mul(k, e.i64(4 * side)))
+        lines = [e.load(vec(I32, side), source, 2 * DEPTH * i) for i in range(side)]
+        for i, line in enumerate(transposed(e, lines)):
+            e.store(line, target, 4 * side * i)
+
+    e.each(e.i64(0), e.i64(DEPTH // 2), side, square)
+
+
+@vector_code
+def multiply_int16(
+    e: Emitter,
+    format_name: str,
+    rows: int,
+    panel: ir.Value,
+    d: ir.Value,
+    mins: ir.Value,
+    x: ir.Value,
+    totals: ir.Value,
+) -> None:
+    """totals[i, j] += a panel's columns of row j times those of row i of x: fp32 [TILE.rows, columns].
+
+    rows: of x, the first ones of a tile. x: a block of packed activations.
+    """
+    fmt = FORMATS[format_name]
+    tile = TILE
+    ints, floats, size = vec(I32, tile.lanes), vec(F32, tile.lanes), 4 * tile.lanes
+    cells = rows * tile.vectors
+    tails = e.at(x, 2 * DEPTH * tile.rows)
+
+    # One pair a turn: of several, LLVM makes multiplications and additions, to break chains that bound nothing.
+    def pair(k: ir.Value, products: list[ir.Value]) -> list[ir.Value]:
+        line = e.at(panel, e.b.mul(k, e.i64(2 * tile.columns)))
+        place = e.at(x, e.b.mul(k, e.i64(2 * tile.rows)))
+        weights = [e.load(ints, line, size * j) for j in range(tile.vectors)]
+        result = []
+        for i in range(rows):
+            value = e.splat(e.load(I32, place, 4 * i), tile.lanes)
+            for j, weight in enumerate(weights):
+                result.append(e.add_pair_products(products[i * tile.vectors + j], value, weight))
+        return result
+
+    sums = [e.const(floats, 0.0)] * cells
+    for first in range(0, DEPTH, FLUSH[fmt.name]):
+        zeros = [e.const(ints, 0)] * cells
+        products = e.loop(e.i64(first), e.i64(first + FLUSH[fmt.name]), 2, zeros, pair)
+        parts = [e.to_float(product) for product in products]
+        sums = [e.b.fadd(*both) for both in zip(sums, parts, strict=True)] if first else parts
+    for j in range(tile.vectors):
+        places = [size * (i * tile.vectors + j) for i in range(rows)]
+        scale = e.load(floats, d, size * j)
+        added = [e.load(floats, totals, place) for place in places]
+        for i in range(rows):
+            t = e.splat(e.load(F32, tails, TAIL * i + SCALE), tile.lanes)
+            added[i] = e.fma(e.b.fmul(sums[i * tile.vectors + j], scale), t, added[i])
+        for g in range(DEPTH // fmt.group if fmt.has_min else 0):
+            line = e.load(floats, mins, size * (j * GROUPS + g))
+            by = (BY_32 if fmt.group == 32 else BY_16) + 4 * g
+            for i in range(rows):
+                added[i] = e.fma(line, e.splat(e.load(F32, tails, TAIL * i + by), tile.lanes), added[i])
+        for value, place in zip(added, places, strict=True):
+            e.store(value, totals, place)

@@ -1,0 +1,60 @@
+"""Gated linear units in compiled code, with the quantization of the result: `kernels/glu.py`'s definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import Activation
+from quengine.kernels.cpu.runtime.arguments import Arguments
+from quengine.kernels.cpu.runtime.kernel_table import glu_kernel
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
+
+_COLUMNS, _TASKS = 64, 4  # of a task where rows are many, a multiple; of a thread
+
+
+@dataclass
+class GLUArguments(Arguments):
+    """gate_up: fp32 [rows, 2 * cols]; out: fp32 [rows, cols]; records: quantized rows, or 0; all at addresses."""
+
+    gate_up: int
+    rows: int
+    cols: int
+    task_cols: int
+    out: int
+    records: int
+    record_stride: int
+
+
+def glu_launch(
+    gate_up: Tensor, out: Tensor, records: Tensor | None, step: int, activation: Activation = "silu"
+) -> Launch:
+    """activation(gate) * up: gate_up fp32 [T, 2F], out fp32 [T, F], contiguous. A task is `step` columns of all rows.
+
+    With `records`, uint8 [T, quantized_row_bytes(F)], contiguous, the rows are quantized into it as well; `step` and F
+    are then multiples of 32.
+    """
+    rows, width = out.shape
+    assert records is None or (step % 32 == 0 and width % 32 == 0)
+    arguments = GLUArguments(
+        gate_up=gate_up.data_ptr(),
+        rows=rows,
+        cols=width,
+        task_cols=step,
+        out=out.data_ptr(),
+        records=0 if records is None else records.data_ptr(),
+        record_stride=0 if records is None else records.stride(0),
+    )
+    return Launch(glu_kernel(activation), arguments, -(-width // step), keep=(gate_up, out, records))
+
+
+def glu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """activation(gate) * up of each row of gate_up fp32 [T, 2F]: fp32 [T, F]."""
+    gate_up = gate_up.contiguous()
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    # As long runs of a row as there are tasks enough: short ones are read from a new page each.
+    step = -(-out.shape[1] // (_COLUMNS * _TASKS * get_threads())) * _COLUMNS
+    run([glu_launch(gate_up, out, None, step, activation)])
+    return out

@@ -1,0 +1,61 @@
+"""The kernel of gated linear units with the quantization of the result, with its vector code."""
+
+from __future__ import annotations
+
+import math
+
+from llvmlite import ir
+
+from quengine.kernels.backend import Activation
+from quengine.kernels.cpu.ir.attention_ir import emit_exp
+from quengine.kernels.cpu.ir.row_ir import quantize_row
+from quengine.kernels.cpu.ir.vector_code import vector_code
+from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
+from quengine.kernels.cpu.ops.glu import GLUArguments
+from quengine.kernels.cpu.runtime.compiled import compile_kernel
+
+_LANES = 16
+_MOST = 88.0  # exp of more overflows; silu(-88) is -5e-37
+_GELU = 2 * math.sqrt(2 / math.pi)  # GELU's tanh form is x / (1 + exp(-_GELU * (x + _GELU_CUBE * x^3)))
+_GELU_CUBE = 0.044715
+
+
+def glu_kernel(activation: Activation) -> bytes:
+    """Task i is the i-th span of `task_cols` columns of every row."""
+
+    def glu_span(args: GLUArguments, task: int) -> None:
+        width = args.cols
+        first, last = task * args.task_cols, min(width, (task + 1) * args.task_cols)
+        for row in range(args.rows):
+            gate, out = args.gate_up + 8 * width * row, args.out + 4 * width * row
+            _gated(activation, gate, gate + 4 * width, first, last, out)
+            if args.records:
+                quantize_row(out, width, first, last, args.records + row * args.record_stride)
+
+    return compile_kernel(glu_span, GLUArguments)
+
+
+@vector_code
+def _gated(
+    e: Emitter, activation: str, gate: ir.Value, up: ir.Value, first: ir.Value, last: ir.Value, out: ir.Value
+) -> None:
+    """activation(gate) * up, fp32 at addresses, elements first .. last - 1."""
+
+    def span(i: ir.Value, lanes: int) -> None:
+        at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)
+        g = e.load(lane, e.at(gate, at))
+        most = e.const(lane, _MOST)
+        power = e.b.fneg(_exponent(e, g, activation))
+        power = e.b.select(e.b.fcmp_ordered(">", power, most), most, power)
+        activated = e.b.fdiv(g, e.b.fadd(e.const(lane, 1.0), emit_exp(e, power)))
+        e.store(e.b.fmul(activated, e.load(lane, e.at(up, at))), e.at(out, at))
+
+    e.spans(first, last, span, _LANES)
+
+
+def _exponent(e: Emitter, x: ir.Value, activation: str) -> ir.Value:
+    """What the activation x / (1 + exp(-y)) has as y."""
+    if activation == "silu":
+        return x
+    cubic, linear = e.const(x.type, _GELU * _GELU_CUBE), e.const(x.type, _GELU)
+    return e.b.fmul(x, e.fma(e.b.fmul(x, x), cubic, linear))
