@@ -229,7 +229,7 @@ class CudaBackend:
             qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width), self.pdl
         )
         out, form = q.view(tokens, width), OperandLayout.ROW_MAJOR
-        if stores_wgmma_layout(layer, tiles) and room.layout(tokens, width) is OperandLayout.WGMMA:
+        if stores_wgmma_layout(spec, layer, tiles) and room.layout(tokens, width) is OperandLayout.WGMMA:
             out, form = room.fp16_operand(tokens, width).values, OperandLayout.WGMMA
         attention_prefill(
             q, spec, layer, tables, tiles, out, wgmma_layout=form is OperandLayout.WGMMA, pdl=self.pdl

@@ -204,7 +204,7 @@ def attention_prefill(
     check_block_tables(block_tables)
     shape = _shape_of(tiles.longest, head_dim, q.device, batch_invariant)
     assert tiles.block_rows == shape.block_rows
-    if _takes_wgmma(shape, layer, batch_invariant):
+    if _takes_wgmma(shape, spec, layer, batch_invariant):
         launch_wgmma(q, spec, layer, block_tables, tiles.tiles, out, wgmma_layout, pdl)
         return out
     assert not wgmma_layout
@@ -218,9 +218,9 @@ def attention_prefill(
     return out
 
 
-def stores_wgmma_layout(layer: KVLayer, tiles: PrefillTiles) -> bool:
+def stores_wgmma_layout(spec: AttentionSpec, layer: KVLayer, tiles: PrefillTiles) -> bool:
     """Whether `attention_prefill` of these chunks can write the WGMMA layout."""
-    return _takes_wgmma(_shape_of(tiles.longest, layer.k.shape[2], layer.k.device), layer)
+    return _takes_wgmma(_shape_of(tiles.longest, spec.head_dim, layer.k.device), spec, layer)
 
 
 def prefill_tiles(batch: ForwardBatch, head_dim: int, batch_invariant: bool = False) -> PrefillTiles:
@@ -238,8 +238,13 @@ def _shape_of(rows: int, head_dim: int, device: torch.device, batch_invariant: b
     return prefill_shape(head_dim, BATCH_INVARIANT_ROWS if batch_invariant else rows, is_hopper(device))
 
 
-def _takes_wgmma(shape: PrefillShape, layer: KVLayer, batch_invariant: bool = False) -> bool:
-    return shape.wgmma and not batch_invariant and layer.k_scale is None
+def _takes_wgmma(
+    shape: PrefillShape, spec: AttentionSpec, layer: KVLayer, batch_invariant: bool = False
+) -> bool:
+    # That kernel copies the first visible block in the place of those before it: all of it must have been written, as
+    # that of a window beyond a block is.
+    narrow = spec.window is not None and spec.window <= BLOCK_SIZE
+    return shape.wgmma and not batch_invariant and layer.k_scale is None and not narrow
 
 
 def prefill_shape(head_dim: int, rows: int, hopper: bool) -> PrefillShape:

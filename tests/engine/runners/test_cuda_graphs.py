@@ -15,7 +15,7 @@ from torch import Tensor
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.gemm import matmul
+from quengine.kernels.cuda.gemm import workspace
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kv_cache import KVCache
@@ -144,7 +144,7 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
 ) -> None:
     """Their attention has padding tiles, and their rows' bits follow from how many there are."""
     if way == "expanded weights":
-        monkeypatch.setattr(matmul, "uses_wgmma", lambda *_: False)
+        monkeypatch.setattr(workspace, "uses_wgmma", lambda *_: False)
     sizes = ModelSizes(
         blocks=2, embedding=256, feed_forward=512, heads=4, kv_heads=2, head_dim=128, context=512
     )

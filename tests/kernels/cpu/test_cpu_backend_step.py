@@ -34,13 +34,6 @@ def all_threads_afterwards() -> Iterator[None]:
     cpu.set_threads(cpu.max_threads())
 
 
-class GroupedBatch(ForwardBatch):
-    """With the block tables [G, S, blocks] of several groups of layers."""
-
-    def block_tables_of(self, group: int) -> Tensor:
-        return self.block_tables[group]
-
-
 @dataclass(frozen=True)
 class Layer:
     """What differs from layer to layer, and where norms stand."""
@@ -170,7 +163,7 @@ def block_tables(layers: list[Layer]) -> Tensor:
 
 
 def batch_of(tokens: list[int], positions: list[int], tables: Tensor) -> ForwardBatch:
-    return GroupedBatch(
+    return ForwardBatch(
         "decode", torch.tensor(tokens), torch.tensor(positions, dtype=torch.int32), tables.int()
     )
 

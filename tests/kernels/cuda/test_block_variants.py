@@ -23,8 +23,8 @@ REFERENCE = ReferenceBackend(keep=True)
 def make_batch(phase: str, rows: int, device: torch.device | str) -> ForwardBatch:
     ids = [(7 * row) % HIDDEN for row in range(rows)]
     if phase == "prefill":
-        return prefill_batch([ids], [0], [[0]], torch.device(device), all_logits=True)
-    return decode_batch(ids, [0] * rows, [[row] for row in range(rows)], torch.device(device))
+        return prefill_batch([ids], [0], [[[0]]], torch.device(device), all_logits=True)
+    return decode_batch(ids, [0] * rows, [[[row]] for row in range(rows)], torch.device(device))
 
 
 @pytest.fixture(params=["plain", "batch-invariant", "dequantized"])

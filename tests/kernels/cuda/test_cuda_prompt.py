@@ -12,7 +12,7 @@ import torch
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.gemm import matmul
+from quengine.kernels.cuda.gemm import workspace
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
@@ -28,7 +28,7 @@ from tests.tiny_models import write_tiny
 def test_a_prompt_through_expanded_weights_is_the_reference(
     architecture: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "fused_limit", lambda _: 2)
+    monkeypatch.setattr(workspace, "fused_limit", lambda _: 2)
     if device.type == "cpu":
         monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
     path = write_tiny(tmp_path / "m.gguf", architecture=architecture)

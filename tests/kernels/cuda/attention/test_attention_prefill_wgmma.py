@@ -62,7 +62,7 @@ def test_chunks_are_as_defined(
     spec = long_spec(device, heads, kv_heads, window)
     cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, 128)
     last = prefill_batch([[0] * chunks[-1]], [0], [[table] for table in cache.tables.tolist()], device)
-    assert stores_wgmma_layout(cache.layer, prefill_tiles(last, 128))
+    assert stores_wgmma_layout(spec, cache.layer, prefill_tiles(last, 128))
     qkv = random_qkv(device, sum(chunks), heads, kv_heads)
     out = run_chunks(spec, cache.layer, qkv, chunks, cache.tables)
     expected = expected_rows(spec, cache, qkv)
@@ -76,7 +76,7 @@ def in_wgmma_layout(
 ) -> torch.Tensor:
     """The values of an fp16 operand, zeros where nothing was written."""
     tiles = prefill_tiles(batch, 128)
-    assert stores_wgmma_layout(cache.layer, tiles)
+    assert stores_wgmma_layout(spec, cache.layer, tiles)
     shape = operand_shape(len(q), spec.heads * 128, OperandLayout.WGMMA)
     room = torch.zeros(shape, dtype=torch.float16, device=q.device)
     return attention_prefill(
