@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from quengine import load as load_module
 from quengine.block_manager import CachePool
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
@@ -148,10 +149,10 @@ def test_a_gpu_reads_nothing_behind_the_window_of_a_single_group(
     changes = {"llama.attention.sliding_window": WINDOW}
     path = write_tiny(tmp_path / "m.gguf", kind="Q8_0", sizes=sizes, seed=4, changes=changes)
     found = []
-    for window in (WINDOW, None):
-        groups = (CacheGroup(window, (0, 1)),)
-        monkeypatch.setattr(ModelConfig, "cache_groups", property(lambda _, groups=groups: groups))
+    for num_blocks in (4, CTX // BLOCK_SIZE):
+        if num_blocks > 4:
+            monkeypatch.setattr(load_module, "choose_pools", lambda *_: [CachePool(CTX // BLOCK_SIZE)])
         with LLM(path, "cuda", CTX, chunk_size=CHUNK, cache_type=cache_type) as llm:
-            assert llm.loaded.cache.pools[0].num_blocks == (4 if window else 12)
+            assert llm.loaded.cache.pools[0].num_blocks == num_blocks
             found.append([llm.generate(prompt, PARAMS)[0] for prompt in PROMPTS])
     same(*found)

@@ -171,6 +171,7 @@ def _multiply_chunk(acc, words, x_at, column, weight_scale, P: tl.constexpr):
     acc: four a (tile, token tile), tiles outermost. words: the chunk of each tile. x_at: this lane's columns of the
     chunk's first step, [thread, 2]. Rows are read one step before they are multiplied.
     """
+    FMT: tl.constexpr = P.layout
     SETS: tl.constexpr = P.layout.sets
     STEPS: tl.constexpr = P.layout.steps_per_set
     TILES: tl.constexpr = P.tiles
@@ -179,16 +180,14 @@ def _multiply_chunk(acc, words, x_at, column, weight_scale, P: tl.constexpr):
     for s in tl.static_range(SETS):
         scales = ()
         for w in tl.static_range(TILES):
-            scales = scales + (
-                chunk_scales(words[w], s, weight_scale, tl.constexpr(P.layout), SUBNORMALS if P.exact else 1.0),
-            )
+            scales = scales + (chunk_scales(words[w], s, weight_scale, FMT, SUBNORMALS if P.exact else 1.0),)
         for j in tl.static_range(STEPS):
             x_now = x
             if s * STEPS + j + 1 < SETS * STEPS:
                 x = _step_rows(x_at, column, s * STEPS + j + 1, P)
             result = ()
             for w in tl.static_range(TILES):
-                codes = step_codes(words[w], s * STEPS + j, tl.constexpr(P.layout), P.asm)
+                codes = step_codes(words[w], s * STEPS + j, FMT, P.asm)
                 first, last = _step_operands(codes, scales[w], P)
                 for n in tl.static_range(TOKEN_TILES):
                     d = mma_half_step(
@@ -202,11 +201,12 @@ def _multiply_chunk(acc, words, x_at, column, weight_scale, P: tl.constexpr):
 @triton.jit
 def _load_tiles(planes, chunk, tile, tiles, inside, lane, P: tl.constexpr):
     """Start reading chunk number `chunk` of the matrix and the same one of the P.tiles - 1 tiles after it."""
+    FMT: tl.constexpr = P.layout
     TILES: tl.constexpr = P.tiles
     words = ()
     for w in tl.static_range(TILES):
         valid = inside & (tile < tiles - w)
-        words = words + (load_chunk(planes, chunk, w * P.chunks, lane, valid, tl.constexpr(P.layout), True),)
+        words = words + (load_chunk(planes, chunk, w * P.chunks, lane, valid, FMT, True),)
     return words
 
 

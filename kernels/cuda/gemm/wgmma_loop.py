@@ -33,6 +33,7 @@ def multiply(
     `words`: those of chunk `first`. All splits of a program are one queue of copied sets.
     """
     SETS: gl.constexpr = P.sets
+    FMT: gl.constexpr = P.layout
     HALVES: gl.constexpr = P.columns // 128
     first_set = begin * SETS
     count = (end - begin) * SETS
@@ -44,7 +45,7 @@ def multiply(
     for c in range(first, last):
         # The last chunk is read twice: as cheap as a mask is not, whose zeros are an instruction a word.
         at = tile * P.chunks + gl.minimum(c + 1, end - 1)
-        later = load_chunk(planes, at, 0, lane, True, gl.constexpr(P.layout), False)
+        later = load_chunk(planes, at, 0, lane, True, FMT, False)
         for number in gl.static_range(SETS):
             rows = stages.index(slot)
             for half in gl.static_range(HALVES):

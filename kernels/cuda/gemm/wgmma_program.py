@@ -56,7 +56,8 @@ def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
     thread = gl.arange(0, 32 * P.warps, layout=gl.BlockedLayout([1], [32], [P.warps], [0]))
     lane = thread & 31
     tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # what is beyond is not stored
-    words = load_chunk(matrix.planes, tile * P.chunks + begin, 0, lane, True, gl.constexpr(P.layout), False)
+    FMT: gl.constexpr = P.layout
+    words = load_chunk(matrix.planes, tile * P.chunks + begin, 0, lane, True, FMT, False)
     stages, ready = _allocate_stages(x_rows, P)
     if P.flags.pdl and not P.flags.consumer:
         tl.extra.cuda.gdc_wait()

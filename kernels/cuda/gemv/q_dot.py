@@ -157,7 +157,8 @@ def _add_chunk(acc, words, x, P: tl.constexpr):
 def _tile_chunk(matrix, tile, c, ON: tl.constexpr, lane, EVEN: tl.constexpr, P: tl.constexpr):
     """Start reading chunk c + ON of `tile`. Past the edge: zeros, whose scales are zero too."""
     valid = (c < P.chunks - ON) & (tile < matrix.tiles)
-    return load_chunk(matrix.planes, tile * P.chunks + c, ON, lane, valid, tl.constexpr(P.layout), not EVEN)
+    FMT: tl.constexpr = P.layout
+    return load_chunk(matrix.planes, tile * P.chunks + c, ON, lane, valid, FMT, not EVEN)
 
 
 @triton.jit

@@ -85,6 +85,8 @@ def test_a_text_is_the_same_for_every_chunk_size(path: Path, alone: LLM, chunk: 
         for params in (GREEDY, SAMPLED):
             for prompt in prompts:
                 same(llm.generate(prompt, params), alone.generate(prompt, params))
+                if alone.model_config.sliding_window:
+                    continue  # blocks behind the window hold other rows since
                 layers = zip(llm.loaded.cache.layers, alone.loaded.cache.layers, strict=True)
                 held = slice(BLOCK_SIZE, BLOCK_SIZE + len(prompt))  # behind the padding block
                 assert all(

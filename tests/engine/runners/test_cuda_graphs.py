@@ -131,7 +131,7 @@ def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Call
     chunks = [SequenceRows(ids_of(3, 4), 3, [[4]]), SequenceRows(ids_of(50, 2), 0, [[1, 3]])]
     assert rig.compute(chunks) is None, "the first time is eager"
     ours = rig.compute(chunks)
-    assert ours is not None and rig.graphs.captured == [GraphKey("prefill", 8, 2)]
+    assert ours is not None and rig.graphs.captured == [GraphKey("prefill", *((16, 4) if ON_GPU else (8, 2)))]
     assert torch.equal(ours, rig.eagerly(chunks))
     assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
 
