@@ -59,7 +59,7 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
 def alone(given: argparse.Namespace, options: dict[str, Any]) -> float:
     """Tokens per second of the same texts without a server: all of a round's, from the first prompt to the end.
 
-    By a model of its own, which is let go of at the end: the server's needs the memory.
+    By a model of its own, which is released at the end: the server's needs the memory.
     """
     from quengine.llm import LLM
     from quengine.request.sampling_params import SamplingParams

@@ -67,7 +67,7 @@ def _rounds_kernel(
             made = ()
             for i in gl.static_range(8):
                 word = tl.inline_asm_elementwise(OP, "=r,r,r", [words[i], t], gl.int32, is_pure=False, pack=1)
-                made = made + (word,)  # noqa: RUF005 - Triton knows no unpacking
+                made = made + (word,)  # noqa: RUF005 - Triton has no unpacking
             words = made
         if MULTIPLIES:
             acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)

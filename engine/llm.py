@@ -26,9 +26,9 @@ from quengine.request.pooling import Pool, Pooling
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
+from quengine.request.sequence_factory import SequenceFactory
 from quengine.sampler import Result, Sample, Verified
 from quengine.scheduler import Scheduler
-from quengine.sequence_factory import SequenceFactory
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.speculation import Speculation
 from quengine.structured.constraint import ConstraintCompiler

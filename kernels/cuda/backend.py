@@ -234,7 +234,7 @@ class CudaBackend:
         attention_prefill(
             q, spec, layer, tables, tiles, out, wgmma_layout=form is OperandLayout.WGMMA, pdl=self.pdl
         )
-        return room.unscaled(out, tokens, form)
+        return room.without_row_scales(out, tokens, form)
 
     def _tiles_of(self, batch: ForwardBatch, spec: AttentionSpec) -> PrefillTiles:
         """Made once for the layers of a step."""
@@ -273,7 +273,7 @@ class CudaBackend:
             return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
         room = self._room()
         half = room.fp16_operand(rows, width)
-        out = room.unscaled(half.values, rows, half.layout)
+        out = room.without_row_scales(half.values, rows, half.layout)
         return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl)
 
     def _normed(self, x: Residual, norm: RMSNorm | None) -> Rows:

@@ -38,7 +38,9 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu() -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.usefixtures("gpu")
-def test_a_deterministic_run_has_fixed_kernels(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deterministic_run_has_batch_invariant_kernels(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quengine.platform.compile_notice.announce_compilation", lambda _: None)
     monkeypatch.setattr("quengine.kernels.cuda.backend.has_dependent_launch", lambda _: True)
     config = EngineConfig(device="cuda", deterministic=deterministic)

@@ -59,6 +59,7 @@ def profile_prompt(llm: LLM, ids: list[int], cached: int) -> Traced:
 @contextmanager
 def _request(llm: LLM, ids: list[int], cached: int, count: int) -> Iterator[Callable[[], bool]]:
     """A greedy request of `count` tokens; each call computes one batch and says whether it was the last."""
+    llm.scheduler.reset()  # else the blocks of a prompt that was timed before would be found
     if cached:  # whole blocks of it; the rest is computed in front of what is traced
         llm.generate([ids[: cached + 1]], greedy(1))
     stream = llm.stream(ids, greedy(count))

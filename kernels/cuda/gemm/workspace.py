@@ -91,7 +91,7 @@ class MatmulWorkspace:
         """fp32 [rows, width], contiguous: a product that the next launch reads."""
         return self._take("product", torch.float32, rows, rows, width)
 
-    def unscaled(
+    def without_row_scales(
         self, values: Tensor, rows: int, layout: OperandLayout = OperandLayout.ROW_MAJOR
     ) -> Fp16Operand:
         """`rows` fp16 rows that need no scale."""

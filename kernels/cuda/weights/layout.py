@@ -21,8 +21,6 @@ high      2 bits: 4 B/step as `low` with 2 bits
           one
 scales    per chunk        see `ScaleKind`
 supers    per chunk        fp16 d (and dmin) of row r, then of row r + 8, for r = 0..7
-
-Does not know: how the planes are filled (packed.py) or multiplied (matvec.py, matmul.py).
 """
 
 from dataclasses import dataclass

@@ -240,6 +240,7 @@ def test_an_end_token_is_part_of_the_greedy_text(model: Path, workload: Workload
         side = LLMSide("cpu", llm)
         tokens = side.greedy(prompt, 6)
         llm.tokenizer = EndsWith(llm.tokenizer, tokens[2])
+        llm._sequences = replace(llm._sequences, tokenizer=llm.tokenizer)
         assert side.greedy(prompt, 6) == tokens[: tokens.index(tokens[2]) + 1]
 
 

@@ -234,7 +234,7 @@ def test_rows_that_go_on_alone_behind_the_last_attention_have_their_bits(rig: Ri
 
 
 def test_a_step_has_the_same_bits_alone_and_in_every_batch(rig: Rig) -> None:
-    """Over caches with something in them; two sequences, the rest of the batch is nobody's."""
+    """Over caches with something in them; two sequences, the rest of the batch is padding."""
     cache, plain, expected = rig.cache(7), rig.cache(), []
     tables = [[4, 6, 2], [3, 1, 5]]
     for pooled, rows in zip(cache.layers[0].tensors, plain.layers[0].tensors, strict=True):

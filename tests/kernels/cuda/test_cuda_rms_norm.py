@@ -67,7 +67,7 @@ def test_rounded_result_is_the_rounding_of_the_result(rows: int, width: int, dev
 
 
 @pytest.mark.parametrize("rows,width", [(1, 64), (3, 576), (520, 96), (2, 4096)])
-def test_half_rows_are_those_of_the_result(rows: int, width: int, device: torch.device) -> None:
+def test_fp16_rows_are_those_of_the_result(rows: int, width: int, device: torch.device) -> None:
     x, weight = inputs(rows, width, torch.float32, device)
     x[0] *= 1e-12
     half, expected = rms_norm_fp16(x, weight, 1e-5), to_fp16_operand(rms_norm(x, weight, 1e-5))

@@ -31,7 +31,7 @@ def test_ids_are_those_of_mistral_common(tekken: Tokenizer) -> None:
 
 
 def test_ids_are_those_of_llama_cpp_in_text_without_combining_marks(tekken: Tokenizer, path: Path) -> None:
-    """llama.cpp's pattern for tekken knows no combining marks; the model's own, which is ours, does."""
+    """llama.cpp's pattern for tekken has no combining marks; the model's own, which is ours, has."""
     texts = [
         "Hello, World! iPhone 15 costs 1,000 €\n\n  ok",
         "ça va très bien, merci",
