@@ -71,6 +71,7 @@ aot: $(VENV)/installed
 lint: $(VENV)/linted
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_words.py
 	rm -rf build/types && mkdir -p build/types/quengine
 	ln -s $(CURDIR)/engine/* $(CURDIR)/kernels $(CURDIR)/models $(CURDIR)/cli build/types/quengine/
 	MYPYPATH=build/types $(BIN)/mypy -p quengine
