@@ -16,7 +16,7 @@ ACTIVATION_MAX = 32639
 
 
 @dataclass(frozen=True)
-class RoundedActivations:
+class QuantizedActivations:
     """x is about a * t: `a` int16 [T, K], `t` fp32 [T, K/32].
 
     A group of zeros, or one so small that t underflows to zero, has t = 0 and a = 0. In a group with a NaN or an
@@ -36,7 +36,7 @@ class RoundedActivations:
         return (groups * self.t.double().unsqueeze(-1)).view(self.a.shape)
 
 
-def round_activations(x: Tensor) -> RoundedActivations:
+def quantize_activations(x: Tensor) -> QuantizedActivations:
     """Round fp32 [T, K] to integers. Raises ValueError when K is not a multiple of 32."""
     rows, cols = x.shape
     if cols % ACTIVATION_GROUP:
@@ -46,4 +46,4 @@ def round_activations(x: Tensor) -> RoundedActivations:
     quotient = torch.where(t.unsqueeze(-1) > 0, groups / t.unsqueeze(-1), 0.0)
     # A denormal t has few bits, and the quotient can then pass the integers' range.
     a = torch.round(quotient).nan_to_num(0.0).clamp(-ACTIVATION_MAX, ACTIVATION_MAX)
-    return RoundedActivations(a.to(torch.int16).view(rows, cols), t)
+    return QuantizedActivations(a.to(torch.int16).view(rows, cols), t)

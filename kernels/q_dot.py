@@ -10,11 +10,11 @@ a backend may use another such order, which differs by fp32 rounding only.
 import torch
 from torch import Tensor
 
-from quengine.kernels.activations import ACTIVATION_GROUP, RoundedActivations
+from quengine.kernels.activations import ACTIVATION_GROUP, QuantizedActivations
 from quengine.kernels.block_formats import Groups
 
 
-def q_dot(x: RoundedActivations, w: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
+def q_dot(x: QuantizedActivations, w: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
     """Rounded activations [T, K] times rows of quantized weights [N, K], transposed: `dtype` [T, N].
 
     dtype float32 is the definition; float64 gives the same sum without the rounding of its terms. Uses T*N*K/group

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from quengine.kernels.activations import round_activations
+from quengine.kernels.activations import quantize_activations
 
 
 def test_error_is_at_most_half_a_step() -> None:
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 5).view(-1, 1)
-    rounded = round_activations(x)
+    rounded = quantize_activations(x)
     steps = rounded.t.double().repeat_interleave(32, dim=1)
     assert ((rounded.values() - x.double()).abs() <= steps * 0.5001).all()
     assert rounded.a.dtype == torch.int16 and rounded.t.dtype == torch.float32
@@ -18,13 +18,13 @@ def test_error_is_at_most_half_a_step() -> None:
 def test_ties_go_to_even() -> None:
     x = torch.zeros(1, 32)
     x[0, :6] = torch.tensor([32639.0, 0.5, 1.5, 2.5, -0.5, -1.5])
-    assert round_activations(x).a[0, :6].tolist() == [32639, 0, 2, 2, 0, -2]
+    assert quantize_activations(x).a[0, :6].tolist() == [32639, 0, 2, 2, 0, -2]
 
 
 def test_a_group_of_zeros_has_no_scale() -> None:
     x = torch.ones(1, 64)
     x[0, :32] = 0
-    rounded = round_activations(x)
+    rounded = quantize_activations(x)
     assert rounded.t[0, 0] == 0 and (rounded.a[0, :32] == 0).all() and (rounded.a[0, 32:] == 32639).all()
 
 
@@ -32,7 +32,7 @@ def test_a_group_of_zeros_has_no_scale() -> None:
 def test_extreme_magnitudes_stay_in_range(largest: float) -> None:
     x = torch.full((1, 32), largest)
     x[0, 1] = -largest
-    rounded = round_activations(x)
+    rounded = quantize_activations(x)
     assert rounded.a.abs().max() <= 32639
     assert torch.isfinite(rounded.t).all()
 
@@ -41,18 +41,18 @@ def test_extreme_magnitudes_stay_in_range(largest: float) -> None:
 def test_what_is_not_finite_stays_visible_in_the_scale(bad: float) -> None:
     x = torch.ones(1, 64)
     x[0, 3] = bad
-    rounded = round_activations(x)
+    rounded = quantize_activations(x)
     assert not torch.isfinite(rounded.t[0, 0])
     assert torch.isfinite(rounded.t[0, 1])
 
 
 def test_sums_are_exact() -> None:
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
-    rounded = round_activations(x)
+    rounded = quantize_activations(x)
     for group in (16, 32):
         assert torch.equal(rounded.sums(group).long(), rounded.a.long().view(3, -1, group).sum(-1))
 
 
 def test_partial_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="groups of 32"):
-        round_activations(torch.zeros(1, 40))
+        quantize_activations(torch.zeros(1, 40))

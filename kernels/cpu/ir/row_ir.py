@@ -1,6 +1,6 @@
 """Loops over one row: dequantization, dots of float weights, quantization of activations.
 
-Quantized activations lie in memory as records.py says; the byte planes are for processors that multiply bytes
+gemv/quantized_rows.py has the layout of quantized activations; the byte planes are for processors that multiply bytes
 (`Emitter.byte_dot_lanes`).
 """
 

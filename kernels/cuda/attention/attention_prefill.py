@@ -194,7 +194,7 @@ def attention_prefill(
     written and returned; fp16 may be q itself, since a program reads the queries whose results it writes, and no
     others. `batch_invariant`: a row's bits are the same whatever chunk it is in: key tiles of one size lie at its
     multiples, and one in which a row sees nothing leaves its state as it is. `wgmma_layout`: `out` is the values of an
-    fp16 operand in that layout (half.py), where `stores_wgmma_layout` allows it.
+    fp16 operand in that layout (fp16_operand.py), where `stores_wgmma_layout` allows it.
     Source: Dao 2023 (FlashAttention-2).
     """
     tokens, heads, head_dim = q.shape

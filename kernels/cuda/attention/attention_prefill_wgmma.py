@@ -5,8 +5,8 @@ values to shared memory by TMA, ahead of two consumer warp groups that take half
 consumers synchronize by mbarriers alone (full and free), so that one group computes weights while the matrix units work
 for the other. Within a group, the scores of a tile and the sum of values of the tile before are issued together, and
 only the scores are waited for. Tiles are visited from the last, which the diagonal crosses, to the first; the mask is a
-comparison of positions. Results may be written in the WGMMA layout (half.py): columns which lie side by side there are
-a thread's own, so it writes 16 bytes at a time.
+comparison of positions. Results may be written in the WGMMA layout (fp16_operand.py): columns which lie side by side
+there are a thread's own, so it writes 16 bytes at a time.
 """
 
 from functools import partial

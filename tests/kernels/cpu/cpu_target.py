@@ -19,7 +19,7 @@ import torch
 from llvmlite import binding
 
 from quengine.kernels import sampling
-from quengine.kernels.activations import round_activations
+from quengine.kernels.activations import quantize_activations
 from quengine.kernels.block_formats import dequantize, unpack
 from quengine.kernels.cpu import (
     batch_attention,
@@ -51,7 +51,7 @@ def errors() -> Iterator[tuple[str, float]]:
         x, values = torch.randn(13, w.cols, generator=generator), dequantize(w.format, w.data).double()
         exact = x[:1].double() @ values.T
         if w.format.is_quantized:
-            exact = q_dot(round_activations(x[:1]), unpack(w.format, w.data), torch.float64)
+            exact = q_dot(quantize_activations(x[:1]), unpack(w.format, w.data), torch.float64)
         yield f"{name} decode", nmse(linear(x[:1], [w]), exact)
         yield f"{name} decode of rows", nmse(linear(torch.cat([x[3:5], x[:1]]), [w])[2:], exact)
         yield f"{name} prompt", nmse(prompt_linear(x, [w]), x.double() @ values.T)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quengine.kernels.activations import round_activations
+from quengine.kernels.activations import quantize_activations
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import embed, prompt_linear, set_threads
 from quengine.kernels.cpu.gemm.amx import has_amx
@@ -45,11 +45,13 @@ def test_decode_is_q_dot(name: str, rows: int, blocks: int) -> None:
     w = random_weight(name, rows, blocks)
     x = activations(3, w.cols)
     groups = unpack(w.format, w.data)
-    exact = q_dot(round_activations(x), groups, torch.float64)
+    exact = q_dot(quantize_activations(x), groups, torch.float64)
     y = linear(x, [w])
     # A single row's sum may nearly cancel: measured against the size of its terms.
     size = (
-        (round_activations(x).values().abs() @ dequantize(w.format, w.data).abs().double().T).square().sum()
+        (quantize_activations(x).values().abs() @ dequantize(w.format, w.data).abs().double().T)
+        .square()
+        .sum()
     )
     assert float((y.double() - exact).square().sum()) <= 1e-13 * float(size)
     if rows > 1:
@@ -146,7 +148,7 @@ def test_rounding_is_the_definition_to_the_bit(scale: float) -> None:
     x[1, 5] = 0.5 * x[1, 4]
     records = torch.zeros(4, quantized_row_bytes(160), dtype=torch.uint8)
     run([matmul.quantize_launch(x, records)])
-    expected = round_activations(x)
+    expected = quantize_activations(x)
     assert torch.equal(activation_plane(records, 160), expected.a)
     if host_tile().byte_dot_lanes:
         sums_of_4 = records[:, 320:480].contiguous().view(torch.int32)

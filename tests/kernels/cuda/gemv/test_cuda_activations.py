@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quengine.kernels.activations import round_activations as definition
+from quengine.kernels.activations import quantize_activations as definition
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 
 

@@ -27,7 +27,7 @@ FP32_NOISE = 1e-12
 
 def expected(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
     """The definition, its integers summed in fp64."""
-    rounded = definition.round_activations(x)
+    rounded = definition.quantize_activations(x)
     dots = [q_dot(rounded, unpack(w.format, w.data), torch.float64) for w in weights]
     return torch.cat(dots, dim=1)
 
@@ -151,7 +151,8 @@ def test_plain_floats(name: str, device: torch.device) -> None:
     x = ordinary_activations(1, 576)
     y = matvec(quantize_activations(x.to(device)), pack(weights, device))
     floats = (
-        definition.round_activations(x).values() @ dequantize(weights[0].format, weights[0].data).double().T
+        definition.quantize_activations(x).values()
+        @ dequantize(weights[0].format, weights[0].data).double().T
     )
     assert nmse(y, torch.cat([floats, expected(x, weights[1:])], 1)) < FP32_NOISE
 

@@ -24,7 +24,7 @@ EPS = 1e-5
 
 def product(x: torch.Tensor, weight: QuantTensor) -> torch.Tensor:
     """The q-dot of x rounded, fp64."""
-    rounded = definition.round_activations(x)
+    rounded = definition.quantize_activations(x)
     return q_dot(rounded, unpack(weight.format, weight.data), torch.float64)
 
 
@@ -59,7 +59,7 @@ def test_gives_the_residual_stream_and_its_norm(
     assert nmse(normed.hidden, hidden) < 1e-12
     assert nmse(normed.rms_normed.dequantize(), rms_norm(hidden, norm.double(), EPS)) < 1e-8
     # The integers are the definition's for the values before the division by the root mean square.
-    wanted = definition.round_activations(normed.hidden.cpu() * norm)
+    wanted = definition.quantize_activations(normed.hidden.cpu() * norm)
     assert torch.equal(normed.rms_normed.ints().cpu(), wanted.a)
     assert torch.equal(normed.rms_normed.sums.cpu(), wanted.sums(16))
 
