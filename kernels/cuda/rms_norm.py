@@ -53,7 +53,7 @@ class Geometry:
 
 @cache
 def geometry(rows: int, width: int) -> Geometry:
-    """The tile for this many rows of this width, from the sweep in benchmarks/rms_norm.py on an H200.
+    """The tile for this many rows of this width, from the sweep in benchmarks/cuda/rms_norm.py on an H200.
 
     Raises ValueError for a row wider than one block can hold.
     """

@@ -248,7 +248,8 @@ def _takes_wgmma(
 
 
 def prefill_shape(head_dim: int, rows: int, hopper: bool) -> PrefillShape:
-    """By head size and rows of the longest chunk, from the sweep in benchmarks/attention.py on an H200 (heads of 128).
+    """By head size and rows of the longest chunk, from the sweep of benchmarks/cuda/attention.py on an H200 (heads of
+    128).
 
     Hopper has 227 KiB of shared memory a block and matrix units that want 128 rows; elsewhere all tiles must fit
     99 KiB (sm_89). On Hopper a tile has as many keys as a head has elements: both products are then laid out

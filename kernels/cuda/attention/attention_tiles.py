@@ -325,7 +325,7 @@ def combine_heads(group: int, splits: int, padded: int) -> int:
 
 
 def tile_shape(head_dim: int, group: int, q8_0: bool, coarse: bool = False) -> TileShape:
-    """By head size, query heads a group, cache type and splits, from benchmarks/attention.py on an H200.
+    """By head size, query heads a group, cache type and splits, from benchmarks/cuda/attention.py on an H200.
 
     The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill.
     """

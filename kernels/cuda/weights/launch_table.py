@@ -1,7 +1,7 @@
 """Launch geometry of the matmul kernels by (device, format, shape): measured, kept in launch_table.json.
 
-benchmarks/tune_matvec.py and benchmarks/matmul_crossover.py write the file. A shape or GPU that is not in it gets a
-default that is right everywhere and not far off; nothing is tuned at run time.
+tune_matvec.py and matmul_crossover.py in benchmarks/cuda/ write it. A shape or GPU that is not in it gets a default
+that is right everywhere and not far off; nothing is tuned at run time.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Damaged files end in an EngineError or are read whole: no other exception, no hang, no large allocation.
 
-A bounded number of cases; `python -m benchmarks.fuzz_gguf` runs as many as asked for.
+A bounded number of cases; `python -m benchmarks.checks.fuzz_gguf` runs as many as asked for.
 """
 
 import logging

@@ -1,6 +1,6 @@
 """Damaged Hugging Face folders end in an EngineError or are read whole: no other exception, hang or large allocation.
 
-A bounded number of cases; `python -m benchmarks.fuzz_hf` runs as many as asked for.
+A bounded number of cases; `python -m benchmarks.checks.fuzz_hf` runs as many as asked for.
 """
 
 import logging

@@ -19,7 +19,7 @@ from tests.text_samples import HAND_PICKED, marked_texts, random_texts
 
 # llama.cpp's patterns for these are not the models' own.
 OWN_TOKENIZER = ("tekken", "mistral", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")
-# One for each way that patterns use character classes; `benchmarks/tokenizer_vs_peers.py` compares all.
+# One for each way that patterns use character classes; `benchmarks/checks/tokenizer_vs_peers.py` compares all.
 DISTINCT = ("smollm", "llama-bpe", "qwen35", "deepseek-llm", "deepseek-coder", "falcon", "kimi-k2")
 # Names that the converter writes for tokenizer kinds without merges.
 OTHER_KINDS = {"bert-bge", "bert-bge-large", "jina-v2-en"}
@@ -30,7 +30,7 @@ def characters() -> Iterator[str]:
     """Both ends of every run of characters of one category, among letters, digits and spaces, 48 to a text.
 
     The runs are those of Python's Unicode, and of the characters that Unicode 16.0 added. All characters are
-    compared by `benchmarks/tokenizer_vs_peers.py --characters`.
+    compared by `benchmarks/checks/tokenizer_vs_peers.py --characters`.
     """
     categories = [category(chr(c)) for c in range(0xE0200)]
     starts = {c for c in range(1, 0xE0200) if categories[c] != categories[c - 1]}

@@ -1,6 +1,6 @@
 """Decode and prefill attention at Mistral-7B's shapes: 32 query heads over 8 of 128, against bytes and SDPA.
 
-    python benchmarks/attention.py [decode|prefill|batch] [--json FILE] [--sweep]
+    python benchmarks/cuda/attention.py [decode|prefill|batch] [--json FILE] [--sweep]
 
 Times are per launch inside a CUDA graph of 16 layers, each with its own cache.
 """

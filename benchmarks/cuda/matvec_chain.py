@@ -1,6 +1,6 @@
 """Time the matvecs of one decode step of Mistral-7B Q4_K_M, chained in one CUDA graph as the step runs them.
 
-    python -m benchmarks.matvec_chain
+    python -m benchmarks.cuda.matvec_chain
 
 Per kernel: bytes, floor at 4.3 TB/s, time, percent of the floor's rate. The chain is 32 layers, half with Q6_K in
 attn_v and ffn_down, the norms begun and ended in the kernels (no attention), then the output matrix. Prints a table
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.cuda_timing import graph_time, random_part
+from benchmarks.cuda.cuda_timing import graph_time, random_part
 from quengine.kernels.cuda.gemv.activations import quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu

@@ -1,11 +1,11 @@
 """One launch of each matvec of a Mistral-7B layer, to run under a profiler:
 
-ncu --clock-control none --set basic -k "regex:_(matvec|swiglu)_kernel" python -m benchmarks.matvec_profile
+ncu --clock-control none --set basic -k "regex:_(matvec|swiglu)_kernel" python -m benchmarks.cuda.matvec_profile
 """
 
 import torch
 
-from benchmarks.cuda_timing import random_part
+from benchmarks.cuda.cuda_timing import random_part
 from quengine.kernels.cuda.gemv.activations import quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu

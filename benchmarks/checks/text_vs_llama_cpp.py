@@ -1,6 +1,6 @@
 """Greedy text and log-probabilities of quengine beside llama.cpp's, on the same file and the same token ids.
 
-    python benchmarks/text_vs_llama_cpp.py [-m smollm2-135m] [--prompts 24] [-n 64]
+    python benchmarks/checks/text_vs_llama_cpp.py [-m smollm2-135m] [--prompts 24] [-n 64]
 
 For every prompt both engines take their most likely token n times. Up to the first difference the contexts are equal,
 so the log-probabilities of the chosen tokens can be compared; at the difference each engine's margin between its two

@@ -1,6 +1,6 @@
 """What launching kernels directly saves: eager prompts with `DirectLaunch` and with Triton's own launcher, in turns.
 
-    python benchmarks/launch_cost.py MODEL [--tokens 1200 2048 4096] [--rounds 9]
+    python benchmarks/cuda/launch_cost.py MODEL [--tokens 1200 2048 4096] [--rounds 9]
 
 "host" is the time until all launches of the step are made, "step" until the GPU has finished: medians, in ms. Where
 "step" is the same both ways, direct launches save nothing but the host's time. In use, prompts of up to 1024 tokens are

@@ -1,6 +1,6 @@
 """Tokens per second of several texts at once on the CPU, by how many there are, beside llama.cpp's batched-bench.
 
-    python benchmarks/cpu_batches.py [-m MODEL] [-b 1 4 8 16] [-p 128] [-n 32] [-r 3] [-t 2]
+    python benchmarks/cpu/cpu_batches.py [-m MODEL] [-b 1 4 8 16] [-p 128] [-n 32] [-r 3] [-t 2]
         [--llama-batched-bench PATH]
 
 Generation only: every text has its prompt in the cache and one token; then `-n` steps of all of them are timed, with

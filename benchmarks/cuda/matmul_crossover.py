@@ -1,6 +1,6 @@
 """Matmuls of 2 rows and more on this GPU: fused on packed weights, against dequantize + cuBLAS, and where they cross.
 
-    python -m benchmarks.matmul_crossover [-o TABLE.json] [--json RESULTS.json]
+    python -m benchmarks.cuda.matmul_crossover [-o TABLE.json] [--json RESULTS.json]
 
 Times the matmuls of a Mistral-7B Q4_K_M layer at several numbers of rows, both ways, from CUDA graphs that rotate
 through more weights than the L2 cache holds, and writes the largest number of rows at which the fused way still wins,
@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.cuda_timing import graph_time, random_weights
+from benchmarks.cuda.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu, matmul_norm
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace

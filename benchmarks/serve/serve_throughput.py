@@ -1,10 +1,10 @@
 """What the server costs: tokens per second of many streams through HTTP, beside the engine's own.
 
-    python -m benchmarks.serve_throughput                              fake engine, whose step takes 3.6 ms
-    python -m benchmarks.serve_throughput --step-ms 10 --streams 32
-    python -m benchmarks.serve_throughput --model m7.gguf              a model; its own speed is measured first
-    python -m benchmarks.serve_throughput --model m7.gguf --thread     the same, in the server's own process
-    python -m benchmarks.serve_throughput --route chat --whole         one answer instead of a stream
+    python -m benchmarks.serve.serve_throughput                              fake engine, whose step takes 3.6 ms
+    python -m benchmarks.serve.serve_throughput --step-ms 10 --streams 32
+    python -m benchmarks.serve.serve_throughput --model m7.gguf              a model; its own speed is measured first
+    python -m benchmarks.serve.serve_throughput --model m7.gguf --thread     the same, in the server's own process
+    python -m benchmarks.serve.serve_throughput --route chat --whole         one answer instead of a stream
 
 Every stream asks for `--tokens` tokens behind a prompt of `--prompt` random ones, all at the same time, and again when
 all are done. The clients are a process of their own that counts events and does not parse them. Prints a line for each

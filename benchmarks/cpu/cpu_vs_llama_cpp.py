@@ -1,6 +1,6 @@
 """quengine and llama.cpp on the same file and the same processor, in turns.
 
-    python benchmarks/cpu_vs_llama_cpp.py [-m MODEL] [-p 512] [-n 64] [-r 5] [-s SECONDS] [-t 2] [--no-mmap]
+    python benchmarks/cpu/cpu_vs_llama_cpp.py [-m MODEL] [-p 512] [-n 64] [-r 5] [-s SECONDS] [-t 2] [--no-mmap]
         [--llama-bench PATH]
 
 Each engine lives in a process of its own, loaded once, and the parent asks them in turns: a machine whose

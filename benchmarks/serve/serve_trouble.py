@@ -1,7 +1,7 @@
 """What a server stands: hostile bodies, clients that leave, an engine's process that is stopped or killed.
 
-    python -m benchmarks.serve_trouble --model smollm2-135m
-    python -m benchmarks.serve_trouble --model tiny.gguf --bodies 5000 --leave 500
+    python -m benchmarks.serve.serve_trouble --model smollm2-135m
+    python -m benchmarks.serve.serve_trouble --model tiny.gguf --bodies 5000 --leave 500
 
 Runs `engine serve` as a program and, one after the other: so many bodies with an extreme value on an idle server and
 as many on one with 8 streams, an ordinary request and /health after each; so many clients that leave in the middle;

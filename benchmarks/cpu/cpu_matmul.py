@@ -1,6 +1,6 @@
 """Rates of the CPU's matmuls alone: prompts in fp32 and, where there are any, on AMX tiles; decode's row dots.
 
-    python benchmarks/cpu_matmul.py [-t 2] [-T 1 16 128 512] [-r 15]
+    python benchmarks/cpu/cpu_matmul.py [-t 2] [-T 1 16 128 512] [-r 15]
 
 GMAC/s, the best of some samples: a busy machine disturbs those least. Weights of a prompt are unpacked for every call.
 Ends with one JSON line.

@@ -1,7 +1,7 @@
 """Writes down what a restructuring must not change, and compares two such records.
 
-    python -m benchmarks.freeze write FOLDER [--device cuda] [--part runs ptx cpu-code openapi errors]
-    python -m benchmarks.freeze compare BEFORE AFTER
+    python -m benchmarks.checks.freeze write FOLDER [--device cuda] [--part runs ptx cpu-code openapi errors]
+    python -m benchmarks.checks.freeze compare BEFORE AFTER
 
 Run from the repository root. A folder gets a JSON file for each part:
 
@@ -306,7 +306,7 @@ def _difference(old: Any, new: Any) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.freeze", description=(__doc__ or "").split("\n")[0]
+        prog="python -m benchmarks.checks.freeze", description=(__doc__ or "").split("\n")[0]
     )
     commands = parser.add_subparsers(dest="command", required=True)
     writing = commands.add_parser("write")

@@ -1,6 +1,6 @@
 """What limits the matmul of 64 rows on Hopper: other instructions beside the matrix instruction, and the power limit.
 
-    python -m benchmarks.wgmma_limits [--seconds 1.0]
+    python -m benchmarks.cuda.wgmma_limits [--seconds 1.0]
 
 First, rounds of 8 matrix instructions (m64n64k16, left operand in registers) and 160 others, by four programs of 4
 warps on every multiprocessor: the time of a round over that of its matrix instructions alone. Were both done at once,
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from benchmarks.cuda_timing import random_weights
+from benchmarks.cuda.cuda_timing import random_weights
 from quengine.kernels.cuda.gemm.matmul import matmul_glu
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.rms_norm import rms_norm_fp16

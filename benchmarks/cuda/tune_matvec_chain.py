@@ -1,6 +1,6 @@
 """Choose among good launch geometries by the time of a whole decode step, and keep them in launch_table.json.
 
-    python -m benchmarks.tune_matvec_chain [--write] [--depth 64]
+    python -m benchmarks.cuda.tune_matvec_chain [--write] [--depth 64]
 
 `tune_matvec` times a kernel behind copies of itself. In a step another kernel stands in front, whose blocks leave
 when they will, and what a kernel reads ahead then overlaps with it or does not: the best alone was up to 3% of a step
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cuda_timing import graph_time
-from benchmarks.matvec_chain import LAYERS, layer, layer_calls
+from benchmarks.cuda.cuda_timing import graph_time
+from benchmarks.cuda.matvec_chain import LAYERS, layer, layer_calls
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
@@ -88,7 +88,7 @@ def _attention_spec(context: int) -> AttentionSpec:
 
 def compile_all() -> None:
     """Compile every candidate in several processes, so that timing does not wait."""
-    command = [sys.executable, "-m", "benchmarks.tune_matvec_chain", "--compile"]
+    command = [sys.executable, "-m", "benchmarks.cuda.tune_matvec_chain", "--compile"]
     running = [subprocess.Popen([*command, str(i)]) for i in range(WORKERS)]
     if any(process.wait() for process in running):
         raise SystemExit("a compile worker failed")

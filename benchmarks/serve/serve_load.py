@@ -1,8 +1,8 @@
 """A long load on a server: many streams, clients that leave, slow readers; no token lost, doubled or crossed.
 
-    python -m benchmarks.serve_load                               fake engine, 64 streams, 60 s
-    python -m benchmarks.serve_load --minutes 10                  the long run
-    python -m benchmarks.serve_load --model smollm2-135m --streams 8 --minutes 5
+    python -m benchmarks.serve.serve_load                               fake engine, 64 streams, 60 s
+    python -m benchmarks.serve.serve_load --minutes 10                  the long run
+    python -m benchmarks.serve.serve_load --model smollm2-135m --streams 8 --minutes 5
 
 The server runs in a process of its own, and a model's engine in another, whose memory is counted with it. With the
 fake engine every token is a hash of its request, and each text is compared whole. With a model, all texts of one greedy

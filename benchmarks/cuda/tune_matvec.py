@@ -1,7 +1,7 @@
 """Find the matvec kernels' launch geometry on this GPU and keep it in kernels/cuda/launch_table.json.
 
-    python benchmarks/tune_matvec.py                 # every shape below, written to the table
-    python benchmarks/tune_matvec.py -o out.json     # written elsewhere; --only TEXT: shapes whose key holds TEXT
+    python benchmarks/cuda/tune_matvec.py                 # every shape below, written to the table
+    python benchmarks/cuda/tune_matvec.py -o out.json     # written elsewhere; --only TEXT: shapes whose key holds TEXT
 
 Weights are rotated so that the L2 cache does not serve them; times are per launch in a CUDA graph, with programmatic
 dependent launch where the GPU has it. The variants are compiled by several processes first.
@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.cuda_timing import graph_time, random_weights
+from benchmarks.cuda.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
@@ -105,7 +105,7 @@ def nbytes_of(shape: Shape) -> int:
 
 
 def compile_all(only: str, workers: int) -> None:
-    command = [sys.executable, "-m", "benchmarks.tune_matvec", "--only", only, "--compile"]
+    command = [sys.executable, "-m", "benchmarks.cuda.tune_matvec", "--only", only, "--compile"]
     running = [subprocess.Popen([*command, f"{i}/{workers}"]) for i in range(workers)]
     for process in running:
         if process.wait():

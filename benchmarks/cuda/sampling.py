@@ -1,6 +1,6 @@
 """Device time of choosing a token for 1 row and for 64: greedy, llama.cpp's defaults, with no top-k; two vocabularies.
 
-python benchmarks/sampling.py [--json FILE]
+python benchmarks/cuda/sampling.py [--json FILE]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A batched decode step in its graph, on a synthetic Mistral-7B Q4_K_M: time a step, and where it goes.
 
-    python benchmarks/batch_step.py MODEL.gguf [--batches 1,8,32,64] [--depth 256] [--json FILE]
+    python benchmarks/cuda/batch_step.py MODEL.gguf [--batches 1,8,32,64] [--depth 256] [--json FILE]
 
 Sequences of one length decode greedily. "step" is the graph with the copy of its tokens, launched one behind the other;
 "call" is one `ModelRunner.decode`, a step ahead. Kernels are the profiler's, per step.

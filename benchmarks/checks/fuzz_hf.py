@@ -1,6 +1,6 @@
 """Runs many damaged Hugging Face folders through the reader under a memory limit and a time limit per case.
 
-    python -m benchmarks.fuzz_hf --cases 3000 [--first 0]
+    python -m benchmarks.checks.fuzz_hf --cases 3000 [--first 0]
 
 Run from the repository root. Prints one JSON line: cases, outcomes, the slowest case, the most memory, and cases that
 failed; exits with 1 if any did. A failing case number is enough to make its folder again. Ctrl-C or SIGTERM ends it

@@ -1,6 +1,6 @@
 """How many products of bytes this processor makes a second: a loop of nothing but independent `vpdpbusd`.
 
-    python -m benchmarks.cpu_peak [-t 2] [-r 5]
+    python -m benchmarks.cpu.cpu_peak [-t 2] [-r 5]
 
 One instruction multiplies 64 unsigned bytes by 64 signed ones and adds them up by fours, which is what quantized
 weights times rounded activations come to on a processor with AVX-512 VNNI. No matmul on bytes can be faster; one that

@@ -1,6 +1,6 @@
 """Compares our token ids with llama.cpp's and mistral-common's on many strings, and the speed of all three.
 
-    python -m benchmarks.tokenizer_vs_peers [--count 100000] [--seed 0] [--characters] [--only smollm2 v1 qwen2 ...]
+    python -m benchmarks.checks.tokenizer_vs_peers [--count 100000] [--seed 0] [--characters] [--only smollm2 v1 ...]
 
 From the repository's root, with the test dependencies. One table to standard error, one JSON line at the end;
 exit status 1 if any id differs where none may. Tekken is held to mistral-common, whose pattern is the model's;

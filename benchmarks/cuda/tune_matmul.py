@@ -1,6 +1,6 @@
 """Find the geometry of the matmul of 2 to 128 rows on a Hopper GPU and keep it in kernels/cuda/launch_table.json.
 
-    python -m benchmarks.tune_matmul [-o OUT.json] [--only TEXT] [--keep-splits] [--json TIMES.json]
+    python -m benchmarks.cuda.tune_matmul [-o OUT.json] [--only TEXT] [--keep-splits] [--json TIMES.json]
 
 One number of shares of the columns for each shape, so that a row has the same sums at every number of rows: the one
 whose best times, summed over the numbers of rows, are least. Weights are rotated so that the L2 cache does not serve
@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.cuda_timing import graph_time, random_weights
+from benchmarks.cuda.cuda_timing import graph_time, random_weights
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
@@ -143,7 +143,7 @@ def main() -> None:
         for shape in shapes:
             measure(shape, arguments.keep_splits, (part, parts))
         return
-    command = [sys.executable, "-m", "benchmarks.tune_matmul", "--only", arguments.only, "--compile"]
+    command = [sys.executable, "-m", "benchmarks.cuda.tune_matmul", "--only", arguments.only, "--compile"]
     command[3:3] = ["--keep-splits"] if arguments.keep_splits else []
     running = [subprocess.Popen([*command, f"{i}/{arguments.workers}"]) for i in range(arguments.workers)]
     if max([process.wait() for process in running]) != 0:

@@ -1,6 +1,6 @@
 """RMSNorm against torch, torch.compile and liger-kernel, and against the speed of a copy.
 
-    python benchmarks/rms_norm.py [--dtype float16] [--json FILE] [--sweep]
+    python benchmarks/cuda/rms_norm.py [--dtype float16] [--json FILE] [--sweep]
 
 A call is timed inside a CUDA graph of 24 calls on rotating buffers. `--sweep` times launch shapes instead.
 """
