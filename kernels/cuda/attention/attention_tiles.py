@@ -330,7 +330,7 @@ def tile_shape(head_dim: int, group: int, q8_0: bool, coarse: bool = False) -> T
     The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill.
     """
     if head_dim > 128:
-        return TileShape(32, 8 if q8_0 else 4, 2)
+        return TileShape(32, 8 if q8_0 or coarse else 4, 2)
     if coarse and group <= 8:
         return TileShape(64, 4, 2) if q8_0 else TileShape(128, 8, 2)
     if not q8_0:
