@@ -17,7 +17,7 @@ DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""
 
 _STEP = 256
-_MOST_EXPANDED = 160 * 2**20  # kernels/cuda_backend.MAX_DEQUANTIZED weights of 2 bytes
+_MOST_DEQUANTIZED = 160 * 2**20  # MAX_DEQUANTIZED weights of kernels/cuda/backend.py, of 2 bytes
 
 
 def gib(nbytes: int) -> str:
@@ -157,7 +157,7 @@ def workspace_bytes(
     activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, config.feed_forward_length))
     logits = 12 * rows * config.vocab_size  # fp32, and what sampling makes of them
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
-    return fixed + packed + min(2 * largest, _MOST_EXPANDED) + activations + logits
+    return fixed + packed + min(2 * largest, _MOST_DEQUANTIZED) + activations + logits
 
 
 def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -> int:

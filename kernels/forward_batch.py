@@ -27,7 +27,6 @@ class PrefillTiles:
             come first, so that no long one runs alone at the end; one of a chunk without rows is padding.
         block_rows: most rows of a tile.
         longest: most rows of a chunk.
-        latest: the highest position at which a chunk begins.
         deepest: most positions of a sequence, its chunk included.
     """
 
@@ -35,7 +34,6 @@ class PrefillTiles:
     tiles: Tensor
     block_rows: int
     longest: int
-    latest: int
     deepest: int
 
 

@@ -153,7 +153,7 @@ class PrefillInputs:
             positions=positions,
             block_tables=self.tables,
             logits_rows=last.view(torch.int64),
-            tiles=PrefillTiles(sequences, tiles.view(-1, TILE_FIELDS), layout.tile_rows, longest, 0, 0),
+            tiles=PrefillTiles(sequences, tiles.view(-1, TILE_FIELDS), layout.tile_rows, longest, 0),
         )
 
     def send(self, key: GraphKey, rows: Seq[SequenceRows]) -> None:

@@ -26,7 +26,6 @@ def cut_tiles(batch: ForwardBatch, block_rows: int) -> PrefillTiles:
         tiles=held[first_tile:].view(-1, TILE_FIELDS),
         block_rows=block_rows,
         longest=max(batch.query_lens),
-        latest=max(batch.starts),
         deepest=max(map(sum, zip(batch.starts, batch.query_lens, strict=True))),
     )
 
