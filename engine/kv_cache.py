@@ -31,18 +31,17 @@ class KVCache:
         ctx_size: int,
         device: torch.device,
         cache_type: CacheType = "f16",
-        num_blocks: int | None = None,
         pools: Sequence[CachePool] | None = None,
     ) -> "KVCache":
         """Reserve the memory now.
 
-        `pools`: one per group of layers; without them every group has `num_blocks` blocks, or those of one sequence,
-        and keeps all positions. Rows are written before they are read, so nothing is cleared but the padding block:
+        `pools`: one per group of layers; without them every group has the blocks of one sequence, and keeps all
+        positions. Rows are written before they are read, so nothing is cleared but the padding block:
         kernels read it behind a window, with a weight of 0. Raises EngineError where the model's heads cannot be stored
         in `cache_type`.
         """
         if pools is None:
-            pools = [CachePool(num_blocks or blocks_for(ctx_size)) for _ in config.cache_groups]
+            pools = [CachePool(blocks_for(ctx_size)) for _ in config.cache_groups]
         rows = [0] * config.block_count
         for group, pool in zip(config.cache_groups, pools, strict=True):
             for layer in group.layers:

@@ -139,7 +139,7 @@ class _Machine:
         """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
-        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools=pools)
+        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         with _weights(checkpoint, device, config.mmap, self.progress) as tensors:
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from quengine.block_manager import CachePool
 from quengine.config import EngineConfig
 from quengine.kernels.backend import Backend
 from quengine.kernels.cpu.backend import CpuBackend
@@ -55,7 +56,7 @@ def test_chunks_and_batches_over_scattered_blocks_are_the_contiguous_run(
             forward(decoder, ids[at : min(at + 40, len(ids) - 1)], alone, at)
         expected.append(forward(decoder, ids[-1:], alone, len(ids) - 1)[0])
 
-    pool = KVCache.allocate(config, CTX, torch.device("cpu"), cache_type, num_blocks=12)
+    pool = KVCache.allocate(config, CTX, torch.device("cpu"), cache_type, pools=[CachePool(12)])
     for layer in pool.layers:
         for tensor in layer.tensors:
             tensor.fill_(
@@ -87,11 +88,11 @@ def test_chunks_of_several_prompts_in_one_step_are_those_of_each(model: LoadedMo
         [numbers.randrange(config.vocab_size) for _ in range(sum(n))]
         for n in zip(starts, lengths, strict=True)
     ]
-    together = KVCache.allocate(config, CTX, torch.device("cpu"), num_blocks=6).layers
+    together = KVCache.allocate(config, CTX, torch.device("cpu"), pools=[CachePool(6)]).layers
     expected = []
     for ids, start, table in zip(texts, starts, tables, strict=True):
         for layers in (
-            alone := KVCache.allocate(config, CTX, torch.device("cpu"), num_blocks=6).layers,
+            alone := KVCache.allocate(config, CTX, torch.device("cpu"), pools=[CachePool(6)]).layers,
             together,
         ):
             if start:

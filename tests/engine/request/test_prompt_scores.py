@@ -233,7 +233,7 @@ def test_on_cuda_a_step_of_several_prompts_scores_those_that_are_to_be(
     vocab = checkpoint.config.vocab_size
     backends = (CudaBackend(DEVICE, fixed), ReferenceBackend(keep=True))
     decoder, reference = (Decoder(checkpoint.config, checkpoint.tensors, b, 96, 96) for b in backends)
-    cache, other = (KVCache.allocate(checkpoint.config, 96, b.device, num_blocks=5) for b in backends)
+    cache, other = (KVCache.allocate(checkpoint.config, 96, b.device, pools=[CachePool(5)]) for b in backends)
     monkeypatch.setattr(prompt_scores, "MAX_LOGITS_BYTES", 4 * vocab * 4)
     long, short, plain = (
         scored_sequence(prompt, blocks, vocab, scored)

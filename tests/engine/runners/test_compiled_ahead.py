@@ -11,6 +11,7 @@ CHECK = """
 import sys
 from unittest import mock
 import torch
+from quengine.block_manager import CachePool
 from quengine.runners import cuda_graphs
 from quengine.runners.compile_kernels import run_all
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
@@ -46,7 +47,7 @@ with backend_for(arch) as backend:
     shapes = required_tensors(config)
     tensors = {name: tensor(name, shape) for name, shape in shapes.items()}
     decoder = Decoder(config, tensors, backend, ctx, min(MOST, ctx))
-    cache = KVCache.allocate(config, ctx, META, num_blocks=blocks)
+    cache = KVCache.allocate(config, ctx, META, pools=[CachePool(blocks)])
     graphs = cuda_graphs.CudaGraphs(decoder, cache, -(-blocks * 32 // ctx), MOST)
     compiled, missing = keys(lambda: run_all(graphs)), {}
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quengine import LLM
 from quengine.batch import Batch, Chunk
+from quengine.block_manager import CachePool
 from quengine.errors import EngineError
 from quengine.kernels import cpu
 from quengine.kernels.cpu.backend import CpuBackend
@@ -89,7 +90,8 @@ class Rig:
 
     def runner(self, num_blocks: int | None = None) -> ModelRunner:
         config, device = self.decoder.config, torch.device("cpu")
-        cache = KVCache.allocate(config, CTX, device, self.cache_type, num_blocks)
+        pools = None if num_blocks is None else [CachePool(num_blocks)]
+        cache = KVCache.allocate(config, CTX, device, self.cache_type, pools)
         for tensor in (tensor for layer in cache.layers for tensor in layer.tensors):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
         return ModelRunner(self.decoder, cache, CpuSteps(self.decoder, cache))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quengine.block_manager import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.backend import CudaBackend
@@ -69,7 +70,7 @@ class Rig:
         backend = CudaBackend(DEVICE, batch_invariant=True)
         self.decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
         self.cache, self.other = (
-            KVCache.allocate(checkpoint.config, CTX, DEVICE, num_blocks=blocks) for _ in range(2)
+            KVCache.allocate(checkpoint.config, CTX, DEVICE, pools=[CachePool(blocks)]) for _ in range(2)
         )
         for cache in (self.cache, self.other):
             for tensor in cache.layers[0].tensors:
@@ -150,7 +151,7 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
     )
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", "llama", "Q8_0", sizes=sizes))
     decoder = Decoder(checkpoint.config, checkpoint.tensors, CudaBackend(DEVICE), 512, 512)
-    caches = [KVCache.allocate(checkpoint.config, 512, DEVICE, num_blocks=40) for _ in range(2)]
+    caches = [KVCache.allocate(checkpoint.config, 512, DEVICE, pools=[CachePool(40)]) for _ in range(2)]
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         for mine, other in zip(*(layer.tensors for layer in layers), strict=True):
             mine.copy_(other.normal_())

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quengine.block_manager import CachePool
 from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import backend as cuda_backend
@@ -174,7 +175,7 @@ class Rig:
         self.device = device
 
     def cache(self, blocks: int = 3) -> KVCache:
-        return KVCache.allocate(self.checkpoint.config, 96, self.device, num_blocks=blocks)
+        return KVCache.allocate(self.checkpoint.config, 96, self.device, pools=[CachePool(blocks)])
 
     def rows(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Logits of all tokens; in the interpreter, which takes long for them, the rows that they are made of."""

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from quengine.block_manager import CachePool
 from quengine.kernels.backend import Backend
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
@@ -44,7 +45,7 @@ def paged_logits(
     """
     checkpoint = GGUFCheckpoint(path)
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
-    cache = KVCache.allocate(checkpoint.config, 64, backend.device, num_blocks=2 * len(prompts))
+    cache = KVCache.allocate(checkpoint.config, 64, backend.device, pools=[CachePool(2 * len(prompts))])
     tables = torch.arange(2 * len(prompts), 0, -1).view(-1, 2).tolist()
     for prompt, table in zip(prompts, tables, strict=True):
         forward(decoder, prompt, cache.layers, table=table)
@@ -95,7 +96,7 @@ def test_several_prompts_in_one_step_are_the_reference_of_each(backend: CudaBack
     results = []
     for each in (backend, ReferenceBackend(keep=True)):
         decoder = Decoder(checkpoint.config, checkpoint.tensors, each, 64, 64)
-        cache = KVCache.allocate(checkpoint.config, 64, each.device, num_blocks=6)
+        cache = KVCache.allocate(checkpoint.config, 64, each.device, pools=[CachePool(6)])
         forward(decoder, prompts[2][:20], cache.layers, table=tables[2])
         batch = prefill_batch(
             [*prompts[:2], prompts[2][20:]], (0, 0, 20), [[table] for table in tables], each.device
@@ -133,7 +134,9 @@ def test_behind_the_last_layers_attention_only_the_last_row_goes_on(
 def test_one_sequence_has_the_same_bits_in_blocks_of_any_order(backend: CudaBackend, tmp_path: Path) -> None:
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", architecture="llama"))
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
-    one, other = (KVCache.allocate(checkpoint.config, 64, backend.device, num_blocks=3) for _ in range(2))
+    one, other = (
+        KVCache.allocate(checkpoint.config, 64, backend.device, pools=[CachePool(3)]) for _ in range(2)
+    )
     for part, start in ((IDS[:3], 0), (IDS[3:4], 3), (IDS[4:], 4), ([250], 5)):
         expected = forward(decoder, part, one.layers, start, table=[0, 1])
         assert torch.equal(forward(decoder, part, other.layers, start, table=[2, 0]), expected)
