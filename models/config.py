@@ -83,6 +83,8 @@ class BlockKind:
         residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
     qk_norm: a norm of queries and keys, of each "head" by itself or of a whole "row".
     qkv_bias: query, key and value projections have biases.
+    output_bias: the attention's output projection has a bias.
+    sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
     activation: of the feed-forward's gate.
     merged: one tensor `attn_qkv` holds query, key and value rows, one tensor `ffn_up` those of gate and up.
     """
@@ -91,6 +93,8 @@ class BlockKind:
     norms: Literal["pre", "post", "both"] = "pre"
     qk_norm: Literal["head", "row"] | None = None
     qkv_bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     merged: bool = False
 
