@@ -115,7 +115,6 @@ HEADS = {
     "gpt-oss 64/8x64, sinks": Heads(64, 8, 64, "halves", sinks=True),
     "gpt-oss 64/8x64, sinks, window": Heads(64, 8, 64, "halves", 128, sinks=True),
     "32/8x128, sinks, window": Heads(32, 8, 128, window=1024, sinks=True),
-    "4/1x256, sinks": Heads(4, 1, 256, "halves", sinks=True),
 }
 _EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
 """The attentions that are compiled for every GPU; the others for the newest only."""
