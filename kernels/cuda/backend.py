@@ -121,12 +121,11 @@ class CudaBackend:
         bias: Tensor | None = None,
     ) -> Tensor | ScaledProduct:
         rows = self._normed(x, norm)
-        if bias is not None and isinstance(rows, QuantizedActivations) and rows.rows == 1:
-            return self._matmul(batch, rows, weight, bias.view(1, -1))
-        if bias is None and not isinstance(rows, QuantizedActivations):
-            return matmul_product(rows, weight, self._room(), self.pdl, _exact(batch))
-        y = self._matmul(batch, rows, weight, None)
-        return y if bias is None else y.add_(bias)
+        if bias is None:
+            return self._product(batch, rows, weight)
+        if isinstance(rows, QuantizedActivations):
+            bias = bias.view(1, -1)
+        return self._matmul(batch, rows, weight, bias)
 
     def norm_glu(
         self,

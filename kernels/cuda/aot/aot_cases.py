@@ -349,12 +349,17 @@ def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, ba
 
 def _projections(name: str, hidden: int, width: int, batch: ForwardBatch, backend: MetaBackend) -> None:
     """What ends a residual branch with a bias (gpt-oss's attention) or row scales (Qwen2-MoE's shared expert), in front
-    of another norm and of none."""
+    of another norm and of none; and a matrix of one type with a bias behind a norm."""
     norm, weight = RMSNorm(_empty(hidden), EPS), backend.weight([_tensor(name, hidden, width)])
     x, stream = _empty(len(batch), width), _empty(len(batch), hidden)
     for bias, row_scale in ((_empty(hidden), None), (None, _empty(len(batch), 1))):
         for next_norm in (norm, None):
             backend.linear_add(batch, x, weight, stream, next_norm, bias=bias, row_scale=row_scale)
+    for cols in (hidden, width):
+        backend.norm_linear(
+            batch, _empty(len(batch), cols), RMSNorm(_empty(cols), EPS),
+            backend.weight([_tensor(name, width, cols)]), _empty(width),
+        )  # fmt: skip
 
 
 def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, backend: MetaBackend) -> None:

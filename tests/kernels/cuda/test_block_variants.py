@@ -214,9 +214,12 @@ def test_a_row_with_a_bias_or_a_scale_does_not_depend_on_the_others(terms: str, 
 
 
 @SHAPES
-def test_bias_of_a_projection_behind_a_norm(phase: str, rows: int, backend: CudaBackend) -> None:
-    """Of two types, as those of queries, keys and values may be."""
-    weights = [ordinary_weight(name, FFN, HIDDEN, seed) for seed, name in enumerate(("Q8_0", "Q4_0"))]
+@pytest.mark.parametrize("names", [("Q8_0", "Q8_0"), ("Q8_0", "Q4_0"), ("F16", "F16")], ids="+".join)
+def test_bias_of_a_projection_behind_a_norm(
+    names: tuple[str, str], phase: str, rows: int, backend: CudaBackend
+) -> None:
+    """Of one type and of two, as those of queries, keys and values may be."""
+    weights = [ordinary_weight(name, FFN, HIDDEN, seed) for seed, name in enumerate(names)]
     x, given, bias = (
         ordinary_activations(rows, HIDDEN),
         norm(HIDDEN, 5),
@@ -229,6 +232,11 @@ def test_bias_of_a_projection_behind_a_norm(phase: str, rows: int, backend: Cuda
     weight = REFERENCE.weight(weights)
     wanted = REFERENCE.norm_linear(batch, x.double(), exact(given), weight, bias.double())
     assert nmse(plain(ours), wanted) < budget(backend, rows)
+    if backend.batch_invariant:  # what is not rounded between product and bias has the bits of what is
+        without = backend.norm_linear(
+            batch, x.to(backend.device), on(backend, given), backend.weight(weights)
+        )
+        assert torch.equal(plain(ours), plain(without) + bias.to(backend.device))
 
 
 @pytest.mark.parametrize("backend", ["batch-invariant"], indirect=True)
