@@ -2,8 +2,8 @@
 
 A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
-also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself is one more
-launch. The residual stream is fp32. Implements kernels.backend.Backend.
+also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
+of its rows, are one more launch. The residual stream is fp32. Implements kernels.backend.Backend.
 
 Which kernels compute a row, and so its last bits, depend on how many rows there are, unless they are
 `batch_invariant`: then one family of kernels computes every number of rows, and a row's bits follow from its own

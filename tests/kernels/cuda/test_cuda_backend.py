@@ -85,7 +85,7 @@ def test_a_prompt_and_the_tokens_behind_it_are_the_reference(backend: CudaBacken
 def test_sinks_and_an_output_bias_are_the_reference(
     chunks: list[int], backend: CudaBackend, tmp_path: Path
 ) -> None:
-    """One sequence by itself, then a step of it and of another."""
+    """One sequence by itself, then a step of two rows of it and of another sequence's."""
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", "qwen2"))
     config, tensors, _ = with_sinks_and_output_biases(checkpoint.config, checkpoint.tensors)
     results, tables = [], [[2, 0], [1, 3]]
@@ -96,8 +96,9 @@ def test_sinks_and_an_output_bias_are_the_reference(
             ids = IDS[start : start + length]
             alone = forward(decoder, ids, cache.layers, start, table=tables[0])
             start += length
-        both = decode_batch([7, 8], [start, 0], [[table] for table in tables], each.device)
-        results.append(torch.cat([alone, decoder.forward(both, cache.layers)]).cpu())
+        rows = [[tables[0]], [tables[0]], [tables[1]]]
+        step = decode_batch([7, 9, 8], [start, start + 1, 0], rows, each.device, shares_sequences=True)
+        results.append(torch.cat([alone, decoder.forward(step, cache.layers)]).cpu())
     assert nmse(results[0], results[1]) < 5e-5
 
 
