@@ -59,7 +59,9 @@ class AnswerParser(ABC):
     def _held_back(self, marks: Collection[str]) -> int:
         """How many characters at the end may be the beginning of one of `marks`."""
         longest = min(len(self._text), max(map(len, marks)) - 1)
-        return next((n for n in range(longest, 0, -1) if any(m.startswith(self._text[-n:]) for m in marks)), 0)
+        return next(
+            (n for n in range(longest, 0, -1) if any(m.startswith(self._text[-n:]) for m in marks)), 0
+        )
 
     def _span(self, pattern: re.Pattern[str]) -> int:
         found = pattern.match(self._text, self._at)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.reading import read_part, token_ids, whole_number
@@ -42,6 +43,24 @@ async def chat_ids(
     )
     (prompt,) = await _ids(service, job, param)
     return prompt
+
+
+def template_variables(
+    model: ServedModel, given: Mapping[str, Any], effort: str | None, param: str
+) -> Mapping[str, Any]:
+    """chat_template_kwargs with `effort`, the field `param`. Raises ApiError where the template takes no such value."""
+    if effort is None:
+        return given
+    taken = model.answer_format.efforts
+    if "reasoning_effort" not in (model.template or ""):
+        taken = ()
+        if effort == "none":
+            return given
+    if taken is not None and effort not in taken:
+        rule = f"takes {', '.join(taken)}" if taken else "has no reasoning effort"
+        message = f'{param} = "{effort}": the chat template of this model {rule}'
+        raise bad_request(message, param, "unsupported")
+    return {"reasoning_effort": effort, **given}
 
 
 async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
