@@ -63,6 +63,8 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
         "threads": llm.loaded.threads,
         "backend": llm.loaded.decoder.backend.name,
     }
+    if completion.reasoning:
+        result["reasoning"] = completion.reasoning
     if completion.logprobs is not None:
         result["logprobs"] = [
             {

@@ -13,7 +13,7 @@ import typer
 from quengine.cli.flags import ConstraintFlags, Model, System, takes_options
 from quengine.cli.loading import load_llm
 from quengine.cli.report import completion_json, print_report
-from quengine.cli.terminal import json_line, write_text
+from quengine.cli.terminal import AnswerPrinter, json_line, write_text
 from quengine.config import EngineConfig
 from quengine.errors import EngineError, visible
 from quengine.options import Flag
@@ -65,10 +65,14 @@ def generate(
     params = replace(params, logprobs=flags.logprobs, constraint=constraint.spec())
     source = _prompt_text(text, flags)
     with load_llm(model, config) as llm:
-        ids = _prompt_ids(llm, source, flags)
+        chat = _is_chat(llm, flags)
+        ids = _prompt_ids(llm, source, flags, chat)
         if flags.show_prompt:
             print(visible(llm.tokenizer.decode(ids, skip_special=False)), file=sys.stderr)
-        stream = llm.stream(ids, params, show_special=flags.special)
+        parsed = chat and not flags.special
+        stream = (
+            llm.stream_answer(ids, params) if parsed else llm.stream(ids, params, show_special=flags.special)
+        )
         llm.warm_up(params)  # else the first tokens would wait until their step is captured
         try:
             _print_pieces(stream, quiet=flags.as_json)
@@ -101,12 +105,13 @@ def _excerpt(text: str) -> str:
     return repr(text) if len(text) <= 40 else f"{text[:40]!r}..."
 
 
-def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags) -> list[int]:
-    chat = flags.chat
-    if chat is None:
-        chat = llm.chat_template is not None
-        if not chat:
-            print("engine: this model has no chat template; the prompt is used as it is", file=sys.stderr)
+def _is_chat(llm: "LLM", flags: PromptFlags) -> bool:
+    if flags.chat is None and llm.chat_template is None:
+        print("engine: this model has no chat template; the prompt is used as it is", file=sys.stderr)
+    return llm.chat_template is not None if flags.chat is None else flags.chat
+
+
+def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, chat: bool) -> list[int]:
     if not chat:
         if flags.system is not None:
             raise EngineError(
@@ -118,8 +123,9 @@ def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags) -> list[int]:
 
 
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:
-    for piece in stream:
+    printer = AnswerPrinter()
+    for delta in stream.deltas():
         if not quiet:
-            write_text(piece)
+            printer.write(delta)
     if not quiet:
         write_text("\n")

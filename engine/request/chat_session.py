@@ -7,13 +7,14 @@ them.
 import json
 import os
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quengine.errors import EngineError
 from quengine.platform.input_files import read_text
 from quengine.request.sampling_params import SamplingParams
+from quengine.structured.tool_calls import Delta, TextDelta
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
@@ -60,6 +61,13 @@ class ChatSession:
         self.last = None
 
     def ask(self, text: str) -> Generator[str, None, None]:
+        """Send `text` as the user's message; yields the answer's text as it comes. See `deltas`."""
+        with closing(self.deltas(text)) as deltas:
+            for delta in deltas:
+                if isinstance(delta, TextDelta):
+                    yield delta.text
+
+    def deltas(self, text: str) -> Generator[Delta, None, None]:
         """Send `text` as the user's message; yields the answer as it comes, and appends both to `messages`.
 
         Closing the generator early (Ctrl-C) keeps the answer as far as it came. A turn without any answer is removed.
@@ -72,9 +80,9 @@ class ChatSession:
         try:
             rendered = self.llm.encode_chat(self.messages)
             prompt = self._continued(rendered)
-            stream = self.llm.stream(prompt, self.params)
+            stream = self.llm.stream_answer(prompt, self.params)
             try:
-                yield from stream
+                yield from stream.deltas()
             finally:
                 stream.close()
                 self.last = stream.completion

@@ -175,9 +175,7 @@ def _with_value(call: Any, at: str) -> dict[str, Any]:
 
 def control_ids(tokenizer: "Tokenizer", names: Sequence[str]) -> dict[str, int]:
     """Those of `names` that are control tokens of the vocabulary, with their ids."""
-    known = set(tokenizer.control_texts).intersection(names)
-    ids = {text: tokenizer.encode(text, special=True) for text in names if text in known}
-    return {text: found[0] for text, found in ids.items() if len(found) == 1}
+    return {text: token for text in names if (token := tokenizer.control_id(text)) is not None}
 
 
 def new_call_id() -> str:

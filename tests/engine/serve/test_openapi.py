@@ -56,7 +56,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class OpenModel(FakeModel):
-    """Takes constraints, tools and a reasoning effort, so that requests with them come through to answers; holds to none of them."""
+    """Takes constraints, tools and a reasoning effort, so that requests with them come through; holds to none."""
 
     answer_format = TextFormat(ToolFormat("hermes"))
 
