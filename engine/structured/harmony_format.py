@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from quengine.errors import EngineError
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_parser import (
     CALL,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from quengine.models.tokenizer import Tokenizer
 
 _MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
+_INSTRUCTIONS = ("system", "developer")
 _REASONING_KEYS = ("reasoning_content", "reasoning")  # other servers' names for `thinking`
 
 
@@ -57,28 +59,22 @@ class HarmonyFormat:
         return frozenset(self.controls.values())
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """A request's messages as the template reads them. Raises EngineError where arguments are no JSON object.
+        """A request's messages as the template reads them.
 
-        Calls of one message become messages of their own, each with its result behind it: the template writes the
-        first call of a message, and takes a result for that of the call before it.
+        The template writes instructions from the first message alone: those at the beginning are joined. It writes
+        the first call of a message, and takes a result for that of the call before it: calls of one message become
+        messages of their own, each with its result behind it.
+
+        Raises:
+            EngineError: instructions stand behind other messages, or a call's arguments are no JSON object.
         """
-        read: list[Mapping[str, Any]] = []
-        left = [_as_read(message, f"messages[{n}]") for n, message in enumerate(messages)]
-        while left:
-            message = left.pop(0)
-            calls = message.get("tool_calls") or ()
-            if len(calls) < 2:
-                read.append(message)
-                continue
-            count = next((n for n, each in enumerate(left) if each.get("role") != "tool"), len(left))
-            results, left = left[:count], left[count:]
-            for n, call in enumerate(calls):
-                first = message if n == 0 else {"role": message["role"], "content": ""}
-                read.append({**first, "tool_calls": [call]})
-                read += [each for each in results if each.get("tool_call_id") == call.get("id")]
-                results = [each for each in results if each.get("tool_call_id") != call.get("id")]
-            read += results
-        return read
+        given = _with_instructions([_as_read(each, f"messages[{n}]") for n, each in enumerate(messages)])
+        turns: list[list[Mapping[str, Any]]] = [[]]
+        for message in given:
+            if message.get("role") != "tool":
+                turns.append([])
+            turns[-1].append(message)
+        return [message for turn in turns for message in _one_call_a_message(turn)]
 
     def tools(self, use: ToolUse) -> list[Mapping[str, Any]] | None:
         """The tools as the template reads them: a function without a description has an empty one."""
@@ -149,6 +145,34 @@ def _as_read(message: Mapping[str, Any], at: str) -> dict[str, Any]:
         # A text before a call is analysis to the template, which takes it or `thinking`.
         changed |= {"thinking": f"{changed['thinking']}\n\n{changed['content']}", "content": ""}
     return changed
+
+
+def _one_call_a_message(turn: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A message and the results behind it: each call as a message with its results, those of no call at the end."""
+    calls = turn[0].get("tool_calls", ()) if turn else ()
+    if len(calls) < 2:
+        return turn
+    waiting: dict[str, list[Mapping[str, Any]]] = {}
+    for result in turn[1:]:
+        waiting.setdefault(str(result.get("tool_call_id")), []).append(result)
+    read: list[Mapping[str, Any]] = []
+    for n, call in enumerate(calls):
+        head = turn[0] if n == 0 else {"role": turn[0]["role"], "content": ""}
+        read += [{**head, "tool_calls": [call]}, *waiting.pop(str(call.get("id")), ())]
+    return read + [result for left in waiting.values() for result in left]
+
+
+def _with_instructions(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with those of instructions at their beginning as one."""
+    given = [n for n, message in enumerate(messages) if message.get("role") in _INSTRUCTIONS]
+    if given != list(range(len(given))):
+        raise EngineError(
+            f"messages[{given[-1]}]: this model's template takes instructions (system, developer) at the beginning only"
+        )
+    if len(given) < 2:
+        return messages
+    text = "\n\n".join(message.get("content") or "" for message in messages[: len(given)])
+    return [{**messages[0], "content": text}, *messages[len(given) :]]
 
 
 def _described(function: Mapping[str, Any]) -> dict[str, Any]:
