@@ -33,7 +33,7 @@ from quengine.sampler import Result, Sample, Verified
 from quengine.scheduler import Scheduler
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.speculation import Speculation
-from quengine.structured.answer_format import AnswerFormat, answer_format
+from quengine.structured.answer_format import AnswerFormat, answer_format, effort_variables
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import ToolUse
 
@@ -214,6 +214,14 @@ class LLM:
         """How the model writes its answers: reasoning, text, tool calls."""
         template = self.chat_template
         return answer_format(None if template is None else template.source, self.tokenizer)
+
+    def effort_variables(self, effort: str | None) -> dict[str, str]:
+        """`variables` of `encode_chat` for a reasoning effort. Raises EngineError where the template takes no such."""
+        template = None if self.chat_template is None else self.chat_template.source
+        try:
+            return effort_variables(self.answer_format, template, effort)
+        except EngineError as error:
+            raise EngineError(f"reasoning effort {error}") from None
 
     def encode_chat(
         self,

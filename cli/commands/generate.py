@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quengine.cli.flags import ConstraintFlags, Model, System, takes_options
+from quengine.cli.flags import ConstraintFlags, Effort, Model, System, takes_options
 from quengine.cli.loading import load_llm
 from quengine.cli.report import completion_json, print_report
 from quengine.cli.terminal import AnswerPrinter, json_line, write_text
@@ -33,6 +33,7 @@ class PromptFlags:
     ] = ()
     files: Annotated[tuple[Path, ...], Flag("-f --file", "Read the prompt from a file.", metavar="FILE")] = ()
     system: System = None
+    effort: Effort = None
     chat: Annotated[
         bool | None,
         Flag("--chat/--raw", "Use the model's chat template or not. (default: chat if it has one)"),
@@ -113,13 +114,15 @@ def _is_chat(llm: "LLM", flags: PromptFlags) -> bool:
 
 def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, chat: bool) -> list[int]:
     if not chat:
-        if flags.system is not None:
-            raise EngineError(
-                "--system needs a chat template: leave it out, or use --chat with a model that has one"
-            )
+        for flag, given in (("--system", flags.system), ("--reasoning-effort", flags.effort)):
+            if given is not None:
+                raise EngineError(
+                    f"{flag} needs a chat template: leave it out, or use --chat with a model that has one"
+                )
         return llm.encode(source, special=flags.special)
     messages = [{"role": "system", "content": flags.system}] if flags.system is not None else []
-    return llm.encode_chat([*messages, {"role": "user", "content": source}])
+    asked = {"role": "user", "content": source}
+    return llm.encode_chat([*messages, asked], variables=llm.effort_variables(flags.effort))
 
 
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:

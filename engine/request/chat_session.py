@@ -6,7 +6,7 @@ them.
 
 import json
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,11 +26,19 @@ ROLES = ("system", "user", "assistant", "tool")
 class ChatSession:
     """A conversation; `llm` should have been made with `reuse_prefix=True`.
 
-    `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here.
+    `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here. `variables` are more
+    names for the template.
     """
 
-    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: "LLM",
+        params: SamplingParams,
+        system: str | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.llm = llm
+        self.variables = variables
         self.params = params.with_seed()
         self.messages: list[dict[str, str]] = []
         self.last: Completion | None = None
@@ -78,7 +86,7 @@ class ChatSession:
         self.messages.append({"role": "user", "content": text})
         answered = False
         try:
-            rendered = self.llm.encode_chat(self.messages)
+            rendered = self.llm.encode_chat(self.messages, variables=self.variables)
             prompt = self._continued(rendered)
             stream = self.llm.stream_answer(prompt, self.params)
             try:

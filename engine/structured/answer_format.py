@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quengine.errors import EngineError
 from quengine.structured.answer_parser import AnswerParser, TextParser
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
 from quengine.structured.tool_calls_format import ToolFormat
+
+NO_CALLS = "tools: the chat template of this model has no known form of calls"
 
 if TYPE_CHECKING:
     from quengine.models.tokenizer import Tokenizer
@@ -48,7 +51,7 @@ class AnswerFormat(Protocol):
         """What the answer as it is generated has to be: calls where `use` requires one, else a text of `text`.
 
         Raises:
-            EngineError: a tool's schema is none, or all together are too large.
+            EngineError: a tool's schema is none, or all together are too large; or the model has no form of calls.
         """
         ...
 
@@ -84,6 +87,8 @@ class TextFormat:
         return use.described
 
     def constraint(self, use: ToolUse, text: ConstraintSpec | None) -> ConstraintSpec | None:
+        if self.calls is None and use.callable:
+            raise EngineError(NO_CALLS)
         return (None if self.calls is None else self.calls.constraint(use)) or text
 
     def parser(self, use: ToolUse) -> AnswerParser:
@@ -101,3 +106,19 @@ def answer_format(template: str | None, tokenizer: "Tokenizer") -> AnswerFormat:
     if template is None:
         return TextFormat()
     return HarmonyFormat.of(template, tokenizer) or TextFormat(ToolFormat.of(template, tokenizer))
+
+
+def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, str]:
+    """The variables by which a template is told how long to reason; None asks for nothing.
+
+    Raises:
+        EngineError: the template takes no such value.
+    """
+    known = "reasoning_effort" in (template or "")
+    if effort is None or (effort == "none" and not known):
+        return {}
+    if not known:
+        raise EngineError(f"{effort}: the chat template of this model has no reasoning effort")
+    if form.efforts is not None and effort not in form.efforts:
+        raise EngineError(f"{effort}: the chat template of this model takes {', '.join(form.efforts)}")
+    return {"reasoning_effort": effort}

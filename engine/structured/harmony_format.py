@@ -90,16 +90,13 @@ class HarmonyFormat:
             EngineError: a tool's schema is none, or all together are too large.
         """
         if use.choice == "required":
-            kind, body = "grammar", "\n".join(self._call(n, tool) for n, tool in enumerate(use.callable))
-            last = " | ".join(f"call{n}" for n in range(len(use.callable)))
-        elif text is not None:
-            kind, body = text.kind, f"text: %lark {{\n{text.lark}\n}}"
-            last = f'{self._marker(CHANNEL)} "final" {self._type} {self._marker(MESSAGE)} text'
-        else:
+            calls = [self._call(n, tool) for n, tool in enumerate(use.callable)]
+            names = " | ".join(f"call{n}" for n in range(len(calls)))
+            return ConstraintSpec("grammar", "\n".join([self._start(names), *calls]))
+        if text is None:
             return None
-        thought = f'{self._marker(CHANNEL)} "analysis" {self._marker(MESSAGE)} /(?s:.)*/ {self._marker(END)}'
-        again = f'{self._marker(START)} "assistant"'
-        return ConstraintSpec(kind, f"start: thought? last\nthought: {thought} {again}\nlast: {last}\n{body}")
+        last = f'{self._marker(CHANNEL)} "final" {self._type} {self._marker(MESSAGE)} text'
+        return ConstraintSpec(text.kind, f"{self._start(last)}\ntext: %lark {{\n{text.lark}\n}}")
 
     def parser(self, use: ToolUse) -> HarmonyParser:
         names = frozenset(tool.name for tool in use.callable)
@@ -116,6 +113,12 @@ class HarmonyFormat:
             if any(isinstance(delta, ReasoningDelta) for delta in parser.push(decode(part))):
                 count += len(part)
         return count
+
+    def _start(self, last: str) -> str:
+        """The grammar's beginning: `last`, or reasoning and then that."""
+        thought = f'{self._marker(CHANNEL)} "analysis" {self._marker(MESSAGE)} /(?s:.)*/ {self._marker(END)}'
+        again = f'{self._marker(START)} "assistant"'
+        return f"start: thought? last\nthought: {thought} {again}\nlast: {last}"
 
     def _call(self, number: int, tool: Tool) -> str:
         channel, to = self._marker(CHANNEL), f" to={FUNCTIONS}{tool.name}"

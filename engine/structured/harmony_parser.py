@@ -171,7 +171,7 @@ class HarmonyParser(AnswerParser):
         yield from self._space()
         if not (yield from self._follows("to=")):
             return None
-        parts = []
+        parts: list[str] = []
         while (yield from self._some()) and (length := self._span(_RECIPIENT)):
             self._pass(length, parts.append)
         yield from self._space()

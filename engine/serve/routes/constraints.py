@@ -11,6 +11,7 @@ from quengine.errors import EngineError
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.requests import Generation, TemplateRequest, Tools
+from quengine.structured.answer_format import NO_CALLS
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse
 
@@ -49,8 +50,7 @@ def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolUse:
     except EngineError as error:
         raise bad_request(str(error), "tools") from None
     if use.callable and not model.answer_format.calls_tools:
-        message = "tools: the chat template of this model has no known form of calls"
-        raise bad_request(message, "tools", "unsupported")
+        raise bad_request(NO_CALLS, "tools", "unsupported")
     return use
 
 
