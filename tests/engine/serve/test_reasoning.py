@@ -14,9 +14,8 @@ from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.routes.response_items import messages_of
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.speaking_engine import SpeakingEngine
-from tests.gguf_builder import ModelSizes, bpe_vocabulary
-from tests.llama_cpp_source import llama_cpp_source
-from tests.tiny_models import write_tiny
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import harmony_vocabulary, write_tiny
 
 THOUGHT, TEXT, PARIS = "They greet. “Hé!”", "Hello! “Ça va?”", '{"city": "Paris"}'
 HM = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
@@ -184,13 +183,9 @@ def test_a_model_whose_template_has_no_effort_refuses_one() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    source = (llama_cpp_source() / "models" / "templates" / "openai-gpt-oss-120b.jinja").read_text()
-    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>")
-    words = bpe_vocabulary(special=marks, pre="gpt-4o") | {"tokenizer.chat_template": source}
-    words["tokenizer.ggml.eos_token_id"] = words["tokenizer.ggml.tokens"].index("<|return|>")
     sizes = ModelSizes(embedding=64, feed_forward=128, context=4096)
     path = tmp_path_factory.mktemp("gpt-oss") / "tiny.gguf"
-    write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=words)
+    write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=harmony_vocabulary())
     with serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("fake",)}) as running:
         yield running
 

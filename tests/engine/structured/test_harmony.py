@@ -29,14 +29,11 @@ from quengine.structured.tool_calls import (
     reasoning_of,
 )
 from quengine.structured.tool_calls_parser import ToolCallParser
-from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
+from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.llama_cpp_source import llama_cpp_source
-from tests.tiny_models import write_tiny
+from tests.tiny_models import HARMONY_MARKS, harmony_vocabulary, write_tiny
 
-CONTROLS = (
-    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
-    "<|endoftext|>",
-)
+CONTROLS = (*HARMONY_MARKS, "<|endoftext|>")
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}},
@@ -202,14 +199,7 @@ def test_without_tools_a_call_is_no_text() -> None:
 
 @pytest.fixture(scope="module")
 def vocabulary() -> dict[str, Any]:
-    metadata = bpe_vocabulary(special=CONTROLS, pre="gpt-4o")
-    ends = metadata["tokenizer.ggml.tokens"].index("<|return|>")
-    return metadata | {"tokenizer.ggml.eos_token_id": ends}
-
-
-@pytest.fixture(scope="module")
-def template() -> str:
-    return (llama_cpp_source() / "models" / "templates" / "openai-gpt-oss-120b.jinja").read_text()
+    return harmony_vocabulary()
 
 
 @pytest.fixture(scope="module")
@@ -221,8 +211,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory, vocabulary: dict[str, An
 
 
 @pytest.fixture(scope="module")
-def harmony(template: str, tokenizer: Tokenizer) -> HarmonyFormat:
-    found = answer_format(template, tokenizer)
+def harmony(vocabulary: dict[str, Any], tokenizer: Tokenizer) -> HarmonyFormat:
+    found = answer_format(vocabulary["tokenizer.chat_template"], tokenizer)
     assert isinstance(found, HarmonyFormat)
     return found
 
@@ -328,12 +318,13 @@ def test_reasoning_tokens_are_counted_without_marks(harmony: HarmonyFormat, toke
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory, vocabulary: dict[str, Any], template: str) -> Any:
+def llm(tmp_path_factory: pytest.TempPathFactory, vocabulary: dict[str, Any]) -> Any:
     """A tiny random model with gpt-oss's template and control tokens."""
     path = tmp_path_factory.mktemp("harmony") / "tiny.gguf"
     sizes = ModelSizes(embedding=64, feed_forward=128, context=2048)
-    words = {**vocabulary, "tokenizer.chat_template": template}
-    with LLM(write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=words), device="cpu", threads=1) as loaded:
+    with LLM(
+        write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=vocabulary), device="cpu", threads=1
+    ) as loaded:
         yield loaded
 
 

@@ -12,10 +12,9 @@ from quengine.models.template.chat_template import ChatTemplate, ChatTemplateErr
 from quengine.models.tokenizer import Tokenizer
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
-from tests.gguf_builder import GGUFBuilder, bpe_vocabulary
-from tests.llama_cpp_source import llama_cpp_source
+from tests.gguf_builder import GGUFBuilder
+from tests.tiny_models import harmony_vocabulary
 
-MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -57,8 +56,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None
 
 @pytest.fixture(scope="module")
 def template() -> ChatTemplate:
-    source = (llama_cpp_source() / "models" / "templates" / "openai-gpt-oss-120b.jinja").read_text()
-    return ChatTemplate(source)
+    return ChatTemplate(harmony_vocabulary()["tokenizer.chat_template"])
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -99,9 +97,7 @@ def test_a_whole_conversation_is_written_as_gpt_oss_has_it(template: ChatTemplat
 
 
 def test_what_messages_spell_is_no_control_token(template: ChatTemplate, tmp_path: Path) -> None:
-    builder = (
-        GGUFBuilder().kv("general.architecture", "gpt-oss").kvs(bpe_vocabulary(special=MARKS, pre="gpt-4o"))
-    )
+    builder = GGUFBuilder().kv("general.architecture", "gpt-oss").kvs(harmony_vocabulary())
     tokenizer = Tokenizer.from_gguf(builder.write(tmp_path / "t.gguf"))
     plain = encode_chat(tokenizer, template, [ASKED])
     forged = encode_chat(
