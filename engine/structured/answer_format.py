@@ -26,11 +26,15 @@ class AnswerFormat(Protocol):
 
     Attributes:
         calls_tools: whether it has a form of calls; where it has none, no tool may be given.
+        reasons: whether an answer may have reasoning.
         efforts: the values of the template's variable `reasoning_effort`; None where they are not known.
     """
 
     @property
     def calls_tools(self) -> bool: ...
+
+    @property
+    def reasons(self) -> bool: ...
 
     @property
     def efforts(self) -> tuple[str, ...] | None: ...
@@ -71,6 +75,7 @@ class TextFormat:
     """Text as it is, with calls of the form `calls`; of none where that is None."""
 
     calls: ToolFormat | None = None
+    reasons = False
     efforts = None
 
     @property

@@ -46,6 +46,7 @@ class HarmonyFormat:
 
     controls: Mapping[str, int] = field(default_factory=dict, hash=False)
     calls_tools = True
+    reasons = True
     efforts = ("low", "medium", "high")
 
     @classmethod

@@ -17,6 +17,7 @@ from quengine.serve.routes.prompts import chat_ids, read_messages, template_vari
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import ChatRequest
 from quengine.serve.service import Service
 from quengine.structured.tool_calls import (
@@ -27,6 +28,10 @@ from quengine.structured.tool_calls import (
     collect,
     reasoning_of,
 )
+
+
+_FORMATS = ("auto", "deepseek")
+"""llama-server's names for what is done here: reasoning is a field of its own."""
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -48,6 +53,9 @@ async def _prepared(
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     model = service.model
     form, use = model.answer_format, read_tools(body, model)
+    if form.reasons and body.reasoning_format not in (None, *_FORMATS):
+        given = f"reasoning_format = {shown(body.reasoning_format, 40)}"
+        raise bad_request(f"{given}: must be {' or '.join(_FORMATS)}", "reasoning_format", "unsupported")
     params = await sampling_params(
         service,
         body,
@@ -59,9 +67,9 @@ async def _prepared(
         model, body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort"
     )
     prompt = await chat_ids(service, messages, form.tools(use), variables, "messages")
-    shown = not body.skip_special_tokens or form.shown(use)
+    special = not body.skip_special_tokens or form.shown(use)
     answers = [ChatAnswer(model, use) for _ in range(body.n)]
-    return requests_of([prompt], body.n, params, shown), answers
+    return requests_of([prompt], body.n, params, special), answers
 
 
 class ChatAnswer:

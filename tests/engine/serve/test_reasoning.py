@@ -171,6 +171,15 @@ def test_an_effort_that_the_template_does_not_take_is_a_400(client: openai.OpenA
         client.responses.create(model="fake", input="greet", reasoning={"effort": effort})
 
 
+def test_reasoning_in_the_text_is_not_to_be_had(client: openai.OpenAI) -> None:
+    for given in ("auto", "deepseek"):
+        assert (
+            chat(client, "greet", extra_body={"reasoning_format": given}).choices[0].message.content == TEXT
+        )
+    with pytest.raises(openai.BadRequestError, match='reasoning_format = "none": must be auto or deepseek'):
+        chat(client, "greet", extra_body={"reasoning_format": "none"})
+
+
 def test_a_model_whose_template_has_no_effort_refuses_one() -> None:
     with serving() as running, running.openai() as client:
         with pytest.raises(openai.BadRequestError, match="has no reasoning effort"):
