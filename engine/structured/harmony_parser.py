@@ -31,7 +31,7 @@ FUNCTIONS = "functions."
 _ENDS = (END, RETURN, CALL)
 _OPENERS = (*_ENDS, START, CHANNEL)  # what another header may begin with
 _OPENER = re.compile("|".join(map(re.escape, _OPENERS)))
-_RECIPIENT = re.compile(r"[^\s<]+")
+_UNSPACED = re.compile(r"[^\s<]+")
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _USER = (None, "user", "all")
 
@@ -161,8 +161,7 @@ class HarmonyParser(AnswerParser):
             channel = yield from self._word(dots=False)
             recipient = (yield from self._recipient()) or recipient
             yield from self._follows(CONSTRAIN)
-            yield from self._word()
-            yield from self._space()
+            yield from self._unspaced()
         if not (yield from self._follows(MESSAGE)):
             raise NoMatchError
         return Header(channel, recipient)
@@ -171,8 +170,13 @@ class HarmonyParser(AnswerParser):
         yield from self._space()
         if not (yield from self._follows("to=")):
             return None
+        return (yield from self._unspaced())
+
+    def _unspaced(self) -> Reading[str]:
+        """The text up to a space or a mark, and the white space around it."""
+        yield from self._space()
         parts: list[str] = []
-        while (yield from self._some()) and (length := self._span(_RECIPIENT)):
+        while (yield from self._some()) and (length := self._span(_UNSPACED)):
             self._pass(length, parts.append)
         yield from self._space()
         return "".join(parts)

@@ -29,7 +29,6 @@ from quengine.structured.tool_calls import (
     reasoning_of,
 )
 
-
 _FORMATS = ("auto", "deepseek")
 """llama-server's names for what is done here: reasoning is a field of its own."""
 

@@ -70,6 +70,7 @@ CASES: dict[str, Outcome] = {
         *("Hm.", ""),
         [("weather", PARIS)],
     ),
+    f"<|channel|>commentary {TO}<|constrain|> text/plain <|message|>{PARIS}": ("", "", [("weather", PARIS)]),
     f"<|channel|>analysis {TO} code<|message|>{PARIS}<|call|>": ("", "", [("weather", PARIS)]),
     f"<|channel|>commentary {TO}<|message|>": ("", "", [("weather", "{}")]),
     "<|channel|>commentary to=weather<|message|>{}": ("", "", [("weather", "{}")]),
