@@ -63,8 +63,6 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
         "threads": llm.loaded.threads,
         "backend": llm.loaded.decoder.backend.name,
     }
-    if completion.reasoning:
-        result["reasoning"] = completion.reasoning
     if completion.logprobs is not None:
         result["logprobs"] = [
             {
@@ -74,4 +72,6 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
             }
             for entry in completion.logprobs
         ]
+    if completion.reasoning:
+        result["reasoning"] = completion.reasoning
     return result

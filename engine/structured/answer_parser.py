@@ -15,6 +15,8 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 SPACE = " \t\r\n"
+BETWEEN = "\n\n"
+"""Joins two messages of one kind, where an answer has several."""
 _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_-]+")
 
 

@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quengine.structured.answer_parser import AnswerParser, NoMatchError, Reading
+from quengine.structured.answer_parser import BETWEEN, AnswerParser, NoMatchError, Reading
 from quengine.structured.tool_calls import CallDelta, ReasoningDelta, TextDelta
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -140,7 +140,7 @@ class HarmonyParser(AnswerParser):
             self._without_arguments = self._without_arguments and not text.strip()
             self._emit(CallDelta(self.calls - 1, text))
             return
-        parted = f"\n\n{text}" if self._apart else text
+        parted = f"{BETWEEN}{text}" if self._apart else text
         self._apart = False
         self._emit(TextDelta(parted) if self._kind is TextDelta else ReasoningDelta(parted))
 

@@ -13,7 +13,7 @@ from quengine.serve.routes.prompts import content_text, template_message
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.reading import read_part
 from quengine.serve.schemas.requests import FunctionCallItem, InputItem, MessageItem, ReasoningItem
-from quengine.structured.answer_parser import AnswerParser
+from quengine.structured.answer_parser import BETWEEN, AnswerParser
 from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta
 
 Item = dict[str, Any]
@@ -93,6 +93,8 @@ class OutputItems:
 
     def _text(self, text: str, kind: "_TextKind") -> list[Event]:
         goes_on = self._open and self.items[-1]["type"] == kind.item["type"]
+        if not goes_on and any(item["type"] == kind.item["type"] for item in self.items):
+            text = text.removeprefix(BETWEEN)  # items are apart
         events = [] if goes_on else self._begin_text(kind)
         self.items[-1]["content"][0]["text"] += text
         return [*events, (f"{kind.event}.delta", {**self._part_at, "delta": text, **kind.logprobs})]

@@ -11,7 +11,9 @@ import pytest
 
 from quengine import LLM, SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
-from quengine.serve.routes.response_items import messages_of
+from quengine.serve.routes.response_items import OutputItems, messages_of
+from quengine.structured.harmony_format import HarmonyFormat
+from quengine.structured.tool_calls import ToolUse
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.speaking_engine import SpeakingEngine
 from tests.gguf_builder import ModelSizes
@@ -161,6 +163,16 @@ def test_items_of_an_answer_go_back_as_one_message(client: openai.OpenAI) -> Non
     assert said["tool_calls"][0]["function"] == {"name": "weather", "arguments": PARIS}
     only = messages_of([items[0], items[2], items[0], asked])
     assert [message.get("reasoning_content") for message in only] == [THOUGHT, None]
+
+
+def test_items_of_one_kind_are_apart() -> None:
+    said = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
+    text = f"{HM}{said}{HM}<|channel|>final<|message|>{TEXT}"
+    output = OutputItems(HarmonyFormat().parser(ToolUse()))
+    for character in text:
+        output.push(character)
+    output.finish(cut=False)
+    assert [item["content"][0]["text"] for item in output.items] == [THOUGHT, "Let me see.", THOUGHT, TEXT]
 
 
 @pytest.mark.parametrize("effort", ["none", "minimal", "xhigh", "huge"])
