@@ -7,12 +7,14 @@ reads the same on every backend. Each is given the step, a `ForwardBatch`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import Activation
+from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
@@ -21,10 +23,6 @@ Hidden: TypeAlias = Any
 """What a backend hands from one of its operations to the next, [T, width] in meaning: a plain tensor on the
 reference and CPU backends; a device backend may carry rounded planes or partial sums along. The decoder only
 passes it on."""
-
-
-Activation: TypeAlias = Literal["silu", "gelu_tanh"]
-"""What a gated feed-forward applies to its gate: SiLU (SwiGLU), or GELU in its tanh form (GeGLU)."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +155,58 @@ class Backend(Protocol[WeightT]):
         Each of post_norm, bias [N] and row_scale, fp32 [T] or [T, 1], may be absent.
         `next_norm`: the norm through which the result is read next, for a backend that computes a part of it here. The
         next operation is given the same norm all the same. The result may be written over the residual.
+        """
+        ...
+
+    def gate_up_experts(
+        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+    ) -> WeightT:
+        """Take the matrices [F, K] of E experts, for `experts_glu`. bias: [E, 2F], gate first.
+
+        All gate matrices have one format, and all up matrices.
+        """
+        ...
+
+    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> WeightT:
+        """Take the matrices [N, F] of E experts, of one format, for `experts_add`. bias: [E, N]."""
+        ...
+
+    def route(
+        self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, router: Router, experts: Tensor | None = None
+    ) -> Routing:
+        """Which experts compute each row, by `norm` of x [T, K], in fp32: see kernels/moe/router.py.
+
+        `experts`, int32 [T, k], ascending: those of each row, which are then weighted without a choice.
+        """
+        ...
+
+    def experts_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: RMSNorm,
+        routing: Routing,
+        gate_up: WeightT,
+        activation: Activation = "silu",
+    ) -> Hidden:
+        """`norm` of x [T, K], gate and up of each row's k experts, activation(gate) * up: [T, k, F].
+
+        x stays as it is: the shared expert reads it next.
+        """
+        ...
+
+    def experts_add(
+        self,
+        batch: ForwardBatch,
+        gated: Hidden,
+        routing: Routing,
+        down: WeightT,
+        residual: Hidden,
+        next_norm: RMSNorm | None = None,
+    ) -> Hidden:
+        """The weighted sum of each row's experts, `down` of gated [T, k, F], in ascending order, plus residual [T, N].
+
+        `next_norm`, and where the result is written: see `linear_add`.
         """
         ...
 

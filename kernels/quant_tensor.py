@@ -47,3 +47,9 @@ class QuantTensor:
         shape = (rows, *self.shape[1:])
         starts = range(0, self.rows, rows)
         return [QuantTensor(self.name, self.format, shape, self.data[i : i + rows]) for i in starts]
+
+    def matrices(self) -> "list[QuantTensor]":
+        """Views of the E matrices [N, K] of a tensor [E, N, K]."""
+        count, rows, cols = self.shape
+        data = self.data.view(count, rows, -1)
+        return [QuantTensor(self.name, self.format, (rows, cols), data[i]) for i in range(count)]

@@ -7,16 +7,19 @@ mapped can be checked.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.attention import attention, mask_slice
-from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.glu import glu
+from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
+from quengine.kernels.moe.experts import experts_add, experts_glu
+from quengine.kernels.moe.router import Router, Routing, route
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from quengine.kernels.rope_store import first_visible, rope_store
@@ -42,6 +45,26 @@ class ReferenceWeight:
     @property
     def nbytes(self) -> int:
         return self.rows * self.cols * 8
+
+
+@dataclass(frozen=True)
+class ReferenceExperts:
+    """The matrices of E experts, each with what it adds. `bias`: [E, N]."""
+
+    experts: tuple[ReferenceWeight, ...]
+    bias: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return sum(weight.rows for weight in self.experts)
+
+    @property
+    def cols(self) -> int:
+        return self.experts[0].cols
+
+    @property
+    def nbytes(self) -> int:
+        return sum(weight.nbytes for weight in self.experts)
 
 
 class ReferenceBackend:
@@ -106,6 +129,50 @@ class ReferenceBackend:
         y = y if bias is None else y + bias
         y = y if row_scale is None else y * row_scale.view(-1, 1)
         return _normed(y, post_norm) + residual
+
+    def gate_up_experts(
+        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+    ) -> ReferenceExperts:
+        return ReferenceExperts(tuple(self.weight(pair) for pair in zip(gate, up, strict=True)), bias)
+
+    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ReferenceExperts:
+        return ReferenceExperts(tuple(self.weight([expert]) for expert in down), bias)
+
+    def route(
+        self,
+        _batch: ForwardBatch,
+        x: Tensor,
+        norm: RMSNorm,
+        router: Router,
+        experts: Tensor | None = None,
+    ) -> Routing:
+        return route(_normed(x, norm), router, experts)
+
+    def experts_glu(
+        self,
+        _batch: ForwardBatch,
+        x: Tensor,
+        norm: RMSNorm,
+        routing: Routing,
+        gate_up: ReferenceExperts,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        return experts_glu(_normed(x, norm), routing, partial(self._expert, gate_up), activation)
+
+    def experts_add(
+        self,
+        _batch: ForwardBatch,
+        gated: Tensor,
+        routing: Routing,
+        down: ReferenceExperts,
+        residual: Tensor,
+        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+    ) -> Tensor:
+        return experts_add(gated, routing, partial(self._expert, down), residual)
+
+    def _expert(self, weight: ReferenceExperts, expert: int, x: Tensor) -> Tensor:
+        y = self._matmul(x, weight.experts[expert])
+        return y if weight.bias is None else y + weight.bias[expert]
 
     def attention(self, batch: ForwardBatch, qkv: Tensor, spec: AttentionSpec, layer: KVLayer) -> Tensor:
         q = rope_store(qkv, spec, layer, batch)

@@ -10,6 +10,7 @@ from math import isfinite, log, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 from quengine.kernels.kv.cache_types import CacheType, row_bytes
+from quengine.kernels.moe.router_kind import RouterKind
 
 if TYPE_CHECKING:
     from quengine.kernels.rope import RopeSpec
@@ -30,6 +31,9 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "head_dim": (2, 4096),
     "rope_dim": (2, 4096),
 }
+
+MOST_EXPERTS, MOST_EXPERTS_USED = 1024, 64
+"""Experts of a layer, and those of a row: limits as above, and of the kernels that choose them."""
 
 
 def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
@@ -85,7 +89,10 @@ class BlockKind:
     qkv_bias: query, key and value projections have biases.
     output_bias: the attention's output projection has a bias.
     sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
-    activation: of the feed-forward's gate.
+    activation: of the feed-forward's gate (kernels/glu.py).
+    expert_bias: experts and their router have biases.
+    selection_bias: experts are chosen by their scores plus a bias of each.
+    shared_gate: the shared expert is weighted by a gate of its own.
     merged: one tensor `attn_qkv` holds query, key and value rows, one tensor `ffn_up` those of gate and up.
     """
 
@@ -95,8 +102,28 @@ class BlockKind:
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swish"] = "silu"
+    expert_bias: bool = False
+    selection_bias: bool = False
+    shared_gate: bool = False
     merged: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """The mixture of experts in a model's feed-forwards.
+
+    count: experts of a layer, of which `router` chooses some for each row.
+    feed_forward_length: of an expert; shared_feed_forward_length: of the shared expert, which computes every row; 0:
+        there is none.
+    dense_layers: those that have a feed-forward of `ModelConfig.feed_forward_length` in place of experts.
+    """
+
+    count: int
+    router: RouterKind
+    feed_forward_length: int
+    shared_feed_forward_length: int = 0
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,7 +145,7 @@ class ModelConfig:
     `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
-    embedding.
+    embedding. `experts`: the mixture of experts, None in a dense model.
     """
 
     architecture: str
@@ -144,6 +171,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_temperature_scale: float = 0.0
     attention_temperature_length: int = 0
+    experts: ExpertConfig | None = None
 
     @classmethod
     def from_gguf(cls, file: "GGUFFile") -> "ModelConfig":
@@ -178,6 +206,10 @@ class ModelConfig:
             groups.setdefault(window, []).append(layer)
         order = sorted(groups, key=lambda window: (window is not None, window))
         return tuple(CacheGroup(window, tuple(groups[window])) for window in order)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def rope(self, context: int = 0, windowed: bool = False) -> "RopeSpec":
         """The rotary embedding of layers with or without a window, in a run of `context` positions."""
@@ -233,6 +265,8 @@ class ModelConfig:
         if self.sliding_window is not None and self.sliding_window < 1:
             yield "sliding_window", f"{self.sliding_window} is not positive"
         yield from self._scaling_problems()
+        if self.experts is not None:
+            yield from _expert_problems(self.experts)
 
     def _scaling_problems(self) -> Iterator[tuple[str, str]]:
         scaling = self.rope_scaling
@@ -264,3 +298,25 @@ class ModelConfig:
             )
         if self.attention_temperature_scale and self.attention_temperature_length < 1:
             yield "attention_temperature_length", f"{self.attention_temperature_length} is not positive"
+
+
+def _expert_problems(experts: ExpertConfig) -> Iterator[tuple[str, str]]:
+    """As ModelConfig.problems, of a mixture of experts."""
+    router, most = experts.router, LIMITS["feed_forward_length"][1]
+    limits = {
+        "experts.count": (experts.count, 1, MOST_EXPERTS),
+        "experts.used": (router.used, 1, min(experts.count, MOST_EXPERTS_USED)),
+        "experts.feed_forward_length": (experts.feed_forward_length, 1, most),
+        "experts.shared_feed_forward_length": (experts.shared_feed_forward_length, 0, most),
+        "experts.groups": (router.groups, 1, experts.count),
+        "experts.groups_used": (router.groups_used, 1, router.groups),
+    }
+    for name, (value, low, high) in limits.items():
+        if not low <= value <= high:
+            yield name, f"{value} is not from {low} to {high}"
+    if router.groups > 0 and experts.count % router.groups:
+        yield "experts.groups", f"{experts.count} experts do not make {router.groups} equal groups"
+    elif router.used > router.groups_used * (experts.count // max(router.groups, 1)):
+        yield "experts.groups_used", f"{router.groups_used} groups have fewer than {router.used} experts"
+    if not (isfinite(router.scale) and router.scale > 0.0):
+        yield "experts.scale", f"{router.scale} is not a positive finite number"

@@ -14,15 +14,18 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import rope_table
 from quengine.models.config import ModelConfig
+from quengine.models.experts import MixtureOfExperts
 from quengine.models.layers import Attention, FeedForward, LayerTensors
 
 
 class Block:
-    """One transformer layer."""
+    """One transformer layer. `experts`: its feed-forward is a mixture of experts."""
 
-    def __init__(self, config: ModelConfig, tensors: LayerTensors, spec: AttentionSpec) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: LayerTensors, spec: AttentionSpec, experts: bool
+    ) -> None:
         self.attention = Attention(config, tensors, spec)
-        self.ffn = FeedForward(config, tensors)
+        self.ffn = MixtureOfExperts(config, tensors) if experts else FeedForward(config, tensors)
 
     def __call__(
         self,
@@ -65,7 +68,9 @@ class Decoder:
         self.output = top.weight("output") if top.has("output") else self.token_embd
         specs = _attention_specs(config, backend.device, ctx_size, chunk_size)
         self.blk = [
-            self._block(LayerTensors(tensors, f"blk.{i}.", backend, config.rms_eps), spec)
+            self._block(
+                LayerTensors(tensors, f"blk.{i}.", backend, config.rms_eps), spec, config.has_experts(i)
+            )
             for i, spec in enumerate(specs)
         ]
         self._next_norms = [*(block.attention.attn_norm for block in self.blk[1:]), self.output_norm]
@@ -103,15 +108,15 @@ class Decoder:
 
     @property
     def bytes_per_token(self) -> int:
-        """Weight bytes that one decoded token reads: every matrix once, one row of the embedding."""
+        """Weight bytes that one decoded token reads: every matrix once, of experts those used, one embedding row."""
         blocks = sum(block.attention.nbytes + block.ffn.nbytes for block in self.blk)
         return int(blocks + self.output.nbytes + self.token_embd.nbytes // self.token_embd.rows)
 
-    def _block(self, tensors: LayerTensors, spec: AttentionSpec) -> Block:
+    def _block(self, tensors: LayerTensors, spec: AttentionSpec, experts: bool) -> Block:
         if self.config.block.qk_norm:
             q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
             spec = replace(spec, q_norm=q_norm, k_norm=k_norm)
-        return Block(self.config, tensors, spec)
+        return Block(self.config, tensors, spec, experts)
 
 
 def _attention_specs(

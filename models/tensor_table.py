@@ -39,7 +39,7 @@ def required_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Name and torch-order shape of every tensor that a model of this configuration has."""
     shapes: dict[str, Shape] = {"token_embd.weight": (config.vocab_size, config.embedding_length)}
     for i in range(config.block_count):
-        shapes |= {f"blk.{i}.{name}": shape for name, shape in _block_tensors(config).items()}
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in _block_tensors(config, i).items()}
     shapes["output_norm.weight"] = (config.embedding_length,)
     if not config.tied_output:
         shapes["output.weight"] = (config.vocab_size, config.embedding_length)
@@ -50,8 +50,8 @@ def required_tensors(config: ModelConfig) -> dict[str, Shape]:
     return shapes | dict.fromkeys(names, (config.rope_dim // 2,))
 
 
-def _block_tensors(config: ModelConfig) -> dict[str, Shape]:
-    hidden, inner, block = config.embedding_length, config.feed_forward_length, config.block
+def _block_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    hidden, block = config.embedding_length, config.block
     q, kv = config.head_count * config.head_dim, config.head_count_kv * config.head_dim
     pre, post = block.norms != "post", block.norms != "pre"
     shapes: dict[str, Shape] = {"attn_norm.weight": (hidden,)} if pre else {}
@@ -64,11 +64,7 @@ def _block_tensors(config: ModelConfig) -> dict[str, Shape]:
         shapes["post_attention_norm.weight"] = (hidden,)
     if pre:
         shapes["ffn_norm.weight"] = (hidden,)
-    if block.merged:
-        shapes["ffn_up.weight"] = (2 * inner, hidden)
-    else:
-        shapes |= {"ffn_gate.weight": (inner, hidden), "ffn_up.weight": (inner, hidden)}
-    shapes["ffn_down.weight"] = (hidden, inner)
+    shapes |= _expert_tensors(config) if config.has_experts(layer) else _dense_tensors(config)
     if post:
         shapes["post_ffw_norm.weight"] = (hidden,)
     if block.qkv_bias:
@@ -81,6 +77,46 @@ def _block_tensors(config: ModelConfig) -> dict[str, Shape]:
         shapes |= {"attn_q_norm.weight": (config.head_dim,), "attn_k_norm.weight": (config.head_dim,)}
     elif block.qk_norm == "row":
         shapes |= {"attn_q_norm.weight": (q,), "attn_k_norm.weight": (kv,)}
+    return shapes
+
+
+def _dense_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Of a feed-forward that is not a mixture of experts."""
+    hidden, inner = config.embedding_length, config.feed_forward_length
+    if config.block.merged:
+        gate_up: dict[str, Shape] = {"ffn_up.weight": (2 * inner, hidden)}
+    else:
+        gate_up = {"ffn_gate.weight": (inner, hidden), "ffn_up.weight": (inner, hidden)}
+    return {**gate_up, "ffn_down.weight": (hidden, inner)}
+
+
+def _expert_tensors(config: ModelConfig) -> dict[str, Shape]:
+    assert config.experts is not None
+    block, hidden, count = config.block, config.embedding_length, config.experts.count
+    inner, shared = config.experts.feed_forward_length, config.experts.shared_feed_forward_length
+    shapes: dict[str, Shape] = {
+        "ffn_gate_inp.weight": (count, hidden),
+        "ffn_gate_exps.weight": (count, inner, hidden),
+        "ffn_up_exps.weight": (count, inner, hidden),
+        "ffn_down_exps.weight": (count, hidden, inner),
+    }
+    if block.expert_bias:
+        shapes |= {
+            "ffn_gate_inp.bias": (count,),
+            "ffn_gate_exps.bias": (count, inner),
+            "ffn_up_exps.bias": (count, inner),
+            "ffn_down_exps.bias": (count, hidden),
+        }
+    if block.selection_bias:
+        shapes["exp_probs_b.bias"] = (count,)
+    if shared:
+        shapes |= {
+            "ffn_gate_shexp.weight": (shared, hidden),
+            "ffn_up_shexp.weight": (shared, hidden),
+            "ffn_down_shexp.weight": (hidden, shared),
+        }
+    if shared and block.shared_gate:
+        shapes["ffn_gate_inp_shexp.weight"] = (hidden,)
     return shapes
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
-from quengine.kernels.backend import Activation, AttentionSpec, Hidden, KVLayer
+from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.step import Buffers, CpuWeight, Step, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import Activation
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
@@ -27,6 +27,7 @@ from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Launch, Program, get_threads
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch
+from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
@@ -47,6 +47,7 @@ from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_qua
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
+from quengine.kernels.glu import Activation
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.backend import Activation
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.glu import Activation
 
 BIAS, ROWS, RESIDUAL = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)
 SILU, GELU_TANH = tl.constexpr(2), tl.constexpr(3)

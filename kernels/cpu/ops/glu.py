@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import Activation
 from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import glu_kernel
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
+from quengine.kernels.glu import Activation
 
 _COLUMNS, _TASKS = 64, 4  # of a task where rows are many, a multiple; of a thread
 

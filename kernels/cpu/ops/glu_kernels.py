@@ -6,13 +6,13 @@ import math
 
 from llvmlite import ir
 
-from quengine.kernels.backend import Activation
 from quengine.kernels.cpu.ir.attention_ir import emit_exp
 from quengine.kernels.cpu.ir.row_ir import quantize_row
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.ops.glu import GLUArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
+from quengine.kernels.glu import Activation
 
 _LANES = 16
 _MOST = 88.0  # exp of more overflows; silu(-88) is -5e-37

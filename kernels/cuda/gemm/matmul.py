@@ -12,7 +12,6 @@ A row's last bits depend on the kernel, and with cuBLAS on the number of rows. W
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import Activation
 from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
     OperandLayout,
@@ -34,6 +33,7 @@ from quengine.kernels.cuda.glu import glu_product, glu_rows, product_bound
 from quengine.kernels.cuda.rms_norm import add_norm_fp16, rms_norm_fp16
 from quengine.kernels.cuda.weights.dequantize import dequantize_part
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
+from quengine.kernels.glu import Activation
 from quengine.kernels.rms_norm import RMSNorm
 
 _GLU_PRODUCTS = 1 << 23

@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.backend import Activation
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.fragments import (
     LANE_COLUMNS,
@@ -39,6 +38,7 @@ from quengine.kernels.cuda.glu import BIAS, EPILOGUES, RESIDUAL, SILU, epilogue_
 from quengine.kernels.cuda.weights.launch_table import fused_geometry
 from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.glu import Activation
 
 
 class MatmulMode(NamedTuple):

@@ -20,7 +20,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.backend import Activation
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
@@ -32,6 +31,7 @@ from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, epilogue_adding, pr
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.cuda.weights.launch_table import MOST_FEW, WgmmaGeometry, wgmma_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.glu import Activation
 
 _STAGED = gl.NVMMASharedLayout(128, 16, 2)
 

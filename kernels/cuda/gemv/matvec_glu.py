@@ -6,7 +6,6 @@ Definition: kernels/q_dot.py, kernels/glu.py, kernels/activations.py.
 import triton
 import triton.language as tl
 
-from quengine.kernels.backend import Activation
 from quengine.kernels.cuda.gemv.activations import (
     QuantizedActivations,
     quantize_activations,
@@ -29,6 +28,7 @@ from quengine.kernels.cuda.gemv.matvec_program import (
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
+from quengine.kernels.glu import Activation
 
 
 @triton.jit

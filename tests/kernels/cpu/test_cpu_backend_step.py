@@ -11,9 +11,10 @@ from torch import Tensor
 
 from quengine.kernels import cpu
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import Activation, AttentionSpec
+from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.quant_tensor import QuantTensor

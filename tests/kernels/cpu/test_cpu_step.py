@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quengine.kernels import cpu
 from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import Activation, AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu.gemv.matmul import matvec_launch, quantize_launch
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.ops.add import add_launch
@@ -17,7 +17,7 @@ from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Program
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.glu import glu
+from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table

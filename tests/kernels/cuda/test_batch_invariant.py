@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from quengine.block_manager import CachePool
-from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda import rms_norm as rms_norm_module
@@ -20,7 +19,7 @@ from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
-from quengine.kernels.glu import glu
+from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm

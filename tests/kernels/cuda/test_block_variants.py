@@ -4,12 +4,12 @@ CUDA backend against the reference: one row, batches and prompts."""
 import pytest
 import torch
 
-from quengine.kernels.backend import Activation
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import workspace as workspace_module
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.glu import Activation
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rms_norm import RMSNorm

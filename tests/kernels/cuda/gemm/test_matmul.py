@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm import matmul as module
@@ -26,7 +25,7 @@ from quengine.kernels.cuda.weights.dequantize import dequantize_part
 from quengine.kernels.cuda.weights.launch_table import FusedGeometry, WgmmaGeometry, wgmma_geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart, pack
-from quengine.kernels.glu import glu
+from quengine.kernels.glu import Activation, glu
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight

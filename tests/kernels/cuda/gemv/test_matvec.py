@@ -5,7 +5,6 @@ import torch
 
 from quengine.kernels import activations as definition
 from quengine.kernels.activations import ACTIVATION_MAX
-from quengine.kernels.backend import Activation
 from quengine.kernels.block_formats import dequantize, unpack
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
@@ -16,7 +15,7 @@ from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
 from quengine.kernels.cuda.weights.packed import pack
-from quengine.kernels.glu import glu
+from quengine.kernels.glu import Activation, glu
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight

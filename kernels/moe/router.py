@@ -1,0 +1,83 @@
+"""The router of a mixture of experts: which experts compute a row, and with what weights. The torch definition.
+
+The choice is made on fp32 logits (fp64 in the reference backend); of experts with equal scores the lower is chosen. The
+chosen experts of a row are listed in ascending order, which is also the order in which their results are added.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.moe.router_kind import RouterKind
+
+SUM_EPS = 1e-20
+"""Added to the sum by which scores are normalized; it matters where all sigmoids are 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """The tensors of one layer's router, on the device, in fp32 (fp64 in the reference backend).
+
+    weight: [E, K]; bias: [E], added to the logits (gpt-oss); selection_bias: [E], added to the scores where experts are
+    chosen, not where they are weighted; shared_gate: [K], whose product with the row goes through a sigmoid and weights
+    the shared expert (Qwen2-MoE).
+    """
+
+    kind: RouterKind
+    weight: Tensor
+    bias: Tensor | None = None
+    selection_bias: Tensor | None = None
+    shared_gate: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Which experts compute each of T rows.
+
+    experts: int32 [T, k], ascending within a row. weights: [T, k], in the router's dtype. shared: [T], the weights of
+    the shared expert, where the router has a gate for it.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    shared: Tensor | None = None
+
+
+def route(x: Tensor, router: Router, experts: Tensor | None = None) -> Routing:
+    """The routing of rows x [T, K] (behind the norm). `experts`, int32 [T, k], ascending: weighted without a choice."""
+    logits = x @ router.weight.T
+    if router.bias is not None:
+        logits = logits + router.bias
+    kind = router.kind
+    scores = logits.softmax(-1) if kind.scores == "softmax" else logits
+    scores = scores.sigmoid() if kind.scores == "sigmoid" else scores
+    if experts is None:
+        experts = chosen(scores, router)
+    weights = scores.gather(1, experts.long())
+    if kind.scores == "softmax_of_chosen":
+        weights = weights.softmax(-1)
+    if kind.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + SUM_EPS)
+    shared = None if router.shared_gate is None else (x @ router.shared_gate).sigmoid()
+    return Routing(experts, weights * kind.scale, shared)
+
+
+def chosen(scores: Tensor, router: Router) -> Tensor:
+    """The `used` experts of each row with the highest scores [T, E], ascending, int32; NaN is the lowest score."""
+    scores = scores.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    if router.selection_bias is not None:
+        scores = scores + router.selection_bias
+    if router.kind.groups > 1:
+        scores = _of_best_groups(scores, router.kind)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[:, : router.kind.used].sort(dim=-1).values.to(torch.int32)
+
+
+def _of_best_groups(scores: Tensor, kind: RouterKind) -> Tensor:
+    """The scores, -inf where an expert's group is not among the best; of equal groups the lower is better."""
+    by_group = scores.unflatten(1, (kind.groups, -1))
+    best_two = by_group.topk(min(2, by_group.shape[2]), dim=-1).values.sum(-1)
+    order = best_two.sort(dim=-1, descending=True, stable=True).indices[:, : kind.groups_used]
+    used = torch.zeros_like(best_two, dtype=torch.bool).scatter(1, order, True)
+    return by_group.masked_fill(~used[..., None], float("-inf")).flatten(1)

@@ -1,0 +1,83 @@
+"""The feed-forward of a mixture of experts: a router, experts that compute the rows it gives them, a shared expert."""
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import Hidden
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.moe.router import Router
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
+from quengine.models.config import ModelConfig
+from quengine.models.layers import LayerTensors
+
+
+class MixtureOfExperts:
+    """Behind one norm: the experts that the router chooses for a row, weighted, and where there is one a shared expert.
+
+    Tensors of experts are `ffn_*_exps`, [E, rows, columns].
+    """
+
+    def __init__(self, config: ModelConfig, tensors: LayerTensors) -> None:
+        assert config.experts is not None
+        self.backend = tensors.backend
+        self.activation = config.block.activation
+        self.experts = config.experts
+        self.ffn_norm = RMSNorm(tensors.vector("ffn_norm"), tensors.eps)
+        self.router = _router(config, tensors)
+        bias, count = config.block.expert_bias, config.experts.count
+        gate, up, down = (_of_experts(tensors, kind, count) for kind in ("gate", "up", "down"))
+        gate_up_bias = _bias(tensors, "gate", "up", count=count) if bias else None
+        self.gate_up = self.backend.gate_up_experts(gate, up, gate_up_bias)
+        self.down = self.backend.down_experts(down, _bias(tensors, "down", count=count) if bias else None)
+        self.shared_gate_up = self.shared_down = None
+        if config.experts.shared_feed_forward_length:
+            self.shared_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate_shexp", "ffn_up_shexp"))
+            self.shared_down = tensors.weight("ffn_down_shexp")
+
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
+        """`next_norm`: the norm that reads the result."""
+        backend, norm = self.backend, self.ffn_norm
+        routing = backend.route(batch, x, norm, self.router)
+        gated = backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
+        if self.shared_gate_up is not None:
+            shared = backend.norm_glu(batch, x, norm, self.shared_gate_up, self.activation)
+            x = backend.linear_add(batch, shared, self.shared_down, x, row_scale=routing.shared)
+        return backend.experts_add(batch, gated, routing, self.down, x, next_norm)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one row reads: of its own experts, and of what every row reads."""
+        router = self.router.weight
+        every = router.numel() * router.element_size()
+        if self.shared_gate_up is not None:
+            every += self.shared_gate_up.nbytes + self.shared_down.nbytes
+        experts = self.gate_up.nbytes + self.down.nbytes
+        return int(every + experts * self.experts.router.used // self.experts.count)
+
+
+def _router(config: ModelConfig, tensors: LayerTensors) -> Router:
+    assert config.experts is not None
+    block, count = config.block, config.experts.count
+    return Router(
+        kind=config.experts.router,
+        weight=tensors.vector("ffn_gate_inp").view(count, -1),
+        bias=tensors.vector("ffn_gate_inp", kind="bias") if block.expert_bias else None,
+        selection_bias=tensors.vector("exp_probs_b", kind="bias") if block.selection_bias else None,
+        shared_gate=tensors.vector("ffn_gate_inp_shexp") if block.shared_gate else None,
+    )
+
+
+def _of_experts(tensors: LayerTensors, kind: str, count: int) -> list[QuantTensor]:
+    """The matrix of each expert, `kind` being gate, up or down: from one tensor, or from one an expert (old files)."""
+    if tensors.has(f"ffn_{kind}_exps"):
+        (merged,) = tensors.take(f"ffn_{kind}_exps")
+        return merged.matrices()
+    return tensors.take(*(f"ffn_{kind}.{expert}" for expert in range(count)))
+
+
+def _bias(tensors: LayerTensors, *kinds: str, count: int) -> Tensor:
+    """Of the outputs of each expert, side by side: [E, N]."""
+    return torch.cat(
+        [tensors.vector(f"ffn_{kind}_exps", kind="bias").view(count, -1) for kind in kinds], dim=1
+    )
