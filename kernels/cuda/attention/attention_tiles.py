@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.attention.attention_arguments import DecodeArguments
+from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, DecodeArguments
 from quengine.kernels.cuda.attention.kv_store import (
     BLOCK,
     cache_pointers,
@@ -24,7 +24,7 @@ from quengine.kernels.cuda.attention.kv_store import (
 )
 from quengine.kernels.cuda.attention.rope import load_angles, load_heads, load_rotated
 from quengine.kernels.cuda.gemm.fp16_operand import store_operand
-from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.gemm.mma import prefetch, uses_assembly
 from quengine.kernels.cuda.gemv.activations import quantize_group, store_quantized
 
 ONE_SPLIT = tl.constexpr(128)
@@ -38,6 +38,7 @@ COARSE = 416
 one only cost."""
 
 _FIRST = tl.constexpr(FIRST_KEYS)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 class TileShape(NamedTuple):
@@ -157,7 +158,7 @@ def _combine(
 
 @triton.jit
 def _finish(
-    row_max, row_sum, acc, workspace, outputs, kv_head, part, splits, sequence, out_stride,
+    row_max, row_sum, acc, sink_ptr, workspace, outputs, kv_head, part, splits, sequence, out_stride,
     SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store a program's heads, or leave them to the last of the splits, which combines all of them.
@@ -178,6 +179,13 @@ def _finish(
     live = member < GROUP
     tile = live[:, None] & (d < HEAD_DIM)[None, :]
     head = kv_head * GROUP + member
+    if sink_ptr is not None:  # split 0 has the sinks, logits without a value
+        sink = tl.load(sink_ptr + head, mask=live & (part == 0), other=float("-inf")) * _LOG2_E
+        new_max = tl.maximum(row_max, sink)
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.exp2(sink - new_max)
+        acc *= rescale[:, None]
+        row_max = new_max
     values_ptr = outputs.data
     if FORM < 0:
         values_ptr += sequence * (HEADS * HEAD_DIM)
@@ -206,13 +214,14 @@ def _finish(
 
 @triton.jit(do_not_specialize=["cache_rows", "blocks"])
 def _attention_tiles_kernel(
-    qkv_ptr, rotation, position_ptr, table_ptr, cache, workspace, outputs,
+    qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
     eps, scale, cache_rows, blocks, qkv_stride, out_stride,
     SHAPE: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, TILE: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr,
     FORM: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (key-value head, KV split, sequence). LEAST: keys of a coarse split at least; 0: splits are fine."""
+    """Programs (key-value head, KV split, sequence). LEAST: keys of a coarse split at least; 0: splits are fine.
+    sink_ptr: [heads], or None."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     GROUP: tl.constexpr = SHAPE.group
@@ -257,6 +266,8 @@ def _attention_tiles_kernel(
     new_row = table_rows(table_ptr, blocks, position + one, ASM).to(tl.int64)
     first_k, first_k_scale = load_tile(k_ptr, k_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
     first_v, first_v_scale = load_tile(v_ptr, v_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
+    if sink_ptr is not None:
+        prefetch(sink_ptr + kv_head * GROUP + one, ASM)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -299,7 +310,7 @@ def _attention_tiles_kernel(
         # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
         tl.extra.cuda.gdc_launch_dependents()
     _finish(
-        row_max, row_sum, acc, workspace, outputs, kv_head, part, splits, sequence, out_stride,
+        row_max, row_sum, acc, sink_ptr, workspace, outputs, kv_head, part, splits, sequence, out_stride,
         SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
     )  # fmt: skip
 
