@@ -22,7 +22,8 @@ class SyntheticModel:
 
     Of a mixture of experts: `experts` a layer, of which `experts_used` compute a row (0: as many as the architecture
     has by default), of `expert_feed_forward_length` (0: `feed_forward_length`), a shared one of
-    `shared_feed_forward_length`, and layers in front that have none, `dense_layers`. `yarn_factor` stretches the
+    `shared_feed_forward_length` (0: `feed_forward_length` where the architecture gates one, else none), and layers in
+    front that have no experts, `dense_layers`. `yarn_factor` stretches the
     rotation over `yarn_context` positions to the context.
     """
 
@@ -94,11 +95,12 @@ class SyntheticModel:
         if not count or declared.router is None:
             return None
         used = self.experts_used or min(declared.router.used, count)
+        shared = self.shared_feed_forward_length
         return ExpertConfig(
             count=count,
             router=replace(declared.router, used=used),
             feed_forward_length=self.expert_feed_forward_length or self.feed_forward_length,
-            shared_feed_forward_length=self.shared_feed_forward_length,
+            shared_feed_forward_length=shared or (self.feed_forward_length if declared.block.shared_gate else 0),
             dense_layers=tuple(range(self.dense_layers)),
         )
 
@@ -150,6 +152,7 @@ _OF_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "shared_feed_forward_length": 512,
         },
     ),
+    "olmoe-tiny": ("olmoe", {"experts": 16, "experts_used": 8, "feed_forward_length": 256}),
     "gpt-oss-20b": (
         "gpt-oss",
         {
