@@ -100,7 +100,8 @@ class SyntheticModel:
             count=count,
             router=replace(declared.router, used=used),
             feed_forward_length=self.expert_feed_forward_length or self.feed_forward_length,
-            shared_feed_forward_length=shared or (self.feed_forward_length if declared.block.shared_gate else 0),
+            shared_feed_forward_length=shared
+            or (self.feed_forward_length if declared.block.shared_gate else 0),
             dense_layers=tuple(range(self.dense_layers)),
         )
 
