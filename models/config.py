@@ -60,9 +60,10 @@ class RopeScaling:
     """How rotary positions are stretched beyond the context that the model was first trained on.
 
     kind: "none"; "linear" divides every frequency by `factor`; "yarn" those that turn slowly (between
-        `beta_slow` and `beta_fast` turns over `original_context_length` blended); "llama3" divides each by
-        its own entry of `freq_factors`; "longrope" by that of `freq_factors`, or of `long_freq_factors` where a run's
-        context is longer than `original_context_length`.
+        `beta_slow` and `beta_fast` turns over `original_context_length` blended; `truncate` rounds
+        those two limits, as places among the frequencies, outwards to integers); "llama3" divides each by its own entry
+        of `freq_factors`; "longrope" by that of `freq_factors`, or of `long_freq_factors` where a run's context is
+        longer than `original_context_length`.
     attention_factor: multiplies cos and sin, so attention scores grow by its square.
     freq_factors, long_freq_factors: rope_dim / 2 divisors each, or None.
     """
@@ -72,6 +73,7 @@ class RopeScaling:
     original_context_length: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
     attention_factor: float = 1.0
     freq_factors: tuple[float, ...] | None = None
     long_freq_factors: tuple[float, ...] | None = None
@@ -224,6 +226,7 @@ class ModelConfig:
             original_context=scaling.original_context_length,
             beta_fast=scaling.beta_fast,
             beta_slow=scaling.beta_slow,
+            truncate=scaling.truncate,
             attention_factor=scaling.attention_factor,
             freq_factors=scaling.long_freq_factors if long else scaling.freq_factors,
         )
