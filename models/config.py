@@ -89,6 +89,8 @@ class BlockKind:
         residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
     qk_norm: a norm of queries and keys, of each "head" by itself or of a whole "row".
     qkv_bias: query, key and value projections have biases.
+    output_bias: the attention's output projection has a bias.
+    sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
     activation: of the feed-forward's gate (kernels/glu.py).
     expert_bias: experts and their router have biases.
     selection_bias: experts are chosen by their scores plus a bias of each.
@@ -100,6 +102,8 @@ class BlockKind:
     norms: Literal["pre", "post", "both"] = "pre"
     qk_norm: Literal["head", "row"] | None = None
     qkv_bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_swish"] = "silu"
     expert_bias: bool = False
     selection_bias: bool = False

@@ -69,6 +69,10 @@ def _block_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
         shapes["post_ffw_norm.weight"] = (hidden,)
     if block.qkv_bias:
         shapes |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+    if block.output_bias:
+        shapes["attn_output.bias"] = (hidden,)
+    if block.sinks:
+        shapes["attn_sinks.weight"] = (config.head_count,)
     if block.qk_norm == "head":
         shapes |= {"attn_q_norm.weight": (config.head_dim,), "attn_k_norm.weight": (config.head_dim,)}
     elif block.qk_norm == "row":
