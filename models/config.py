@@ -144,7 +144,8 @@ class ModelConfig:
     `head_dim` share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated.
     `sliding_window` W lets position i see i-W+1 .. i in all layers but `full_attention_layers`; None is full
     attention everywhere. Layers with a window rotate by `rope_freq_base_swa`, without scaling, where it is given.
-    `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding.
+    `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding,
+    `logit_scale` the logits.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
     embedding. `experts`: the mixture of experts, None in a dense model.
@@ -171,6 +172,7 @@ class ModelConfig:
     tied_output: bool = False
     attention_scale: float | None = None
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     attention_temperature_scale: float = 0.0
     attention_temperature_length: int = 0
     experts: ExpertConfig | None = None
@@ -275,6 +277,8 @@ class ModelConfig:
         scaling = self.rope_scaling
         positive = {
             "attention_scale": 1.0 if self.attention_scale is None else self.attention_scale,
+            "embedding_scale": self.embedding_scale,
+            "logit_scale": self.logit_scale,
             "rope_scaling.factor": scaling.factor,
             "rope_scaling.attention_factor": scaling.attention_factor,
             "rope_scaling.beta_fast": scaling.beta_fast,
