@@ -123,6 +123,12 @@ OTHERS: dict[str, dict[str, object]] = {
         "gemma3.attention.sliding_window_pattern": 2,
         "gemma3.rope.freq_base_swa": 2e4,
     },
+    "granite": {
+        "granite.attention.scale": 0.25,
+        "granite.embedding_scale": 12.0,
+        "granite.residual_scale": 0.22,
+        "granite.logit_scale": 8.0,
+    },
     "phi3": {
         "phi3.attention.sliding_window": 4,
         "phi3.rope.dimension_count": 2,

@@ -174,6 +174,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 4,
         "sliding_window_pattern": 2,
     },
+    "granite": {
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8,
+    },
     "phi3": {
         "partial_rotary_factor": 0.5,
         "sliding_window": 8,

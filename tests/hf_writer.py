@@ -90,7 +90,7 @@ def random_weights(
 
 def in_gguf_order(weights: dict[str, Tensor], sizes: ModelSizes) -> dict[str, Tensor]:
     """The weights as a GGUF converter writes them: Q and K of the llama family with rotated rows in pairs."""
-    if sizes.architecture not in ("llama", "mistral3"):
+    if sizes.architecture not in ("llama", "mistral3", "granite"):
         return weights
     ordered = dict(weights)
     for name, values in weights.items():
