@@ -271,7 +271,12 @@ class ModelConfig:
             yield "sliding_window", f"{self.sliding_window} is not positive"
         yield from self._scaling_problems()
         if self.experts is not None:
-            yield from _expert_problems(self.experts)
+            yield from _expert_problems(self.experts, self.block_count)
+            if self.block.shared_gate and not self.experts.shared_feed_forward_length:
+                yield (
+                    "experts.shared_feed_forward_length",
+                    "0: a shared expert has a gate in this architecture",
+                )
 
     def _scaling_problems(self) -> Iterator[tuple[str, str]]:
         scaling = self.rope_scaling
@@ -307,7 +312,7 @@ class ModelConfig:
             yield "attention_temperature_length", f"{self.attention_temperature_length} is not positive"
 
 
-def _expert_problems(experts: ExpertConfig) -> Iterator[tuple[str, str]]:
+def _expert_problems(experts: ExpertConfig, blocks: int) -> Iterator[tuple[str, str]]:
     """As ModelConfig.problems, of a mixture of experts."""
     router, most = experts.router, LIMITS["feed_forward_length"][1]
     limits = {
@@ -327,3 +332,7 @@ def _expert_problems(experts: ExpertConfig) -> Iterator[tuple[str, str]]:
         yield "experts.groups_used", f"{router.groups_used} groups have fewer than {router.used} experts"
     if not (isfinite(router.scale) and router.scale > 0.0):
         yield "experts.scale", f"{router.scale} is not a positive finite number"
+    if outside := set(experts.dense_layers) - set(range(blocks)):
+        yield "experts.dense_layers", f"{min(outside)} is not a layer of {blocks}"
+    elif len(set(experts.dense_layers)) == blocks:
+        yield "experts.dense_layers", f"all {blocks} layers are dense: none has experts"

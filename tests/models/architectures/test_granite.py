@@ -119,7 +119,7 @@ def test_bad_metadata_is_refused(tmp_path: Path, key: str, value: Any) -> None:
 
 
 def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="residual_multiplier.* is too small beside an epsilon"):
+    with pytest.raises(EngineError, match=r"residual_multiplier.*too small beside an epsilon"):
         ModelConfig.from_hf(hf_config(ModelSizes("granite"), 64, residual_multiplier=0.001))
     with pytest.raises(GGUFError, match="layers without rotation"):
         from_metadata(tmp_path, **{"rope.scaling.finetuned": False})
