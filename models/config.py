@@ -87,6 +87,7 @@ class BlockKind:
         rows of the llama family so that they are neighbours ("pairs").
     norms: "pre" in front of attention and feed-forward (`attn_norm`, `ffn_norm`), "post" on their results before the
         residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
+    ffn_norm: what the norm in front of the feed-forward is called.
     qk_norm: a norm of queries and keys, of each "head" by itself or of a whole "row".
     qkv_bias: query, key and value projections have biases.
     output_bias: the attention's output projection has a bias.
@@ -100,6 +101,7 @@ class BlockKind:
 
     rope_layout: RopeLayout = "halves"
     norms: Literal["pre", "post", "both"] = "pre"
+    ffn_norm: Literal["ffn_norm", "post_attention_norm"] = "ffn_norm"
     qk_norm: Literal["head", "row"] | None = None
     qkv_bias: bool = False
     output_bias: bool = False
@@ -148,7 +150,8 @@ class ModelConfig:
     `logit_scale` the logits.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
-    embedding. `experts`: the mixture of experts, None in a dense model.
+    embedding. `experts`: the mixture of experts, None in a dense model. `draft_layers`: how many layers the files have
+    behind the `block_count`, which draft tokens further ahead; the decoder passes them over.
     """
 
     architecture: str
@@ -176,6 +179,7 @@ class ModelConfig:
     attention_temperature_scale: float = 0.0
     attention_temperature_length: int = 0
     experts: ExpertConfig | None = None
+    draft_layers: int = 0
 
     @classmethod
     def from_gguf(cls, file: "GGUFFile") -> "ModelConfig":

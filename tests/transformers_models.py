@@ -4,6 +4,7 @@
 """
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def write_model(
     else:
         model = transformers.AutoModelForCausalLM.from_config(text)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in chain(model.named_parameters(), model.named_buffers()):
             if name.endswith("bias") or "norm" in name:  # made as zeros and ones, which would hide them
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(folder)

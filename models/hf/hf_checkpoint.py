@@ -24,7 +24,7 @@ from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_headers import read_config
 from quengine.models.hf.hf_names import HFNames, prefix
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
-from quengine.models.tensor_table import required_tensors
+from quengine.models.tensor_table import draft_note, draft_tensors, required_tensors
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class HFCheckpoint:
         copied = sum(self._tensors.stored[name].nbytes for name in self._tensors.heads)
         if copied:
             lines.append(f"query and key weights are copied into GGUF's row order: {copied / 2**30:.2f} GiB")
+        lines += draft_note(self._tensors.drafts)
         unused = self._tensors.unused
         if unused:
             lines.append(f"{len(unused)} tensors that the text model does not use: {listed(unused)}")
@@ -118,7 +119,8 @@ class HFTensors(Mapping[str, QuantTensor]):
 
     `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
     `offsets` what is added to each that is not stored as GGUF has it, `parts` the expert and its first row where a
-    tensor holds those of all, `unused` the checkpoint's tensors outside the text model.
+    tensor holds those of all, `drafts` the checkpoint's tensors of layers that draft tokens, `unused` those outside the
+    text model.
     """
 
     def __init__(self, shards: HFShards, config: ModelConfig) -> None:
@@ -146,6 +148,7 @@ class HFTensors(Mapping[str, QuantTensor]):
                 self.heads[name] = getattr(config, HEADS[tensor])
             if declared.hf_norm_offset and name.endswith("norm.weight"):
                 self.offsets[name] = declared.hf_norm_offset
+        self.drafts = draft_tensors(config, shards.files, f"{self._names.body}.layers.")
         self.unused = self._unused(self._names.body, output)
 
     def _take_experts(self, name: str, shape: tuple[int, ...]) -> None:
@@ -171,7 +174,7 @@ class HFTensors(Mapping[str, QuantTensor]):
 
     def _unused(self, body: str, output: str) -> list[str]:
         # An output matrix that is the embedding again needs no mention.
-        known = {stored.name for stored in self.stored.values()} | {output}
+        known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
         rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
         ignored = [name for name in rest if name.startswith((f"{body}.", output.removesuffix("weight")))]
         if ignored:

@@ -1,5 +1,6 @@
 """Models of an architecture as Hugging Face folders and as the GGUF files that llama.cpp's converter makes of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,7 @@ class Case:
     """A model for `write_model`. `tokenizer` is the class that tokenizer_config.json names, "" for SentencePiece.
 
     converts: the converter writes all of it; where not, there is only the folder.
+    change: what is done to the folder before anything reads it.
     """
 
     model_type: str
@@ -37,6 +39,7 @@ class Case:
     vision: bool = False
     tokenizer: str = "PreTrainedTokenizerFast"
     converts: bool = True
+    change: Callable[[Path], Any] = lambda _folder: None
 
     @property
     def vocab(self) -> int:
@@ -50,6 +53,7 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
     for name, case in cases.items():
         folder = root / name
         write_model(folder, case.model_type, case.vision, vocab=case.vocab, **case.config)
+        case.change(folder)
         torch.save(transformers_logits(folder, case.vocab), root / f"{name}.pt")
         if case.tokenizer:
             write_tokenizer(folder, case.tokenizer)
