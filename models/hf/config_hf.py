@@ -102,8 +102,8 @@ def _refuse_unimplemented(
     outer: Mapping[str, Any], text: Mapping[str, Any], block: BlockKind, model_type: ModelType
 ) -> None:
     quantization = outer.get("quantization_config") or text.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if quantization and (method is None or method != model_type.quantization):
         raise config_error(
             "quantization_config", f"{method}: this loads unquantized checkpoints and GGUF files"
         )
