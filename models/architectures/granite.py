@@ -1,4 +1,4 @@
-"""Granite 3, dense, with four multipliers besides what llama has.
+"""Granite 3, dense and as a mixture of experts: llama with four multipliers.
 
 They multiply the embedding, the attention's scores and what each attention and feed-forward adds to the residual stream
 (r, the residual multiplier), and divide the logits. The decoder has no multiplier of the residual: it computes the
@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 
 from quengine.errors import EngineError
-from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.kernels.moe.router_kind import RouterKind
+from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
 from quengine.models.config import BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, number
@@ -70,6 +71,36 @@ GRANITE = Architecture(
     name="granite",
     block=BlockKind(rope_layout="pairs"),
     model_types={"granite": ModelType({"max_position_embeddings": 2048}, fields=_fields)},
+    gguf_keys=(*_HF_KEYS, _FINETUNED),
+    gguf_fields=_gguf_fields,
+)
+
+_MIXTURE = ModelType(
+    {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
+    expert_keys={
+        "count": "num_local_experts",
+        "used": "num_experts_per_tok",
+        "feed_forward_length": "intermediate_size",
+        "shared_feed_forward_length": "shared_intermediate_size",
+    },
+    fields=_fields,
+)
+
+GRANITEMOE = Architecture(
+    name="granitemoe",
+    block=BlockKind(rope_layout="pairs"),
+    router=RouterKind(used=2, scores="softmax_of_chosen", normalized=False),
+    model_types={"granitemoe": _MIXTURE, "granitemoeshared": _MIXTURE},
+    hf_modules={
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_gate_up_exps.weight": "block_sparse_moe.input_linear.weight",
+        "ffn_down_exps.weight": "block_sparse_moe.output_linear.weight",
+        "ffn_down_shexp": "shared_mlp.output_linear",
+    },
+    hf_parts={
+        "ffn_gate_shexp.weight": HFPart("shared_mlp.input_linear.weight", "first half"),
+        "ffn_up_shexp.weight": HFPart("shared_mlp.input_linear.weight", "second half"),
+    },
     gguf_keys=(*_HF_KEYS, _FINETUNED),
     gguf_fields=_gguf_fields,
 )

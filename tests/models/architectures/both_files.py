@@ -31,7 +31,7 @@ class Case:
     """A model for `write_model`. `tokenizer` is the class that tokenizer_config.json names, "" for SentencePiece.
 
     converts: the converter writes all of it; where not, there is only the folder.
-    change: what is done to the folder before anything reads it.
+    edit: what is done to the folder before anything reads it.
     """
 
     model_type: str
@@ -39,7 +39,7 @@ class Case:
     vision: bool = False
     tokenizer: str = "PreTrainedTokenizerFast"
     converts: bool = True
-    change: Callable[[Path], Any] = lambda _folder: None
+    edit: Callable[[Path], Any] = lambda _folder: None
 
     @property
     def vocab(self) -> int:
@@ -53,7 +53,7 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
     for name, case in cases.items():
         folder = root / name
         write_model(folder, case.model_type, case.vision, vocab=case.vocab, **case.config)
-        case.change(folder)
+        case.edit(folder)
         torch.save(transformers_logits(folder, case.vocab), root / f"{name}.pt")
         if case.tokenizer:
             write_tokenizer(folder, case.tokenizer)

@@ -1,26 +1,15 @@
 """GLM-4.5 as a folder and as GGUF: the logits of `transformers`, the router's options, the draft layer."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from quengine.errors import EngineError
-from quengine.kernels.moe.router_kind import RouterKind
-from quengine.models.config import ModelConfig
-from quengine.models.gguf import GGUFError, open_gguf
-from quengine.models.model_summary import summarize
-from tests.gguf_builder import ModelSizes, model_builder
-from tests.hf_writer import hf_config
 from tests.models.architectures.both_files import (
     TOLERANCE,
     Case,
     difference,
     of_kind,
-    opened,
-    path_of,
     write_cases,
 )
 from tests.transformers_models import edit, edit_tensors
@@ -64,7 +53,7 @@ CASES = {
     "no dense layer": Case("glm4_moe", {**SIZES, "first_k_dense_replace": 0}),
     "all experts": Case("glm4_moe", {**SIZES, "num_experts_per_tok": 8}),
     "rotates all": Case("glm4_moe", {**SIZES, "partial_rotary_factor": 1.0}),
-    "a draft layer": Case("glm4_moe", SIZES, change=add_draft_layer),
+    "a draft layer": Case("glm4_moe", SIZES, edit=add_draft_layer),
 }
 
 
