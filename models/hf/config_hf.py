@@ -29,7 +29,11 @@ KEYS: dict[str, str] = {
     "rms_eps": "rms_norm_eps",
     "sliding_window": "sliding_window",
 }
-ACTIVATIONS: Mapping[str, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+    "clamped_swish": ("silu",),
+}
 
 
 def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
