@@ -142,6 +142,26 @@ OTHERS: dict[str, dict[str, object]] = {
         "qwen2moe.expert_group_count": 2,
         "qwen2moe.expert_group_used_count": 1,
     },
+    "glm4moe": {
+        "glm4moe.expert_shared_feed_forward_length": None,
+        "glm4moe.expert_shared_count": 2,
+        "glm4moe.expert_gating_func": 2,
+        "glm4moe.expert_weights_scale": 2.5,
+        "glm4moe.rope.dimension_count": 2,
+        "glm4moe.nextn_predict_layers": 1,
+        "glm4moe.block_count": 2,
+    },
+    "granitemoe": {
+        "granitemoe.attention.scale": 0.25,
+        "granitemoe.residual_scale": 0.22,
+        "granitemoe.rope.scaling.finetuned": True,
+    },
+    "gpt-oss": {
+        "gpt-oss.attention.sliding_window": 4,
+        "gpt-oss.rope.scaling.type": "yarn",
+        "gpt-oss.rope.scaling.factor": 32.0,
+        "gpt-oss.rope.scaling.original_context_length": 16,
+    },
     "qwen3moe": {"qwen3moe.expert_shared_count": 0, "qwen3moe.leading_dense_block_count": 0},
     "olmoe": {"olmoe.expert_used_count": [2], "olmoe.expert_gating_func": 2},
 }
