@@ -10,7 +10,7 @@ from typing import Any
 
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
 from quengine.models.config import LIMITS, MOST_EXPERTS, MOST_EXPERTS_USED, ExpertConfig
-from quengine.models.hf.hf_keys import config_error, integer, number
+from quengine.models.hf.hf_keys import flag, integer, number
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that count a model's experts."""
@@ -35,7 +35,7 @@ def read_experts(
     length = integer(keys, names["feed_forward_length"], 1, most)
     fields: dict[str, Any] = {"used": integer(keys, names["used"], 1, min(count, MOST_EXPERTS_USED))}
     if "normalized" in names:
-        fields["normalized"] = _flag(keys, names["normalized"])
+        fields["normalized"] = flag(keys, names["normalized"])
     if "scale" in names:
         fields["scale"] = number(keys, names["scale"], 1.0)
     if "groups" in names:
@@ -65,10 +65,3 @@ def _shared_length(keys: Keys, names: Mapping[str, str], length: int) -> int:
         most = LIMITS["feed_forward_length"][1]
         return integer(keys, names["shared_feed_forward_length"], 0, most, default=0)
     return 0
-
-
-def _flag(keys: Keys, key: str) -> bool:
-    value = keys.get(key)
-    if not isinstance(value, bool):
-        raise config_error(key, f"{value!r} is not true or false")
-    return value

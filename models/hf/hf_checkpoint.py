@@ -151,8 +151,8 @@ class HFTensors(Mapping[str, QuantTensor]):
             hf_name = self._names(name)
             if name == "token_embd.weight" and config.tied_output and hf_name not in shards.files:
                 hf_name = output  # of two tied tensors either may be the one that is stored
-            self.stored[name] = shards.stored(hf_name, _ROW.get(name.split(".")[-2], ()) + shape)
             tensor = name.split(".")[-2]
+            self.stored[name] = shards.stored(hf_name, _ROW.get(tensor, ()) + shape)
             if tensor in HEADS and config.block.rope_layout == "pairs":
                 self.heads[name] = getattr(config, HEADS[tensor])
             if declared.hf_norm_offset and name.endswith("norm.weight"):
