@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quengine.errors import EngineError
+from quengine.kernels.glu import CLAMP, SWISH_SLOPE
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import CacheGroup, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
@@ -36,7 +37,6 @@ SIZES = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 15e4, "factor": 4.0, "original_max_position_embeddings": 32}
 WHOLE = {**YARN, "truncate": False}
-ALL = {"num_experts_per_tok": 6}
 
 
 def pack_experts(folder: Path) -> None:
@@ -50,10 +50,8 @@ CASES = {
     "plain": Case("gpt_oss", {**SIZES, "rope_parameters": WHOLE}),
     "packed": Case("gpt_oss", {**SIZES, "rope_parameters": WHOLE}, edit=pack_experts),
     "no yarn": Case("gpt_oss", {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 15e4}}),
-    "all experts, default yarn": Case("gpt_oss", {**SIZES, **ALL}),
-    "own layer types": Case(
-        "gpt_oss", {**SIZES, **ALL, "layer_types": ["full_attention"] * 3}, converts=False
-    ),
+    "all experts, default yarn": Case("gpt_oss", {**SIZES, "num_experts_per_tok": 6}),
+    "own layer types": Case("gpt_oss", {**SIZES, "layer_types": ["full_attention"] * 3}, converts=False),
     "rounded yarn": Case("gpt_oss", {**SIZES, "rope_parameters": YARN}, converts=False),
 }
 
@@ -151,6 +149,11 @@ def test_the_released_configuration() -> None:
     assert config.rope_freq_base == 150000.0 and config.rope_scaling.factor == 32.0
     assert config.rope_scaling.attention_factor == pytest.approx(1.3465735903)
     assert config.full_attention_layers == tuple(range(1, 24, 2)) and config.sliding_window == 128
+
+
+def test_the_activations_numbers_are_the_kernels() -> None:
+    given = {"swiglu_alpha": SWISH_SLOPE, "swiglu_limit": CLAMP}
+    assert ModelConfig.from_hf(RELEASED | given) == ModelConfig.from_hf(RELEASED)
 
 
 @pytest.mark.parametrize(
