@@ -12,6 +12,7 @@ from quengine.kernels.glu import CLAMP, SWISH_SLOPE
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import CacheGroup, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.model_summary import summarize
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config, packed
 from tests.models.architectures.both_files import (
@@ -92,6 +93,15 @@ def test_experts_of_either_folder_are_copied_and_said_to_be(root: Path) -> None:
     for name in ("plain", "packed"):
         assert "15 tensors are copied out of others: 0.00 GiB" in opened(root, name, "folder").notes
     assert opened(root, "packed", "folder").types == opened(root, "packed", "gguf").types
+
+
+@pytest.mark.parametrize("name", ["plain", "packed"])
+def test_a_folder_is_described_as_it_is_read(root: Path, name: str) -> None:
+    shown, checkpoint = summarize(root / name), opened(root, name, "folder")
+    assert shown.problem is None and shown.parameters == checkpoint.weights
+    assert shown.weight_bytes == checkpoint.nbytes
+    kinds = {row.type for row in shown.tensors if ".experts." in row.name and "bias" not in row.name}
+    assert kinds == {"MXFP4" if name == "packed" else "F32"}
 
 
 def test_every_second_layer_has_the_window(root: Path) -> None:
