@@ -198,7 +198,8 @@ def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor
         margin = margin / (two * (1 - two)).mean(dim=1)
     margin = margin.nan_to_num(nan=float("inf")).clamp(min=0)
     spread = logits.std(dim=1, correction=0)
-    return margin, torch.where(margin == 0, 0.0, margin / spread)
+    relative = (margin / spread).nan_to_num(nan=float("inf"))
+    return margin, torch.where(margin == 0, 0.0, relative)
 
 
 @dataclass(frozen=True)

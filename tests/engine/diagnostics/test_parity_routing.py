@@ -1,21 +1,26 @@
 """Parity of a mixture of experts: values under the same routing, and the free choices beside them."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from quengine import LLM
-from quengine.diagnostics.parity.parity import ParityReport, compare_sides
+from quengine.diagnostics.parity.parity import ParityReport, Place, compare_sides
+from quengine.diagnostics.parity.parity_locate import Location, locate
 from quengine.diagnostics.parity.parity_metrics import Comparison
+from quengine.diagnostics.parity.parity_operations import EXPERT_OPERATIONS
 from quengine.diagnostics.parity.parity_routing import Pair, choice_margins
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload, plan_workload
 from quengine.kernels.moe.router import Router, chosen
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.experts import MixtureOfExperts
+from quengine.models.gguf import open_gguf
 from quengine.models.synthetic.synthetic import SyntheticModel, write_synthetic
 
 LAYERS, EXPERTS, USED = 3, 16, 4
@@ -144,12 +149,9 @@ def test_nan_in_a_router_fails(reference: LLMSide, model: Path, workload: Worklo
         ffn = routers(llm)[0]
         ffn.router = replace(ffn.router, weight=ffn.router.weight * float("nan"))
 
-    assert {
-        failure.partition(":")[0] for failure in judged(reference, model, workload, spoil).failures
-    } >= {
-        "prefill",
-        "decode",
-    }
+    forced = replace(workload, prompts=[])  # no token could be chosen
+    report = judged(reference, model, forced, spoil)
+    assert {failure.partition(":")[0] for failure in report.failures} == {"prefill", "decode"}
 
 
 def test_the_decoder_is_left_as_it_was(reference: LLMSide, workload: Workload) -> None:
@@ -157,6 +159,63 @@ def test_the_decoder_is_left_as_it_was(reference: LLMSide, workload: Workload) -
     before = [block.ffn.backend for block in reference.decoder.blk]
     Pair(reference, reference).span(ids, 0, "prefill")
     assert [block.ffn.backend for block in reference.decoder.blk] == before
+
+
+# -- operation by operation
+# -------------------------------------------------------------------------------
+
+
+def located(
+    reference: LLMSide, path: Path, workload: Workload, spoil: Callable[[LLM], None] = lambda _: None
+) -> list[Location]:
+    with LLM(path, "cpu", workload.ctx_size, 1, "reference") as llm:
+        spoil(llm)
+        b = LLMSide("cpu", llm)
+        place = Place(workload.windows[0], 20)
+        report = ParityReport("a", "b", {}, {}, {"prefill": place, "decode": place}, [], 0, 0, 0)
+        return locate(reference, b, report, quiet)
+
+
+def test_every_operation_of_a_layer_with_experts_is_compared(
+    reference: LLMSide, model: Path, workload: Workload
+) -> None:
+    for location in located(reference, model, workload, choose_otherwise(0.05)):
+        assert location.first is None  # the experts are those of side a
+        found = [(o.operation, o.layer) for o in location.operations]
+        in_layers = [(name, layer) for layer in range(LAYERS) for name in EXPERT_OPERATIONS]
+        assert found[: len(in_layers) + 2] == [("embed", None), *in_layers, ("logits", None)]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "place"),
+    [
+        ("blk.1.ffn_gate_exps.weight", "layer 1, experts+glu"),
+        ("blk.0.ffn_up_exps.weight", "layer 0, experts+glu"),
+        ("blk.2.ffn_down_exps.weight", "layer 2, experts+residual"),
+        ("blk.1.ffn_gate_inp.weight", "layer 1, route"),
+        ("blk.1.ffn_gate_inp_shexp.weight", "layer 1, route"),
+        ("blk.0.ffn_up_shexp.weight", "layer 0, norm+glu"),
+        ("blk.2.ffn_down_shexp.weight", "layer 2, down+residual"),
+    ],
+)
+def test_a_wrong_block_of_experts_or_routers_is_found(
+    tensor: str, place: str, reference: LLMSide, model: Path, workload: Workload, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong.gguf"
+    shutil.copy(model, wrong)
+    with open_gguf(model) as file:
+        found = file.tensors[tensor]
+    rows = np.memmap(wrong, np.uint8, "r+", found.offset, (found.nbytes,))
+    if found.type_name == "F32":
+        rows.view(np.float32)[:] *= 1.01
+    else:  # the fp16 scale of the first block of each row: Q4_K begins with it, Q6_K ends with it
+        at = {"Q4_K": 0, "Q6_K": 208}[found.type_name]
+        size = {"Q4_K": 144, "Q6_K": 210}[found.type_name] * (found.shape[-1] // 256)
+        scales = rows.reshape(-1, size)[:, at : at + 2].view(np.float16)
+        scales *= 1.1
+    rows.flush()
+    for location in located(reference, wrong, workload):
+        assert [o.place for o in location.operations if not o.within] == [place]
 
 
 # -- margins
