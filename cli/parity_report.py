@@ -116,12 +116,9 @@ def _phase_table(report: ParityReport) -> str:
 
 def _routing_lines(report: ParityReport) -> str:
     """Of a mixture of experts, the free choices of side b beside those of side a."""
-    lines = [
-        f"routing: places (positions x layers) where {report.b} alone would choose other experts than {report.a}"
-    ]
-    return (
-        "\n".join([*lines, *(f"  {name:8} {_routing_text(m)}" for name, m in report.routing.items())]) + "\n"
-    )
+    heading = "routing: positions x layers where b by itself would choose other experts than a"
+    lines = [f"  {name:8} {_routing_text(metrics)}" for name, metrics in report.routing.items()]
+    return "\n".join([heading, *lines]) + "\n"
 
 
 def _routing_text(metrics: RoutingMetrics) -> str:
