@@ -272,12 +272,7 @@ class ModelConfig:
             yield "sliding_window", f"{self.sliding_window} is not positive"
         yield from self._scaling_problems()
         if self.experts is not None:
-            yield from _expert_problems(self.experts, self.block_count)
-            if self.block.shared_gate and not self.experts.shared_feed_forward_length:
-                yield (
-                    "experts.shared_feed_forward_length",
-                    "0: a shared expert has a gate in this architecture",
-                )
+            yield from _expert_problems(self.experts, self.block_count, self.block.shared_gate)
 
     def _scaling_problems(self) -> Iterator[tuple[str, str]]:
         scaling = self.rope_scaling
@@ -311,14 +306,14 @@ class ModelConfig:
             yield "attention_temperature_length", f"{self.attention_temperature_length} is not positive"
 
 
-def _expert_problems(experts: ExpertConfig, blocks: int) -> Iterator[tuple[str, str]]:
-    """As ModelConfig.problems, of a mixture of experts."""
+def _expert_problems(experts: ExpertConfig, blocks: int, shared: bool) -> Iterator[tuple[str, str]]:
+    """As ModelConfig.problems, of a mixture of experts, in `blocks` layers; `shared`: there must be a shared expert."""
     router, most = experts.router, LIMITS["feed_forward_length"][1]
     limits = {
         "experts.count": (experts.count, 1, MOST_EXPERTS),
         "experts.used": (router.used, 1, min(experts.count, MOST_EXPERTS_USED)),
         "experts.feed_forward_length": (experts.feed_forward_length, 1, most),
-        "experts.shared_feed_forward_length": (experts.shared_feed_forward_length, 0, most),
+        "experts.shared_feed_forward_length": (experts.shared_feed_forward_length, int(shared), most),
         "experts.groups": (router.groups, 1, experts.count),
         "experts.groups_used": (router.groups_used, 1, router.groups),
     }

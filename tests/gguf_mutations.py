@@ -129,6 +129,15 @@ OTHERS: dict[str, dict[str, object]] = {
         "phi3.rope.scaling.original_context_length": 16,
         "phi3.rope.scaling.attn_factor": 1.25,
     },
+    "qwen2moe": {
+        "qwen2moe.expert_gating_func": 1,
+        "qwen2moe.expert_weights_norm": False,
+        "qwen2moe.expert_weights_scale": 1.5,
+        "qwen2moe.expert_group_count": 2,
+        "qwen2moe.expert_group_used_count": 1,
+    },
+    "qwen3moe": {"qwen3moe.expert_shared_count": 0, "qwen3moe.leading_dense_block_count": 0},
+    "olmoe": {"olmoe.expert_used_count": [2], "olmoe.expert_gating_func": 2},
 }
 """Other architectures, with keys of their own."""
 
@@ -177,6 +186,7 @@ def seeds() -> list[Seed]:
         model_builder(ModelSizes("llama", **tiny), _small_spm()).tensor(
             "rope_freqs.weight", (2,), data=b"\0\0\x80?" * 2
         ),
+        model_builder(ModelSizes("llama", **tiny, experts=2, separate=True), _small_spm()),
         model_builder(ModelSizes("mistral3", **tiny), _small_spm(), changes=yarn),
         model_builder(ModelSizes("qwen2", **tiny), bpe, tied=True),
         model_builder(ModelSizes("qwen3", **tiny), bpe, changes={"qwen3.attention.head_count_kv": [1]}),

@@ -26,8 +26,25 @@ MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate.*": "mlp.experts.*.gate_proj",
+    "ffn_up.*": "mlp.experts.*.up_proj",
+    "ffn_down.*": "mlp.experts.*.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+"""Architecture -> model type, where they differ."""
+
 OTHER_MODULES = {
+    "mixtral": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate.*": "block_sparse_moe.experts.*.w1",
+        "ffn_up.*": "block_sparse_moe.experts.*.w3",
+        "ffn_down.*": "block_sparse_moe.experts.*.w2",
+    },
     "olmo2": {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
@@ -39,7 +56,7 @@ OTHER_MODULES = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
-"""Architecture -> what differs."""
+"""Architecture or model type -> what differs."""
 
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,7 +68,7 @@ TOP = {
 def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any) -> dict[str, Any]:
     """The config.json of a model of `sizes`; a change to None drops the key."""
     config = {
-        "model_type": sizes.architecture,
+        "model_type": MODEL_TYPES.get(sizes.architecture, sizes.architecture),
         "vocab_size": vocab,
         "max_position_embeddings": sizes.context,
         "hidden_size": sizes.embedding,
@@ -64,16 +81,45 @@ def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any)
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
+        **(_experts(sizes) if sizes.experts else {}),
     }
     return {key: value for key, value in {**config, **changes}.items() if value is not None}
+
+
+def _experts(sizes: ModelSizes) -> dict[str, Any]:
+    return {
+        "num_local_experts" if sizes.architecture == "llama" else "num_experts": sizes.experts,
+        "num_experts_per_tok": sizes.experts_used,
+        "moe_intermediate_size": sizes.expert_feed_forward,
+        "shared_expert_intermediate_size": sizes.shared_feed_forward,
+    }
 
 
 def hf_name(gguf_name: str, architecture: str = "llama") -> str:
     if gguf_name in TOP:
         return TOP[gguf_name]
-    _, block, module, kind = gguf_name.split(".")
+    _, block, module, *expert, kind = gguf_name.split(".")
     modules = MODULES | OTHER_MODULES.get(architecture, {})
-    return f"model.layers.{block}.{modules[module]}.{kind}"
+    name = modules[".".join([module, *"*" * len(expert)])].replace("*", "".join(expert))
+    return f"model.layers.{block}.{name}.{kind}"
+
+
+def fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by their names in a folder, a layer's experts in one tensor each, as `transformers` holds them."""
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    rows: dict[tuple[str, str], list[Tensor]] = {}
+    rest = {}
+    for name, values in weights.items():
+        layer, found, expert = name.partition(".experts.")
+        if found:
+            rows.setdefault((layer, expert.split(".")[1]), []).append(values)
+        else:
+            rest[name] = values
+    for layer in {layer for layer, _ in rows}:
+        gate, up, down = (torch.stack(rows[layer, kind]) for kind in kinds)
+        rest[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        rest[f"{layer}.experts.down_proj"] = down
+    return rest
 
 
 def random_weights(
@@ -83,6 +129,7 @@ def random_weights(
     generator = torch.Generator().manual_seed(1)
     weights = {}
     for name, shape in sizes.tensor_shapes(vocab, tied).items():
+        shape = (1, *shape) if name.endswith("ffn_gate_inp_shexp.weight") else shape
         values = torch.randn(shape, generator=generator) * 0.3
         weights[name] = (values + 1.0 if name.endswith("norm.weight") else values).to(dtype)
     return weights
