@@ -11,6 +11,7 @@ from quengine.models.config import ModelConfig
 from quengine.models.gguf.errors import shown
 from quengine.models.model_summary import ModelSummary, TokenizerSummary
 from quengine.models.parameter_counts import count_text
+from quengine.models.tensor_table import draft_note
 from quengine.platform.machine import available_memory, cuda_devices
 
 
@@ -56,11 +57,12 @@ def lines_of(summary: ModelSummary, devices: list[dict[str, Any]], tensors: bool
     if summary.problem:
         lines.append(f"cannot run    {summary.problem}")
     if summary.tensors:
-        bits = 8 * sum(row.nbytes for row in summary.tensors) / max(1, summary.parameters)
+        bits = 8 * sum(row.nbytes for row in summary.computed) / max(1, summary.parameters)
         lines.append(f"parameters    {count_text(summary.parameters)}, {bits:.2f} bits a weight")
     if summary.config is not None:
         lines += _config_lines(summary.config)
         lines += _expert_lines(summary)
+    lines += [f"note          {note}" for note in draft_note(summary.drafts)]
     lines += _device_lines(summary, devices)
     lines += _tokenizer_lines(summary.tokenizer)
     for name, text in summary.templates.items():

@@ -64,7 +64,7 @@ class Decoder:
         self.chunk_size = chunk_size
         top = LayerTensors(tensors, "", backend, config.rms_eps)
         self.token_embd = top.weight("token_embd")
-        self.output_norm = RMSNorm(top.vector("output_norm"), config.rms_eps)
+        self.output_norm = RMSNorm(top.vector("output_norm") * config.logit_scale, config.rms_eps)
         self.output = top.weight("output") if top.has("output") else self.token_embd
         specs = _attention_specs(config, backend.device, ctx_size, chunk_size)
         self.blk = [
@@ -93,7 +93,7 @@ class Decoder:
     def hidden(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
         """The rows that the output matrix would read, of all tokens: [T, embedding length]."""
         x = self._layers(batch, cache, None)
-        return self.backend.rms_norm(x, self.output_norm)
+        return self.backend.rms_norm(x, self.output_norm) / self.config.logit_scale
 
     def _logits(self, batch: ForwardBatch, x: Hidden) -> Tensor:
         return self.backend.logits(batch, x, self.output_norm, self.output)

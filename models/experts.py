@@ -23,7 +23,7 @@ class MixtureOfExperts:
         self.backend = tensors.backend
         self.activation = config.block.activation
         self.experts = config.experts
-        self.ffn_norm = RMSNorm(tensors.vector("ffn_norm"), tensors.eps)
+        self.ffn_norm = RMSNorm(tensors.vector(config.block.ffn_norm), tensors.eps)
         self.router = _router(config, tensors)
         bias, count = config.block.expert_bias, config.experts.count
         gate, up, down = (_of_experts(tensors, kind, count) for kind in ("gate", "up", "down"))

@@ -252,6 +252,32 @@ CHANGES = {
         "ffn_down_shexp.weight": "d s",
     },
     "qwen3moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
+    "glm4moe": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "ffn_norm.weight": "",
+        "post_attention_norm.weight": "d",
+        "exp_probs_b.bias": "e",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
+    "gpt-oss": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+        "attn_output.bias": "d",
+        "attn_sinks.weight": "n",
+        "ffn_norm.weight": "",
+        "post_attention_norm.weight": "d",
+        "ffn_gate_inp.bias": "e",
+        "ffn_gate_exps.bias": "e x",
+        "ffn_up_exps.bias": "e x",
+        "ffn_down_exps.bias": "e d",
+    },
     "olmoe": {"attn_q_norm.weight": "q", "attn_k_norm.weight": "kv"},
     "qwen2": {"attn_q.bias": "q", "attn_k.bias": "kv", "attn_v.bias": "kv"},
     "qwen3": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
@@ -284,6 +310,9 @@ MIXTURES = {
     "qwen2moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "qwen3moe": ("expert_feed_forward_length",),
     "olmoe": (),
+    "glm4moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "granitemoe": (),
+    "gpt-oss": ("expert_feed_forward_length",),
 }
 """Architectures whose models always have experts -> the keys that their files have for the experts' lengths."""
 
@@ -350,7 +379,7 @@ class ModelSizes:
         """Every tensor of the model and its torch-order shape."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sizes = {"d": self.embedding, "f": self.feed_forward, "2f": 2 * self.feed_forward, "h": self.head_dim}
-        sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv}
+        sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv, "n": self.heads}
         sizes |= {"e": self.experts or 0, "x": self.expert_feed_forward, "s": self.shared_feed_forward}
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
         for i in range(self.blocks):

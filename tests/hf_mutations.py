@@ -25,7 +25,7 @@ from quengine.models.model_summary import summarize
 from quengine.models.template.chat_template import ChatTemplate, encode_chat
 from quengine.models.tokenizer import Tokenizer
 from tests.gguf_builder import ModelSizes, byte_level_alphabet
-from tests.hf_writer import fused, hf_config, hf_name, random_weights, write_hf
+from tests.hf_writer import fused, hf_config, hf_name, packed, random_weights, within_others, write_hf
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 GENERATION, TEMPLATE, WEIGHTS = "generation_config.json", "chat_template.jinja", "model.safetensors"
@@ -146,17 +146,21 @@ def _seed(
     shards: int = 1,
     tied: bool = False,
     in_one_tensor: bool = False,
+    width: int = 8,
     **more: Any,
 ) -> Files:
-    """`in_one_tensor`: a layer's experts are."""
-    tiny = {"blocks": 1, "embedding": 8, "feed_forward": 8, "heads": 2, "kv_heads": 1, "head_dim": 4}
+    """`in_one_tensor`: a layer's experts are. `width`: of the stream and of experts; of 32 they are packed."""
+    tiny = {"blocks": 1, "embedding": width, "feed_forward": width, "heads": 2, "kv_heads": 1, "head_dim": 4}
     experts = 4 if more.get("model_type") == "mixtral" else None
-    sizes = ModelSizes(architecture, **tiny, experts=experts, expert_feed_forward=8, separate=True)
+    separate = architecture not in ("granitemoe", "gpt-oss")
+    sizes = ModelSizes(architecture, **tiny, experts=experts, expert_feed_forward=width, separate=separate)
     config = {**hf_config(sizes, 270, tied), "eos_token_id": 1, **more}
     rename = partial(hf_name, architecture=more.get("model_type", architecture))
-    write_hf(folder, config, random_weights(sizes, 270, tied), shards, rename)
-    if in_one_tensor:
-        save_file(fused(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+    weights = within_others(random_weights(sizes, 270, tied), architecture)
+    write_hf(folder, config, weights, shards, rename)
+    if in_one_tensor or width == 32:
+        changed = (fused if in_one_tensor else packed)(load_file(folder / WEIGHTS))
+        save_file(changed, folder / WEIGHTS)
     files: Files = {
         CONFIG: config,
         TOKENIZER: json.loads(engine.to_str()),
@@ -186,6 +190,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 4,
         "sliding_window_pattern": 2,
     },
+    "granite": {
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8,
+    },
     "phi3": {
         "partial_rotary_factor": 0.5,
         "sliding_window": 8,
@@ -193,6 +203,28 @@ OTHERS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [4.0]},
     },
     "qwen2moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": True},
+    "glm4moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 8,
+        "n_group": 2,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+    },
+    "granitemoe": {"residual_multiplier": 0.22, "logits_scaling": 8},
+    "gpt-oss": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+        "swiglu_limit": 7.0,
+        "sliding_window": 8,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "width": 32,
+    },
     "qwen3moe": {"norm_topk_prob": True, "in_one_tensor": True},
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False},
 }

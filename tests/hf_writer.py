@@ -5,6 +5,7 @@ GGUF file too. Reordering is done here by the reshape that GGUF converters use, 
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,21 @@ MODULES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
 """Architecture -> model type, where they differ."""
 
 OTHER_MODULES = {
+    "glm4moe": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+    "granitemoe": {
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_down_exps": "block_sparse_moe.output_linear",
+    },
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",
         "ffn_gate.*": "block_sparse_moe.experts.*.w1",
@@ -87,8 +99,10 @@ def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any)
 
 
 def _experts(sizes: ModelSizes) -> dict[str, Any]:
+    counts = dict.fromkeys(("llama", "granitemoe", "gpt-oss"), "num_local_experts")
+    counts["glm4moe"] = "n_routed_experts"
     return {
-        "num_local_experts" if sizes.architecture == "llama" else "num_experts": sizes.experts,
+        counts.get(sizes.architecture, "num_experts"): sizes.experts,
         "num_experts_per_tok": sizes.experts_used,
         "moe_intermediate_size": sizes.expert_feed_forward,
         "shared_expert_intermediate_size": sizes.shared_feed_forward,
@@ -96,8 +110,8 @@ def _experts(sizes: ModelSizes) -> dict[str, Any]:
 
 
 def hf_name(gguf_name: str, architecture: str = "llama") -> str:
-    if gguf_name in TOP:
-        return TOP[gguf_name]
+    if gguf_name in TOP or gguf_name.startswith("model."):
+        return TOP.get(gguf_name, gguf_name)
     _, block, module, *expert, kind = gguf_name.split(".")
     modules = MODULES | OTHER_MODULES.get(architecture, {})
     name = modules[".".join([module, *"*" * len(expert)])].replace("*", "".join(expert))
@@ -122,6 +136,43 @@ def fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return rest
 
 
+def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Tensor]:
+    """Weights by their GGUF names, but those that a folder holds within others, which are by their names there."""
+    held = dict(weights)
+    for layer in {name.split(".")[1] for name in weights if name.startswith("blk.")}:
+        ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
+        if architecture == "glm4moe":
+            held[f"{theirs}.mlp.gate.e_score_correction_bias"] = held.pop(f"{ours}.exp_probs_b.bias")
+        if architecture == "granitemoe":
+            both = [held.pop(f"{ours}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
+            held[f"{theirs}.block_sparse_moe.input_linear.weight"] = torch.cat(both, dim=1)
+        if architecture == "gpt-oss":
+            experts = f"{theirs}.mlp.experts"
+            both = [held.pop(f"{ours}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
+            held[f"{experts}.gate_up_proj"] = (
+                torch.stack(both, dim=2).flatten(1, 2).transpose(1, 2).contiguous()
+            )
+            both = [held.pop(f"{ours}.ffn_{kind}_exps.bias") for kind in ("gate", "up")]
+            held[f"{experts}.gate_up_proj_bias"] = torch.stack(both, dim=2).flatten(1, 2)
+            down = held.pop(f"{ours}.ffn_down_exps.weight")
+            held[f"{experts}.down_proj"] = down.transpose(1, 2).contiguous()
+            held[f"{experts}.down_proj_bias"] = held.pop(f"{ours}.ffn_down_exps.bias")
+            held[f"{theirs}.self_attn.sinks"] = held.pop(f"{ours}.attn_sinks.weight")
+    return held
+
+
+def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A gpt-oss folder's tensors with random MXFP4 blocks and scales in place of the experts' matrices."""
+    generator = torch.Generator().manual_seed(5)
+    held = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, cols, rows = held.pop(name).shape
+        groups = (experts, rows, cols // 32)
+        random = partial(torch.randint, generator=generator, dtype=torch.uint8)
+        held |= {f"{name}_blocks": random(0, 256, (*groups, 16)), f"{name}_scales": random(119, 126, groups)}
+    return held
+
+
 def random_weights(
     sizes: ModelSizes, vocab: int, tied: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
@@ -137,7 +188,7 @@ def random_weights(
 
 def in_gguf_order(weights: dict[str, Tensor], sizes: ModelSizes) -> dict[str, Tensor]:
     """The weights as a GGUF converter writes them: Q and K of the llama family with rotated rows in pairs."""
-    if sizes.architecture not in ("llama", "mistral3"):
+    if sizes.architecture not in ("llama", "mistral3", "granite"):
         return weights
     ordered = dict(weights)
     for name, values in weights.items():

@@ -5,6 +5,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def write_model(
     else:
         model = transformers.AutoModelForCausalLM.from_config(text)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in chain(model.named_parameters(), model.named_buffers()):
             if name.endswith("bias") or "norm" in name:  # made as zeros and ones, which would hide them
                 weight.add_(torch.randn_like(weight) * 0.2)
         if change is not None:

@@ -424,7 +424,7 @@ def test_layers_that_keep_the_same_positions_are_a_group():
         {"rope_scaling": "linear"},
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"rope_scaling": {"type": "linear", "factor": 0.0}},
-        {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 0}},
         {"rope_scaling": {"type": "llama3", "factor": 8.0}},
         {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
         {"attention_bias": True},

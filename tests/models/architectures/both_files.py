@@ -39,7 +39,8 @@ class Case:
     """A model for `write_model`. `tokenizer` is the class that tokenizer_config.json names, "" for SentencePiece.
 
     converts: the converter writes all of it; where not, there is only the folder.
-    mixture: of experts, written in every form. change: alters the weights of the `transformers` model.
+    mixture: of experts, written in every form. change: alters the weights of the `transformers` model. edit: the folder
+    before anything reads it.
     """
 
     model_type: str
@@ -49,6 +50,7 @@ class Case:
     converts: bool = True
     mixture: bool = False
     change: Callable[[Any], None] | None = None
+    edit: Callable[[Path], Any] | None = None
 
     @property
     def kinds(self) -> list[str]:
@@ -70,6 +72,8 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
         write_model(folder, case.model_type, case.vision, **options)
         if case.mixture:
             write_model(path_of(root, name, "fused folder"), case.model_type, fused=True, **options)
+        if case.edit is not None:
+            case.edit(folder)
         torch.save(transformers_logits(folder, case.vocab), root / f"{name}.pt")
         if case.tokenizer:
             write_tokenizer(folder, case.tokenizer)
