@@ -154,6 +154,19 @@ _OF_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "olmoe-tiny": ("olmoe", {"experts": 16, "experts_used": 8, "feed_forward_length": 256}),
+    "granitemoe-tiny": ("granitemoe", {"experts": 8, "experts_used": 2, "feed_forward_length": 256}),
+    "glm4moe-tiny": (
+        "glm4moe",
+        {
+            "block_count": 3,
+            "rope_dim": 32,
+            "experts": 16,
+            "experts_used": 4,
+            "expert_feed_forward_length": 256,
+            "shared_feed_forward_length": 256,
+            "dense_layers": 1,
+        },
+    ),
     "gpt-oss-20b": (
         "gpt-oss",
         {

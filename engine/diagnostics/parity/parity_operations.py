@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import Backend, Hidden
+from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.moe.router import Routing
 from quengine.models.decoder import Decoder
 
@@ -61,13 +62,16 @@ class Watch(Protocol):
 
 def rows_of(hidden: Hidden) -> Tensor:
     """What a backend's operation has given as numbers [T, width], on its device; of a residual stream whose norm has
-    been begun, the stream; of a routing the weights, with the shared expert's as the last column.
+    been begun, the stream; of experts [T, k, width]; of a routing the weights, with the shared expert's as the last
+    column.
     """
     if isinstance(hidden, Tensor):
         return hidden
     if isinstance(hidden, Routing):
         shared = [] if hidden.shared is None else [hidden.shared[:, None]]
         return torch.cat([hidden.weights, *shared], dim=1)
+    if isinstance(hidden, ExpertRows):
+        return hidden.by_slot()
     # Only the CUDA backend gives anything else, so what it needs is installed.
     from quengine.kernels.cuda.rms_normed import RmsNormed
 
@@ -83,6 +87,8 @@ def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
     placed = rows.to(backend.device, backend.dtype)
     if isinstance(own, Tensor):
         return placed
+    if isinstance(own, ExpertRows):
+        return own.of_slots(placed)
     placed = placed.flatten(0, -2)  # of experts, a row for each of a token's
     from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct, to_fp16_operand
     from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations

@@ -21,7 +21,7 @@ from quengine.kernels.moe.router import Router, chosen
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.gguf import open_gguf
-from quengine.models.synthetic.synthetic import SyntheticModel, write_synthetic
+from quengine.models.synthetic.synthetic import PRESETS, SyntheticModel, write_synthetic
 
 LAYERS, EXPERTS, USED = 3, 16, 4
 MODEL = SyntheticModel(
@@ -79,10 +79,14 @@ def choose_otherwise(size: float) -> Callable[[LLM], None]:
 
 
 def judged(
-    reference: LLMSide, path: Path, workload: Workload, spoil: Callable[[LLM], None] = lambda _: None
+    reference: LLMSide,
+    path: Path,
+    workload: Workload,
+    spoil: Callable[[LLM], None] = lambda _: None,
+    backend: str = "reference",
 ) -> ParityReport:
-    """The reference against itself with `spoil`."""
-    with LLM(path, "cpu", workload.ctx_size, 1, "reference") as llm:
+    """The reference against itself, or another backend, after `spoil`."""
+    with LLM(path, "cpu", workload.ctx_size, 1, backend) as llm:
         spoil(llm)
         return compare_sides(reference, LLMSide("cpu", llm), workload, quiet)
 
@@ -99,6 +103,34 @@ def test_a_healthy_pair_chooses_alike_at_every_place(
         assert found.bound == report.budgets[phase].clear_margin
     # Of the generated text the last token is not computed.
     assert report.routing["greedy"].places == LAYERS * (len(workload.prompts[0]) + 5)
+
+
+@pytest.mark.parametrize("preset", ["glm4moe-tiny", "gpt-oss-tiny", "granitemoe-tiny", "mixtral-tiny"])
+def test_the_cpu_is_within_the_budget_in_every_kind_of_router(preset: str, tmp_path: Path) -> None:
+    spec = replace(PRESETS[preset], vocab_size=512, embedding_length=256, context_length=128)
+    path = write_synthetic(tmp_path / "experts.gguf", spec)
+    short = plan_workload(path, [TEXT[:24]], prompts=1, tokens=3, window=80)
+    with LLM(path, "cpu", short.ctx_size, 1, "reference") as llm:
+        side = LLMSide("reference", llm)
+        report = judged(side, path, short, backend="auto")
+    assert report.failures == []
+    assert set(report.routing) == {"prefill", "decode", "greedy"}
+    # Rounding is there, but other choices are rare.
+    assert report.phases["decode"].nmse_median > 1e-12
+    assert report.routing["decode"].differing <= 0.05 * report.routing["decode"].places
+
+
+def test_on_the_cpu_a_choice_at_a_clear_margin_fails_though_every_value_is_right(
+    reference: LLMSide, model: Path, workload: Workload
+) -> None:
+    def spoil(llm: LLM) -> None:
+        for ffn in routers(llm):
+            bias = 0.05 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(1))
+            ffn.router = replace(ffn.router, selection_bias=bias)
+
+    report = judged(reference, model, workload, spoil, backend="auto")
+    assert {failure.partition(":")[0] for failure in report.failures} == {"prefill", "decode", "greedy"}
+    assert all("another choice of experts" in failure for failure in report.failures)
 
 
 def test_values_are_compared_under_the_same_routing_and_small_margins_are_only_reported(
@@ -168,9 +200,13 @@ def test_the_decoder_is_left_as_it_was(reference: LLMSide, workload: Workload) -
 
 
 def located(
-    reference: LLMSide, path: Path, workload: Workload, spoil: Callable[[LLM], None] = lambda _: None
+    reference: LLMSide,
+    path: Path,
+    workload: Workload,
+    spoil: Callable[[LLM], None] = lambda _: None,
+    backend: str = "reference",
 ) -> list[Location]:
-    with LLM(path, "cpu", workload.ctx_size, 1, "reference") as llm:
+    with LLM(path, "cpu", workload.ctx_size, 1, backend) as llm:
         spoil(llm)
         b = LLMSide("cpu", llm)
         place = Place(workload.windows[0], 20)
@@ -216,7 +252,7 @@ def test_a_wrong_block_of_experts_or_routers_is_found(
         scales = rows.reshape(-1, size)[:, at : at + 2].view(np.float16)
         scales *= 1.1
     rows.flush()
-    for location in located(reference, wrong, workload):
+    for location in located(reference, wrong, workload, backend="auto"):
         assert [o.place for o in location.operations if not o.within] == [place]
 
 
