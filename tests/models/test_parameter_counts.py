@@ -24,7 +24,7 @@ def counts_of(preset: str) -> ParameterCounts:
 @pytest.mark.parametrize(
     ("preset", "total", "active", "size"),
     [
-        # As their model cards have it (but that gpt-oss's has 3.6, without its embedding); sizes of the published files.
+        # As their model cards have it (gpt-oss's has 3.6 B active, without its embedding); sizes of published files.
         ("mixtral-8x7b", 46.7e9, 12.9e9, 28.45e9),
         ("qwen3-30b-a3b", 30.5e9, 3.3e9, 18.56e9),
         ("gpt-oss-20b", 20.9e9, 4.2e9, 12.11e9),

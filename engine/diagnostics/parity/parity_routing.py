@@ -82,6 +82,7 @@ class RoutingCounts:
 class _Choices:
     """What one layer's router chose on side a at the positions of a span: experts [n, k], logits fp64 [n, E]."""
 
+    router: Router
     experts: Tensor
     logits: Tensor
 
@@ -154,7 +155,8 @@ class Pair:
         if layer not in self._chosen:
             used, count = routing.experts.shape[1], logits.shape[1]
             experts = torch.zeros(self._rows, used, dtype=torch.int64)
-            self._chosen[layer] = _Choices(experts, torch.zeros(self._rows, count, dtype=torch.float64))
+            scores = torch.zeros(self._rows, count, dtype=torch.float64)
+            self._chosen[layer] = _Choices(call.router, experts, scores)
         rows = call.positions - self._start
         self._chosen[layer].experts[rows] = routing.experts.long().cpu()
         self._chosen[layer].logits[rows] = logits
@@ -166,7 +168,7 @@ class Pair:
         free = call.own().experts.long().cpu()
         differing = (free != wanted).any(dim=1)
         if differing.any():
-            margins = choice_margins(logits, call.router, wanted, free)
+            margins = choice_margins(logits, chosen.router, wanted, free)
         else:
             margins = (torch.zeros(len(rows)), torch.zeros(len(rows)))
         self.counts.add(layer, call.positions, margins, differing)
@@ -183,20 +185,20 @@ def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor
     """By how much side a's logits fp64 [n, E] speak for its experts `wanted` [n, k] against `taken` [n, k]: [n] each,
     in logits, and in units of their standard deviation. See RoutingMetrics; infinite where there is no number.
 
-    Scores that have a selection bias are brought to logits by the slope of the sigmoid at the two experts.
+    Scores with a selection bias are brought to logits by the slope of the score at the two experts. Where experts are
+    chosen from groups, the margin of a choice between groups is that of the experts in them.
     """
-    kind, scores = router.kind, logits
-    if kind.scores == "sigmoid":
-        scores = logits.sigmoid()
+    scores, slopes = logits, torch.ones_like(logits)
     if router.selection_bias is not None:
+        if router.kind.scores != "softmax_of_chosen":
+            scores = logits.sigmoid() if router.kind.scores == "sigmoid" else logits.softmax(-1)
+            slopes = scores * (1 - scores)
         scores = scores + router.selection_bias.double().cpu()
     of_a, of_b = (torch.zeros_like(logits, dtype=torch.bool).scatter(1, of, True) for of in (wanted, taken))
     best = scores.masked_fill(~(of_a & ~of_b), float("-inf")).max(dim=1)
     worst = scores.masked_fill(~(of_b & ~of_a), float("inf")).min(dim=1)
-    margin = best.values - worst.values
-    if kind.scores == "sigmoid":
-        two = logits.gather(1, torch.stack([best.indices, worst.indices], dim=1)).sigmoid()
-        margin = margin / (two * (1 - two)).mean(dim=1)
+    two = slopes.gather(1, torch.stack([best.indices, worst.indices], dim=1))
+    margin = (best.values - worst.values) / two.mean(dim=1)
     margin = margin.nan_to_num(nan=float("inf")).clamp(min=0)
     spread = logits.std(dim=1, correction=0)
     relative = (margin / spread).nan_to_num(nan=float("inf"))
