@@ -134,10 +134,10 @@ def transformers_logits(folder: Path, vocab: int = VOCAB) -> Tensor:
     return logits
 
 
-def our_logits(checkpoint: Checkpoint, vocab: int = VOCAB) -> Tensor:
+def our_logits(checkpoint: Checkpoint, vocab: int = VOCAB, backend: ReferenceBackend | None = None) -> Tensor:
     """The reference backend's logits, float64 [TOKENS, vocab], over a cache that keeps fp32."""
     config = checkpoint.config
-    decoder = Decoder(config, checkpoint.tensors, ReferenceBackend(keep=True), CONTEXT, CONTEXT)
+    decoder = Decoder(config, checkpoint.tensors, backend or ReferenceBackend(keep=True), CONTEXT, CONTEXT)
     rows = torch.empty(2, CONTEXT, config.head_count_kv, config.head_dim)
     cache = [KVLayer(*rows.clone()) for _ in range(config.block_count)]
     return forward(decoder, token_ids(vocab), cache, all_logits=True)

@@ -6,6 +6,7 @@ that the declaration has it (`Architecture.router`), and a file's keys replace w
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import LIMITS, MOST_EXPERTS, MOST_EXPERTS_USED, ExpertConfig
@@ -62,9 +63,9 @@ def _shared_length(file: GGUFFile, prefix: str, inner: int) -> int:
     return length or inner * (file.get_int(f"{prefix}.expert_shared_count", 0, MOST_EXPERTS) or 0)
 
 
-def _router_fields(file: GGUFFile, prefix: str) -> dict[str, object]:
+def _router_fields(file: GGUFFile, prefix: str) -> dict[str, Any]:
     """RouterKind fields that the file says; a scale, scores or groups of 0 say nothing, as in llama.cpp."""
-    fields: dict[str, object] = {}
+    fields: dict[str, Any] = {}
     gating_key = f"{prefix}.expert_gating_func"
     if gating := file.get_int(gating_key):
         if gating not in _SCORES:

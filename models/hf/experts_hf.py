@@ -53,7 +53,7 @@ def read_experts(
 def expert_keys(keys: Keys, model_type: ModelType) -> Mapping[str, str]:
     """`model_type.expert_keys`, with the name that config.json has for the number of experts."""
     names = model_type.expert_keys
-    other = _ALIASES.get(names.get("count", ""))
+    other = _ALIASES.get(names.get("count", ""), "")
     return {**names, "count": other} if other in keys else names
 
 

@@ -62,7 +62,9 @@ def tile_kind(w: QuantTensor) -> TileKind:
     if has_amx():
         return TileKind(BLOCK, 4 * DEPTH, MOST_ROWS, amx_pack_kernel, True, _amx_product)
     if uses_vnni(w):
-        return TileKind(vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS, vnni_pack_kernel, False, _vnni_product)
+        return TileKind(
+            vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS, vnni_pack_kernel, False, _vnni_product
+        )
     return TileKind(host_tile().rows, 4 * DEPTH, None, pack_kernel, False, _product)
 
 

@@ -1,16 +1,21 @@
 """Models of an architecture as Hugging Face folders and as the GGUF files that llama.cpp's converter makes of them."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quengine import LLM
 from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.moe.router import Routing
+from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
@@ -70,8 +75,6 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
         folder = root / name
         options = {"vocab": case.vocab, "change": case.change, **case.config}
         write_model(folder, case.model_type, case.vision, **options)
-        if case.mixture:
-            write_model(path_of(root, name, "fused folder"), case.model_type, fused=True, **options)
         if case.edit is not None:
             case.edit(folder)
         torch.save(transformers_logits(folder, case.vocab), root / f"{name}.pt")
@@ -79,6 +82,10 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
             write_tokenizer(folder, case.tokenizer)
         else:
             write_sentencepiece(folder)
+        if case.mixture:
+            fused = path_of(root, name, "fused folder")
+            shutil.copytree(folder, fused)
+            write_model(fused, case.model_type, fused=True, **options)
         if case.converts:
             jobs.append(Conversion(folder, root / f"{name}.gguf", "llama-bpe"))
     convert(jobs)
@@ -122,10 +129,50 @@ def difference(root: Path, name: str, kind: str, case: Case) -> float:
     return nmse(our_logits(opened(root, name, kind), case.vocab), torch.load(root / f"{name}.pt"))
 
 
+class ChoosingReference(ReferenceBackend):
+    """The reference backend; `chosen` has the experts of each row [T, k], a tensor for each call of `route`."""
+
+    def __init__(self) -> None:
+        super().__init__(keep=True)
+        self.chosen: list[Tensor] = []
+
+    def route(self, *arguments: Any, **options: Any) -> Routing:
+        routing = super().route(*arguments, **options)
+        self.chosen.append(routing.experts)
+        return routing
+
+
+class CpuWithGivenExperts(CpuBackend):
+    """The CPU's kernels, each row of layer i with its experts in `chosen[i]`, [positions, k].
+
+    Between experts that are all but equal a cache in fp16 may tip the choice, which says nothing of the kernels.
+    """
+
+    def __init__(self, chosen: list[Tensor]) -> None:
+        super().__init__(1)
+        self._chosen = cycle(chosen)
+
+    def route(self, batch: ForwardBatch, *arguments: Any) -> Routing:  # type: ignore[override]
+        return super().route(batch, *arguments, next(self._chosen)[batch.positions])
+
+
+def reference_choice(checkpoint: Checkpoint, vocab: int) -> list[Tensor]:
+    """The experts of each token [TOKENS, k], a tensor for each layer with experts."""
+    backend = ChoosingReference()
+    our_logits(checkpoint, vocab, backend)
+    return backend.chosen
+
+
 def cpu_difference(root: Path, name: str, kind: str, case: Case, decode: bool) -> float:
-    """The same of the CPU's kernels, operation by operation: a prompt of 40 tokens, or of 20, then token by token."""
+    """The same of the CPU's kernels, operation by operation: a prompt of 40 tokens, or of 20, then token by token.
+
+    Rows of a mixture of experts have those that the reference backend chooses.
+    """
     checkpoint, ids = opened(root, name, kind), token_ids(case.vocab)
-    decoder = Decoder(checkpoint.config, checkpoint.tensors, CpuBackend(1), 64, 64)
+    backend = CpuBackend(1)
+    if case.mixture:
+        backend = CpuWithGivenExperts(reference_choice(checkpoint, case.vocab))
+    decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
     cache = KVCache.allocate(checkpoint.config, 64, torch.device("cpu")).layers
     cuts = [0, 20, *range(21, TOKENS + 1)] if decode else [0, TOKENS]
     rows = [forward(decoder, ids[a:b], cache, a, all_logits=True) for a, b in pairwise(cuts)]

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from quengine.errors import EngineError
-from quengine.kernels.moe.router import Routing
-from quengine.kernels.reference import ReferenceBackend
 from quengine.models.config import ModelConfig
 from tests.gguf_builder import ModelSizes
 from tests.hf_writer import hf_config
@@ -21,9 +19,10 @@ from tests.models.architectures.both_files import (
     engine_difference,
     of_kind,
     opened,
+    reference_choice,
     write_cases,
 )
-from tests.transformers_models import TOKENS, our_logits
+from tests.transformers_models import TOKENS
 
 OF_FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
 
@@ -89,39 +88,33 @@ def test_the_engine_computes_them_on_the_cpu(root: Path, kind: str, decode: bool
     assert engine_difference(root, "two of four", kind, CASES["two of four"], decode) < CPU_TOLERANCE
 
 
-def rows_of_experts(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+def rows_of_experts(root: Path, name: str) -> list[list[int]]:
     """How many rows each expert computes, a list for each layer."""
-    counts: list[list[int]] = []
-    route = ReferenceBackend.route
-
-    def counted(*arguments: Any) -> Routing:
-        routing = route(*arguments)
-        experts = len(arguments[4].weight)
-        counts.append(torch.bincount(routing.experts.flatten(), minlength=experts).tolist())
-        return routing
-
-    monkeypatch.setattr(ReferenceBackend, "route", counted)
-    our_logits(opened(root, name, "gguf"), CASES[name].vocab)
+    case, checkpoint = CASES[name], opened(root, name, "gguf")
+    counts = [
+        torch.bincount(experts.flatten(), minlength=case.config["num_local_experts"]).tolist()
+        for experts in reference_choice(checkpoint, case.vocab)
+    ]
     assert len(counts) == 2
     return counts
 
 
-def test_each_row_has_as_many_experts_as_the_file_says(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [sum(layer) for layer in rows_of_experts(root, "two of four", monkeypatch)] == [2 * TOKENS] * 2
+def test_each_row_has_as_many_experts_as_the_file_says(root: Path) -> None:
+    assert [sum(layer) for layer in rows_of_experts(root, "two of four")] == [2 * TOKENS] * 2
 
 
-def test_all_of_four_compute_every_row(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rows_of_experts(root, "all of four", monkeypatch) == [[TOKENS] * 4] * 2
+def test_all_of_four_compute_every_row(root: Path) -> None:
+    assert rows_of_experts(root, "all of four") == [[TOKENS] * 4] * 2
 
 
-def test_an_expert_that_no_row_chooses_computes_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for *others, last in rows_of_experts(root, "one never chosen", monkeypatch):
+def test_an_expert_that_no_row_chooses_computes_none(root: Path) -> None:
+    for *others, last in rows_of_experts(root, "one never chosen"):
         assert last == 0 and min(others) > 0
 
 
-def test_an_expert_that_every_row_chooses_computes_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [n for _, n, _ in rows_of_experts(root, "one always chosen", monkeypatch)] == [TOKENS] * 2
-    assert rows_of_experts(root, "all tokens to one", monkeypatch) == [[0, 0, TOKENS, 0]] * 2
+def test_an_expert_that_every_row_chooses_computes_all(root: Path) -> None:
+    assert [n for _, n, _ in rows_of_experts(root, "one always chosen")] == [TOKENS] * 2
+    assert rows_of_experts(root, "all tokens to one") == [[0, 0, TOKENS, 0]] * 2
 
 
 def test_a_folder_without_experts_in_its_config_has_those_of_mixtral() -> None:
