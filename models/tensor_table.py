@@ -194,7 +194,9 @@ def _check_same_type(file: GGUFFile, names: list[str]) -> None:
     for tensor in others:
         if tensor.type_name != first.type_name:
             problem = f"type {tensor.type_name} differs from {first.name}'s, {first.type_name}"
-            raise file.tensor_error(tensor.name, f"{problem}: take a file whose experts have one type a layer")
+            raise file.tensor_error(
+                tensor.name, f"{problem}: take a file whose experts have one type a layer"
+            )
 
 
 def _check_tensor(file: GGUFFile, tensor: GGUFTensor, shape: Shape) -> None:

@@ -29,19 +29,19 @@ def _flag(keys: Keys, key: str) -> bool:
 
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
-    qk_norm = "head" if _flag(keys, "use_qk_norm") else None
-    block = replace(config.block, qkv_bias=_flag(keys, "attention_bias"), qk_norm=qk_norm)
+    biases, norms = _flag(keys, "attention_bias"), _flag(keys, "use_qk_norm")
+    block = replace(config.block, qkv_bias=biases, qk_norm="head" if norms else None)
     return {"block": block, "draft_layers": integer(keys, f"num_{_DRAFTS}", 0, _MOST)}
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     """Biases and norms are told by their tensors; the layers counted include those that draft."""
     kinds = {name.split(".", 2)[-1] for name in file.tensors}
-    qk_norm = "head" if kinds & {"attn_q_norm.weight", "attn_k_norm.weight"} else None
-    qkv_bias = bool(kinds & {"attn_q.bias", "attn_k.bias", "attn_v.bias"})
+    norms = kinds & {"attn_q_norm.weight", "attn_k_norm.weight"}
+    biases = kinds & {"attn_q.bias", "attn_k.bias", "attn_v.bias"}
     drafts = file.get_int(f"glm4moe.{_DRAFTS}", 0, config.block_count - 1) or 0
     return {
-        "block": replace(config.block, qkv_bias=qkv_bias, qk_norm=qk_norm),
+        "block": replace(config.block, qkv_bias=bool(biases), qk_norm="head" if norms else None),
         "block_count": config.block_count - drafts,
         "draft_layers": drafts,
     }

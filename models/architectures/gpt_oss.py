@@ -1,7 +1,7 @@
 """gpt-oss: attention sinks, a window in every second layer, and experts with biases and a clamped activation, in MXFP4.
 
-The router chooses by its logits, and weights the chosen experts by a softmax over theirs. YaRN stretches layers with
-and without a window alike; its limits are not rounded (`truncate` in config.json). GGUF files cannot say so, and
+The router chooses by its logits, and weights the chosen experts by a softmax over theirs. Layers with and without a
+window have the same YaRN, whose limits are not rounded (`truncate` in config.json). GGUF files cannot say so, and
 llama.cpp rounds them; here they mean what the model was trained with.
 
 In folders gate and up rows of an expert take turns, in one tensor: packed as MXFP4 in released ones, transposed and not
@@ -11,7 +11,6 @@ packed in what `transformers` saves otherwise.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quengine.kernels.glu import CLAMP, SWISH_SLOPE
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import (
     Architecture,
@@ -24,6 +23,7 @@ from quengine.models.architectures.architecture import (
 from quengine.models.config import BlockKind, ModelConfig
 from quengine.models.hf.hf_keys import config_error, number
 
+_COMPUTED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as kernels/glu.py has them
 _ROPE = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
@@ -40,7 +40,7 @@ def _layer_kinds(_keys: Keys, blocks: int) -> Sequence[LayerKind]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    for key, computed in (("swiglu_alpha", SWISH_SLOPE), ("swiglu_limit", CLAMP)):
+    for key, computed in _COMPUTED.items():
         if (given := number(keys, key, computed)) != computed:
             raise config_error(key, f"{given} is not implemented, only {computed} is")
     if keys.get("attention_bias") is not True:

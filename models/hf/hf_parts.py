@@ -6,6 +6,7 @@ Microscaling Formats specification 1.0). A block of GGUF is the same scale, then
 15 in the low halves and 16 to 31 in the high ones. Nothing is rounded.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,8 @@ from quengine.models.architectures.architecture import HFPart
 from quengine.models.hf.hf_shards import HFShards, StoredTensor
 
 _BLOCK = 32
-_BLOCK_BYTES = 17
+_GGUF_BLOCK = np.dtype([("scale", "u1"), ("codes", "V16")])
+_LOW_HALVES, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 
 
 class StoredPart:
@@ -66,14 +68,16 @@ def gguf_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
 
     uint8 [E * rows, groups * 17].
     """
-    out = torch.empty(*scales.shape, _BLOCK_BYTES, dtype=torch.uint8)
-    out[..., 0] = scales
-    for matrix, codes in zip(out, blocks, strict=True):  # one by one, as a layer's experts take gigabytes
-        even, odd = codes & 0xF, codes >> 4
-        # Bytes 0 to 7 have weights 0 to 15 in turns, 8 to 15 the others.
-        matrix[..., 1::2] = even[..., :8] | even[..., 8:] << 4
-        matrix[..., 2::2] = odd[..., :8] | odd[..., 8:] << 4
-    return out.reshape(-1, scales.shape[-1] * _BLOCK_BYTES)
+    out = np.empty(scales.shape, _GGUF_BLOCK)
+    out["scale"] = scales.numpy()
+    for matrix, codes in zip(out, blocks.numpy(), strict=True):  # one by one, as a layer's take gigabytes
+        halves = np.ascontiguousarray(codes).view("<u8")  # weights 0 to 15 and 16 to 31
+        low, high = halves[..., 0], halves[..., 1]
+        even = low & _LOW_HALVES | (high & _LOW_HALVES) << _FOUR
+        odd = low >> _FOUR & _LOW_HALVES | high & ~_LOW_HALVES
+        in_turns = np.stack([even.view(np.uint8), odd.view(np.uint8)], axis=-1)
+        matrix["codes"] = in_turns.reshape(codes.shape).view("V16")[..., 0]
+    return torch.from_numpy(out.view(np.uint8).reshape(-1, scales.shape[-1] * _GGUF_BLOCK.itemsize))
 
 
 def _slice(part: HFPart, rows: int) -> slice:

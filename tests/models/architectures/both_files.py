@@ -170,7 +170,7 @@ def cpu_difference(root: Path, name: str, kind: str, case: Case, decode: bool) -
     """
     checkpoint, ids = opened(root, name, kind), token_ids(case.vocab)
     backend = CpuBackend(1)
-    if case.mixture:
+    if checkpoint.config.experts is not None:
         backend = CpuWithGivenExperts(reference_choice(checkpoint, case.vocab))
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
     cache = KVCache.allocate(checkpoint.config, 64, torch.device("cpu")).layers

@@ -56,17 +56,19 @@ def add_draft_layer(folder: Path) -> None:
     edit(folder, num_nextn_predict_layers=1)
 
 
+def _case(**config: Any) -> Case:
+    return Case("glm4_moe", {**SIZES, **config}, mixture=True)
+
+
 CASES = {
-    "plain": Case("glm4_moe", SIZES),
-    "query and key norms": Case("glm4_moe", {**SIZES, "use_qk_norm": True}),
-    "all experts, without biases": Case(
-        "glm4_moe", {**SIZES, "attention_bias": False, "num_experts_per_tok": 8}
-    ),
-    "groups": Case("glm4_moe", {**SIZES, **GROUPS}),
-    "weights as they are": Case("glm4_moe", {**SIZES, "norm_topk_prob": False, "routed_scaling_factor": 1.5}),
-    "two dense layers": Case("glm4_moe", {**SIZES, "first_k_dense_replace": 2}),
-    "no dense layer": Case("glm4_moe", {**SIZES, "first_k_dense_replace": 0}),
-    "rotates all": Case("glm4_moe", {**SIZES, "partial_rotary_factor": 1.0}),
+    "plain": _case(),
+    "query and key norms": _case(use_qk_norm=True),
+    "without biases": _case(attention_bias=False),
+    "groups": _case(**GROUPS),
+    "weights as they are": _case(norm_topk_prob=False, routed_scaling_factor=1.5),
+    "two dense layers": _case(first_k_dense_replace=2),
+    "no dense layer, all experts": _case(first_k_dense_replace=0, num_experts_per_tok=8),
+    "rotates all": _case(partial_rotary_factor=1.0),
     "a draft layer": Case("glm4_moe", SIZES, edit=add_draft_layer),
 }
 

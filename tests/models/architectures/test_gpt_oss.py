@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quengine.errors import EngineError
+from quengine.kernels.glu import CLAMP, SWISH_SLOPE
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import CacheGroup, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.model_summary import summarize
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config, packed
 from tests.models.architectures.both_files import (
@@ -36,7 +38,6 @@ SIZES = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 15e4, "factor": 4.0, "original_max_position_embeddings": 32}
 WHOLE = {**YARN, "truncate": False}
-ALL = {"num_experts_per_tok": 6}
 
 
 def pack_experts(folder: Path) -> None:
@@ -50,10 +51,8 @@ CASES = {
     "plain": Case("gpt_oss", {**SIZES, "rope_parameters": WHOLE}),
     "packed": Case("gpt_oss", {**SIZES, "rope_parameters": WHOLE}, edit=pack_experts),
     "no yarn": Case("gpt_oss", {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 15e4}}),
-    "all experts, default yarn": Case("gpt_oss", {**SIZES, **ALL}),
-    "own layer types": Case(
-        "gpt_oss", {**SIZES, **ALL, "layer_types": ["full_attention"] * 3}, converts=False
-    ),
+    "all experts, default yarn": Case("gpt_oss", {**SIZES, "num_experts_per_tok": 6}),
+    "own layer types": Case("gpt_oss", {**SIZES, "layer_types": ["full_attention"] * 3}, converts=False),
     "rounded yarn": Case("gpt_oss", {**SIZES, "rope_parameters": YARN}, converts=False),
 }
 
@@ -94,6 +93,15 @@ def test_experts_of_either_folder_are_copied_and_said_to_be(root: Path) -> None:
     for name in ("plain", "packed"):
         assert "15 tensors are copied out of others: 0.00 GiB" in opened(root, name, "folder").notes
     assert opened(root, "packed", "folder").types == opened(root, "packed", "gguf").types
+
+
+@pytest.mark.parametrize("name", ["plain", "packed"])
+def test_a_folder_is_described_as_it_is_read(root: Path, name: str) -> None:
+    shown, checkpoint = summarize(root / name), opened(root, name, "folder")
+    assert shown.problem is None and shown.parameters == checkpoint.weights
+    assert shown.weight_bytes == checkpoint.nbytes
+    kinds = {row.type for row in shown.tensors if ".experts." in row.name and "bias" not in row.name}
+    assert kinds == {"MXFP4" if name == "packed" else "F32"}
 
 
 def test_every_second_layer_has_the_window(root: Path) -> None:
@@ -151,6 +159,11 @@ def test_the_released_configuration() -> None:
     assert config.rope_freq_base == 150000.0 and config.rope_scaling.factor == 32.0
     assert config.rope_scaling.attention_factor == pytest.approx(1.3465735903)
     assert config.full_attention_layers == tuple(range(1, 24, 2)) and config.sliding_window == 128
+
+
+def test_the_activations_numbers_are_the_kernels() -> None:
+    given = {"swiglu_alpha": SWISH_SLOPE, "swiglu_limit": CLAMP}
+    assert ModelConfig.from_hf(RELEASED | given) == ModelConfig.from_hf(RELEASED)
 
 
 @pytest.mark.parametrize(
