@@ -129,6 +129,12 @@ class ExpertConfig:
     shared_feed_forward_length: int = 0
     dense_layers: tuple[int, ...] = ()
 
+    def expected(self, rows: int) -> float:
+        """How many experts of a layer a step of `rows` rows is expected to read: `E (1 - (1 - k/E)^rows)`, if each
+        row's k experts are as likely as any others.
+        """
+        return self.count * (1.0 - (1.0 - self.router.used / self.count) ** rows)
+
 
 @dataclass(frozen=True)
 class CacheGroup:

@@ -112,6 +112,13 @@ class Decoder:
         blocks = sum(block.attention.nbytes + block.ffn.nbytes for block in self.blk)
         return int(blocks + self.output.nbytes + self.token_embd.nbytes // self.token_embd.rows)
 
+    def step_bytes(self, rows: int) -> int:
+        """Weight bytes that a decode step of `rows` rows reads: every matrix once, and of experts those that the rows
+        are expected to choose.
+        """
+        experts = [block.ffn for block in self.blk if isinstance(block.ffn, MixtureOfExperts)]
+        return self.bytes_per_token + sum(ffn.step_bytes(rows) - ffn.nbytes for ffn in experts)
+
     def _block(self, tensors: LayerTensors, spec: AttentionSpec, experts: bool) -> Block:
         if self.config.block.qk_norm:
             q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")

@@ -6,6 +6,7 @@ It also describes models that this engine cannot run, saying why, and files with
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, GGUFFile, StringArray, open_gguf
 from quengine.models.gguf.vocab_checks import CHAT_TEMPLATE, MERGES, TOKENS, check_vocabulary
+from quengine.models.parameter_counts import ParameterCounts, count_parameters
 from quengine.models.tensor_table import DEQUANTIZED_TYPES, check_tensors, draft_tensors
 
 _LAYER = re.compile(r"^blk\.\d+\.(.*)$")
@@ -75,16 +77,23 @@ class ModelSummary:
         """The tensors but those of layers that the decoder passes over."""
         return [row for row in self.tensors if row.name not in self.drafts]
 
+    @cached_property
+    def counts(self) -> ParameterCounts:
+        """Bytes are those in memory: as stored, or as F32 for types that have no packed kernel."""
+        rows = (
+            (row.name, row.shape, 4 * prod(row.shape) if row.type in DEQUANTIZED_TYPES else row.nbytes)
+            for row in self.computed
+        )
+        return count_parameters(rows, self.config)
+
     @property
     def parameters(self) -> int:
-        return sum(prod(row.shape) for row in self.computed)
+        return self.counts.parameters
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes the weights take in memory: as stored, or as F32 for types that have no packed kernel."""
-        return sum(
-            4 * prod(row.shape) if row.type in DEQUANTIZED_TYPES else row.nbytes for row in self.computed
-        )
+        """Bytes the weights take in memory."""
+        return self.counts.nbytes
 
     def groups(self) -> list[TensorGroup]:
         """Tensors by role and type, in file order of the first of each."""

@@ -1,8 +1,8 @@
 """The routers of a mixture of experts in parity: both sides on the same tokens, side b with the experts of side a.
 
 One other expert changes a row's logits by far more than rounding does, so that values can only be compared under the
-same routing. Side a chooses; side b is given its choice (`Backend.route`'s `experts`), and what side b would have chosen
-on the same rows is counted beside it, with the margin by which side a's routers made the choice.
+same routing. Side a chooses; side b is given its choice (`Backend.route`'s `experts`). What side b would have chosen on
+the same rows is counted beside it, with the margin by which side a's routers made the choice.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +29,10 @@ class RoutingMetrics:
     """How often side b's routers, on rows behind the same routing, choose other experts than side a's.
 
     places: positions times layers with experts. differing: those where the two sets of experts are not the same.
-    margin: at such a place the difference of two of side a's logits, of the best expert that side b left out and of the
-        worst that it took instead (where the k-th and the next change places, of those two); of all places the one with
-        the largest `relative`, which is the same in units of the standard deviation of that row's logits. 0 without any.
+    margin: at such a place the difference of two of side a's router logits, of the best expert that side b left out and
+        of the worst that it took instead (where the k-th and the next change places, of those two); of all places the
+        one with the largest `relative`. 0 without any.
+    relative: the same in units of the standard deviation of that row's logits.
     layer, position: where that is; -1 without any.
     bound: of `relative`; a difference above it is a failure (`Budget.clear_margin`).
     """
@@ -81,6 +82,7 @@ class RoutingCounts:
 class _Choices:
     """What one layer's router chose on side a at the positions of a span: experts [n, k], logits fp64 [n, E]."""
 
+    router: Router
     experts: Tensor
     logits: Tensor
 
@@ -153,7 +155,8 @@ class Pair:
         if layer not in self._chosen:
             used, count = routing.experts.shape[1], logits.shape[1]
             experts = torch.zeros(self._rows, used, dtype=torch.int64)
-            self._chosen[layer] = _Choices(experts, torch.zeros(self._rows, count, dtype=torch.float64))
+            scores = torch.zeros(self._rows, count, dtype=torch.float64)
+            self._chosen[layer] = _Choices(call.router, experts, scores)
         rows = call.positions - self._start
         self._chosen[layer].experts[rows] = routing.experts.long().cpu()
         self._chosen[layer].logits[rows] = logits
@@ -165,7 +168,7 @@ class Pair:
         free = call.own().experts.long().cpu()
         differing = (free != wanted).any(dim=1)
         if differing.any():
-            margins = choice_margins(logits, call.router, wanted, free)
+            margins = choice_margins(logits, chosen.router, wanted, free)
         else:
             margins = (torch.zeros(len(rows)), torch.zeros(len(rows)))
         self.counts.add(layer, call.positions, margins, differing)
@@ -182,23 +185,24 @@ def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor
     """By how much side a's logits fp64 [n, E] speak for its experts `wanted` [n, k] against `taken` [n, k]: [n] each,
     in logits, and in units of their standard deviation. See RoutingMetrics; infinite where there is no number.
 
-    Scores that have a selection bias are brought to logits by the slope of the sigmoid at the two experts.
+    Scores with a selection bias are brought to logits by the slope of the score at the two experts. Where experts are
+    chosen from groups, the margin of a choice between groups is that of the experts in them.
     """
-    kind, scores = router.kind, logits
-    if kind.scores == "sigmoid":
-        scores = logits.sigmoid()
+    scores, slopes = logits, torch.ones_like(logits)
     if router.selection_bias is not None:
+        if router.kind.scores != "softmax_of_chosen":
+            scores = logits.sigmoid() if router.kind.scores == "sigmoid" else logits.softmax(-1)
+            slopes = scores * (1 - scores)
         scores = scores + router.selection_bias.double().cpu()
     of_a, of_b = (torch.zeros_like(logits, dtype=torch.bool).scatter(1, of, True) for of in (wanted, taken))
     best = scores.masked_fill(~(of_a & ~of_b), float("-inf")).max(dim=1)
     worst = scores.masked_fill(~(of_b & ~of_a), float("inf")).min(dim=1)
-    margin = best.values - worst.values
-    if kind.scores == "sigmoid":
-        two = logits.gather(1, torch.stack([best.indices, worst.indices], dim=1)).sigmoid()
-        margin = margin / (two * (1 - two)).mean(dim=1)
+    two = slopes.gather(1, torch.stack([best.indices, worst.indices], dim=1))
+    margin = (best.values - worst.values) / two.mean(dim=1)
     margin = margin.nan_to_num(nan=float("inf")).clamp(min=0)
     spread = logits.std(dim=1, correction=0)
-    return margin, torch.where(margin == 0, 0.0, margin / spread)
+    relative = (margin / spread).nan_to_num(nan=float("inf"))
+    return margin, torch.where(margin == 0, 0.0, relative)
 
 
 @dataclass(frozen=True)
