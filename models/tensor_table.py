@@ -1,6 +1,7 @@
 """Which tensors a model must have, and of what shape and types: the table that a file is checked against before use."""
 
 import logging
+from collections.abc import Iterable, Sized
 
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile, GGUFTensor
@@ -24,7 +25,10 @@ MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | DEQUANTIZED_TYPES
 Shape = tuple[int, ...]
 
 # Ends of tensor names of layers that some model has and that change its result: never to be passed over.
-_MEANINGFUL = (".bias", "norm.weight", "attn_qkv.weight", "attn_sinks.weight", "ffn_gate_inp.weight")
+_MEANINGFUL = (
+    *(".bias", ".scale", "norm.weight", "attn_qkv.weight", "attn_sinks.weight"),
+    *("ffn_gate_inp.weight", "_exps.weight", "_shexp.weight"),
+)
 _MEANINGFUL_TOP = (
     "output.bias",
     "output_norm.bias",
@@ -33,6 +37,9 @@ _MEANINGFUL_TOP = (
     "rope_factors_long.weight",
     "rope_factors_short.weight",
 )
+
+# A vector that some files have as a matrix of one row.
+_ROW = ".ffn_gate_inp_shexp.weight"
 
 
 def required_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -63,7 +70,7 @@ def _block_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if post:
         shapes["post_attention_norm.weight"] = (hidden,)
     if pre:
-        shapes["ffn_norm.weight"] = (hidden,)
+        shapes[f"{block.ffn_norm}.weight"] = (hidden,)
     shapes |= _expert_tensors(config) if config.has_experts(layer) else _dense_tensors(config)
     if post:
         shapes["post_ffw_norm.weight"] = (hidden,)
@@ -120,16 +127,39 @@ def _expert_tensors(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.") -> frozenset[str]:
+    """Those of `names` that belong to the layers which the decoder passes over (`ModelConfig.draft_layers`).
+
+    body: what names of layers begin with, before the layer's number.
+    """
+    first = config.block_count
+    layers = tuple(f"{body}{layer}." for layer in range(first, first + config.draft_layers))
+    return frozenset(name for name in names if name.startswith(layers))
+
+
+def draft_note(names: Sized) -> list[str]:
+    """What the user should know of such tensors, if there are any, in a line."""
+    return [f"the model's own draft layer is ignored: {len(names)} tensors"] if names else []
+
+
 def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     """Checks that `file` has the tensors of `config`, each of its shape and a type that can be computed with.
 
+    A layer's experts are in one tensor (`ffn_up_exps`), or, in old files, in one each (`ffn_up.0`) of a common type.
     Extra tensors that nothing uses are named in one warning of this module's logger; extra ones that would
     change the result are refused.
 
     Raises:
         GGUFError: a tensor is missing, or its shape or type is wrong, or the decoder does not apply it.
     """
-    required = required_tensors(config)
+    required: dict[str, Shape] = {}
+    for name, shape in required_tensors(config).items():
+        separate = _of_each_expert(name, shape)
+        if name not in file.tensors and any(one in file.tensors for one in separate):
+            required |= separate
+            _check_same_type(file, list(separate))
+        else:
+            required[name] = shape
     for name, shape in required.items():
         tensor = file.tensors.get(name)
         if tensor is None:
@@ -138,7 +168,11 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
                 name, f"missing: this {config.architecture} model needs it, {held} are there"
             )
         _check_tensor(file, tensor, shape)
-    extra = [name for name in file.tensors if name not in required]
+    unused = draft_tensors(config, file.tensors)
+    _check_extra(file, config, [name for name in file.tensors if name not in required and name not in unused])
+
+
+def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:
     for name in extra:
         if name in _MEANINGFUL_TOP or (name.startswith("blk.") and name.endswith(_MEANINGFUL)):
             raise file.tensor_error(
@@ -149,8 +183,25 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
         log.warning("%s: %d tensors that nothing uses: %s", file.path, len(extra), names)
 
 
+def _of_each_expert(name: str, shape: Shape) -> dict[str, Shape]:
+    """The names and shape that old files have for the matrices of a tensor of experts; none for others."""
+    base = name.removesuffix("_exps.weight")
+    return {} if base == name else {f"{base}.{expert}.weight": shape[1:] for expert in range(shape[0])}
+
+
+def _check_same_type(file: GGUFFile, names: list[str]) -> None:
+    first, *others = [file.tensors[name] for name in names if name in file.tensors]
+    for tensor in others:
+        if tensor.type_name != first.type_name:
+            problem = f"type {tensor.type_name} differs from {first.name}'s, {first.type_name}"
+            raise file.tensor_error(
+                tensor.name, f"{problem}: take a file whose experts have one type a layer"
+            )
+
+
 def _check_tensor(file: GGUFFile, tensor: GGUFTensor, shape: Shape) -> None:
-    if tensor.shape != shape:
+    as_row = tensor.name.endswith(_ROW) and tensor.shape == (1, *shape)
+    if tensor.shape != shape and not as_row:
         problem = f"shape {list(tensor.shape)} (rows first), the metadata needs {list(shape)}"
         raise file.tensor_error(tensor.name, problem)
     allowed = FLOAT_TYPES if len(shape) == 1 else MATRIX_TYPES

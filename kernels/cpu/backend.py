@@ -13,9 +13,13 @@ from torch import Tensor
 from quengine.kernels import cpu
 from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cpu.moe.experts import CpuExperts
+from quengine.kernels.cpu.moe.operations import down_experts, experts_add, experts_glu, gate_up_experts
+from quengine.kernels.cpu.moe.router import route
 from quengine.kernels.cpu.step import Buffers, CpuWeight, Step, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
+from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
@@ -111,6 +115,52 @@ class CpuBackend:
         y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
         # Last, not first: a residual stream may hold values beside which the products' own sums would lose their bits.
         return _normed(y, post_norm).add_(residual)
+
+    def gate_up_experts(
+        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+    ) -> CpuExperts:
+        return gate_up_experts(gate, up, bias)
+
+    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> CpuExperts:
+        return down_experts(down, bias)
+
+    def route(
+        self,
+        _batch: ForwardBatch,
+        x: Hidden,
+        norm: RMSNorm,
+        router: Router,
+        experts: Tensor | None = None,
+    ) -> Routing:
+        if self._recorder is not None:
+            return self._recorder.route(x, norm, router, experts)
+        return route(_normed(x, norm), router, experts)
+
+    def experts_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: RMSNorm,
+        routing: Routing,
+        gate_up: CpuExperts,
+        activation: Activation = "silu",
+    ) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.experts_glu(x, norm, routing, gate_up, activation)
+        return experts_glu(_normed(x, norm), routing, gate_up, activation, batch.phase)
+
+    def experts_add(
+        self,
+        batch: ForwardBatch,
+        gated: Hidden,
+        routing: Routing,
+        down: CpuExperts,
+        residual: Hidden,
+        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+    ) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.experts_add(gated, routing, down, residual)
+        return experts_add(gated, routing, down, residual, batch.phase)
 
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
         if self._recorder is not None:

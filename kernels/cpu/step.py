@@ -20,6 +20,10 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
+from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_launch, spread_launch
+from quengine.kernels.cpu.moe.groups import GROUP, HEAD, Groups
+from quengine.kernels.cpu.moe.operations import ExpertRows
+from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
@@ -29,6 +33,7 @@ from quengine.kernels.cpu.runtime.threads import Launch, Program, get_threads
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
@@ -101,6 +106,8 @@ class StepRecorder:
     attentions: list[_Attention] = field(default_factory=list)
     _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
     _row_stage: Stage | None = None  # the newest one with a task a row
+    # A hidden state, the norm that was last computed of it, and its result: router and experts read the same.
+    _latest: tuple[Rows, RMSNorm, Rows] | None = None
 
     def __post_init__(self) -> None:
         self.tokens = torch.zeros(self.rows, dtype=torch.int64)
@@ -160,6 +167,65 @@ class StepRecorder:
         flat = y.view(1, -1)
         add = add_launch(flat, residual.values.view(1, -1), 0, flat.shape[1], y.shape[1])
         return Rows(y, self._after(stage, add))
+
+    def route(self, x: Rows, norm: RMSNorm, router: Router, experts: Tensor | None) -> Routing:
+        source, used = self._normed(x, norm), router.kind.used
+        logits = self._fp32("router logits", logits_width(router))
+        shared = None if router.shared_gate is None else self._fp32("shared weight", 1)[:, 0]
+        chosen = self._buffer("experts", used, torch.int32)
+        routing = Routing(chosen, self._fp32("expert weights", used), shared)
+        stage = self._stage(*([launch] for launch in logits_launches(source.values, router, logits)))
+        self._after(stage, router_launch(logits, router, routing, experts))
+        return routing
+
+    def experts_glu(
+        self, x: Rows, norm: RMSNorm, routing: Routing, gate_up: CpuExperts, activation: Activation
+    ) -> ExpertRows:
+        source, used, parts = self._normed(x, norm), routing.experts.shape[1], gate_up.parts
+        order, places = (self._buffer(role, used, torch.int64) for role in ("slot order", "slot places"))
+        groups = Groups(order, places, self._buffer("expert groups", HEAD + GROUP * used, torch.int64))
+        self._after(self.stages[-1], groups.launch(routing.experts, len(parts[0].matrices)))
+        inputs = [self._input(source, part.first) for part in parts]
+        if self.rows > 1:
+            inputs = self._spread(inputs, groups)
+        width = parts[0].first.rows
+        between = self._by_place("experts' gate_up", 2 * width, groups)
+        out = self._by_place("experts' gated", width, groups)
+        records = None
+        if width % 32 == 0:
+            records = self._by_place("experts' gated", quantized_row_bytes(width), groups, torch.uint8)
+        self._stage([gate_up_launch(gate_up, groups, inputs, between, out, records, activation)])
+        return ExpertRows(out, groups, records)
+
+    def experts_add(self, gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Rows) -> Rows:
+        w, groups = down.parts[0].first, gated.groups
+        if w.cols != gated.values.shape[1]:
+            raise ValueError(f"{w.name} has width {w.cols}; the activations have {gated.values.shape[1]}")
+        y = self._fp32("hidden 0", w.rows)
+        if y.data_ptr() == residual.values.data_ptr():
+            y = self._fp32("hidden 1", w.rows)
+        source = gated.records if w.format.is_quantized else gated.values
+        assert source is not None
+        products = self._by_place("experts' products", w.rows, groups)
+        product, *sums = down_launches(down, groups, source, products, routing.weights, residual.values, y)
+        stage = self._stage([product])
+        for launch in sums:
+            stage = self._after(stage, launch)
+        return Rows(y, stage)
+
+    def _spread(self, inputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+        """Rows by place, each source once."""
+        spread: dict[int, Tensor] = {}
+        for rows in inputs:
+            if rows.data_ptr() not in spread:
+                out = self._by_place("experts' input", rows.shape[1], groups, rows.dtype)
+                self._after(self.stages[-1], spread_launch(rows, groups, out))
+                spread[rows.data_ptr()] = out
+        return [spread[rows.data_ptr()] for rows in inputs]
+
+    def _by_place(self, role: str, width: int, groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[slots, width]."""
+        return self._buffer(f"{role} {dtype}", groups.used * width, dtype).view(groups.slots, width)
 
     def attention(self, qkv: Rows, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Rows:
         assert batch is self.batch
@@ -224,8 +290,12 @@ class StepRecorder:
     def _normed(self, x: Rows, norm: RMSNorm | None) -> Rows:
         if norm is None:
             return Rows(x.values, x.stage)
+        if self._latest is not None and self._latest[0] is x and self._latest[1] is norm:
+            return self._latest[2]
         out = self._fp32("normed", x.values.shape[1])
-        return Rows(out, self._after(x.stage, rms_norm_launch(x.values, norm.weight, norm.eps, out)))
+        stage = self._after(x.stage, rms_norm_launch(x.values, norm.weight, norm.eps, out))
+        self._latest = x, norm, Rows(out, stage)
+        return self._latest[2]
 
     def _input(self, x: Rows, w: QuantTensor) -> Tensor:
         """What a matvec with w reads: x itself, or x rounded, once, behind the stage that makes it."""
@@ -234,12 +304,14 @@ class StepRecorder:
         if not w.format.is_quantized:
             return x.values
         if x.records is None:
+            if self._latest is not None and self._latest[2] is not x:
+                self._latest = None  # its quantized rows are written over
             x.records = self._records("input", w.cols)
             x.stage = self._after(x.stage, quantize_launch(x.values, x.records))
         return x.records
 
     def _after(self, stage: Stage, launch: Launch) -> Stage:
-        """Add a kernel that needs all of a stage, the newest one: the stage that then makes the result.
+        """Add a kernel that needs all of a stage: the stage that then makes the result.
 
         For one row it is run by the thread that ends the stage. For several there is a stage of their own, in which
         kernels with a task a row follow each other.
@@ -247,10 +319,9 @@ class StepRecorder:
         if self.rows == 1:
             stage.finals.append(launch)
             return stage
-        assert stage is self.stages[-1]
-        if launch.tasks == self.rows and stage is self._row_stage:
-            stage.parts[0].append(launch)
-            return stage
+        if launch.tasks == self.rows and self.stages[-1] is self._row_stage:
+            self._row_stage.parts[0].append(launch)
+            return self._row_stage
         stage = self._stage([launch])
         if launch.tasks == self.rows:
             self._row_stage = stage

@@ -1,10 +1,10 @@
-"""An unquantized Hugging Face checkpoint folder as the decoder wants it: mapped tensors under GGUF names.
+"""A Hugging Face checkpoint folder as the decoder wants it: mapped tensors under GGUF names.
 
 F32, F16 and BF16 are taken as they are, as views on the mapped files. Only the query and key matrices of the
 llama family are copied, when they are asked for: their rows go from Hugging Face's order to GGUF's, so that a
 checkpoint and the GGUF file made of it give the same logits to the last bit, and kernels see one layout per
-architecture. That is under a tenth of a model. Norm weights are copied where an architecture stores them less one.
-Quantized checkpoints are refused.
+architecture. That is under a tenth of a model. Norm weights are copied where an architecture stores them less one, and
+tensors that lie within others (`hf_parts`). Quantized checkpoints are refused, but for MXFP4 where it is declared.
 """
 
 from collections import Counter
@@ -20,42 +20,23 @@ from torch import Tensor
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures.architecture import HFPart
 from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_headers import read_config
+from quengine.models.hf.hf_names import HFNames, prefix
+from quengine.models.hf.hf_parts import StoredPart
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
-from quengine.models.tensor_table import required_tensors
+from quengine.models.tensor_table import draft_note, draft_tensors, required_tensors
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quengine.models.template.chat_template import ChatTemplate
 
-# GGUF tensor (without .weight or .bias) -> Hugging Face module.
-TOP_MODULES: Mapping[str, str] = {
-    "token_embd": "{body}.embed_tokens",
-    "output_norm": "{body}.norm",
-    "output": "{head}lm_head",
-}
-# The same of a layer, below {body}.layers.{i}; architectures declare others.
-LAYER_MODULES: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 # Tensors whose rows belong to heads that are rotated -> the ModelConfig field that counts those.
 HEADS: Mapping[str, str] = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 
-# (body, head) of those names: a text model; the text part of a model with vision as it was released, and as newer
-# releases of transformers save it.
-PREFIXES = (("model", ""), ("language_model.model", "language_model."), ("model.language_model", ""))
-
+# A vector that is stored as a matrix of one row.
+_ROW: Mapping[str, tuple[int, ...]] = {"ffn_gate_inp_shexp": (1,)}
 # Not in a checkpoint: the configuration gives these numbers.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # In old checkpoints, a buffer of what the decoder computes.
@@ -113,6 +94,10 @@ class HFCheckpoint:
         copied = sum(self._tensors.stored[name].nbytes for name in self._tensors.heads)
         if copied:
             lines.append(f"query and key weights are copied into GGUF's row order: {copied / 2**30:.2f} GiB")
+        within = [self._tensors.stored[name].nbytes for name in self._tensors.within]
+        if within:
+            lines.append(f"{len(within)} tensors are copied out of others: {sum(within) / 2**30:.2f} GiB")
+        lines += draft_note(self._tensors.drafts)
         unused = self._tensors.unused
         if unused:
             lines.append(f"{len(unused)} tensors that the text model does not use: {listed(unused)}")
@@ -138,8 +123,9 @@ class HFTensors(Mapping[str, QuantTensor]):
     """GGUF name -> tensor of a checkpoint, made when asked for.
 
     `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
-    `offsets` what is added to each that is not stored as GGUF has it, `unused` the checkpoint's tensors outside the
-    text model.
+    `offsets` what is added to each that is not stored as GGUF has it, `parts` the expert and its first row where a
+    tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
+    draft tokens, `unused` those outside the text model.
     """
 
     def __init__(self, shards: HFShards, config: ModelConfig) -> None:
@@ -148,29 +134,62 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.stored: dict[str, StoredTensor] = {}
         self.heads: dict[str, int] = {}
         self.offsets: dict[str, float] = {}
+        self.parts: dict[str, tuple[int, int]] = {}
+        self.within: dict[str, StoredPart] = {}
         declared = ARCHITECTURES[config.architecture]
-        body, head = _prefix(shards)
+        self._names = HFNames(declared, shards.files.keys())
+        output = f"{self._names.head}lm_head.weight"
         for name, shape in required_tensors(config).items():
             if name in _COMPUTED:
                 continue
-            *layer, tensor, kind = name.split(".")
-            if layer:
-                module = declared.hf_modules.get(tensor) or LAYER_MODULES[tensor]
-                hf_name = f"{body}.layers.{layer[1]}.{module}.{kind}"
-            else:
-                hf_name = f"{TOP_MODULES[tensor].format(body=body, head=head)}.{kind}"
+            if name.split(".", 2)[-1] in declared.hf_parts:
+                self._take_part(name, shape, declared.hf_parts[name.split(".", 2)[-1]])
+                continue
+            if name.endswith("_exps.weight"):
+                self._take_experts(name, shape)
+                continue
+            hf_name = self._names(name)
             if name == "token_embd.weight" and config.tied_output and hf_name not in shards.files:
-                hf_name = f"{head}lm_head.weight"  # of two tied tensors either may be the one that is stored
-            self.stored[name] = shards.stored(hf_name, shape)
+                hf_name = output  # of two tied tensors either may be the one that is stored
+            tensor = name.split(".")[-2]
+            self.stored[name] = shards.stored(hf_name, _ROW.get(tensor, ()) + shape)
             if tensor in HEADS and config.block.rope_layout == "pairs":
                 self.heads[name] = getattr(config, HEADS[tensor])
             if declared.hf_norm_offset and name.endswith("norm.weight"):
                 self.offsets[name] = declared.hf_norm_offset
-        self.unused = self._unused(body, f"{head}lm_head.weight")
+        self.drafts = draft_tensors(config, shards.files, f"{self._names.body}.layers.")
+        self.unused = self._unused(self._names.body, output)
+
+    def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart) -> None:
+        of_layer = f"{self._names.body}.layers.{name.split('.')[1]}."
+        self.within[name] = StoredPart(self._shards, of_layer, part, shape, bias=name.endswith(".bias"))
+        self.stored[name] = self.within[name].header
+
+    def _take_experts(self, name: str, shape: tuple[int, ...]) -> None:
+        """The matrices of `name`, [E, rows, columns], one by one: views on the file, however it holds them."""
+        count, rows, cols = shape
+        layer, kind = name.removesuffix("_exps.weight").rsplit("_", 1)
+        ours = [f"{layer}_{kind}.{expert}.weight" for expert in range(count)]
+        whole = self._names(f"{layer}_down_exps.weight" if kind == "down" else f"{layer}_gate_up_exps.weight")
+        if whole in self._shards.files:
+            both = kind != "down"
+            dtype = self._shards.stored(whole, (count, 2 * rows if both else rows, cols)).dtype
+            self.stored |= {name: StoredTensor(whole, dtype, (rows, cols)) for name in ours}
+            first = rows if kind == "up" else 0
+            self.parts |= {name: (expert, first) for expert, name in enumerate(ours)}
+            return
+        stored = {name: self._shards.stored(self._names(name), (rows, cols)) for name in ours}
+        types = sorted({tensor.dtype for tensor in stored.values()})
+        if len(types) > 1:
+            raise self._shards.error(
+                f"experts of {stored[ours[0]].name!r} differ in type: {', '.join(types)}"
+            )
+        self.stored |= stored
 
     def _unused(self, body: str, output: str) -> list[str]:
         # An output matrix that is the embedding again needs no mention.
-        known = {stored.name for stored in self.stored.values()} | {output}
+        known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
+        known |= {name for part in self.within.values() for name in part.names}
         rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
         ignored = [name for name in rest if name.startswith((f"{body}.", output.removesuffix("weight")))]
         if ignored:
@@ -181,9 +200,14 @@ class HFTensors(Mapping[str, QuantTensor]):
 
     def __getitem__(self, name: str) -> QuantTensor:
         stored = self.stored[name]
+        if name in self.within:
+            return QuantTensor(name, FORMATS[stored.dtype], stored.shape, self.within[name].data())
         tensor = self._shards.tensor(stored.name)
         if name in self.heads:
             tensor = permute_heads(tensor, self.heads[name], self._rope_dim)
+        if name in self.parts:
+            expert, row = self.parts[name]
+            tensor = tensor[expert, row : row + stored.shape[0]]
         dtype = stored.dtype
         if name in self.offsets:
             tensor, dtype = tensor.float() + self.offsets[name], "F32"
@@ -213,19 +237,12 @@ def permute_heads(tensor: Tensor, heads: int, rope_dim: int) -> Tensor:
     return tensor[rows]
 
 
-def _prefix(shards: HFShards) -> tuple[str, str]:
-    for body, head in PREFIXES:
-        if f"{body}.norm.weight" in shards.files:
-            return body, head
-    return PREFIXES[0]  # the missing tensor is then named as a text model's
-
-
 def _with_own_output(config: ModelConfig, shards: HFShards) -> ModelConfig:
     """`config`, or where it ties an output matrix that is stored beside a different embedding, an untied one.
 
     So does `transformers`: a checkpoint that holds two different matrices was not trained with one.
     """
-    body, head = _prefix(shards)
+    body, head = prefix(shards.files)
     embedding, output = f"{body}.embed_tokens.weight", f"{head}lm_head.weight"
     if not config.tied_output or not {embedding, output} <= shards.files.keys():
         return config

@@ -6,7 +6,7 @@ It reads no weights and no tokenizer.
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from quengine.errors import EngineError
 from quengine.models.hf.json_file import read_json, read_text
@@ -23,6 +23,8 @@ _ITEM_BYTES = {
     "I16": 2,
     "U16": 2,
 }
+
+Row: TypeAlias = tuple[str, str, tuple[int, ...], int]
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -41,8 +43,11 @@ def read_template(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def safetensors_rows(folder: Path) -> tuple[tuple[Path, ...], list[tuple[str, str, tuple[int, ...], int]]]:
-    """The folder's safetensors files, and (name, type, shape, bytes) of each tensor. Raises EngineError."""
+def safetensors_rows(folder: Path) -> tuple[tuple[Path, ...], list[Row]]:
+    """The folder's safetensors files, and (name, type, shape, bytes) of each tensor. Raises EngineError.
+
+    Blocks and scales that make up a tensor in MXFP4 (`hf_parts`) are that tensor.
+    """
     from safetensors import SafetensorError, safe_open
 
     paths = tuple(sorted(folder.glob("*.safetensors")))
@@ -58,4 +63,19 @@ def safetensors_rows(folder: Path) -> tuple[tuple[Path, ...], list[tuple[str, st
                     rows.append((name, kind, shape, prod(shape) * _ITEM_BYTES.get(kind, 1)))
         except (SafetensorError, OSError) as error:
             raise EngineError(f"{path}: {error}") from None
-    return paths, rows
+    return paths, _with_packed(rows)
+
+
+def _with_packed(rows: list[Row]) -> list[Row]:
+    names = {row[0] for row in rows}
+    packed = {name.removesuffix("_blocks") for name in names if name.endswith("_blocks")}
+    packed &= {name.removesuffix("_scales") for name in names if name.endswith("_scales")}
+    found = []
+    for row in rows:
+        name, _, shape, nbytes = row
+        whole, _, half = name.rpartition("_")
+        if whole in packed and half == "blocks":  # a byte of scale to 16 of codes, each of two weights
+            found.append((whole, "MXFP4", (*shape[:-2], 2 * prod(shape[-2:])), nbytes // 16 * 17))
+        elif whole not in packed or half != "scales":
+            found.append(row)
+    return found

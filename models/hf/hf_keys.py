@@ -38,3 +38,11 @@ def number(keys: Mapping[str, Any], key: str, default: float) -> float:
     if not abs(value) <= MAX_NUMBER:
         raise config_error(key, f"{value:.6g} is not from -{MAX_NUMBER:g} to {MAX_NUMBER:g}")
     return float(value)
+
+
+def flag(keys: Mapping[str, Any], key: str) -> bool:
+    """The truth value at `key`. Raises EngineError."""
+    value = keys.get(key)
+    if not isinstance(value, bool):
+        raise config_error(key, f"{value!r} is not true or false")
+    return value

@@ -1,112 +1,31 @@
 """Writes GGUF models of true shapes with random weights: for benchmarks without a download, and for tests.
 
 Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest tensor.
+Those of experts come from a pool (`expert_rows`).
 """
 
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
-from quengine.models.config import ModelConfig, RopeScaling
+from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
+from quengine.models.synthetic.expert_rows import ExpertRows
+from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
+from quengine.models.synthetic.type_mix import tensor_type
 from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, Shape, required_tensors
 
-Q4_K_M = "Q4_K_M"
 # Spread of the logits: enough that greedy choices are clear, as a trained model's are.
 LOGIT_STD = 4.0
-
-
-@dataclass(frozen=True)
-class SyntheticModel:
-    """What to write. `quant` is one type for every matrix, or "Q4_K_M" for llama.cpp's mix of that name."""
-
-    name: str
-    architecture: str = "llama"
-    vocab_size: int = 32768
-    context_length: int = 32768
-    embedding_length: int = 4096
-    block_count: int = 32
-    feed_forward_length: int = 14336
-    head_count: int = 32
-    head_count_kv: int = 8
-    head_dim: int = 128
-    rope_dim: int | None = None
-    rope_freq_base: float = 1e6
-    rope_freq_factors: tuple[float, ...] | None = None
-    sliding_window: int | None = None
-    quant: str = Q4_K_M
-    tied_output: bool = False
-
-    def config(self) -> ModelConfig:
-        """The configuration that a reader of the file finds."""
-        factors = self.rope_freq_factors
-        declared = ARCHITECTURES[self.architecture]
-        config = ModelConfig(
-            architecture=self.architecture,
-            name=self.name,
-            block=declared.block,
-            vocab_size=self.vocab_size,
-            context_length=self.context_length,
-            embedding_length=self.embedding_length,
-            block_count=self.block_count,
-            feed_forward_length=self.feed_forward_length,
-            head_count=self.head_count,
-            head_count_kv=self.head_count_kv,
-            head_dim=self.head_dim,
-            rope_dim=self.rope_dim or self.head_dim,
-            rope_freq_base=self.rope_freq_base,
-            rope_scaling=RopeScaling(
-                kind="none" if factors is None else "llama3",
-                original_context_length=self.context_length,
-                freq_factors=factors,
-            ),
-            rms_eps=float(np.float32(1e-5)),
-            sliding_window=self.sliding_window,
-            tied_output=self.tied_output,
-        )
-        return replace(config, **declared.size_fields(config))
-
-
-_TINY = SyntheticModel(
-    "synthetic tiny",
-    vocab_size=1024,
-    context_length=4096,
-    embedding_length=512,
-    block_count=2,
-    feed_forward_length=1024,
-    head_count=8,
-    head_count_kv=2,
-    head_dim=64,
-    rope_freq_base=1e4,
-)
-_MISTRAL_7B = SyntheticModel("synthetic mistral-7b")
-
-
-def _declared(preset: str, architecture: str, sizes: Mapping[str, Any]) -> SyntheticModel:
-    base = _TINY if preset.endswith("-tiny") else _MISTRAL_7B
-    return replace(base, name=f"synthetic {preset}", architecture=architecture, **sizes)
-
-
-PRESETS: Mapping[str, SyntheticModel] = {
-    "mistral-7b": _MISTRAL_7B,
-    "mistral-7b-2l": replace(_MISTRAL_7B, name="synthetic mistral-7b-2l", block_count=2),
-    "tiny": _TINY,
-} | {
-    preset: _declared(preset, declared.name, sizes)
-    for declared in ARCHITECTURES.values()
-    for preset, sizes in declared.synthetic.items()
-}
 
 
 def write_synthetic(path: Path, model: str | SyntheticModel, seed: int = 0) -> Path:
@@ -131,28 +50,6 @@ def write_synthetic(path: Path, model: str | SyntheticModel, seed: int = 0) -> P
     return path
 
 
-def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
-    """The type of a tensor: vectors F32, matrices `spec.quant` or what the Q4_K_M mix says.
-
-    Q4_K_M, after llama.cpp's quantizer: Q4_K, but Q6_K for the output matrix, and for attn_v and ffn_down in
-    the first and last eighth of the layers and every third between; Q5_K for attn_qkv.
-    """
-    if len(shape) == 1:
-        return "F32"
-    if spec.quant != Q4_K_M:
-        return spec.quant
-    if name == "output.weight" or (name == "token_embd.weight" and spec.tied_output):
-        return "Q6_K"
-    if name.endswith("attn_qkv.weight"):
-        return "Q5_K"
-    if name.endswith(("attn_v.weight", "ffn_down.weight")):
-        layer, count = int(name.split(".")[1]), spec.block_count
-        eighth = count // 8
-        if layer < eighth or layer >= 7 * count // 8 or (layer - eighth) % 3 == 2:
-            return "Q6_K"
-    return "Q4_K"
-
-
 def _resolve(model: str | SyntheticModel) -> SyntheticModel:
     if isinstance(model, str):
         if model not in PRESETS:
@@ -160,7 +57,7 @@ def _resolve(model: str | SyntheticModel) -> SyntheticModel:
         model = PRESETS[model]
     if model.architecture not in ARCHITECTURES:
         raise EngineError(f"no synthetic model of architecture {model.architecture!r}")
-    if model.quant != Q4_K_M and model.quant not in FLOAT_TYPES | QUANT_TYPES:
+    if model.quant not in {Q4_K_M, MXFP4_MOE} | FLOAT_TYPES | QUANT_TYPES:
         raise EngineError(f"no synthetic weights of type {model.quant!r}")
     return model
 
@@ -216,16 +113,20 @@ def _write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    experts = ExpertRows(seed)
     for index, (name, shape) in enumerate(shapes.items()):
         rng = np.random.default_rng([seed, index])
-        writer.write_tensor_data(_weights(spec, name, shape, types[name], rng))
+        if len(shape) == 3:
+            writer.write_tensor_data(experts.tensor(types[name], shape, rng))
+        else:
+            writer.write_tensor_data(_weights(spec, name, shape, types[name], rng))
     writer.close()
 
 
 def _weights(
     spec: SyntheticModel, name: str, shape: Shape, kind: str, rng: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """Norms about 1, frequency factors as given, small biases, matrices that keep activations' size."""
+    """Norms about 1, frequency factors as given, small biases, sinks about 0, matrices that keep activations' size."""
     rows, cols = prod(shape[:-1]), shape[-1]
     if name == "rope_freqs.weight":
         return np.array(spec.rope_freq_factors, "<f4").view(np.uint8)
@@ -233,6 +134,8 @@ def _weights(
         return random_rows("F32", rows, cols, 0.1, rng, mean=1.0).reshape(-1)
     if name.endswith(".bias"):
         return random_rows("F32", rows, cols, 0.1, rng).reshape(-1)
+    if name.endswith("attn_sinks.weight"):
+        return random_rows("F32", rows, cols, 1.0, rng).reshape(-1)
     if name == "output.weight" or (name == "token_embd.weight" and spec.tied_output):
         return random_rows(kind, rows, cols, LOGIT_STD * cols**-0.5, rng)
     if name == "token_embd.weight":
@@ -261,8 +164,31 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
     }
     if config.sliding_window is not None:
         sizes[f"{a}.attention.sliding_window"] = config.sliding_window
+    if config.rope_scaling.kind == "yarn":
+        sizes[f"{a}.rope.scaling.type"] = "yarn"
+        sizes[f"{a}.rope.scaling.factor"] = config.rope_scaling.factor
+        sizes[f"{a}.rope.scaling.original_context_length"] = config.rope_scaling.original_context_length
+    if config.experts is not None:
+        sizes |= {f"{a}.{key}": value for key, value in _expert_metadata(config.experts).items()}
     if ARCHITECTURES[a].vocabulary == "bpe":
         vocabulary = bpe_metadata(config.vocab_size, "qwen2")
     else:
         vocabulary = spm_metadata(config.vocab_size)
     return {**sizes, **vocabulary}
+
+
+def _expert_metadata(experts: ExpertConfig) -> Metadata:
+    router = experts.router
+    sizes: Metadata = {
+        "expert_count": experts.count,
+        "expert_used_count": router.used,
+        "expert_feed_forward_length": experts.feed_forward_length,
+        "expert_weights_norm": router.normalized,
+        "expert_weights_scale": router.scale,
+        "expert_gating_func": {"softmax": 1, "sigmoid": 2, "softmax_of_chosen": 3}[router.scores],
+    }
+    if experts.shared_feed_forward_length:
+        sizes["expert_shared_feed_forward_length"] = experts.shared_feed_forward_length
+    if experts.dense_layers:
+        sizes["leading_dense_block_count"] = len(experts.dense_layers)
+    return sizes

@@ -7,6 +7,7 @@ import pytest
 from quengine.cli.main import run
 from quengine.diagnostics.selftest.self_test import USES, KernelCheck
 from quengine.diagnostics.selftest.self_test_attention import OPERATIONS
+from quengine.diagnostics.selftest.self_test_experts import ROUTER, SUBJECTS
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.reference import ReferenceBackend
 from quengine.platform.machine import CudaDevice
@@ -31,6 +32,9 @@ def two_formats(monkeypatch):
     monkeypatch.setattr(
         "quengine.diagnostics.selftest.self_test_run.FORMATS",
         {name: FORMATS[name] for name in ("Q4_K", "Q8_0")},
+    )
+    monkeypatch.setattr(
+        "quengine.diagnostics.selftest.self_test_run.SUBJECTS", ("experts Q4_K", "experts Q8_0")
     )
 
 
@@ -59,7 +63,7 @@ def test_json_has_the_machine_the_models_and_every_kernel(capsys):
     assert isinstance(found["simd"], list) and isinstance(found["models"], list)
     checks = [(check["device"], check["subject"], check["test"]) for check in found["kernels"]]
     assert {("cpu", name, use.name) for name in FORMATS for use in USES} <= set(checks)
-    assert {subject for _, subject, _ in checks} == {*FORMATS, *OPERATIONS}
+    assert {subject for _, subject, _ in checks} == {*FORMATS, *OPERATIONS, *SUBJECTS, ROUTER}
 
 
 @pytest.mark.usefixtures("kernels")

@@ -2,14 +2,18 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from quengine.cli.main import run
 from quengine.errors import EngineError
+from quengine.models.gguf import open_gguf
+from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 from tests.gguf_builder import ModelSizes
 from tests.models.hf.test_hf_vs_gguf import write_tokenizer, written_both_ways
 from tests.tiny_models import chat_vocabulary, write_tiny
@@ -55,6 +59,62 @@ def test_outside_the_budget_exits_1_and_says_what(
     assert "decode: NMSE median" in captured.out
     assert "no single operation is past its budget" in captured.out
     assert captured.err == ""
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = replace(PRESETS["glm4moe-tiny"], vocab_size=512, embedding_length=256, context_length=128)
+    return write_synthetic(tmp_path_factory.mktemp("experts") / "experts.gguf", spec)
+
+
+def test_routing_is_reported_beside_values(
+    experts: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [
+        "parity",
+        "-m",
+        str(experts),
+        "-f",
+        text,
+        "--prompts",
+        "1",
+        "--tokens",
+        "3",
+        "-t",
+        "1",
+        "--locate",
+    ]
+    assert run(args) == 0
+    out = capsys.readouterr().out
+    assert "routing: positions x layers where b by itself would choose other experts than a" in out
+    for word in ("route", "experts+glu", "experts+residual"):
+        assert out.count(word) == 2
+
+
+def test_a_router_that_chooses_otherwise_exits_1(
+    experts: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The selection bias of a layer turned around: no value is wrong, but other experts are chosen."""
+    wrong = tmp_path / "wrong.gguf"
+    shutil.copy(experts, wrong)
+    with open_gguf(wrong) as file:
+        tensor = file.tensors["blk.1.exp_probs_b.bias"]
+    np.memmap(wrong, np.float32, "r+", tensor.offset, tensor.shape)[:] *= -1
+    sides = ["--a", f"{experts}@reference", "--b", f"{wrong}@reference"]
+    args = ["parity", *sides, "-f", text, "--prompts", "0", "-t", "1"]
+    assert run([*args, "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    for phase in ("prefill", "decode"):
+        routing = result["routing"][phase]
+        assert routing["within"] is False and routing["layer"] == 1
+        assert 0 < routing["differing"] < routing["places"]
+        assert routing["relative"] > routing["bound"] > 0
+        assert result["phases"][phase]["nmse_max"] < 1e-9
+        assert any(
+            failure.startswith(f"{phase}: another choice of experts") for failure in result["failures"]
+        )
+    assert run(args) == 1
+    assert "TOO WIDE" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can run that side")

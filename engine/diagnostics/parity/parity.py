@@ -5,10 +5,8 @@ logits of more than one chunk held.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import torch
 
 from quengine.diagnostics.parity.parity_metrics import (
     Budget,
@@ -17,7 +15,9 @@ from quengine.diagnostics.parity.parity_metrics import (
     GreedyComparison,
     PhaseMetrics,
     compare_greedy,
+    explained_by,
 )
+from quengine.diagnostics.parity.parity_routing import Pair, RoutingMetrics
 from quengine.diagnostics.parity.parity_sides import REFERENCE, LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
 from quengine.kernels.forward_batch import Phase
@@ -84,6 +84,7 @@ class ParityReport:
 
     phases: "prefill", "decode" and "greedy" (the logits along the greedy texts), as far as they were run.
     worst: the place that is furthest off in each of them.
+    routing: of a mixture of experts, how often the free choice of experts differs in each phase.
     failures: one phrase for each thing outside its budget; empty means parity holds.
     """
 
@@ -96,6 +97,7 @@ class ParityReport:
     identical_prompts: int
     prompts: int
     generated: int
+    routing: dict[str, RoutingMetrics] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[str]:
@@ -104,6 +106,7 @@ class ParityReport:
             for name, metrics in self.phases.items()
             for excess in metrics.excesses(self.budgets[name])
         ]
+        found += [f"{name}: {wide}" for name, metrics in self.routing.items() for wide in metrics.failures]
         wide = sum(not divergence.near_tie for divergence in self.divergences)
         if wide:
             found.append(
@@ -123,47 +126,54 @@ def compare_sides(
     """Run the whole comparison; `progress` is called with what is being computed, in a few words."""
     phases: dict[str, PhaseMetrics] = {}
     worst: dict[str, Place] = {}
+    pairs: dict[str, Pair] = {}
     names: tuple[Phase, ...] = ("prefill", "decode")
     for phase in names if workload.windows else ():
-        forced = _teacher_forced(a, b, workload.windows, phase, progress)
+        pairs[phase] = Pair(a, b)
+        forced = _teacher_forced(pairs[phase], workload.windows, phase, progress)
         phases[phase] = forced.metrics()
         worst[phase] = _place(forced.worst(), [(ids, 0) for ids in workload.windows])
-    greedy = list(_free_running(a, b, workload, progress))
+    free = Pair(a, b)
+    greedy = list(_free_running(free, workload, progress))
     rows = Comparison([row for result in greedy for row in result.comparison.rows])
     if greedy:
-        phases["greedy"] = rows.metrics()
+        pairs["greedy"], phases["greedy"] = free, rows.metrics()
         # The first of a generated text's rows are the logits after its prompt's last token.
         texts = zip(workload.prompts, greedy, strict=True)
         worst["greedy"] = _place(rows.worst(), [([*ids, *text.tokens], len(ids)) for ids, text in texts], -1)
     found = [divergence for result in greedy for divergence in result.divergences]
+    budgets = {name: budgets_for(a.device, b.device, cache_type)[name] for name in phases}
     return ParityReport(
         a=a.name,
         b=b.name,
         phases=phases,
-        budgets={name: budgets_for(a.device, b.device, cache_type)[name] for name in phases},
+        budgets=budgets,
         worst=worst,
         divergences=found,
         identical_prompts=sum(not result.divergences for result in greedy),
         prompts=len(greedy),
         generated=sum(len(row) for row in rows.rows),
+        routing={
+            name: pair.counts.metrics(budgets[name].clear_margin)
+            for name, pair in pairs.items()
+            if a.has_experts
+        },
     )
 
 
-def _teacher_forced(
-    a: LLMSide, b: LLMSide, windows: list[list[int]], phase: Phase, progress: Progress
-) -> Comparison:
+def _teacher_forced(pair: Pair, windows: list[list[int]], phase: Phase, progress: Progress) -> Comparison:
     comparison = Comparison()
     for index, ids in enumerate(windows):
         progress(f"{phase}: text {index + 1} of {len(windows)}, {len(ids)} tokens")
-        span = DECODE_SPAN if phase == "decode" else max(a.step(phase), b.step(phase))
+        span = DECODE_SPAN if phase == "decode" else max(pair.a.step(phase), pair.b.step(phase))
         for start in range(0, len(ids), span):
-            block = ids[start : start + span]
-            logits_a = torch.cat([a.forward(part, at) for part, at in _parts(block, start, a.step(phase))])
-            logits_b = []
-            for part, at in _parts(block, start, b.step(phase)):
-                logits_b.append(b.forward(part, at))
-                _force_cache(a, b, at, at + len(part), comparison)
-            comparison.add(logits_a, torch.cat(logits_b))
+            logits = pair.span(
+                ids[start : start + span],
+                start,
+                phase,
+                lambda first, end: _force_cache(pair.a, pair.b, first, end, comparison),
+            )
+            comparison.add(*logits)
     return comparison
 
 
@@ -178,12 +188,6 @@ def _place(row: int, texts: list[tuple[list[int], int]], shift: int = 0) -> Plac
     raise ValueError(f"row {row} lies beyond the texts")
 
 
-def _parts(ids: list[int], start: int, step: int) -> Iterator[tuple[list[int], int]]:
-    """Pieces of at most `step` tokens, each with its position."""
-    for first in range(0, len(ids), step):
-        yield ids[first : first + step], start + first
-
-
 def _force_cache(a: LLMSide, b: LLMSide, start: int, end: int, comparison: Comparison) -> None:
     """Compare the rows just cached, then give b those of a: the next step starts from the same state on both sides.
 
@@ -196,15 +200,17 @@ def _force_cache(a: LLMSide, b: LLMSide, start: int, end: int, comparison: Compa
     b.set_cached(start, end, rows)
 
 
-def _free_running(
-    a: LLMSide, b: LLMSide, workload: Workload, progress: Progress
-) -> Iterator[GreedyComparison]:
+def _free_running(pair: Pair, workload: Workload, progress: Progress) -> Iterator[GreedyComparison]:
     """Side b generates freely; both are then asked for the logits along its text.
 
     Up to the first difference this is what a would have generated too, so nothing is lost by not running a
-    freely, and the slow side computes whole chunks instead of single tokens.
+    freely, and the slow side computes whole chunks instead of single tokens. Where there are experts the logits are
+    compared under the same routing; what side b chose its tokens from are those of its own.
     """
     for index, prompt in enumerate(workload.prompts):
         progress(f"greedy: prompt {index + 1} of {len(workload.prompts)}")
-        tokens = b.greedy(prompt, workload.tokens)
-        yield compare_greedy(index, tokens, a.continuation(prompt, tokens), b.continuation(prompt, tokens))
+        tokens = pair.b.greedy(prompt, workload.tokens)
+        found = compare_greedy(index, tokens, *pair.continuations(prompt, tokens))
+        if pair.a.has_experts and found.divergences:
+            found = explained_by(found, pair.b.continuation(prompt, tokens))
+        yield found

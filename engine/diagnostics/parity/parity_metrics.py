@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import torch
@@ -250,11 +250,15 @@ class Divergence:
 
 @dataclass(frozen=True)
 class GreedyComparison:
-    """The greedy choices that differ along one generated text, and how far the logits are apart on the way."""
+    """The greedy choices that differ along one generated text, and how far the logits are apart on the way.
+
+    rows: side a's logits fp64 [vocab] at each divergence.
+    """
 
     tokens: list[int]
     comparison: Comparison
     divergences: list[Divergence]
+    rows: list[Tensor]
 
 
 def compare_greedy(
@@ -267,6 +271,7 @@ def compare_greedy(
     """
     comparison, index = Comparison(), 0
     found: list[Divergence] = []
+    rows: list[Tensor] = []
     for block_a, block_b in paired_blocks(a, b):
         comparison.add(block_a, block_b)
         for row_a, row_b in zip(
@@ -278,7 +283,24 @@ def compare_greedy(
                 margin = float(top.values[0] - top.values[1])
                 largest = float((row_a - row_b).abs().max())
                 found.append(Divergence(prompt, index, choice, token, margin, largest, first=not found))
+                rows.append(row_a.clone())
             index += 1
     if index != len(tokens):
         raise ValueError(f"{len(tokens)} tokens were generated and {index} positions compared")
-    return GreedyComparison(tokens, comparison, found)
+    return GreedyComparison(tokens, comparison, found, rows)
+
+
+def explained_by(result: GreedyComparison, logits: Iterable[Tensor]) -> GreedyComparison:
+    """The comparison with the largest differences at its divergences taken from `logits`, [n, vocab] in blocks: those
+    that side b generated the tokens from, where others were compared.
+    """
+    by_index = {divergence.index: number for number, divergence in enumerate(result.divergences)}
+    found, index = list(result.divergences), 0
+    for block in logits:
+        for row in block:
+            number = by_index.get(index)
+            if number is not None:
+                largest = float((result.rows[number] - row.to("cpu", torch.float64)).abs().max())
+                found[number] = replace(found[number], max_difference=largest)
+            index += 1
+    return replace(result, divergences=found)

@@ -31,7 +31,8 @@ class SideSpec:
 
 
 class LLMSide:
-    """A loaded model as one of the two sides: `name` for the report, `device` as in `SideSpec`.
+    """A loaded model as one of the two sides: `name` for the report, `device` as in `SideSpec`; `has_experts`: it is a
+    mixture of experts.
 
     The reference is one definition, not an implementation of phases: it always runs in chunks, which is quick.
     """
@@ -41,6 +42,7 @@ class LLMSide:
         self.device = device or name
         self.llm = llm
         self.decoder = llm.runner.decoder
+        self.has_experts = llm.model_config.experts is not None
 
     def step(self, phase: Phase) -> int:
         """How many tokens the side computes at once in a phase."""

@@ -118,9 +118,10 @@ def estimate_seconds(a: LLMSide, b: LLMSide, workload: Workload) -> float:
     total = 0.0
     for side, generates in ((a, False), (b, True)):
         prefill, decode = (_seconds_a_token(side, phase, ids) for phase in ("prefill", "decode"))
-        # Side b writes the greedy text, then both read it.
-        total += prefill * (forced + prompts * (1 + generates))
-        total += decode * (forced + generated * (1 + generates))
+        # Side b writes the greedy text, then both read it; of a mixture of experts side b computes most steps twice.
+        times = 1 + (generates and side.has_experts)
+        total += prefill * (times * forced + prompts * (times + generates))
+        total += decode * (times * forced + generated * (times + generates))
     return total
 
 

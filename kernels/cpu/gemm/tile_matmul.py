@@ -10,6 +10,7 @@ on the other rows or the number of threads. AMX, where there is any, takes an fp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -39,6 +40,34 @@ _Product = tuple[int, int, int, int]  # kernels that multiply and that make pane
 _TASKS = 4  # a thread should get of a weight, before tasks become longer
 
 
+@dataclass(frozen=True)
+class TileKind:
+    """How weights are multiplied with many rows, and how the rows are packed for it.
+
+    block: rows of a block. row_bytes: of a packed row, of DEPTH columns. most: rows of a launch, or None. pack_kernel: the
+    kernel that packs, in a task a block, or with `by_panel` one for each block and each DEPTH columns. product(w, blocks):
+    what multiplies a weight with so many blocks.
+    """
+
+    block: int
+    row_bytes: int
+    most: int | None
+    pack_kernel: Callable[[], int]
+    by_panel: bool
+    product: Callable[[QuantTensor, int], _Product]
+
+
+def tile_kind(w: QuantTensor) -> TileKind:
+    """The kind for a weight on this processor."""
+    if has_amx():
+        return TileKind(BLOCK, 4 * DEPTH, MOST_ROWS, amx_pack_kernel, True, _amx_product)
+    if uses_vnni(w):
+        return TileKind(
+            vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS, vnni_pack_kernel, False, _vnni_product
+        )
+    return TileKind(host_tile().rows, 4 * DEPTH, None, pack_kernel, False, _product)
+
+
 def tile_matmul_launches(
     x: Tensor, parts: Sequence[QuantTensor], y: Tensor, addend: Tensor | None = None
 ) -> list[Launch]:
@@ -47,58 +76,34 @@ def tile_matmul_launches(
     x fp32 [T, K], y fp32 [T, sum of N_i], contiguous; the addend may be y.
     """
     addend = torch.zeros(1, y.shape[1]) if addend is None else addend.contiguous()
-    words: list[_Placed] = []
-    others: list[_Placed] = []
+    by_kind: dict[TileKind, list[_Placed]] = {}
     for column, w in zip(accumulate((w.rows for w in parts), initial=0), parts, strict=False):
-        (words if uses_vnni(w) and not has_amx() else others).append((column, w))
+        by_kind.setdefault(tile_kind(w), []).append((column, w))
     launches: list[Launch] = []
-    for placed, make, most in (
-        (words, _vnni_launches, vnni.MOST_ROWS),
-        (others, _launches, MOST_ROWS if has_amx() else max(1, x.shape[0])),
-    ):
-        for first in range(0, x.shape[0] if placed else 0, most):
+    for kind, placed in by_kind.items():
+        most = kind.most or max(1, x.shape[0])
+        for first in range(0, x.shape[0], most):
             rows = slice(first, first + most)
-            launches += make(x[rows], placed, y[rows], addend[rows] if addend.shape[0] > 1 else addend)
+            added = addend[rows] if addend.shape[0] > 1 else addend
+            launches += _packed_and_multiplied(x[rows], kind, placed, y[rows], added)
     return launches
 
 
-def _launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
-    """As `tile_matmul_launches`, of so many rows as a launch takes, in fp32 or on AMX."""
-    rows, block = x.shape[0], BLOCK if has_amx() else host_tile().rows
-    blocks, panels = -(-rows // block), -(-x.shape[1] // DEPTH)
-    packed = torch.empty(panels, blocks, block, DEPTH)
-    packing = (amx_pack_kernel(), panels * blocks) if has_amx() else (pack_kernel(), blocks)
-    product = _amx_product if has_amx() else _product
-    return _packed_and_multiplied(x, packed, packing, blocks, placed, product, y, addend)
-
-
-def _vnni_launches(x: Tensor, placed: Sequence[_Placed], y: Tensor, addend: Tensor) -> list[Launch]:
-    """The same on int16."""
-    (rows, cols), block = x.shape, vnni.TILE.rows
-    blocks = -(-rows // block)
-    packed = torch.empty(cols // DEPTH, blocks, block, vnni.ROW_BYTES, dtype=torch.uint8)
-    packing = (vnni_pack_kernel(), blocks)
-    return _packed_and_multiplied(x, packed, packing, blocks, placed, _vnni_product, y, addend)
-
-
 def _packed_and_multiplied(
-    x: Tensor,
-    packed: Tensor,
-    packing: tuple[int, int],
-    blocks: int,
-    placed: Sequence[_Placed],
-    product: Callable[[QuantTensor, int], _Product],
-    y: Tensor,
-    addend: Tensor,
+    x: Tensor, kind: TileKind, placed: Sequence[_Placed], y: Tensor, addend: Tensor
 ) -> list[Launch]:
-    """The launch that packs x, by a kernel in so many tasks (`packing`), and one for each weight."""
-    pack = PackArguments(x.data_ptr(), 4 * x.stride(0), x.shape[0], x.shape[1], packed.data_ptr(), blocks)
-    launches = [Launch(packing[0], pack, packing[1], keep=(x, packed))]
+    """As `tile_matmul_launches`, of so many rows as a launch takes: one that packs x, and one for each weight."""
+    (rows, cols), panels = x.shape, -(-x.shape[1] // DEPTH)
+    blocks = -(-rows // kind.block)
+    packed = torch.empty(panels, blocks, kind.block, kind.row_bytes, dtype=torch.uint8)
+    pack = PackArguments(x.data_ptr(), 4 * x.stride(0), rows, cols, packed.data_ptr(), blocks)
+    tasks = panels * blocks if kind.by_panel else blocks
+    launches = [Launch(kind.pack_kernel(), pack, tasks, keep=(x, packed))]
     stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
     for number, (column, w) in enumerate(placed):
-        kernel, panel, task_strips, tasks = product(w, blocks)
+        kernel, panel, task_strips, tasks = kind.product(w, blocks)
         arguments = MatmulArguments(
-            *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), x.shape[0]),
+            *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), rows),
             *(addend.data_ptr() + 4 * column, stride, y.data_ptr() + 4 * column, 4 * y.stride(0)),
             panel_kernel=panel,
             block_weights=w.format.block,

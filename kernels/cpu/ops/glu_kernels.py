@@ -12,7 +12,7 @@ from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.ops.glu import GLUArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import CLAMP, SWISH_SLOPE, Activation
 
 _LANES = 16
 _MOST = 88.0  # exp of more overflows; silu(-88) is -5e-37
@@ -44,18 +44,36 @@ def _gated(
     def span(i: ir.Value, lanes: int) -> None:
         at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)
         g = e.load(lane, e.at(gate, at))
-        most = e.const(lane, _MOST)
-        power = e.b.fneg(_exponent(e, g, activation))
-        power = e.b.select(e.b.fcmp_ordered(">", power, most), most, power)
+        if activation == "clamped_swish":
+            g = _at_most(e, g, e.const(lane, CLAMP))
+        power = _at_most(e, e.b.fneg(_exponent(e, g, activation)), e.const(lane, _MOST))
         activated = e.b.fdiv(g, e.b.fadd(e.const(lane, 1.0), emit_exp(e, power)))
-        e.store(e.b.fmul(activated, e.load(lane, e.at(up, at))), e.at(out, at))
+        factor = _factor(e, e.load(lane, e.at(up, at)), activation)
+        e.store(e.b.fmul(activated, factor), e.at(out, at))
 
     e.spans(first, last, span, _LANES)
+
+
+def _at_most(e: Emitter, x: ir.Value, most: ir.Value) -> ir.Value:
+    """The lesser of each two; x where it is NaN."""
+    return e.b.select(e.b.fcmp_ordered(">", x, most), most, x)
+
+
+def _factor(e: Emitter, up: ir.Value, activation: str) -> ir.Value:
+    """What the activated gate is multiplied with."""
+    if activation != "clamped_swish":
+        return up
+    limit = e.const(up.type, CLAMP)
+    up = _at_most(e, up, limit)
+    up = e.b.select(e.b.fcmp_ordered("<", up, e.b.fneg(limit)), e.b.fneg(limit), up)
+    return e.b.fadd(up, e.const(up.type, 1.0))
 
 
 def _exponent(e: Emitter, x: ir.Value, activation: str) -> ir.Value:
     """What the activation x / (1 + exp(-y)) has as y."""
     if activation == "silu":
         return x
+    if activation == "clamped_swish":
+        return e.b.fmul(x, e.const(x.type, SWISH_SLOPE))
     cubic, linear = e.const(x.type, _GELU * _GELU_CUBE), e.const(x.type, _GELU)
     return e.b.fmul(x, e.fma(e.b.fmul(x, x), cubic, linear))

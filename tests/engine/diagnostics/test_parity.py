@@ -349,6 +349,8 @@ def test_the_reference_has_its_own_budget() -> None:
 class TableSide:
     """A side whose logits and cached rows come from tables; notes what it is asked for."""
 
+    has_experts = False
+
     def __init__(self, name: str, logits: Tensor, rows: Tensor, **steps: int) -> None:
         self.name = self.device = name
         self.table = logits

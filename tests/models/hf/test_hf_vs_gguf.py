@@ -53,8 +53,9 @@ def written_both_ways(
         stored = kind if values.ndim > 1 else "F32"
         builder.tensor(name, tuple(values.shape), stored, values.to(DTYPES[stored]).numpy())
     path = builder.write(folder / "model.gguf")
-    rename = partial(hf_name, architecture=sizes.architecture)
     config = hf_config(sizes, VOCAB, tied, **{"rms_norm_eps": EPS, **(hf or {})})
+    mixtral = config["model_type"] == "mixtral"
+    rename = partial(hf_name, architecture="mixtral" if mixtral else sizes.architecture)
     return GGUFCheckpoint(path), HFCheckpoint(write_hf(folder / "hf", config, weights, 2, rename))
 
 
@@ -66,6 +67,17 @@ def test_logits_are_the_same_both_ways(tmp_path: Path, architecture: str, kind: 
     expected = logits_of(gguf)
     assert expected.abs().max() > 0.1
     assert torch.equal(logits_of(hf), expected)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2moe", "qwen3moe", "olmoe"])
+def test_logits_of_experts_are_the_same_both_ways(tmp_path: Path, architecture: str, kind: str) -> None:
+    sizes = ModelSizes(architecture, experts=4, separate=True)
+    hf = {"model_type": "mixtral"} if architecture == "llama" else {}
+    hf |= {"norm_topk_prob": architecture == "qwen3moe"}
+    gguf, folder = written_both_ways(tmp_path, sizes, kind, False, hf)
+    assert folder.config.experts == gguf.config.experts
+    assert torch.equal(logits_of(folder), logits_of(gguf))
 
 
 def test_a_mistral_folder_equals_a_llama_gguf_with_a_window(tmp_path: Path) -> None:

@@ -1,0 +1,266 @@
+"""The routers of a mixture of experts in parity: both sides on the same tokens, side b with the experts of side a.
+
+One other expert changes a row's logits by far more than rounding does, so that values can only be compared under the
+same routing. Side a chooses; side b is given its choice (`Backend.route`'s `experts`). What side b would have chosen on
+the same rows is counted beside it, with the margin by which side a's routers made the choice.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import tee
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quengine.diagnostics.parity.parity_operations import rows_of
+from quengine.diagnostics.parity.parity_sides import LLMSide
+from quengine.kernels.backend import Backend, Hidden
+from quengine.kernels.forward_batch import ForwardBatch, Phase
+from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.rms_norm import RMSNorm, rms_norm
+from quengine.models.decoder import Decoder
+from quengine.models.experts import MixtureOfExperts
+
+
+@dataclass(frozen=True)
+class RoutingMetrics:
+    """How often side b's routers, on rows behind the same routing, choose other experts than side a's.
+
+    places: positions times layers with experts. differing: those where the two sets of experts are not the same.
+    margin: at such a place the difference of two of side a's router logits, of the best expert that side b left out and
+        of the worst that it took instead (where the k-th and the next change places, of those two); of all places the
+        one with the largest `relative`. 0 without any.
+    relative: the same in units of the standard deviation of that row's logits.
+    layer, position: where that is; -1 without any.
+    bound: of `relative`; a difference above it is a failure (`Budget.clear_margin`).
+    """
+
+    places: int
+    differing: int
+    margin: float
+    relative: float
+    layer: int
+    position: int
+    bound: float
+
+    @property
+    def failures(self) -> list[str]:
+        """What is outside the bound, in one phrase."""
+        if self.relative <= self.bound:  # not ">": what is not finite must not pass
+            return []
+        return [
+            f"another choice of experts where a's margin is {self.margin:.2g} logits (layer {self.layer}, position "
+            f"{self.position}), {self.relative:.2g} of their standard deviation; over {self.bound:.2g} it is clear"
+        ]
+
+
+@dataclass
+class RoutingCounts:
+    """Collects the places of one phase; a few numbers whatever their number."""
+
+    places: int = 0
+    differing: int = 0
+    worst: tuple[float, float, int, int] = (0.0, 0.0, -1, -1)
+    """Relative margin, margin, layer, position."""
+
+    def add(self, layer: int, positions: Tensor, margins: tuple[Tensor, Tensor], differing: Tensor) -> None:
+        """Take the rows of one layer: their positions, margins with relative ones, and where the choices differ."""
+        self.places += len(positions)
+        self.differing += int(differing.sum())
+        for row in differing.nonzero()[:, 0].tolist():
+            margin, relative = (float(values[row]) for values in margins)
+            self.worst = max(self.worst, (relative, margin, layer, int(positions[row])))
+
+    def metrics(self, bound: float) -> RoutingMetrics:
+        relative, margin, layer, position = self.worst
+        return RoutingMetrics(self.places, self.differing, margin, relative, layer, position, bound)
+
+
+@dataclass
+class _Choices:
+    """What one layer's router chose on side a at the positions of a span: experts [n, k], logits fp64 [n, E]."""
+
+    router: Router
+    experts: Tensor
+    logits: Tensor
+
+
+@dataclass
+class Pair:
+    """Two sides that compute the same tokens; of a dense model nothing but that.
+
+    Where the free choices of a step are those of side a, side b's step runs as it serves, captured or not; else its
+    operations run one by one, with side a's experts.
+    """
+
+    a: LLMSide
+    b: LLMSide
+    counts: RoutingCounts = field(default_factory=RoutingCounts)
+    _start: int = 0
+    _rows: int = 0
+    _chosen: dict[int, _Choices] = field(default_factory=dict)
+
+    def span(
+        self, ids: list[int], start: int, phase: Phase, after: Callable[[int, int], None] = lambda *_: None
+    ) -> tuple[Tensor, Tensor]:
+        """Both sides' logits [n, vocab] of `ids` from position `start` on, over what is cached before them.
+
+        `after(start, end)` is called when both have computed these positions.
+        """
+        self._start, self._rows, self._chosen = start, len(ids), {}
+        logits_a = [self._forward_a(part, at) for part, at in parts(ids, start, self.a.step(phase))]
+        logits_b = []
+        for part, at in parts(ids, start, self.b.step(phase)):
+            logits_b.append(self._forward_b(part, at))
+            after(at, at + len(part))
+        return torch.cat(logits_a), torch.cat(logits_b)
+
+    def continuations(
+        self, prompt: list[int], tokens: list[int]
+    ) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
+        """Of each side the logits, in blocks [t, vocab], that each of `tokens` follows from after `prompt`."""
+        if not self.a.has_experts:
+            return self.a.continuation(prompt, tokens), self.b.continuation(prompt, tokens)
+        first, second = tee(self._together(prompt, tokens))
+        return (block for block, _ in first), (block for _, block in second)
+
+    def _together(self, prompt: list[int], tokens: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        phases: tuple[Phase, ...] = ("prefill", "decode")
+        chunk, step = (max(self.a.step(phase), self.b.step(phase)) for phase in phases)
+        for start in range(0, len(prompt), chunk):
+            last = self.span(prompt[start : start + chunk], start, "prefill")
+        yield last[0][-1:], last[1][-1:]
+        for first in range(0, len(tokens) - 1, step):
+            yield self.span(tokens[:-1][first : first + step], len(prompt) + first, "decode")
+
+    def _forward_a(self, ids: list[int], start: int) -> Tensor:
+        if not self.a.has_experts:
+            return self.a.forward(ids, start)
+        with routed(self.a.decoder, self._record):
+            return self.a.eager(ids, start)
+
+    def _forward_b(self, ids: list[int], start: int) -> Tensor:
+        if not self.a.has_experts:
+            return self.b.forward(ids, start)
+        before = self.counts.differing
+        with routed(self.b.decoder, self._force):
+            logits = self.b.eager(ids, start)
+        return self.b.forward(ids, start) if self.counts.differing == before else logits
+
+    def _record(self, layer: int, call: "RouteCall") -> Routing:
+        routing = call.own()
+        logits = call.logits()
+        if layer not in self._chosen:
+            used, count = routing.experts.shape[1], logits.shape[1]
+            experts = torch.zeros(self._rows, used, dtype=torch.int64)
+            scores = torch.zeros(self._rows, count, dtype=torch.float64)
+            self._chosen[layer] = _Choices(call.router, experts, scores)
+        rows = call.positions - self._start
+        self._chosen[layer].experts[rows] = routing.experts.long().cpu()
+        self._chosen[layer].logits[rows] = logits
+        return routing
+
+    def _force(self, layer: int, call: "RouteCall") -> Routing:
+        chosen, rows = self._chosen[layer], call.positions - self._start
+        wanted, logits = chosen.experts[rows], chosen.logits[rows]
+        free = call.own().experts.long().cpu()
+        differing = (free != wanted).any(dim=1)
+        if differing.any():
+            margins = choice_margins(logits, chosen.router, wanted, free)
+        else:
+            margins = (torch.zeros(len(rows)), torch.zeros(len(rows)))
+        self.counts.add(layer, call.positions, margins, differing)
+        return call.own(wanted.to(call.batch.device, torch.int32))
+
+
+def parts(ids: list[int], start: int, step: int) -> Iterator[tuple[list[int], int]]:
+    """Pieces of at most `step` tokens, each with its position."""
+    for first in range(0, len(ids), step):
+        yield ids[first : first + step], start + first
+
+
+def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+    """By how much side a's logits fp64 [n, E] speak for its experts `wanted` [n, k] against `taken` [n, k]: [n] each,
+    in logits, and in units of their standard deviation. See RoutingMetrics; infinite where there is no number.
+
+    Scores with a selection bias are brought to logits by the slope of the score at the two experts. Where experts are
+    chosen from groups, the margin of a choice between groups is that of the experts in them.
+    """
+    scores, slopes = logits, torch.ones_like(logits)
+    if router.selection_bias is not None:
+        if router.kind.scores != "softmax_of_chosen":
+            scores = logits.sigmoid() if router.kind.scores == "sigmoid" else logits.softmax(-1)
+            slopes = scores * (1 - scores)
+        scores = scores + router.selection_bias.double().cpu()
+    of_a, of_b = (torch.zeros_like(logits, dtype=torch.bool).scatter(1, of, True) for of in (wanted, taken))
+    best = scores.masked_fill(~(of_a & ~of_b), float("-inf")).max(dim=1)
+    worst = scores.masked_fill(~(of_b & ~of_a), float("inf")).min(dim=1)
+    two = slopes.gather(1, torch.stack([best.indices, worst.indices], dim=1))
+    margin = (best.values - worst.values) / two.mean(dim=1)
+    margin = margin.nan_to_num(nan=float("inf")).clamp(min=0)
+    spread = logits.std(dim=1, correction=0)
+    relative = (margin / spread).nan_to_num(nan=float("inf"))
+    return margin, torch.where(margin == 0, 0.0, relative)
+
+
+@dataclass(frozen=True)
+class RouteCall:
+    """One call of `Backend.route`, with what it is given."""
+
+    backend: Backend[Any]
+    batch: ForwardBatch
+    x: Hidden
+    norm: RMSNorm
+    router: Router
+
+    def own(self, experts: Tensor | None = None) -> Routing:
+        """What the backend gives, freely or for these experts."""
+        return self.backend.route(self.batch, self.x, self.norm, self.router, experts)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [T], on the host."""
+        return self.batch.positions.long().cpu()
+
+    def logits(self) -> Tensor:
+        """The router's, by the definition in fp64, of the rows that the backend has: [T, E], on the host."""
+        rows = rows_of(self.x).double().cpu()
+        normed = rms_norm(rows, self.norm.weight.double().cpu(), self.norm.eps)
+        logits: Tensor = normed @ self.router.weight.double().cpu().T
+        return logits if self.router.bias is None else logits + self.router.bias.double().cpu()
+
+
+Route = Callable[[int, RouteCall], Routing]
+"""Is given the layer and the call, and returns the routing that the decoder is to go on with."""
+
+
+@contextmanager
+def routed(decoder: Decoder, route: Route) -> Iterator[None]:
+    """While it lasts, the routing of every layer of `decoder` comes from `route`."""
+    layers = [
+        (i, block.ffn) for i, block in enumerate(decoder.blk) if isinstance(block.ffn, MixtureOfExperts)
+    ]
+    own = [ffn.backend for _, ffn in layers]
+    for layer, ffn in layers:
+        around: Any = _RoutedBackend(ffn.backend, layer, route)
+        ffn.backend = around
+    try:
+        yield
+    finally:
+        for (_, ffn), backend in zip(layers, own, strict=True):
+            ffn.backend = backend
+
+
+class _RoutedBackend:
+    """A backend whose `route` is another's; everything else of it is its own."""
+
+    def __init__(self, backend: Backend[Any], layer: int, route: Route) -> None:
+        self._backend, self._layer, self._route = backend, layer, route
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def route(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, router: Router) -> Routing:
+        return self._route(self._layer, RouteCall(self._backend, batch, x, norm, router))

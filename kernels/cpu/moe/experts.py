@@ -1,0 +1,275 @@
+"""The experts of a decode step: q-dot on weights where they lie, each expert found by what the router wrote.
+
+A task is a run of outputs of one expert, for all the rows that have it, so that its weights are read once. A row's result
+does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.cpu.gemv.matmul import task_rows
+from quengine.kernels.cpu.moe.groups import Groups, SpreadArguments
+from quengine.kernels.cpu.runtime.arguments import Arguments
+from quengine.kernels.cpu.runtime.kernel_table import (
+    add_experts_kernel,
+    add_kernel,
+    down_add_kernel,
+    down_kernel,
+    float_matvec_kernel,
+    gate_up_kernel,
+    glu_kernel,
+    matvec_kernel,
+    spread_kernel,
+)
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads
+from quengine.kernels.glu import Activation
+from quengine.kernels.quant_tensor import QuantTensor
+
+_SHARES = 8  # of a thread, where matrices have the rows
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """A matrix [N, K] of each of E experts, all of one format, each where it lies.
+
+    addresses: int64 [E]. bias: fp32 [E, N], of any stride from an expert to the next.
+    """
+
+    matrices: tuple[QuantTensor, ...]
+    addresses: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, matrices: Sequence[QuantTensor], bias: Tensor | None) -> ExpertPart:
+        first = matrices[0]
+        for w in matrices:
+            if w.format != first.format or w.shape != first.shape:
+                raise ValueError(
+                    f"{w.name} is {w.format.name} {list(w.shape)}; the first expert's matrix "
+                    f"{first.name} is {first.format.name} {list(first.shape)}"
+                )
+        return cls(tuple(matrices), torch.tensor([w.data.data_ptr() for w in matrices]), bias)
+
+    @property
+    def first(self) -> QuantTensor:
+        return self.matrices[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(w.nbytes for w in self.matrices)
+
+
+@dataclass(frozen=True)
+class CpuExperts:
+    """Gate and up, or down, of the experts of a layer."""
+
+    parts: tuple[ExpertPart, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.first.rows * len(part.matrices) for part in self.parts)
+
+    @property
+    def cols(self) -> int:
+        return self.parts[0].first.cols
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass
+class ExpertMatrices(Arguments):
+    """Matrices of all experts, and the rows that they are multiplied with, by place.
+
+    length, x, x_stride: as in `MatvecArguments`. bias: of the first expert, or 0.
+    """
+
+    addresses: int
+    row_bytes: int
+    rows: int
+    length: int
+    x: int
+    x_stride: int
+    bias: int
+    bias_stride: int
+    one_kernel: int
+    many_kernel: int
+    add_kernel: int
+
+
+@dataclass
+class GateUpArguments(Arguments):
+    """gate_up: fp32 [places, 2F]; out: fp32 [places, F]; records: quantized rows, or 0."""
+
+    table: int
+    blocks: int
+    task_rows: int
+    gate: ExpertMatrices
+    up: ExpertMatrices
+    gate_up: int
+    out: int
+    records: int
+    record_stride: int
+    glu_kernel: int
+
+
+@dataclass
+class DownArguments(Arguments):
+    """products: fp32 [places, N]."""
+
+    table: int
+    blocks: int
+    task_rows: int
+    down: ExpertMatrices
+    products: int
+
+
+@dataclass
+class AddExpertsArguments(Arguments):
+    """products: fp32 [places, cols]. places: int64, weights: fp32, [T, used]. residual, y: fp32 [T, cols]."""
+
+    products: int
+    places: int
+    weights: int
+    used: int
+    cols: int
+    residual: int
+    y: int
+
+
+@dataclass
+class DownAddArguments(Arguments):
+    """Both."""
+
+    down: DownArguments
+    add: AddExpertsArguments
+
+
+def spread_launch(rows: Tensor, groups: Groups, out: Tensor) -> Launch:
+    """Rows [T, width] by place, [T * k, width], both contiguous. A task is a row."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    arguments = SpreadArguments(
+        rows.data_ptr(), row_bytes, groups.places.data_ptr(), groups.used, out.data_ptr()
+    )
+    return Launch(spread_kernel(), arguments, rows.shape[0], keep=(rows, groups, out))
+
+
+def gate_up_launch(
+    experts: CpuExperts,
+    groups: Groups,
+    sources: Sequence[Tensor],
+    between: Tensor,
+    out: Tensor,
+    records: Tensor | None,
+    activation: Activation,
+) -> Launch:
+    """activation(gate) * up of each slot: out fp32 [T * k, F], by place.
+
+    sources: for gate and up each, what its matrices are multiplied with (`matvec_launch`), of each place; or one
+    row of it, which all places have. between: fp32 [T * k, 2F]. With `records`, uint8 [T * k, quantized_row_bytes(F)], the
+    result is quantized into it as well; F is then a multiple of 32. All are contiguous.
+    """
+    gate, up = experts.parts
+    width = gate.first.rows
+    assert records is None or width % 32 == 0
+    step = _step(width, task_rows(gate.first) // 2, groups.slots, unit=32)
+    arguments = GateUpArguments(
+        table=groups.table.data_ptr(),
+        blocks=-(-width // step),
+        task_rows=step,
+        gate=_matrices(gate, sources[0], groups),
+        up=_matrices(up, sources[1], groups),
+        gate_up=between.data_ptr(),
+        out=out.data_ptr(),
+        records=0 if records is None else records.data_ptr(),
+        record_stride=0 if records is None else records.stride(0),
+        glu_kernel=glu_kernel(activation),
+    )
+    keep = (experts, groups, sources, between, out, records)
+    return Launch(gate_up_kernel(), arguments, _most_groups(gate, groups) * arguments.blocks, keep=keep)
+
+
+def down_launches(
+    experts: CpuExperts,
+    groups: Groups,
+    source: Tensor,
+    products: Tensor,
+    weights: Tensor,
+    residual: Tensor,
+    y: Tensor,
+) -> list[Launch]:
+    """Kernels after each other: y fp32 [T, N] = the weighted sum of each row's experts, plus residual fp32 [T, N].
+
+    source: what is multiplied, of each place; products: fp32 [T * k, N]; weights: fp32 [T, k]; all contiguous. The last
+    kernel of several has a task a row; a single row has one kernel.
+    """
+    (part,) = experts.parts
+    single, width = residual.shape[0] == 1, part.first.rows
+    step = _step(width, task_rows(part.first), 1 if single else groups.slots, unit=16)
+    down = DownArguments(
+        table=groups.table.data_ptr(),
+        blocks=-(-width // step),
+        task_rows=step,
+        down=_matrices(part, source, groups),
+        products=products.data_ptr(),
+    )
+    add = add_experts_launch(groups, products, weights, residual, y)
+    keep = (experts, source, *add.keep)
+    if single:
+        assert isinstance(add.arguments, AddExpertsArguments)
+        return [Launch(down_add_kernel(), DownAddArguments(down, add.arguments), down.blocks, keep=keep)]
+    return [Launch(down_kernel(), down, _most_groups(part, groups) * down.blocks, keep=keep), add]
+
+
+def add_experts_launch(
+    groups: Groups, products: Tensor, weights: Tensor, residual: Tensor, y: Tensor
+) -> Launch:
+    """y fp32 [T, N] = the weighted sum of each row's products, fp32 [T * k, N] by place, plus residual. A task is a row."""
+    assert weights.is_contiguous() and residual.is_contiguous() and y.is_contiguous()
+    arguments = AddExpertsArguments(
+        products=products.data_ptr(),
+        places=groups.places.data_ptr(),
+        weights=weights.data_ptr(),
+        used=groups.used,
+        cols=y.shape[1],
+        residual=residual.data_ptr(),
+        y=y.data_ptr(),
+    )
+    return Launch(add_experts_kernel(), arguments, y.shape[0], keep=(groups, products, weights, residual, y))
+
+
+def _matrices(part: ExpertPart, source: Tensor, groups: Groups) -> ExpertMatrices:
+    w, bias = part.first, part.bias
+    if w.format.is_quantized:
+        one, length = matvec_kernel(w.format.name, False), w.cols // w.format.block
+        many = one if groups.order.shape[0] == 1 else matvec_kernel(w.format.name, True)
+    else:
+        one = many = float_matvec_kernel(w.format.name)
+        length = w.cols
+    assert bias is None or bias.stride(1) == 1
+    return ExpertMatrices(
+        *(part.addresses.data_ptr(), w.data.shape[1], w.rows, length, source.data_ptr()),
+        x_stride=source.stride(0) * source.element_size() if source.shape[0] > 1 else 0,
+        bias=0 if bias is None else bias.data_ptr(),
+        bias_stride=0 if bias is None else 4 * bias.stride(0),
+        one_kernel=one,
+        many_kernel=many,
+        add_kernel=add_kernel(),
+    )
+
+
+def _most_groups(part: ExpertPart, groups: Groups) -> int:
+    return min(len(part.matrices), groups.slots)
+
+
+def _step(rows: int, most: int, matrices: int, unit: int) -> int:
+    """Rows of a task, of a matrix of which there are some: a multiple of `unit`, about equally many a task."""
+    fair = -(-rows * matrices // (_SHARES * get_threads()))
+    tasks = -(-rows // max(unit, min(most, fair)))
+    return -(-rows // (tasks * unit)) * unit

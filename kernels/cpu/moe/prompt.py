@@ -1,0 +1,96 @@
+"""The experts of a prompt's rows: rows by expert, each group through the prompt's matmul (gemm/tile_matmul.py).
+
+A row's result depends on the row and its experts alone, not on the rows beside it: groups of any size are multiplied by
+the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.cpu.gemm.tile_matmul import TileKind, tile_kind
+from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments
+from quengine.kernels.cpu.moe.experts import ExpertPart
+from quengine.kernels.cpu.moe.groups import GroupedMatmulArguments, Groups, PackGroupsArguments
+from quengine.kernels.cpu.runtime.kernel_table import grouped_matmul_kernel, pack_groups_kernel
+from quengine.kernels.cpu.runtime.threads import Launch
+from quengine.kernels.moe.router import Routing
+
+
+def prompt_expert_launches(
+    x: Tensor, routing: Routing, parts: Sequence[ExpertPart], y: Tensor, by_place: bool = False
+) -> tuple[Groups, list[Launch]]:
+    """y fp32 [T * k, sum of N_i] = rows of x times each part's matrix of their experts, plus its bias, by place.
+
+    x: fp32 [T, K], or with `by_place` [T * k, K]; all are contiguous. The groups are written by the launches.
+    """
+    rows, used = routing.experts.shape
+    by_kind: dict[TileKind, list[tuple[int, ExpertPart]]] = {}
+    column, count = 0, len(parts[0].matrices)
+    for part in parts:
+        by_kind.setdefault(tile_kind(part.first), []).append((column, part))
+        column += part.first.rows
+    launches: list[Launch] = []
+    for kind, placed in by_kind.items():
+        groups = Groups.empty(rows, used)
+        most = min(rows, kind.most or rows)
+        launches.append(groups.launch(routing.experts, count, most, kind.block))
+        launches += _grouped_launches(x, kind, placed, groups, most, y, by_place)
+    return groups, launches
+
+
+def _grouped_launches(
+    x: Tensor,
+    kind: TileKind,
+    placed: Sequence[tuple[int, ExpertPart]],
+    groups: Groups,
+    most: int,
+    y: Tensor,
+    by_place: bool,
+) -> list[Launch]:
+    """As `prompt_expert_launches`, of parts that are multiplied in one way, in groups of at most `most` rows."""
+    panels, count = -(-x.shape[1] // DEPTH), len(placed[0][1].matrices)
+    most_groups = min(groups.slots, count + groups.slots // most)
+    most_blocks = min(groups.slots, most_groups + groups.slots // kind.block)
+    panel_bytes = kind.block * kind.row_bytes
+    packed = torch.empty(most_blocks, panels * panel_bytes, dtype=torch.uint8)
+    pack = PackGroupsArguments(
+        table=groups.table.data_ptr(),
+        order=0 if by_place else groups.order.data_ptr(),
+        used=groups.used,
+        x=x.data_ptr(),
+        x_stride=4 * x.stride(0),
+        cols=x.shape[1],
+        block_rows=kind.block,
+        packed=packed.data_ptr(),
+        block_bytes=packed.stride(0),
+        panel_bytes=panel_bytes,
+        kernel=kind.pack_kernel(),
+    )
+    launches = [Launch(pack_groups_kernel(), pack, most_blocks, keep=(x, groups, packed))]
+    for number, (column, part) in enumerate(placed):
+        w = part.first
+        bias = torch.zeros(1, w.rows) if part.bias is None else part.bias
+        kernel, panel, task_strips, tasks = kind.product(w, -(-most // kind.block))
+        matmul = MatmulArguments(
+            *(0, w.data.shape[1], w.rows, w.cols, packed.data_ptr(), 0, 0, 0),
+            y=y.data_ptr() + 4 * column,
+            y_stride=4 * y.stride(0),
+            panel_kernel=panel,
+            block_weights=w.format.block,
+            block_bytes=w.format.nbytes,
+            task_strips=task_strips,
+        )
+        grouped = GroupedMatmulArguments(
+            *(groups.table.data_ptr(), tasks, part.addresses.data_ptr(), bias.data_ptr()),
+            bias_stride=0 if part.bias is None else 4 * bias.stride(0),
+            block_bytes=packed.stride(0),
+            kernel=kernel,
+            matmul=matmul,
+        )
+        keep = (part, bias, packed, groups, y)
+        launches.append(Launch(grouped_matmul_kernel(), grouped, most_groups * tasks, number == 0, keep))
+    return launches

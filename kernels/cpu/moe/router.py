@@ -1,0 +1,117 @@
+"""The router in compiled code: the twin of kernels/moe/router.py.
+
+The logits are fp32 dot products of a row and an expert's router weights, in an order that follows from the width alone, in
+prefill as in decode; the choice and the weights of a row follow in one kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cpu.gemv.matmul import matvec_launch
+from quengine.kernels.cpu.runtime.arguments import Arguments, Fp64
+from quengine.kernels.cpu.runtime.kernel_table import router_kernel
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
+from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.quant_tensor import QuantTensor
+
+MOST_EXPERTS, MOST_USED = 1024, 64
+"""Experts of a layer and of a row, whose scores the kernel has on its stack."""
+_TASKS = 4  # of a thread
+
+
+@dataclass
+class RouterArguments(Arguments):
+    """A row of logits has `count` fp32, and behind them that of the shared expert's gate where there is one.
+
+    bias, selection_bias: fp32 [count], or 0. forced: int32 [T, used], or 0. experts: int32 [T, used]; weights: fp32
+    [T, used]; shared: fp32 [T], or 0; all at addresses.
+    """
+
+    logits: int
+    stride: int
+    count: int
+    used: int
+    normalized: int
+    scale: Fp64
+    groups: int
+    groups_used: int
+    bias: int
+    selection_bias: int
+    forced: int
+    experts: int
+    weights: int
+    shared: int
+
+
+def logits_width(router: Router) -> int:
+    """fp32 of a row of logits."""
+    return router.weight.shape[0] + (router.shared_gate is not None)
+
+
+def logits_launches(x: Tensor, router: Router, logits: Tensor) -> list[Launch]:
+    """Independent kernels: the logits fp32 [T, logits_width] of rows x fp32 [T, K], without the bias."""
+    count = router.weight.shape[0]
+    step = -(-count // (_TASKS * get_threads()))
+    launches = [matvec_launch(x, _matrix(router.weight), logits, 0, step=step)]
+    if router.shared_gate is not None:
+        gate = _matrix(router.shared_gate.view(1, -1))
+        launches.append(matvec_launch(x, gate, logits, count, after_previous=False))
+    return launches
+
+
+def router_launch(logits: Tensor, router: Router, routing: Routing, forced: Tensor | None = None) -> Launch:
+    """The kernel that fills in a routing: experts int32 [T, k], weights fp32 [T, k], shared fp32 [T]. A task is a row.
+
+    forced: int32 [T, k], contiguous: the experts of each row, ascending, read when the kernel runs, not checked.
+    """
+    kind, count = router.kind, router.weight.shape[0]
+    if count > MOST_EXPERTS or not 1 <= kind.used <= min(MOST_USED, count):
+        raise ValueError(
+            f"{kind.used} of {count} experts; a router has at most {MOST_EXPERTS}, "
+            f"and 1 to {MOST_USED} of them compute a row"
+        )
+    arguments = RouterArguments(
+        *(logits.data_ptr(), 4 * logits.stride(0), count, kind.used, int(kind.normalized), kind.scale),
+        *(kind.groups, kind.groups_used, _address(router.bias), _address(router.selection_bias)),
+        forced=_address(forced),
+        experts=routing.experts.data_ptr(),
+        weights=routing.weights.data_ptr(),
+        shared=_address(routing.shared),
+    )
+    keep = (logits, router, routing, forced)
+    return Launch(router_kernel(kind.scores), arguments, logits.shape[0], keep=keep)
+
+
+def route(x: Tensor, router: Router, forced: Tensor | None = None) -> Routing:
+    """The routing of rows x fp32 [T, K] (behind the norm): see kernels/moe/router.py.
+
+    Raises ValueError when an expert of `forced` is not there.
+    """
+    rows, used, count = x.shape[0], router.kind.used, router.weight.shape[0]
+    if forced is not None:
+        forced = forced.to(torch.int32).contiguous()
+        if not 0 <= int(forced.min()) <= int(forced.max()) < count:
+            raise ValueError(f"a layer has experts 0 to {count - 1}; asked for {forced.unique().tolist()}")
+    x, logits = x.contiguous(), torch.empty(rows, logits_width(router))
+    shared = None if router.shared_gate is None else torch.empty(rows)
+    routing = Routing(torch.empty(rows, used, dtype=torch.int32), torch.empty(rows, used), shared)
+    run([*logits_launches(x, router, logits), router_launch(logits, router, routing, forced)])
+    return routing
+
+
+def _matrix(weight: Tensor) -> QuantTensor:
+    """fp32 [N, K] as a matvec takes it."""
+    assert weight.dtype == torch.float32 and weight.is_contiguous()
+    return QuantTensor("router", FORMATS["F32"], tuple(weight.shape), weight.view(torch.uint8))
+
+
+def _address(tensor: Tensor | None) -> int:
+    if tensor is None:
+        return 0
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()

@@ -1,0 +1,210 @@
+"""The shapes of synthetic models: released ones, and tiny ones for tests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures.architecture import Architecture
+from quengine.models.config import ExpertConfig, ModelConfig, RopeScaling, yarn_attention_factor
+
+Q4_K_M, MXFP4_MOE = "Q4_K_M", "MXFP4_MOE"
+"""Names of llama.cpp's mixes of types (`type_mix`)."""
+
+_EXPERTS = 8
+
+
+@dataclass(frozen=True)
+class SyntheticModel:
+    """What to write. `quant` is one type for every matrix, or llama.cpp's mix of that name.
+
+    Of a mixture of experts: `experts` a layer, of which `experts_used` compute a row (0: as many as the architecture
+    has by default), of `expert_feed_forward_length` (0: `feed_forward_length`), a shared one of
+    `shared_feed_forward_length` (0: `feed_forward_length` where the architecture gates one, else none), and layers in
+    front that have no experts, `dense_layers`. `yarn_factor` is that of
+    YaRN, over a context of `yarn_context` positions.
+    """
+
+    name: str
+    architecture: str = "llama"
+    vocab_size: int = 32768
+    context_length: int = 32768
+    embedding_length: int = 4096
+    block_count: int = 32
+    feed_forward_length: int = 14336
+    head_count: int = 32
+    head_count_kv: int = 8
+    head_dim: int = 128
+    rope_dim: int | None = None
+    rope_freq_base: float = 1e6
+    rope_freq_factors: tuple[float, ...] | None = None
+    yarn_factor: float = 1.0
+    yarn_context: int = 0
+    sliding_window: int | None = None
+    quant: str = Q4_K_M
+    tied_output: bool = False
+    experts: int = 0
+    experts_used: int = 0
+    expert_feed_forward_length: int = 0
+    shared_feed_forward_length: int = 0
+    dense_layers: int = 0
+
+    def config(self) -> ModelConfig:
+        """The configuration that a reader of the file finds."""
+        declared = ARCHITECTURES[self.architecture]
+        config = ModelConfig(
+            architecture=self.architecture,
+            name=self.name,
+            block=declared.block,
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            embedding_length=self.embedding_length,
+            block_count=self.block_count,
+            feed_forward_length=self.feed_forward_length,
+            head_count=self.head_count,
+            head_count_kv=self.head_count_kv,
+            head_dim=self.head_dim,
+            rope_dim=self.rope_dim or self.head_dim,
+            rope_freq_base=self.rope_freq_base,
+            rope_scaling=self._rope_scaling(),
+            rms_eps=float(np.float32(1e-5)),
+            sliding_window=self.sliding_window,
+            tied_output=self.tied_output,
+            experts=self._experts(declared),
+        )
+        return replace(config, **declared.size_fields(config))
+
+    def _rope_scaling(self) -> RopeScaling:
+        if self.yarn_factor != 1.0:
+            return RopeScaling(
+                kind="yarn",
+                factor=self.yarn_factor,
+                original_context_length=self.yarn_context,
+                attention_factor=yarn_attention_factor(self.yarn_factor),
+            )
+        return RopeScaling(
+            kind="none" if self.rope_freq_factors is None else "llama3",
+            original_context_length=self.context_length,
+            freq_factors=self.rope_freq_factors,
+        )
+
+    def _experts(self, declared: Architecture) -> ExpertConfig | None:
+        count = self.experts or (0 if declared.may_be_dense else _EXPERTS)
+        if not count or declared.router is None:
+            return None
+        used = self.experts_used or min(declared.router.used, count)
+        shared = self.shared_feed_forward_length
+        return ExpertConfig(
+            count=count,
+            router=replace(declared.router, used=used),
+            feed_forward_length=self.expert_feed_forward_length or self.feed_forward_length,
+            shared_feed_forward_length=shared
+            or (self.feed_forward_length if declared.block.shared_gate else 0),
+            dense_layers=tuple(range(self.dense_layers)),
+        )
+
+
+_TINY = SyntheticModel(
+    "synthetic tiny",
+    vocab_size=1024,
+    context_length=4096,
+    embedding_length=512,
+    block_count=2,
+    feed_forward_length=1024,
+    head_count=8,
+    head_count_kv=2,
+    head_dim=64,
+    rope_freq_base=1e4,
+)
+_MISTRAL_7B = SyntheticModel("synthetic mistral-7b")
+
+_QWEN3_30B: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "context_length": 40960,
+    "embedding_length": 2048,
+    "block_count": 48,
+    "feed_forward_length": 6144,
+    "head_count_kv": 4,
+    "experts": 128,
+    "experts_used": 8,
+    "expert_feed_forward_length": 768,
+}
+_GPT_OSS: Mapping[str, Any] = {
+    "quant": MXFP4_MOE,
+    "head_dim": 64,
+    "rope_freq_base": 150000.0,
+    "yarn_factor": 32.0,
+    "experts_used": 4,
+}
+_OF_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "mixtral-8x7b": ("llama", {"vocab_size": 32000, "experts": 8, "experts_used": 2}),
+    "mixtral-tiny": ("llama", {"experts": 8, "experts_used": 2, "feed_forward_length": 512}),
+    "qwen3-30b-a3b": ("qwen3moe", _QWEN3_30B),
+    "qwen3-30b-a3b-2l": ("qwen3moe", {**_QWEN3_30B, "block_count": 2}),
+    "qwen3moe-tiny": ("qwen3moe", {"experts": 16, "experts_used": 4, "expert_feed_forward_length": 256}),
+    "qwen2moe-tiny": (
+        "qwen2moe",
+        {
+            "experts": 16,
+            "experts_used": 4,
+            "expert_feed_forward_length": 256,
+            "shared_feed_forward_length": 512,
+        },
+    ),
+    "olmoe-tiny": ("olmoe", {"experts": 16, "experts_used": 8, "feed_forward_length": 256}),
+    "granitemoe-tiny": ("granitemoe", {"experts": 8, "experts_used": 2, "feed_forward_length": 256}),
+    "glm4moe-tiny": (
+        "glm4moe",
+        {
+            "block_count": 3,
+            "rope_dim": 32,
+            "experts": 16,
+            "experts_used": 4,
+            "expert_feed_forward_length": 256,
+            "shared_feed_forward_length": 256,
+            "dense_layers": 1,
+        },
+    ),
+    "gpt-oss-20b": (
+        "gpt-oss",
+        {
+            **_GPT_OSS,
+            "vocab_size": 201088,
+            "context_length": 131072,
+            "embedding_length": 2880,
+            "block_count": 24,
+            "feed_forward_length": 2880,
+            "head_count": 64,
+            "sliding_window": 128,
+            "yarn_context": 4096,
+            "experts": 32,
+        },
+    ),
+    "gpt-oss-tiny": (
+        "gpt-oss",
+        {**_GPT_OSS, "feed_forward_length": 256, "sliding_window": 64, "yarn_context": 128, "experts": 8},
+    ),
+}
+"""Mixtures of experts: preset -> architecture, and fields as `Architecture.synthetic` has them."""
+
+
+def _declared(preset: str, architecture: str, sizes: Mapping[str, Any]) -> SyntheticModel:
+    base = _TINY if preset.endswith("-tiny") else _MISTRAL_7B
+    return replace(base, name=f"synthetic {preset}", architecture=architecture, **sizes)
+
+
+PRESETS: Mapping[str, SyntheticModel] = (
+    {
+        "mistral-7b": _MISTRAL_7B,
+        "mistral-7b-2l": replace(_MISTRAL_7B, name="synthetic mistral-7b-2l", block_count=2),
+        "tiny": _TINY,
+    }
+    | {
+        preset: _declared(preset, declared.name, sizes)
+        for declared in ARCHITECTURES.values()
+        for preset, sizes in declared.synthetic.items()
+    }
+    | {preset: _declared(preset, *described) for preset, described in _OF_EXPERTS.items()}
+)
