@@ -37,14 +37,20 @@ def mask_slice(band: torch.Tensor, start: int, rows: int) -> torch.Tensor:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`softmax(q k^T * scale) v` of each head; query heads share key-value heads in consecutive groups.
 
     q: [T, H, head_dim]; k, v: [S, H_kv, head_dim] with H a multiple of H_kv; mask: bool [T, S], True is
     visible, or None: every key is visible to every query (decode). Every row must see at least one key.
-    Returns [T, H, head_dim] in q's dtype. fp32 and fp64 queries are computed in their dtype, fp16 and bf16
-    in fp32. Sources: Vaswani et al. 2017; Ainslie et al. 2023 (grouped queries).
+    sinks: [H], a learned logit per head that is no key's: it is not scaled, takes part in the softmax's denominator,
+    and has no value. Returns [T, H, head_dim] in q's dtype. fp32 and fp64 queries are computed in their dtype, fp16 and
+    bf16 in fp32. Sources: Vaswani et al. 2017; Ainslie et al. 2023 (grouped queries); OpenAI 2025 (gpt-oss, sinks).
     """
     compute = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
     tokens, heads, head_dim = q.shape
@@ -58,6 +64,10 @@ def attention(
         scores = queries @ k[:, h].to(compute).T * scale
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        acc = torch.softmax(scores, dim=-1) @ v[:, h].to(compute)
+        if sinks is not None:
+            sink = sinks[h * group : (h + 1) * group].to(compute)
+            scores = torch.cat([scores, sink[:, None, None].expand(-1, tokens, 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : len(k)]
+        acc = weights @ v[:, h].to(compute)
         out[:, h * group : (h + 1) * group] = acc.transpose(0, 1)
     return out.to(q.dtype)

@@ -55,6 +55,7 @@ class AttentionSpec:
     position. `q_norm`, `k_norm` are norms that are applied before the rotation: of each head by itself, with weights
     [head_dim], or of all heads of a row together, with weights [heads * head_dim] and [kv_heads * head_dim].
     `cache_group` is the group of layers whose block tables this layer uses (ForwardBatch.block_tables_of).
+    `sinks` [heads] fp32 are logits, one per query head, in the softmax's denominator (see kernels/attention.py).
     """
 
     heads: int
@@ -71,6 +72,7 @@ class AttentionSpec:
     k_norm: Tensor | None = None
     eps: float = 0.0
     cache_group: int = 0
+    sinks: Tensor | None = None
 
 
 class Weight(Protocol):
@@ -145,9 +147,12 @@ class Backend(Protocol[WeightT]):
         residual: Hidden,
         next_norm: RMSNorm | None = None,
         post_norm: RMSNorm | None = None,
+        bias: Tensor | None = None,
+        row_scale: Hidden | None = None,
     ) -> Hidden:
-        """`post_norm` of x [T, K] times weight [N, K], or the product itself, plus residual [T, N].
+        """`post_norm(row_scale * (x @ weight.T + bias)) + residual`: x [T, K], weight [N, K], residual [T, N].
 
+        Each of post_norm, bias [N] and row_scale, fp32 [T] or [T, 1], may be absent.
         `next_norm`: the norm through which the result is read next, for a backend that computes a part of it here. The
         next operation is given the same norm all the same. The result may be written over the residual.
         """

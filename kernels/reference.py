@@ -122,8 +122,13 @@ class ReferenceBackend:
         residual: Tensor,
         next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         post_norm: RMSNorm | None = None,
+        bias: Tensor | None = None,
+        row_scale: Tensor | None = None,
     ) -> Tensor:
-        return _normed(self._matmul(x, weight), post_norm) + residual
+        y = self._matmul(x, weight)
+        y = y if bias is None else y + bias
+        y = y if row_scale is None else y * row_scale.view(-1, 1)
+        return _normed(y, post_norm) + residual
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -186,7 +191,7 @@ class ReferenceBackend:
         first = first_visible(spec, end) if tokens == 1 else 0
         rows = slot_mapping(torch.arange(first, end), table)
         keys, values = (t.to(self.dtype) for t in read_rows(layer, rows))
-        return attention(q, keys, values, mask, spec.scale).reshape(tokens, -1)
+        return attention(q, keys, values, mask, spec.scale, spec.sinks).reshape(tokens, -1)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]

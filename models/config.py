@@ -87,6 +87,8 @@ class BlockKind:
         residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
     qk_norm: a norm of queries and keys, of each "head" by itself or of a whole "row".
     qkv_bias: query, key and value projections have biases.
+    output_bias: the attention's output projection has a bias.
+    sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
     activation: of the feed-forward's gate (kernels/glu.py).
     expert_bias: experts and their router have biases.
     selection_bias: experts are chosen by their scores plus a bias of each.
@@ -98,6 +100,8 @@ class BlockKind:
     norms: Literal["pre", "post", "both"] = "pre"
     qk_norm: Literal["head", "row"] | None = None
     qkv_bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_swish"] = "silu"
     expert_bias: bool = False
     selection_bias: bool = False
@@ -262,7 +266,12 @@ class ModelConfig:
             yield "sliding_window", f"{self.sliding_window} is not positive"
         yield from self._scaling_problems()
         if self.experts is not None:
-            yield from _expert_problems(self.experts)
+            yield from _expert_problems(self.experts, self.block_count)
+            if self.block.shared_gate and not self.experts.shared_feed_forward_length:
+                yield (
+                    "experts.shared_feed_forward_length",
+                    "0: a shared expert has a gate in this architecture",
+                )
 
     def _scaling_problems(self) -> Iterator[tuple[str, str]]:
         scaling = self.rope_scaling
@@ -296,7 +305,7 @@ class ModelConfig:
             yield "attention_temperature_length", f"{self.attention_temperature_length} is not positive"
 
 
-def _expert_problems(experts: ExpertConfig) -> Iterator[tuple[str, str]]:
+def _expert_problems(experts: ExpertConfig, blocks: int) -> Iterator[tuple[str, str]]:
     """As ModelConfig.problems, of a mixture of experts."""
     router, most = experts.router, LIMITS["feed_forward_length"][1]
     limits = {
@@ -316,3 +325,7 @@ def _expert_problems(experts: ExpertConfig) -> Iterator[tuple[str, str]]:
         yield "experts.groups_used", f"{router.groups_used} groups have fewer than {router.used} experts"
     if not (isfinite(router.scale) and router.scale > 0.0):
         yield "experts.scale", f"{router.scale} is not a positive finite number"
+    if outside := set(experts.dense_layers) - set(range(blocks)):
+        yield "experts.dense_layers", f"{min(outside)} is not a layer of {blocks}"
+    elif len(set(experts.dense_layers)) == blocks:
+        yield "experts.dense_layers", f"all {blocks} layers are dense: none has experts"

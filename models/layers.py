@@ -1,6 +1,7 @@
 """The layers of a decoder. Attributes carry the GGUF tensor names, so there is no rename table."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -50,12 +51,13 @@ class Attention:
     def __init__(self, config: ModelConfig, tensors: LayerTensors, spec: AttentionSpec) -> None:
         block = config.block
         self.backend = tensors.backend
-        self.spec = spec
+        self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if block.sinks else spec
         parts = ["attn_q", "attn_k", "attn_v"]
         self.attn_norm = tensors.norm("attn_norm", block.norms != "post")
         self.attn_qkv = tensors.weight("attn_qkv") if block.merged else tensors.weight(*parts)
         self.attn_qkv_bias = tensors.vector(*parts, kind="bias") if block.qkv_bias else None
         self.attn_output = tensors.weight("attn_output")
+        self.attn_output_bias = tensors.vector("attn_output", kind="bias") if block.output_bias else None
         self.post_norm = tensors.norm("post_attention_norm", block.norms != "pre")
 
     def __call__(
@@ -71,7 +73,8 @@ class Attention:
         y = self.backend.attention(batch, qkv, self.spec, cache)
         if rows is not None:
             y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
-        return self.backend.linear_add(batch, y, self.attn_output, x, next_norm, self.post_norm)
+        bias = self.attn_output_bias
+        return self.backend.linear_add(batch, y, self.attn_output, x, next_norm, self.post_norm, bias)
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,10 @@ MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | DEQUANTIZED_TYPES
 Shape = tuple[int, ...]
 
 # Ends of tensor names of layers that some model has and that change its result: never to be passed over.
-_MEANINGFUL = (".bias", "norm.weight", "attn_qkv.weight", "attn_sinks.weight", "ffn_gate_inp.weight")
+_MEANINGFUL = (
+    *(".bias", ".scale", "norm.weight", "attn_qkv.weight", "attn_sinks.weight"),
+    *("ffn_gate_inp.weight", "_exps.weight", "_shexp.weight"),
+)
 _MEANINGFUL_TOP = (
     "output.bias",
     "output_norm.bias",
@@ -33,6 +36,9 @@ _MEANINGFUL_TOP = (
     "rope_factors_long.weight",
     "rope_factors_short.weight",
 )
+
+# A vector that some files have as a matrix of one row.
+_ROW = ".ffn_gate_inp_shexp.weight"
 
 
 def required_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -69,6 +75,10 @@ def _block_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
         shapes["post_ffw_norm.weight"] = (hidden,)
     if block.qkv_bias:
         shapes |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
+    if block.output_bias:
+        shapes["attn_output.bias"] = (hidden,)
+    if block.sinks:
+        shapes["attn_sinks.weight"] = (config.head_count,)
     if block.qk_norm == "head":
         shapes |= {"attn_q_norm.weight": (config.head_dim,), "attn_k_norm.weight": (config.head_dim,)}
     elif block.qk_norm == "row":
@@ -119,13 +129,21 @@ def _expert_tensors(config: ModelConfig) -> dict[str, Shape]:
 def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     """Checks that `file` has the tensors of `config`, each of its shape and a type that can be computed with.
 
+    A layer's experts are in one tensor (`ffn_up_exps`), or, in old files, in one each (`ffn_up.0`) of a common type.
     Extra tensors that nothing uses are named in one warning of this module's logger; extra ones that would
     change the result are refused.
 
     Raises:
         GGUFError: a tensor is missing, or its shape or type is wrong, or the decoder does not apply it.
     """
-    required = required_tensors(config)
+    required: dict[str, Shape] = {}
+    for name, shape in required_tensors(config).items():
+        separate = _of_each_expert(name, shape)
+        if name not in file.tensors and any(one in file.tensors for one in separate):
+            required |= separate
+            _check_same_type(file, list(separate))
+        else:
+            required[name] = shape
     for name, shape in required.items():
         tensor = file.tensors.get(name)
         if tensor is None:
@@ -134,7 +152,10 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
                 name, f"missing: this {config.architecture} model needs it, {held} are there"
             )
         _check_tensor(file, tensor, shape)
-    extra = [name for name in file.tensors if name not in required]
+    _check_extra(file, config, [name for name in file.tensors if name not in required])
+
+
+def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:
     for name in extra:
         if name in _MEANINGFUL_TOP or (name.startswith("blk.") and name.endswith(_MEANINGFUL)):
             raise file.tensor_error(
@@ -145,8 +166,23 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
         log.warning("%s: %d tensors that nothing uses: %s", file.path, len(extra), names)
 
 
+def _of_each_expert(name: str, shape: Shape) -> dict[str, Shape]:
+    """The names and shape that old files have for the matrices of a tensor of experts; none for others."""
+    base = name.removesuffix("_exps.weight")
+    return {} if base == name else {f"{base}.{expert}.weight": shape[1:] for expert in range(shape[0])}
+
+
+def _check_same_type(file: GGUFFile, names: list[str]) -> None:
+    first, *others = [file.tensors[name] for name in names if name in file.tensors]
+    for tensor in others:
+        if tensor.type_name != first.type_name:
+            problem = f"type {tensor.type_name} differs from {first.name}'s, {first.type_name}"
+            raise file.tensor_error(tensor.name, f"{problem}: experts of a layer must have one")
+
+
 def _check_tensor(file: GGUFFile, tensor: GGUFTensor, shape: Shape) -> None:
-    if tensor.shape != shape:
+    as_row = tensor.name.endswith(_ROW) and tensor.shape == (1, *shape)
+    if tensor.shape != shape and not as_row:
         problem = f"shape {list(tensor.shape)} (rows first), the metadata needs {list(shape)}"
         raise file.tensor_error(tensor.name, problem)
     allowed = FLOAT_TYPES if len(shape) == 1 else MATRIX_TYPES

@@ -102,21 +102,26 @@ class CpuBackend:
         residual: Hidden,
         next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         post_norm: RMSNorm | None = None,
+        bias: Tensor | None = None,
+        row_scale: Hidden | None = None,
     ) -> Hidden:
         if self._recorder is not None:
-            return self._recorder.linear_add(x, weight, residual, post_norm)
+            return self._recorder.linear_add(x, weight, residual, post_norm, bias, row_scale)
+        y = _linear(batch, x, weight, None if bias is None else bias.unsqueeze(0))
+        y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
         # Last, not first: a residual stream may hold values beside which the products' own sums would lose their bits.
-        return _normed(_linear(batch, x, weight), post_norm).add_(residual)
+        return _normed(y, post_norm).add_(residual)
 
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
         if self._recorder is not None:
             return self._recorder.attention(qkv, spec, layer, batch)
         q = cpu.rope_store(qkv, spec, layer, batch)
         if batch.phase == "decode":
-            out = cpu.batch_attention(q, layer, batch, spec.scale, spec.window, spec.cache_group)
+            group = spec.cache_group
+            out = cpu.batch_attention(q, layer, batch, spec.scale, spec.window, group, spec.sinks)
         else:
             chunks = [
-                cpu.prefill_attention(q[rows], layer, start, spec.scale, spec.window, table)
+                cpu.prefill_attention(q[rows], layer, start, spec.scale, spec.window, table, spec.sinks)
                 for rows, start, table in batch.chunks(spec.cache_group)
             ]
             out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)

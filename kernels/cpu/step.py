@@ -20,7 +20,7 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
-from quengine.kernels.cpu.ops.add import add_launch
+from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
@@ -138,14 +138,23 @@ class StepRecorder:
         )
         return Rows(out, stage, records)
 
-    def linear_add(self, x: Rows, weight: CpuWeight, residual: Rows, post_norm: RMSNorm | None) -> Rows:
+    def linear_add(
+        self,
+        x: Rows,
+        weight: CpuWeight,
+        residual: Rows,
+        post_norm: RMSNorm | None,
+        bias: Tensor | None,
+        row_scale: Rows | Tensor | None,
+    ) -> Rows:
         y = self._fp32("hidden 0", weight.rows)
         if y.data_ptr() == residual.values.data_ptr():
             y = self._fp32("hidden 1", weight.rows)
+        scales = row_scale.values if isinstance(row_scale, Rows) else row_scale
         if post_norm is None:
-            return Rows(y, self._matvecs(x, weight, y, residual.values))
+            return Rows(y, self._matvecs(x, weight, y, bias, scales, residual.values))
         product = self._fp32("product", weight.rows)
-        stage = self._matvecs(x, weight, product, None)
+        stage = self._matvecs(x, weight, product, bias, scales)
         stage = self._after(stage, rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
         # As one long row, so that a task is a row.
         flat = y.view(1, -1)
@@ -169,14 +178,14 @@ class StepRecorder:
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         out = self._fp32("attended", spec.heads * spec.head_dim)
-        splits, combine = attention_launches(queries, layer, visible, spec.scale, out, parts)
+        splits, combine = attention_launches(queries, layer, visible, spec.scale, out, parts, spec.sinks)
         stage = self._stage([splits])
         self.attentions.append(_Attention(stage, spec.kv_heads, spec.window, visible))
         return Rows(out, self._after(stage, combine))
 
     def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
         y = self._fp32("logits", weight.rows)
-        self._matvecs(self._normed(x, norm), weight, y, None)
+        self._matvecs(self._normed(x, norm), weight, y)
         return y
 
     def finish(self, logits: Tensor) -> Step:
@@ -187,14 +196,27 @@ class StepRecorder:
         self.stages.append(Stage(list(parts)))
         return self.stages[-1]
 
-    def _matvecs(self, x: Rows, weight: CpuWeight, y: Tensor, addend: Tensor | None) -> Stage:
+    def _matvecs(
+        self,
+        x: Rows,
+        weight: CpuWeight,
+        y: Tensor,
+        bias: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Stage:
+        """row_scale * (products + bias) + residual."""
         parts, column = [], 0
         fair = _fair_rows(weight.rows)
         for w in weight.parts:
             step = min(task_rows(w), fair)
             part = [matvec_launch(self._input(x, w), w, y, column, step=step)]
-            if addend is not None:
-                part.append(add_launch(y, addend, column, w.rows, step))
+            if bias is not None:
+                part.append(add_launch(y, bias, column, w.rows, step))
+            if row_scale is not None:
+                part.append(scale_launch(y, row_scale, column, w.rows, step))
+            if residual is not None:
+                part.append(add_launch(y, residual, column, w.rows, step))
             parts.append(part)
             column += w.rows
         return self._stage(*parts)

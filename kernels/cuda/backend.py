@@ -256,7 +256,7 @@ class CudaBackend:
         qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
         rows = qkv.shape[0]
         unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
-        alone, workspace = replace(spec, window=1), self._decode_workspace(spec, rows)
+        alone, workspace = replace(spec, window=1, sinks=None), self._decode_workspace(spec, rows)
         tables, positions = batch.block_tables_of(spec.cache_group), batch.positions
         attention_decode(qkv, alone, layer, positions, tables, workspace, unused, True, self.pdl)
         return qkv

@@ -7,11 +7,13 @@ from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.architectures.gemma3 import GEMMA3
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
 from quengine.models.architectures.olmo2 import OLMO2
+from quengine.models.architectures.olmoe import OLMOE
 from quengine.models.architectures.phi3 import PHI3
 from quengine.models.architectures.qwen import QWEN2, QWEN3
+from quengine.models.architectures.qwen_moe import QWEN2MOE, QWEN3MOE
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    a.name: a for a in (LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3)
+    a.name: a for a in (LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, QWEN2MOE, QWEN3MOE, OLMOE)
 }
 """By the name that GGUF has for them."""
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.config import BlockKind, ModelConfig
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ def sliding_attention(_keys: Keys, blocks: int) -> Sequence[LayerKind]:
     return ["sliding_attention"] * blocks
 
 
+def no_layers(_keys: Keys, _blocks: int) -> Sequence[int]:
+    """Every layer's feed-forward is a mixture of experts."""
+    return ()
+
+
 @dataclass(frozen=True)
 class ModelType:
     """A `model_type` of config.json, as `transformers` (release 5) reads it.
@@ -36,6 +42,9 @@ class ModelType:
     text_models: for a model with vision, the types that its `text_config` may have, the default first.
     layer_kinds: the kind of each layer, where `reads_layer_types` is False or config.json has no `layer_types`.
     reads_partial_rotary_factor: only that share of each head is rotated; other types pass the key over.
+    expert_keys: of a mixture of experts, ExpertConfig or RouterKind field -> key of config.json: `count`, `used` and
+        `feed_forward_length` at least; `shared_count` counts shared experts of that length. Empty: a dense model.
+    dense_layers: the layers that have no experts.
     common_keys: gives config.json in the keys that `hf.config_hf` reads, where it has others.
     fields: what follows from keys of its own; `rope_parameters` in them are complete. Both raise EngineError for values
         that the decoder does not implement.
@@ -46,6 +55,8 @@ class ModelType:
     layer_kinds: Callable[[Keys, int], Sequence[LayerKind]] = full_attention
     reads_layer_types: bool = False
     reads_partial_rotary_factor: bool = False
+    expert_keys: Mapping[str, str] = field(default_factory=dict)
+    dense_layers: Callable[[Keys, int], Sequence[int]] = no_layers
     common_keys: Callable[[Keys], Keys] = lambda keys: keys
     fields: Callable[[Keys, ModelConfig], Fields] = lambda _keys, _config: {}
 
@@ -56,8 +67,10 @@ class Architecture:
 
     model_types: the Hugging Face models of this architecture.
     block: what each layer computes, from which its tensors follow (`tensor_table`).
+    router: how experts are chosen and weighted, where a file does not say; `used` is the file's. None: no experts.
     rope_scalings: the kinds of rotary scaling that it has.
-    hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where others have another.
+    hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where others have another; a key with .weight
+        or .bias -> the whole name there (`hf.hf_names`).
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
     vocabulary: of synthetic models, byte-level BPE or SentencePiece.
     synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
@@ -70,6 +83,7 @@ class Architecture:
     name: str
     model_types: Mapping[str, ModelType]
     block: BlockKind
+    router: RouterKind | None = None
     rope_scalings: frozenset[str] = frozenset({"linear", "yarn", "llama3"})
     hf_modules: Mapping[str, str] = field(default_factory=dict)
     hf_norm_offset: float = 0.0
@@ -78,3 +92,8 @@ class Architecture:
     size_fields: Callable[[ModelConfig], Fields] = lambda _config: {}
     gguf_keys: tuple[str, ...] = ()
     gguf_fields: Callable[["GGUFFile", ModelConfig], Fields] = lambda _file, _config: {}
+
+    @property
+    def may_be_dense(self) -> bool:
+        """Whether there are models of this architecture without experts."""
+        return self.router is None or not all(t.expert_keys for t in self.model_types.values())

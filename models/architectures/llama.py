@@ -1,9 +1,10 @@
-"""Llama, with Mistral's models: sliding windows, and Mistral 3, whose queries grow with their position.
+"""Llama, with Mistral's models: sliding windows, Mixtral's experts, and Mistral 3's queries, which grow with position.
 
 GGUF converters permute the query and key rows of this family, so that rotated elements are neighbours. GGUF files of
-Mistral 7B are of architecture "llama".
+Mistral 7B and Mixtral are of architecture "llama".
 """
 
+from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import (
     Architecture,
     Fields,
@@ -42,6 +43,7 @@ _MINISTRAL_3_ROPE = {
 LLAMA = Architecture(
     name="llama",
     block=BlockKind(rope_layout="pairs"),
+    router=RouterKind(used=2, scores="softmax", normalized=True),
     vocabulary="spm",
     model_types={
         "llama": ModelType({"max_position_embeddings": 2048}),
@@ -50,6 +52,28 @@ LLAMA = Architecture(
             layer_kinds=sliding_attention,
             reads_layer_types=True,
         ),
+        "mixtral": ModelType(
+            {
+                "max_position_embeddings": 131072,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            layer_kinds=sliding_attention,
+            expert_keys={
+                "count": "num_local_experts",
+                "used": "num_experts_per_tok",
+                "feed_forward_length": "intermediate_size",
+            },
+        ),
+    },
+    hf_modules={
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate.{expert}": "block_sparse_moe.experts.{expert}.w1",
+        "ffn_up.{expert}": "block_sparse_moe.experts.{expert}.w3",
+        "ffn_down.{expert}": "block_sparse_moe.experts.{expert}.w2",
     },
 )
 

@@ -14,6 +14,8 @@ from quengine.models.architectures import ARCHITECTURES, unsupported_architectur
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import LIMITS, ModelConfig, RopeScaling, RopeScalingKind, yarn_attention_factor
 from quengine.models.gguf import GGUFError, GGUFFile
+from quengine.models.gguf.config_experts import EXPERT_KEYS, read_experts
+from quengine.models.gguf.layer_values import uniform_int
 from quengine.models.gguf.vocab_checks import TOKENS, check_chat_templates
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ KEYS: Mapping[str, str] = {
     "attention_scale": "attention.scale",
     "attention_temperature_scale": "attention.temperature_scale",
     "attention_temperature_length": "rope.scaling.original_context_length",
+    **EXPERT_KEYS,
 }
 ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
@@ -86,6 +89,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     temperature = file.get_float(f"{architecture}.attention.temperature_scale") or 0.0
     scaling = _rope_scaling(file, declared, context, bool(temperature))
     window = file.get_int(f"{architecture}.attention.sliding_window")
+    blocks = _uniform_int(file, architecture, "block_count")
+    feed_forward = _uniform_int(file, architecture, "feed_forward_length")
     block = declared.block
     config = ModelConfig(
         architecture=architecture,
@@ -94,8 +99,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         vocab_size=_vocab_size(file, architecture),
         context_length=context,
         embedding_length=embedding,
-        block_count=_uniform_int(file, architecture, "block_count"),
-        feed_forward_length=_uniform_int(file, architecture, "feed_forward_length"),
+        block_count=blocks,
+        feed_forward_length=feed_forward,
         head_count=heads,
         head_count_kv=heads_kv,
         head_dim=head_dim,
@@ -108,6 +113,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         tied_output="token_embd.weight" in file.tensors and "output.weight" not in file.tensors,
         attention_temperature_scale=temperature,
         attention_temperature_length=scaling.original_context_length if temperature else 0,
+        experts=read_experts(file, declared, feed_forward, blocks),
     )
     config = replace(config, **declared.size_fields(config))
     config = replace(config, **declared.gguf_fields(file, config))
@@ -138,7 +144,7 @@ def _field_error(file: GGUFFile, config: ModelConfig, field: str, problem: str) 
 
 def _refuse_unimplemented(file: GGUFFile, declared: Architecture) -> None:
     architecture = declared.name
-    if file.get_int(f"{architecture}.expert_count"):
+    if declared.router is None and file.get_int(f"{architecture}.expert_count"):
         experts = file.get_int(f"{architecture}.expert_count")
         why = f"with {experts} experts (a mixture of experts) is not supported"
         raise unsupported_architecture(architecture, why)
@@ -157,24 +163,7 @@ def _refuse_unimplemented(file: GGUFFile, declared: Architecture) -> None:
 
 
 def _uniform_int(file: GGUFFile, architecture: str, field: str, default: int | None = None) -> int:
-    """A size that some files give once and some once a layer; the layers must then agree."""
-    key = f"{architecture}.{KEYS[field]}"
-    low, high = LIMITS[field]
-    value = file.metadata.get(key)
-    if isinstance(value, np.ndarray):
-        values = file.get_ints(key)
-        assert values is not None
-        distinct = np.unique(values).tolist()
-        if len(distinct) != 1:
-            shown = ", ".join(map(str, distinct[:4]))
-            raise file.error(key, f"differs between layers ({shown}), which the decoder does not implement")
-        number = int(distinct[0])
-        if not low <= number <= high:
-            raise file.error(key, f"{number} is not from {low} to {high}")
-        return number
-    if value is None and default is not None:
-        return default
-    return file.require_int(key, low, high)
+    return uniform_int(file, f"{architecture}.{KEYS[field]}", *LIMITS[field], default=default)
 
 
 def _float(file: GGUFFile, key: str, default: float) -> float:

@@ -11,10 +11,11 @@ from typing import Any
 from quengine.models.architectures import MODEL_TYPES, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.hf.experts_hf import COUNTS, expert_keys, read_experts
 from quengine.models.hf.hf_keys import config_error, integer, number
 from quengine.models.hf.rope_hf import read_rope
 
-KEYS: Mapping[str, str] = {
+KEYS: dict[str, str] = {
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -34,7 +35,7 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_t
 def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
     """See ModelConfig.from_hf."""
     architecture, model_type, text = _text_model(config)
-    _refuse_unimplemented(config, text, architecture.block)
+    _refuse_unimplemented(config, text, architecture.block, model_type)
     heads = _int(text, "head_count")
     embedding = _int(text, "embedding_length")
     head_dim = _head_dim(text, embedding, heads)
@@ -61,12 +62,14 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
         rope_scaling=rope.scaling,
         rms_eps=number(text, "rms_norm_eps", 1e-6),
         tied_output=_tied(config),
+        experts=read_experts(text, architecture, model_type, blocks),
     )
     result = replace(result, **architecture.size_fields(result))
     result = replace(result, sliding_window=window, full_attention_layers=full)
     result = replace(result, **model_type.fields({**text, "rope_parameters": rope.parameters}, result))
+    names = KEYS | {f"experts.{field}": key for field, key in expert_keys(text, model_type).items()}
     for field, problem in result.problems():
-        raise config_error(KEYS.get(field, field), problem)
+        raise config_error(names.get(field, field), problem)
     return result
 
 
@@ -95,7 +98,9 @@ def _tied(config: Mapping[str, Any]) -> bool:
     return value
 
 
-def _refuse_unimplemented(outer: Mapping[str, Any], text: Mapping[str, Any], block: BlockKind) -> None:
+def _refuse_unimplemented(
+    outer: Mapping[str, Any], text: Mapping[str, Any], block: BlockKind, model_type: ModelType
+) -> None:
     quantization = outer.get("quantization_config") or text.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
@@ -110,7 +115,7 @@ def _refuse_unimplemented(outer: Mapping[str, Any], text: Mapping[str, Any], blo
     for flag in ("attention_bias", "mlp_bias"):
         if text.get(flag) and not block.qkv_bias:
             raise config_error(flag, "biases on the output or feed-forward projections are not implemented")
-    if text.get("num_local_experts") or text.get("num_experts"):
+    if not model_type.expert_keys and any(text.get(key) for key in COUNTS):
         raise unsupported_architecture(
             str(text.get("model_type")), "with a mixture of experts is not supported"
         )

@@ -22,6 +22,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_headers import read_config
+from quengine.models.hf.hf_names import HFNames, prefix
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
 from quengine.models.tensor_table import required_tensors
 from quengine.models.tokenizer import Tokenizer
@@ -29,33 +30,11 @@ from quengine.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from quengine.models.template.chat_template import ChatTemplate
 
-# GGUF tensor (without .weight or .bias) -> Hugging Face module.
-TOP_MODULES: Mapping[str, str] = {
-    "token_embd": "{body}.embed_tokens",
-    "output_norm": "{body}.norm",
-    "output": "{head}lm_head",
-}
-# The same of a layer, below {body}.layers.{i}; architectures declare others.
-LAYER_MODULES: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 # Tensors whose rows belong to heads that are rotated -> the ModelConfig field that counts those.
 HEADS: Mapping[str, str] = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 
-# (body, head) of those names: a text model; the text part of a model with vision as it was released, and as newer
-# releases of transformers save it.
-PREFIXES = (("model", ""), ("language_model.model", "language_model."), ("model.language_model", ""))
-
+# A vector that is stored as a matrix of one row.
+_ROW: Mapping[str, tuple[int, ...]] = {"ffn_gate_inp_shexp": (1,)}
 # Not in a checkpoint: the configuration gives these numbers.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # In old checkpoints, a buffer of what the decoder computes.
@@ -138,8 +117,8 @@ class HFTensors(Mapping[str, QuantTensor]):
     """GGUF name -> tensor of a checkpoint, made when asked for.
 
     `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
-    `offsets` what is added to each that is not stored as GGUF has it, `unused` the checkpoint's tensors outside the
-    text model.
+    `offsets` what is added to each that is not stored as GGUF has it, `parts` the expert and its first row where a
+    tensor holds those of all, `unused` the checkpoint's tensors outside the text model.
     """
 
     def __init__(self, shards: HFShards, config: ModelConfig) -> None:
@@ -148,25 +127,47 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.stored: dict[str, StoredTensor] = {}
         self.heads: dict[str, int] = {}
         self.offsets: dict[str, float] = {}
+        self.parts: dict[str, tuple[int, int]] = {}
         declared = ARCHITECTURES[config.architecture]
-        body, head = _prefix(shards)
+        self._names = HFNames(declared, shards.files.keys())
+        output = f"{self._names.head}lm_head.weight"
         for name, shape in required_tensors(config).items():
             if name in _COMPUTED:
                 continue
-            *layer, tensor, kind = name.split(".")
-            if layer:
-                module = declared.hf_modules.get(tensor) or LAYER_MODULES[tensor]
-                hf_name = f"{body}.layers.{layer[1]}.{module}.{kind}"
-            else:
-                hf_name = f"{TOP_MODULES[tensor].format(body=body, head=head)}.{kind}"
+            if name.endswith("_exps.weight"):
+                self._take_experts(name, shape)
+                continue
+            hf_name = self._names(name)
             if name == "token_embd.weight" and config.tied_output and hf_name not in shards.files:
-                hf_name = f"{head}lm_head.weight"  # of two tied tensors either may be the one that is stored
-            self.stored[name] = shards.stored(hf_name, shape)
+                hf_name = output  # of two tied tensors either may be the one that is stored
+            self.stored[name] = shards.stored(hf_name, _ROW.get(name.split(".")[-2], ()) + shape)
+            tensor = name.split(".")[-2]
             if tensor in HEADS and config.block.rope_layout == "pairs":
                 self.heads[name] = getattr(config, HEADS[tensor])
             if declared.hf_norm_offset and name.endswith("norm.weight"):
                 self.offsets[name] = declared.hf_norm_offset
-        self.unused = self._unused(body, f"{head}lm_head.weight")
+        self.unused = self._unused(self._names.body, output)
+
+    def _take_experts(self, name: str, shape: tuple[int, ...]) -> None:
+        """The matrices of `name`, [E, rows, columns], one by one: views on the file, however it holds them."""
+        count, rows, cols = shape
+        layer, kind = name.removesuffix("_exps.weight").rsplit("_", 1)
+        ours = [f"{layer}_{kind}.{expert}.weight" for expert in range(count)]
+        whole = self._names(f"{layer}_down_exps.weight" if kind == "down" else f"{layer}_gate_up_exps.weight")
+        if whole in self._shards.files:
+            both = kind != "down"
+            dtype = self._shards.stored(whole, (count, 2 * rows if both else rows, cols)).dtype
+            self.stored |= {name: StoredTensor(whole, dtype, (rows, cols)) for name in ours}
+            first = rows if kind == "up" else 0
+            self.parts |= {name: (expert, first) for expert, name in enumerate(ours)}
+            return
+        stored = {name: self._shards.stored(self._names(name), (rows, cols)) for name in ours}
+        types = sorted({tensor.dtype for tensor in stored.values()})
+        if len(types) > 1:
+            raise self._shards.error(
+                f"experts of {stored[ours[0]].name!r} differ in type: {', '.join(types)}"
+            )
+        self.stored |= stored
 
     def _unused(self, body: str, output: str) -> list[str]:
         # An output matrix that is the embedding again needs no mention.
@@ -184,6 +185,9 @@ class HFTensors(Mapping[str, QuantTensor]):
         tensor = self._shards.tensor(stored.name)
         if name in self.heads:
             tensor = permute_heads(tensor, self.heads[name], self._rope_dim)
+        if name in self.parts:
+            expert, row = self.parts[name]
+            tensor = tensor[expert, row : row + stored.shape[0]]
         dtype = stored.dtype
         if name in self.offsets:
             tensor, dtype = tensor.float() + self.offsets[name], "F32"
@@ -213,19 +217,12 @@ def permute_heads(tensor: Tensor, heads: int, rope_dim: int) -> Tensor:
     return tensor[rows]
 
 
-def _prefix(shards: HFShards) -> tuple[str, str]:
-    for body, head in PREFIXES:
-        if f"{body}.norm.weight" in shards.files:
-            return body, head
-    return PREFIXES[0]  # the missing tensor is then named as a text model's
-
-
 def _with_own_output(config: ModelConfig, shards: HFShards) -> ModelConfig:
     """`config`, or where it ties an output matrix that is stored beside a different embedding, an untied one.
 
     So does `transformers`: a checkpoint that holds two different matrices was not trained with one.
     """
-    body, head = _prefix(shards)
+    body, head = prefix(shards.files)
     embedding, output = f"{body}.embed_tokens.weight", f"{head}lm_head.weight"
     if not config.tied_output or not {embedding, output} <= shards.files.keys():
         return config

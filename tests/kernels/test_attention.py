@@ -1,7 +1,10 @@
 """The attention definition against torch's SDPA and a loop, and the mask band against the visibility rule."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from quengine.kernels.attention import attention, causal_mask_band, mask_slice
 
@@ -51,6 +54,20 @@ def test_decode_equals_the_last_row_of_prefill() -> None:
     k, v = torch.randn(2, 6, 2, 32, generator=generator)
     whole = attention(q, k, v, mask_slice(causal_mask_band(6, 6), 0, 6), 32**-0.5)
     torch.testing.assert_close(attention(q[-1:], k, v, None, 32**-0.5), whole[-1:])
+
+
+@pytest.mark.parametrize("sink", [-1e30, -2.0, 0.5, 1e4])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_sinks_are_those_of_transformers(window: int | None, sink: float) -> None:
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = (torch.randn(9, heads, 16, generator=generator, dtype=torch.float64) for heads in (6, 2, 2))
+    sinks = torch.randn(6, generator=generator, dtype=torch.float64) + sink
+    mask = mask_slice(causal_mask_band(9, 9, window), 0, 9)
+    additive = torch.zeros(1, 1, 9, 9, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+    layer = SimpleNamespace(num_key_value_groups=3, sinks=sinks, training=False)
+    batched = (x.transpose(0, 1)[None] for x in (q, k, v))
+    expected, _ = eager_attention_forward(layer, *batched, additive, scaling=0.3)
+    torch.testing.assert_close(attention(q, k, v, mask, 0.3, sinks), expected[0], rtol=1e-12, atol=1e-12)
 
 
 def test_uneven_groups_are_refused() -> None:

@@ -110,10 +110,13 @@ def test_other_architectures_are_named_with_those_supported(tmp_path, architectu
     assert "llama, mistral3, qwen2, qwen3" in str(caught.value)
 
 
-def test_a_mixture_of_experts_is_refused_by_name(tmp_path):
-    assert from_metadata(tmp_path, {"llama.expert_count": 0})
-    with pytest.raises(EngineError, match=r"'llama' with 8 experts .* is not supported; supported are"):
-        from_metadata(tmp_path, {"llama.expert_count": 8})
+@pytest.mark.parametrize("architecture", ["mistral3", "qwen2", "qwen3", "olmo2", "gemma3", "phi3"])
+def test_experts_of_an_architecture_that_has_none_are_refused_by_name(tmp_path, architecture):
+    key = f"{architecture}.expert_count"
+    with pytest.raises(
+        EngineError, match=f"'{architecture}' with 8 experts .* is not supported; supported are"
+    ):
+        from_metadata(tmp_path, {key: 8}, architecture)
 
 
 INTEGER_KEYS = (

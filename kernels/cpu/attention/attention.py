@@ -28,12 +28,18 @@ PART_HEAD_BYTES = 32  # of a part, before its weighted sum
 
 
 def batch_attention(
-    q: Tensor, layer: KVLayer, batch: ForwardBatch, scale: float, window: int | None, group: int = 0
+    q: Tensor,
+    layer: KVLayer,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None,
+    group: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v of the newest token of each of B sequences over what it sees: fp32 [B, H, hd].
 
     q: fp32 [B, H, hd]. `group`: of layers, whose block tables name the rows. The positions and tables are in the cache.
-    Raises ValueError for other shapes or types.
+    `sinks`: fp32 [H], logits that are in the softmax's denominator too. Raises ValueError for other shapes or types.
     """
     check_caches(q, layer)
     lengths, tables = (batch.positions + 1).tolist(), batch.block_tables_of(group).long()
@@ -41,7 +47,7 @@ def batch_attention(
     visible.set(lengths, window)
     out = torch.empty(q.shape)
     parts = torch.empty(part_bytes(visible, *q.shape[1:]), dtype=torch.uint8)
-    run(attention_launches(q, layer, visible, scale, out, parts))
+    run(attention_launches(q, layer, visible, scale, out, parts, sinks))
     return out
 
 
@@ -167,7 +173,7 @@ class SplitArguments(Arguments):
 
 @dataclass
 class CombineArguments(Arguments):
-    """As `SplitArguments`; out: fp32 [tokens, heads, width]."""
+    """As `SplitArguments`; out: fp32 [tokens, heads, width]; sinks: fp32 [heads], or 0 where there are none."""
 
     visible: int
     parts: int
@@ -175,16 +181,23 @@ class CombineArguments(Arguments):
     width: int
     heads: int
     out: int
+    sinks: int
 
 
 def attention_launches(
-    q: Tensor, layer: KVLayer, visible: Visible, scale: float, out: Tensor, parts: Tensor
+    q: Tensor,
+    layer: KVLayer,
+    visible: Visible,
+    scale: float,
+    out: Tensor,
+    parts: Tensor,
+    sinks: Tensor | None = None,
 ) -> list[Launch]:
     """The kernels of `batch_attention` over the positions that `visible` names when they run.
 
     q: fp32 [B, H, hd] of adjacent heads. out: fp32 [B, H, hd] in memory. The first launch has a task for each of the
     present KV splits of each key/value head, the second one for each head of each token. parts: what lies between,
-    uint8 of `part_bytes`.
+    uint8 of `part_bytes`. sinks: fp32 [H].
     """
     tokens, heads, width = q.shape
     kv_heads = layer.k.shape[1]
@@ -203,12 +216,24 @@ def attention_launches(
         parts=parts.data_ptr(),
         part_bytes=PART_HEAD_BYTES + 4 * width,
     )
-    combine = CombineArguments(rows, parts.data_ptr(), split.part_bytes, width, heads, out.data_ptr())
-    kernel, keep = kv_split_kernel(layer.k_scale is not None), (q, layer, visible, parts, out)
+    combine = CombineArguments(
+        rows, parts.data_ptr(), split.part_bytes, width, heads, out.data_ptr(), sink_address(sinks, heads)
+    )
+    kernel, keep = kv_split_kernel(layer.k_scale is not None), (q, layer, visible, parts, out, sinks)
+    combining = combine_kernel() if sinks is None else combine_kernel(True)
     return [
         Launch(kernel, split, kv_heads * visible.splits, keep=keep),
-        Launch(combine_kernel(), combine, tokens * heads, keep=keep),
+        Launch(combining, combine, tokens * heads, keep=keep),
     ]
+
+
+def sink_address(sinks: Tensor | None, heads: int) -> int:
+    """Where fp32 [heads] lies, 0 for None. Raises ValueError for other shapes or types."""
+    if sinks is None:
+        return 0
+    if sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
+        raise ValueError(f"sinks are fp32 [{heads}], not {sinks.dtype} {list(sinks.shape)}")
+    return sinks.data_ptr()
 
 
 def part_bytes(visible: Visible, heads: int, width: int) -> int:

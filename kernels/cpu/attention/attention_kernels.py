@@ -14,10 +14,11 @@ from quengine.kernels.cpu.ir.attention_ir import (
     add_weighted_halves,
     block_run,
     combine_parts,
+    combine_parts_and_sink,
     dot_codes,
     softmax_weights,
 )
-from quengine.kernels.cpu.ir.row_ir import dot_float_row, int64_at, store_f32
+from quengine.kernels.cpu.ir.row_ir import dot_float_row, float_at, int64_at, store_f32
 from quengine.kernels.cpu.ir.tile_ir import clear_floats, stack_floats
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
 from quengine.kernels.cpu.runtime.arguments import size_of
@@ -74,8 +75,8 @@ def kv_split_kernel(q8_0: bool) -> bytes:
     return compile_kernel(attend_split, SplitArguments)
 
 
-def combine_kernel() -> bytes:
-    """Task i * query heads + h: combines the parts of query head h of token i."""
+def combine_kernel(sinks: bool = False) -> bytes:
+    """Task i * query heads + h: combines the parts of query head h of token i, and its sink where there are sinks."""
     visible_at, visible_bytes = arguments_at(VisibleRow), size_of(VisibleRow)
 
     def combine_splits(args: CombineArguments, task: int) -> None:
@@ -85,4 +86,12 @@ def combine_kernel() -> bytes:
         parts = args.parts + (visible.first_split * heads + task % heads) * args.part_bytes
         combine_parts(parts, splits, heads * args.part_bytes, width, args.out + task * 4 * width)
 
-    return compile_kernel(combine_splits, CombineArguments)
+    def combine_splits_and_sink(args: CombineArguments, task: int) -> None:
+        width, heads = args.width, args.heads
+        visible = visible_at(args.visible + visible_bytes * (task // heads))
+        splits = (visible.count + KV_SPLIT - 1) // KV_SPLIT
+        parts = args.parts + (visible.first_split * heads + task % heads) * args.part_bytes
+        sink, out = float_at(args.sinks, task % heads), args.out + task * 4 * width
+        combine_parts_and_sink(parts, splits, heads * args.part_bytes, width, sink, out)
+
+    return compile_kernel(combine_splits_and_sink if sinks else combine_splits, CombineArguments)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quengine.errors import CannotRunError
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu.attention.attention import CacheArguments, check_types
+from quengine.kernels.cpu.attention.attention import CacheArguments, check_types, sink_address
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import (
@@ -40,7 +40,8 @@ class PrefillArguments(Arguments):
     """fp32 queries [tokens, heads, width] and output: addresses, bytes from token to token and from head to head.
 
     group: query heads per key/value head; head_tasks: tasks of a key/value head; start: position of the first token;
-    window: positions that a token sees at most; table: int64. The last fields are the kernels that a task calls.
+    window: positions that a token sees at most; table: int64. Then the kernels that a task calls, and fp32 [heads] of
+    sinks, or 0 where there are none.
     """
 
     q: int
@@ -64,6 +65,7 @@ class PrefillArguments(Arguments):
     sums_kernel: int
     key_panel_kernel: int
     value_panel_kernel: int
+    sinks: int
 
 
 @dataclass
@@ -101,13 +103,19 @@ class WorkArguments(Arguments):
 
 
 def prefill_attention(
-    q: Tensor, layer: KVLayer, start: int, scale: float, window: int | None, block_table: Tensor
+    q: Tensor,
+    layer: KVLayer,
+    start: int,
+    scale: float,
+    window: int | None,
+    block_table: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T) v of the tokens at positions start .. start + T - 1, each over those up to its own.
 
     q: fp32 [T, H, hd], strides any but the last; with a window each token sees that many positions at most; the blocks
-    of the table (int [blocks]) are in the cache. fp32 [T, H, hd]. Raises ValueError for shapes or types that do not
-    fit, CannotRunError for heads of more than DEPTH.
+    of the table (int [blocks]) are in the cache. sinks: fp32 [H], logits that are in the softmax's denominator too.
+    fp32 [T, H, hd]. Raises ValueError for shapes or types that do not fit, CannotRunError for heads of more than DEPTH.
     """
     tokens, heads, width = q.shape
     kv_heads = layer.k.shape[1]
@@ -133,8 +141,11 @@ def prefill_attention(
         sums_kernel=sums_kernel(),
         key_panel_kernel=key_panel_kernel(cache_type),
         value_panel_kernel=value_panel_kernel(cache_type),
+        sinks=sink_address(sinks, heads),
     )
-    run([Launch(block_kernel(), arguments, kv_heads * arguments.head_tasks, keep=(q, layer, out, table))])
+    kernel = block_kernel() if sinks is None else block_kernel(True)
+    keep = (q, layer, out, table, sinks)
+    run([Launch(kernel, arguments, kv_heads * arguments.head_tasks, keep=keep)])
     return out
 
 

@@ -59,14 +59,15 @@ def value_panel_kernel(cache_type: CacheType) -> bytes:
     return compile_kernel(value_panel, CachePanelArguments)
 
 
-def block_kernel() -> bytes:
-    """Task h * head_tasks + b: block b of the query rows of key/value head h."""
+def block_kernel(sinks: bool = False) -> bytes:
+    """Task h * head_tasks + b: block b of the query rows of key/value head h, whose softmax begins with their sinks
+    where there are sinks."""
     tile = host_tile()
     columns, most_rows, row_bytes = tile.columns, TILES * tile.rows, 4 * DEPTH
     block_floats, panel_floats, state_floats = most_rows * DEPTH, columns * DEPTH, 2 * most_rows
     work_at, work_floats = arguments_at(WorkArguments), size_of(WorkArguments) // 4
     panel_at, panel_argument_floats = arguments_at(CachePanelArguments), size_of(CachePanelArguments) // 4
-    zero, least = np.float32(0), np.float32(-np.inf)
+    zero, one, least = np.float32(0), np.float32(1), np.float32(-np.inf)
 
     def attend_block(args: PrefillArguments, task: int) -> None:
         group, width = args.group, args.width
@@ -91,8 +92,12 @@ def block_kernel() -> bytes:
             source = args.q + token * args.q_stride + (head * group + h) * args.q_head_stride
             scale_row(source, args.scale, width, queries + r * row_bytes)
             fill_row(sums + r * row_bytes, 0, width, zero)
-            store_f32(least, state + 8 * r)
-            store_f32(zero, state + 8 * r + 4)
+            if sinks:
+                store_f32(float_at(args.sinks, head * group + h), state + 8 * r)
+                store_f32(one, state + 8 * r + 4)
+            else:
+                store_f32(least, state + 8 * r)
+                store_f32(zero, state + 8 * r + 4)
         first = args.start + first_row // group
         last = args.start + (first_row + rows - 1) // group
         for base in range(max(0, first + 1 - args.window) // DEPTH * DEPTH, last + 1, DEPTH):

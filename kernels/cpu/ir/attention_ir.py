@@ -167,22 +167,51 @@ def combine_parts(
 
     Part i, at parts + i * stride: its maximum, its sum of weights, 6 fp32 of scratch, its weighted sum [width].
     """
+    _emit_combined(e, parts, count, stride, width, out, None)
 
+
+@vector_code(sink=types.float32)
+def combine_parts_and_sink(
+    e: Emitter,
+    parts: ir.Value,
+    count: ir.Value,
+    stride: ir.Value,
+    width: ir.Value,
+    sink: ir.Value,
+    out: ir.Value,
+) -> None:
+    """As `combine_parts`, with a logit more in the denominator."""
+    _emit_combined(e, parts, count, stride, width, out, sink)
+
+
+def _emit_combined(
+    e: Emitter,
+    parts: ir.Value,
+    count: ir.Value,
+    stride: ir.Value,
+    width: ir.Value,
+    out: ir.Value,
+    sink: ir.Value | None,
+) -> None:
     def part(i: ir.Value) -> ir.Value:
         return e.b.add(parts, e.b.mul(i, stride))
 
     def larger(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
         return [e.maximum(e.load(F32, part(i)), state[0])]
 
-    top = e.loop(e.i64(0), count, 1, [e.const(F32, float("-inf"))], larger)[0]
+    least = e.const(F32, float("-inf")) if sink is None else sink
+    top = e.loop(e.i64(0), count, 1, [least], larger)[0]
+
+    def weight_of(logit: ir.Value) -> ir.Value:
+        return e.lane(emit_exp(e, e.splat(e.b.fsub(logit, top), 1)), 0)
 
     def weigh(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-        difference = e.b.fsub(e.load(F32, part(i)), top)
-        weight = e.lane(emit_exp(e, e.splat(difference, 1)), 0)
+        weight = weight_of(e.load(F32, part(i)))
         e.store(weight, part(i), 8)
         return [e.fma(weight, e.load(F32, part(i), 4), state[0])]
 
-    total = e.loop(e.i64(0), count, 1, [e.const(F32, 0.0)], weigh)[0]
+    first = e.const(F32, 0.0) if sink is None else weight_of(sink)
+    total = e.loop(e.i64(0), count, 1, [first], weigh)[0]
 
     def columns(d: ir.Value, lanes: int) -> None:
         def term(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:

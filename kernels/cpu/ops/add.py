@@ -1,13 +1,14 @@
-"""Adding a residual or a bias to matvec results in compiled code, in the tasks of the matvec itself."""
+"""Adding a residual or a bias to matvec results, or scaling their rows, in the tasks of the matvec itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.runtime.arguments import Arguments
-from quengine.kernels.cpu.runtime.kernel_table import add_kernel
+from quengine.kernels.cpu.runtime.kernel_table import add_kernel, scale_kernel
 from quengine.kernels.cpu.runtime.threads import Launch
 
 
@@ -31,13 +32,28 @@ def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) ->
     """
     rows, width = y.shape
     assert addend.numel() in (width, rows * width)
+    stride = 4 * width if addend.numel() == rows * width else 0
     arguments = AddArguments(
-        y=y.data_ptr() + 4 * column,
-        y_stride=4 * width,
-        addend=addend.data_ptr() + 4 * column,
-        addend_stride=4 * width if addend.numel() == rows * width else 0,
-        rows=rows,
-        cols=count,
-        task_cols=step,
+        y.data_ptr() + 4 * column, 4 * width, addend.data_ptr() + 4 * column, stride, rows, count, step
     )
     return Launch(add_kernel(), arguments, -(-count // step), keep=(y, addend))
+
+
+@dataclass
+class ScaleArguments(Arguments):
+    """Of fp32 at addresses; `scales` has one for each row, strides are in bytes."""
+
+    y: int
+    y_stride: int
+    scales: int
+    rows: int
+    cols: int
+    task_cols: int
+
+
+def scale_launch(y: Tensor, scales: Tensor, column: int, count: int, step: int) -> Launch:
+    """y[:, column : column + count] *= scales, fp32 of T elements, a row each; otherwise as `add_launch`."""
+    rows, width = y.shape
+    assert scales.numel() == rows and scales.is_contiguous() and scales.dtype == torch.float32
+    arguments = ScaleArguments(y.data_ptr() + 4 * column, 4 * width, scales.data_ptr(), rows, count, step)
+    return Launch(scale_kernel(), arguments, -(-count // step), keep=(y, scales))

@@ -1,12 +1,13 @@
-"""The kernel that adds a residual or a bias to matvec results (add.py), with its vector code."""
+"""The kernels that add a residual or a bias to matvec results and scale their rows (add.py), with their vector code."""
 
 from __future__ import annotations
 
 from llvmlite import ir
 
+from quengine.kernels.cpu.ir.row_ir import float_at, scale_row
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
-from quengine.kernels.cpu.ops.add import AddArguments
+from quengine.kernels.cpu.ops.add import AddArguments, ScaleArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
 
@@ -19,6 +20,18 @@ def add_kernel() -> bytes:
             _add(args.y + row * args.y_stride, args.addend + row * args.addend_stride, first, last)
 
     return compile_kernel(add_span, AddArguments)
+
+
+def scale_kernel() -> bytes:
+    """A task is `task_cols` columns of all rows."""
+
+    def scale_span(args: ScaleArguments, task: int) -> None:
+        first, last = task * args.task_cols, min(args.cols, (task + 1) * args.task_cols)
+        for row in range(args.rows):
+            x = args.y + row * args.y_stride + 4 * first
+            scale_row(x, float_at(args.scales, row), last - first, x)
+
+    return compile_kernel(scale_span, ScaleArguments)
 
 
 @vector_code

@@ -63,7 +63,8 @@ class Case:
 @dataclass(frozen=True)
 class Heads:
     """One layer's attention: query heads / key heads x head size, rotation, window, norms of single heads or of a whole
-    row, queries scaled by their position, elements of a head that are rotated (None: all)."""
+    row, queries scaled by their position, elements of a head that are rotated (None: all), a sink for each query head.
+    """
 
     heads: int
     kv_heads: int
@@ -73,6 +74,7 @@ class Heads:
     norm: Literal["", "head", "row"] = ""
     scaled: bool = False
     rope_dim: int | None = None
+    sinks: bool = False
 
     @property
     def width(self) -> int:
@@ -86,6 +88,7 @@ class Heads:
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=0.1, window=self.window,
             rope_layout=self.layout, cos=table, sin=table, q_norm=q_norm, k_norm=k_norm, eps=EPS,
             query_scale=_empty(CONTEXT) if self.scaled else None,
+            sinks=_empty(self.heads) if self.sinks else None,
             mask_band=_empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool),
         )  # fmt: skip
 
@@ -109,6 +112,10 @@ HEADS = {
     "64/4x128": Heads(64, 4, 128, "halves"),
     "ministral 32/8x128, scaled": Heads(32, 8, 128, scaled=True),
     "mistral-7b v0.1 32/8x128, window": Heads(32, 8, 128, window=4096),
+    "gpt-oss 64/8x64, sinks": Heads(64, 8, 64, "halves", sinks=True),
+    "gpt-oss 64/8x64, sinks, window": Heads(64, 8, 64, "halves", 128, sinks=True),
+    "32/8x128, sinks, window": Heads(32, 8, 128, window=1024, sinks=True),
+    "4/1x256, sinks": Heads(4, 1, 256, "halves", sinks=True),
 }
 _EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
 """The attentions that are compiled for every GPU; the others for the newest only."""
@@ -256,7 +263,7 @@ def _fixed_cases() -> Iterator[Case]:
         for rows in (1, ODD_ROWS):
             layer = partial(_layer, *types, 1024, 1024, SMALL, _step(rows))
             yield Case(f"deterministic {name}, {_rows(rows)}", False, ARCHS, partial(_fixed, layer))
-    for name in _EVERYWHERE:
+    for name in (*_EVERYWHERE, "gpt-oss 64/8x64, sinks, window"):
         for cache_type in CACHE_TYPES:
             call = partial(_attention, HEADS[name], cache_type, _prefill(ODD_ROWS))
             yield Case(f"deterministic attention {name} {cache_type}", False, ARCHS, partial(_fixed, call))

@@ -26,6 +26,14 @@ def split_count(kv_heads: int) -> int:
     return int(min(64, max(2, triton.next_power_of_2(_TARGET_PROGRAMS // kv_heads))))
 
 
+def checked_sinks(spec: AttentionSpec) -> Tensor | None:
+    """A layer's sinks as kernels read them: fp32 [heads], contiguous."""
+    sinks = spec.sinks
+    assert sinks is None or (sinks.shape == (spec.heads,) and sinks.dtype == torch.float32)
+    assert sinks is None or sinks.is_contiguous()
+    return sinks
+
+
 class DecodeWorkspace(NamedTuple):
     """What the KV splits of one launch leave for the one that combines them; reused by every layer.
 
@@ -121,7 +129,8 @@ class DecodeArguments:
 
     def inputs(self) -> tuple[object, ...]:
         """What both kernels read, but for the cache."""
-        return self.qkv, rotation_pointers(self.spec), self.positions, self.block_tables
+        spec = self.spec
+        return self.qkv, rotation_pointers(spec), self.positions, self.block_tables, checked_sinks(spec)
 
     def results(self) -> tuple[object, ...]:
         """What both write, and the numbers: the norms' eps, the scale of scores in base 2, rows and blocks, strides."""

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cuda.attention.attention_arguments import LOG2_E
+from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, checked_sinks
 from quengine.kernels.cuda.attention.attention_prefill_wgmma import (
     HEAD_DIM,
     TILE_KEYS,
@@ -39,6 +39,7 @@ from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 BATCH_INVARIANT_ROWS = 512
 """The chunk whose tiles all chunks have where a row's bits may not depend on the chunk."""
@@ -106,11 +107,11 @@ def _attend_tiles(
 @DirectLaunch
 @triton.jit(do_not_specialize=["cache_rows", "blocks"])
 def _attention_prefill_kernel(
-    q_ptr, cache, table_ptr, tile_ptr, out_ptr, scale, cache_rows, blocks,
+    q_ptr, cache, table_ptr, tile_ptr, out_ptr, sink_ptr, scale, cache_rows, blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr,
     TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (query head, tile of rows)."""
+    """Programs (query head, tile of rows). sink_ptr: [heads], or None."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -153,6 +154,13 @@ def _attention_prefill_kernel(
         tl.zeros([BLOCK_ROWS], tl.float32),
         tl.zeros([BLOCK_ROWS, PADDED], tl.float32),
     )
+    if sink_ptr is not None:  # the softmax begins with the sink, a logit without a value
+        sink = tl.load(sink_ptr + head) * _LOG2_E
+        state = (
+            tl.zeros([BLOCK_ROWS], tl.float32) + sink,
+            tl.full([BLOCK_ROWS], 1.0, tl.float32),
+            tl.zeros([BLOCK_ROWS, PADDED], tl.float32),
+        )
     full_high = low
     if not BATCH_INVARIANT:
         full_low = low
@@ -209,7 +217,7 @@ def attention_prefill(
         return out
     assert not wgmma_layout
     _attention_prefill_kernel[(heads, tiles.tiles.shape[0])](
-        q, cache_pointers(layer), block_tables, tiles.tiles, out,
+        q, cache_pointers(layer), block_tables, tiles.tiles, out, checked_sinks(spec),
         spec.scale * LOG2_E, layer.k.shape[0], block_tables.shape[1],
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WINDOW=spec.window or 0, Q8=layer.k_scale is not None,
         TILE=shape, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(), PDL=pdl,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cuda.attention.attention_arguments import LOG2_E
+from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, checked_sinks
 from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
@@ -42,6 +42,7 @@ _ROWS = gl.constexpr(GROUP_ROWS)
 _KEYS = gl.constexpr(TILE_KEYS)
 _SIZE = gl.constexpr(HEAD_DIM)
 _BITS = gl.constexpr(TILE_KEYS.bit_length() - 1)
+_LOG2_E = gl.constexpr(LOG2_E)
 
 STAGED = gl.NVMMASharedLayout(128, 16, 2)
 """How rows lie in shared memory."""
@@ -192,10 +193,10 @@ def _store(out_ptr, acc, row, width, rows, WGMMA_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _one_group(
-    group: gl.constexpr, shared, out_ptr, scale, start, first_row, rows, last_tile, count,
+    group: gl.constexpr, shared, out_ptr, sink_ptr, scale, start, first_row, rows, last_tile, count,
     width: gl.constexpr, WINDOW: gl.constexpr, WGMMA_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warp group `group`: its half of the program's rows."""
+    """Consumer warp group `group`: its half of the program's rows. sink_ptr: its head's sink, or None."""
     queries, keys, values, query_ready, keys_ready, values_ready, keys_free, _, cleared = shared
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIZE, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -211,6 +212,9 @@ def _one_group(
     position = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
     row_max = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     row_sum = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, MMA))
+    if sink_ptr is not None:  # the softmax begins with the sink, a logit without a value
+        row_max = row_sum + gl.load(sink_ptr) * _LOG2_E
+        row_sum += 1.0
     acc = gl.zeros([_ROWS, _SIZE], gl.float32, MMA)
     written = start + rows - last_tile * _KEYS
     if written < _KEYS:
@@ -250,12 +254,12 @@ def _one_group(
 @partial(DirectLaunch, layout=STAGED)
 @gluon.jit(do_not_specialize=["cache_rows", "blocks"])
 def attention_wgmma_kernel(
-    out_ptr, table_ptr, tile_ptr, q_rows, k_rows, v_rows, scale, cache_rows, blocks,
+    out_ptr, table_ptr, tile_ptr, sink_ptr, q_rows, k_rows, v_rows, scale, cache_rows, blocks,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, WGMMA_LAYOUT: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs (query head, tile of TILE_ROWS rows). q_rows [T, heads * head size], k_rows and v_rows [rows of all
-    heads, head size] are copied in blocks of [GROUP_ROWS or BLOCK, head size]."""
+    heads, head size] are copied in blocks of [GROUP_ROWS or BLOCK, head size]. sink_ptr: [heads], or None."""
     WIDTH: gl.constexpr = HEADS * _SIZE
     queries = gl.allocate_shared_memory(gl.float16, [_GROUPS, _ROWS, _SIZE], q_rows.layout)
     keys = gl.allocate_shared_memory(gl.float16, [_STAGES, _KEYS, _SIZE], k_rows.layout)
@@ -289,6 +293,8 @@ def attention_wgmma_kernel(
     table_ptr += gl.load(tile_ptr + 4) * blocks
     query_row = chunk_row + first_row
     out_ptr += head * _SIZE
+    if sink_ptr is not None:
+        sink_ptr += head
     # Positions: the program's queries are first .. last.
     first = start + first_row
     # A program of no rows computes one tile, which is not stored.
@@ -301,11 +307,17 @@ def attention_wgmma_kernel(
         [
             (
                 _one_group,
-                (0, shared, out_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW, WGMMA_LAYOUT),
+                (
+                    0, shared, out_ptr, sink_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW,
+                    WGMMA_LAYOUT,
+                ),
             ),
             (
                 _one_group,
-                (1, shared, out_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW, WGMMA_LAYOUT),
+                (
+                    1, shared, out_ptr, sink_ptr, scale, start, first_row, rows, last_tile, count, WIDTH, WINDOW,
+                    WGMMA_LAYOUT,
+                ),
             ),
             (
                 _copy_all,
@@ -336,7 +348,7 @@ def launch_wgmma(
     cache = cache_pointers(layer)
     k, v = (tensor.transpose(0, 1).view(-1, head_dim) for tensor in (cache.k, cache.v))
     attention_wgmma_kernel[(heads, tiles.shape[0])](
-        out, block_tables, tiles,
+        out, block_tables, tiles, checked_sinks(spec),
         Copied(q.view(tokens, heads * head_dim), (GROUP_ROWS, head_dim)),
         Copied(k, (BLOCK_SIZE, head_dim)), Copied(v, (BLOCK_SIZE, head_dim)),
         spec.scale * LOG2_E, cache_rows, block_tables.shape[1],

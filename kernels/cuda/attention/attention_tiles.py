@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.attention.attention_arguments import DecodeArguments
+from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, DecodeArguments
 from quengine.kernels.cuda.attention.kv_store import (
     BLOCK,
     cache_pointers,
@@ -38,6 +38,7 @@ COARSE = 416
 one only cost."""
 
 _FIRST = tl.constexpr(FIRST_KEYS)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 class TileShape(NamedTuple):
@@ -72,6 +73,13 @@ def _first_rows(x, COUNT: tl.constexpr):
     N: tl.constexpr = x.shape[1]
     first = (tl.arange(0, PARTS) == 0)[:, None, None]
     return tl.sum(tl.where(first, tl.reshape(x, [PARTS, COUNT, N]), 0.0), 0)
+
+
+@triton.jit
+def _load_sinks(sink_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The sinks of a group's heads in base 2, for their rows as `_two_terms` has them: [ROWS]."""
+    g = tl.arange(0, ROWS) % (ROWS // 2)
+    return tl.load(sink_ptr + g, mask=g < GROUP, other=0.0) * _LOG2_E
 
 
 @triton.jit
@@ -206,13 +214,14 @@ def _finish(
 
 @triton.jit(do_not_specialize=["cache_rows", "blocks"])
 def _attention_tiles_kernel(
-    qkv_ptr, rotation, position_ptr, table_ptr, cache, workspace, outputs,
+    qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
     eps, scale, cache_rows, blocks, qkv_stride, out_stride,
     SHAPE: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr, SPLITS: tl.constexpr,
     LEAST: tl.constexpr, TILE: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr,
     FORM: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (key-value head, KV split, sequence). LEAST: keys of a coarse split at least; 0: splits are fine."""
+    """Programs (key-value head, KV split, sequence). LEAST: keys of a coarse split at least; 0: splits are fine.
+    sink_ptr: [heads], or None."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     GROUP: tl.constexpr = SHAPE.group
@@ -257,6 +266,8 @@ def _attention_tiles_kernel(
     new_row = table_rows(table_ptr, blocks, position + one, ASM).to(tl.int64)
     first_k, first_k_scale = load_tile(k_ptr, k_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
     first_v, first_v_scale = load_tile(v_ptr, v_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
+    if sink_ptr is not None:
+        sink = _load_sinks(sink_ptr + kv_head * GROUP, GROUP, ROWS)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -281,6 +292,12 @@ def _attention_tiles_kernel(
     row_max = tl.where(owner, new_score, float("-inf"))
     row_sum = tl.where(owner & (r >= 0), 1.0, 0.0)
     acc = tl.where(owner & upper[:, None], v_new, 0.0)
+    if sink_ptr is not None:  # split 0 has the sinks too
+        new_max = tl.maximum(new_score, sink)
+        weight = tl.exp2(new_score - new_max)
+        row_max = tl.where(owner, new_max, float("-inf"))
+        row_sum = tl.where(owner, weight + tl.exp2(sink - new_max), 0.0)
+        acc *= weight[:, None]
 
     q = _two_terms(q, upper)
     row_max, row_sum, acc = _attend_tile(

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.attention.attention_arguments import DecodeArguments
+from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, DecodeArguments
 from quengine.kernels.cuda.attention.attention_merge import LOWEST, merged, merged_splits, store_heads
 from quengine.kernels.cuda.attention.attention_operands import (
     columns_in_order,
@@ -38,6 +38,8 @@ from quengine.kernels.cuda.gemm.mma import uses_assembly
 
 _KEYS = gl.constexpr(16)
 """Keys of a warp at a time: 16 or 32."""
+
+_LOG2_E = gl.constexpr(LOG2_E)
 
 FEW_PROGRAMS = 264
 """Programs of which two on each multiprocessor of an H200 are all. More of them should lie four on one, which takes
@@ -167,12 +169,13 @@ def _finish(
 
 @gluon.jit(do_not_specialize=["cache_rows", "blocks"])
 def _attention_warps_kernel(
-    qkv_ptr, rotation, position_ptr, table_ptr, k_ptr, v_ptr, workspace, outputs,
+    qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, k_ptr, v_ptr, workspace, outputs,
     eps, scale, cache_rows, blocks, qkv_stride, out_stride,
     SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, SPLITS: gl.constexpr, SPLIT: gl.constexpr,
     HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Programs (key-value head, KV split, sequence). HEADS: 4 or 8, heads there is room for."""
+    """Programs (key-value head, KV split, sequence). HEADS: 4 or 8, heads there is room for. sink_ptr: [heads], or
+    None."""
     WARPS: gl.constexpr = SPLIT.warps
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     GROUP: gl.constexpr = SHAPE.group
@@ -212,6 +215,9 @@ def _attention_warps_kernel(
         values = _load(v_words, v_at, v_key, own, oldest, end)
         row = _cache_row(table_ptr, blocks, own + STEP)
         new_row = _cache_row(table_ptr, blocks, position)
+        if sink_ptr is not None:
+            member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(1, S))), 0)
+            sink = gl.load(sink_ptr + kv_head * GROUP + member, mask=member < GROUP, other=0.0) * _LOG2_E
         if PDL:
             tl.extra.cuda.gdc_wait()
 
@@ -259,6 +265,12 @@ def _attention_warps_kernel(
         row_max = gl.where(owner, new_score, LOWEST)
         row_sum = gl.where(owner, 1.0, gl.zeros([WARPS, HEADS], gl.float32, gl.SliceLayout(1, S)))
         acc = single_value(v_new.to(gl.float32), HEAD_DIM, HEADS, WARPS, MMA)
+        if sink_ptr is not None:  # the owner has the sinks too
+            new_max = gl.maximum(new_score, sink)
+            weight = gl.exp2(new_score - new_max)
+            row_max = gl.where(owner, new_max, LOWEST)
+            row_sum = gl.where(owner, weight + gl.exp2(sink - new_max), 0.0)
+            acc *= of_both_terms(weight, MMA)
         s_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
         s_key = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
         s_key = _KEYS * gl.expand_dims(s_warp, 1) + gl.expand_dims(s_key, 0)

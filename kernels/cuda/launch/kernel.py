@@ -64,8 +64,9 @@ class DirectLaunch:
     """A Triton kernel, launched as any other: `kernel[grid](*arguments, **constants_and_options)`.
 
     Everything that is no constant must be given by position, a tensor first, every constant by name. Arguments are
-    tensors, numbers, and (named) tuples of tensors. Under the interpreter, and while launches are handed to a handler,
-    Triton's own launch is taken. `layout`: how what is `Copied` lies in shared memory.
+    tensors, numbers, (named) tuples of tensors, and None for a tensor that is absent. Under the interpreter, and while
+    launches are handed to a handler, Triton's own launch is taken. `layout`: how what is `Copied` lies in shared
+    memory.
     """
 
     def __init__(self, kernel: Any, layout: Any = None) -> None:
@@ -184,6 +185,8 @@ def _descriptor(copied: Copied, layout: Any) -> TensorDescriptor:
 
 def _kind(argument: object) -> object:
     """What Triton specializes on in an argument that is neither a constant nor a tensor nor a whole number."""
+    if argument is None:
+        return None
     if isinstance(argument, float):
         return float
     if isinstance(argument, Copied):

@@ -17,13 +17,22 @@ def linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
     return cpu.decode_linear(x, parts) if len(x) <= 8 else cpu.prompt_linear(x, parts)
 
 
-def attend_token(q: Tensor, layer: KVLayer, length: int, scale: float, first: int = 0) -> Tensor:
+def attend_token(
+    q: Tensor, layer: KVLayer, length: int, scale: float, first: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """One token's attention, q [H, hd], over positions first .. length - 1, which lie in rows of the same numbers."""
     batch = one_sequence([0], length - 1, blocks=-(-length // BLOCK_SIZE))
-    return cpu.batch_attention(q.unsqueeze(0), layer, batch, scale, length - first)[0]
+    return cpu.batch_attention(q.unsqueeze(0), layer, batch, scale, length - first, sinks=sinks)[0]
 
 
-def attend_chunk(q: Tensor, layer: KVLayer, start: int, scale: float, window: int | None = None) -> Tensor:
+def attend_chunk(
+    q: Tensor,
+    layer: KVLayer,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of a chunk, q [T, H, hd], over positions that lie in rows of the same numbers."""
     table = torch.arange(-(-layer.k.shape[0] // BLOCK_SIZE))
-    return cpu.prefill_attention(q, layer, start, scale, window, table)
+    return cpu.prefill_attention(q, layer, start, scale, window, table, sinks)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quengine.kernels.attention import attention
 from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu import set_threads
 from quengine.kernels.cpu.runtime.threads import max_threads
+from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
 from tests.kernels.cpu.cpu_runs import attend_token
 from tests.kernels.weights import nmse
@@ -83,6 +85,45 @@ def test_decode_passes_on_what_is_not_finite() -> None:
     k[11, 0, 3] = float("nan")
     assert torch.isnan(attend_token(torch.ones(1, 32), KVLayer(k, v), 40, 1.0)).all()
     assert torch.isfinite(attend_token(torch.ones(1, 32), KVLayer(k, v), 11, 1.0)).all()
+
+
+SINKS = pytest.mark.parametrize("sink", [-1e30, -3.0, 0.7, 1e4])
+
+
+def sinks_near(sink: float, heads: int) -> Tensor:
+    """A logit for each head, all different."""
+    return sink * (1.0 + 0.1 * torch.arange(heads))
+
+
+@SINKS
+@pytest.mark.parametrize(("length", "first"), [(1, 0), (77, 76), (700, 0), (519, 100)])
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_sinks_are_in_the_denominator(cache_type: CacheType, length: int, first: int, sink: float) -> None:
+    layer = allocate_layer(length + 3, 2, 64, "cpu", cache_type)
+    write_rows(layer, 0, *(rows.float() for rows in random_cache(length + 3, 2, 64)))
+    q, sinks = torch.randn(6, 64, generator=torch.Generator().manual_seed(1)) * 2, sinks_near(sink, 6)
+    k, v = (rows.double() for rows in read_rows(layer, slice(first, length)))
+    expected = attention(q.double().unsqueeze(0), k, v, None, 0.125, sinks.double())[0]
+    one = [attend_token(q, layer, length, 0.125, first, sinks) for n in (1, MANY) if not set_threads(n)]
+    if sink == 1e4:
+        assert not one[0].any() and expected.abs().max() < 1e-30
+    else:
+        assert nmse(one[0], expected) <= 1e-11
+    assert torch.equal(one[0], one[1])
+
+
+def test_a_sink_far_below_all_scores_leaves_the_bits() -> None:
+    k, v = random_cache(300, 2, 64)
+    q, sinks = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)), torch.full((4,), -1e30)
+    plain = attend_token(q, KVLayer(k, v), 300, 0.125)
+    assert torch.equal(attend_token(q, KVLayer(k, v), 300, 0.125, sinks=sinks), plain)
+
+
+def test_sinks_of_another_shape_or_type_are_refused() -> None:
+    layer = KVLayer(*random_cache(8, 2, 32))
+    for sinks in (torch.zeros(3), torch.zeros(4).double(), torch.zeros(8)[::2]):
+        with pytest.raises(ValueError, match=r"sinks are fp32 \[4\]"):
+            attend_token(torch.zeros(4, 32), layer, 4, 1.0, sinks=sinks)
 
 
 def test_decode_refuses_what_it_would_read_wrongly() -> None:

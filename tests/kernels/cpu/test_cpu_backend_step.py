@@ -47,6 +47,9 @@ class Layer:
     norms: str = "before"  # or "after", of each block's matmuls
     qk_norm: str = ""  # or "head", "row"
     activation: Activation = "silu"
+    sinks: bool = False
+    bias: bool = False  # of all projections of the attention
+    row_scale: bool = False  # the down projection's rows are scaled by those of another matrix
 
 
 MODELS = {
@@ -57,6 +60,8 @@ MODELS = {
         Layer(40, 1, norms="both", qk_norm="head", activation="gelu_tanh"),
     ],
     "partly rotated heads of 96": [Layer(head_dim=96, rope_dim=72), Layer(100, 1, head_dim=96, rope_dim=24)],
+    "gpt-oss": [Layer(40, 1, sinks=True, bias=True), Layer(None, 0, sinks=True, bias=True)],
+    "scaled rows": [Layer(norms="both", bias=True, row_scale=True), Layer(row_scale=True)],
     "heads of 256": [Layer(head_dim=256, rope_dim=256)],
 }
 
@@ -78,12 +83,12 @@ class Model:
         dtype = backend.dtype
         self.embedding = backend.weight([quantized("embedding", kind, VOCABULARY, WIDTH, 0)])
         self.output = backend.weight([quantized("output", kind, VOCABULARY, WIDTH, 1)])
-        self.weights, self.specs, self.caches = [], [], []
+        self.weights, self.specs, self.caches, self.biases = [], [], [], []
         for i, layer in enumerate(layers):
             heads = HEADS * layer.head_dim
             sizes = {"q": (heads, WIDTH), "k": (heads // 2, WIDTH), "v": (heads // 2, WIDTH)}
             sizes |= {"o": (WIDTH, heads), "gate": (FEED_FORWARD, WIDTH), "up": (FEED_FORWARD, WIDTH)}
-            sizes["down"] = (WIDTH, FEED_FORWARD)
+            sizes |= {"down": (WIDTH, FEED_FORWARD), "row_scale": (1, FEED_FORWARD)}
             parts = {
                 name: quantized(name, kind, *size, seed=10 * i + j)
                 for j, (name, size) in enumerate(sizes.items())
@@ -94,8 +99,11 @@ class Model:
                     "o": backend.weight([parts["o"]]),
                     "gate_up": backend.gate_up_weight(parts["gate"], parts["up"]),
                     "down": backend.weight([parts["down"]]),
+                    "row_scale": backend.weight([parts["row_scale"]]),
                 }
             )
+            widths = [2 * heads, WIDTH] if layer.bias else []  # of QKV and the output projection
+            self.biases.append([norm(width, 5).weight.to(dtype) for width in widths] or [None, None])
             self.specs.append(self.spec(layer, i))
             self.caches.append(
                 allocate_layer(BLOCKS * len(POSITIONS) * BLOCK_SIZE, 2, layer.head_dim, "cpu", cache_type)
@@ -113,6 +121,7 @@ class Model:
             k_norm=k_norm,
             eps=EPS,
             cache_group=layer.group,
+            sinks=norm(HEADS, seed).weight if layer.sinks else None,
         )
 
     def fill(self, tables: Tensor) -> None:
@@ -138,15 +147,17 @@ class Model:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         b, x = self.backend, self.backend.embed(batch, self.embedding, 11.5)
-        parts = zip(self.layers, self.weights, self.specs, self.caches, strict=True)
-        for layer, weights, spec, cache in parts:
+        parts = zip(self.layers, self.weights, self.specs, self.caches, self.biases, strict=True)
+        for layer, weights, spec, cache, (qkv_bias, output_bias) in parts:
             before = self.norms[:2] if layer.norms != "after" else [None, None]
             after = self.norms[2:] if layer.norms != "before" else [None, None]
-            qkv = b.norm_linear(batch, x, before[0], weights["qkv"])
+            qkv = b.norm_linear(batch, x, before[0], weights["qkv"], qkv_bias)
             mixed = b.attention(batch, qkv, spec, cache)
-            x = b.linear_add(batch, mixed, weights["o"], x, post_norm=after[0])
+            x = b.linear_add(batch, mixed, weights["o"], x, post_norm=after[0], bias=output_bias)
             gated = b.norm_glu(batch, x, before[1], weights["gate_up"], layer.activation)
-            x = b.linear_add(batch, gated, weights["down"], x, post_norm=after[1])
+            row_scale = b.norm_linear(batch, gated, None, weights["row_scale"]) if layer.row_scale else None
+            bias = output_bias if layer.row_scale else None
+            x = b.linear_add(batch, gated, weights["down"], x, None, after[1], bias, row_scale)
         return b.logits(batch, x, self.norms[0], self.output)
 
 

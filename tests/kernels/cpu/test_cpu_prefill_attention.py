@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from quengine.errors import CannotRunError
+from quengine.kernels.attention import attention
 from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu import set_threads
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
 from tests.kernels.cpu.cpu_runs import attend_chunk
-from tests.kernels.cpu.test_cpu_attention import definition
+from tests.kernels.cpu.test_cpu_attention import SINKS, definition, sinks_near
 from tests.kernels.weights import nmse
 
 MANY = max_threads()
@@ -66,6 +67,27 @@ def test_it_is_the_definition_on_any_number_of_threads(
         results.append(attend_chunk(q, layer, start, width**-0.5, window))
     assert nmse(results[0], expected(q, layer, start, window)) <= 1e-11
     assert torch.equal(results[0], results[1])
+
+
+@SINKS
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+def test_sinks_are_in_the_denominator_of_every_row(
+    cache_type: CacheType, window: int | None, sink: float
+) -> None:
+    layer, q, sinks = random_layer(533, 2, 64, cache_type), queries(270, 6, 64), sinks_near(sink, 6)
+    out = attend_chunk(q, layer, 260, 0.125, window, sinks)
+    k, v = (rows.double() for rows in read_rows(layer, slice(0, 530)))
+    distance = torch.arange(260, 530).unsqueeze(1) - torch.arange(530)
+    mask = (distance >= 0) & (distance < (window or 530))
+    expected = attention(q.double(), k, v, mask, 0.125, sinks.double())
+    if sink == 1e4:
+        assert not out.any() and expected.abs().max() < 1e-30
+    else:
+        assert nmse(out, expected) <= 1e-11
+    assert torch.equal(attend_chunk(q[200:], layer, 460, 0.125, window, sinks), out[200:])
+    if sink == -1e30:
+        assert torch.equal(out, attend_chunk(q, layer, 260, 0.125, window))
 
 
 @pytest.mark.parametrize("width", [7, 20, 80])

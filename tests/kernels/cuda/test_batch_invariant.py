@@ -28,7 +28,7 @@ from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
-from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks
+from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks, sinks_near
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 from tests.tiny_models import write_tiny
 
@@ -143,15 +143,16 @@ def test_a_norms_row_neither(width: int, device: torch.device, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "window", "q8_0"),
-    [(64, None, False), (64, 30, True)]
-    + [(64, None, True), (128, None, False), (128, 50, False), (80, None, False)] * ON_GPU,
+    ("head_dim", "window", "q8_0", "sinks"),
+    [(64, None, False, False), (64, 30, True, False), (64, 30, False, True)]
+    + [(64, None, True, False), (128, None, False, False), (128, 50, False, True), (80, None, False, False)]
+    * ON_GPU,
 )
 def test_a_prompts_attention_does_not_depend_on_its_chunks(
-    head_dim: int, window: int | None, q8_0: bool, device: torch.device
+    head_dim: int, window: int | None, q8_0: bool, sinks: bool, device: torch.device
 ) -> None:
     tokens = 140 if ON_GPU else 70
-    spec = make_spec(device, 256, 4, 2, head_dim, window)
+    spec = make_spec(device, 256, 4, 2, head_dim, window, sinks=sinks_near(0.5, 4) if sinks else None)
     qkv = torch.randn(tokens, 8 * head_dim, generator=torch.Generator().manual_seed(1)).to(device)
 
     def run(chunks: list[int]) -> torch.Tensor:

@@ -26,6 +26,7 @@ def make_spec(
     layout: str = "pairs",
     rope_dim: int | None = None,
     norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    sinks: torch.Tensor | None = None,
 ) -> AttentionSpec:
     """`norms`: weights of the queries' and of the keys' norm."""
     cos, sin = rope_table(RopeSpec(dim=rope_dim or head_dim), context, device)
@@ -42,7 +43,13 @@ def make_spec(
         q_norm=norms[0],
         k_norm=norms[1],
         eps=1e-6,
+        sinks=None if sinks is None else sinks.to(device),
     )
+
+
+def sinks_near(sink: float, heads: int) -> torch.Tensor:
+    """A logit for each head, all different: fp32 [heads]."""
+    return sink * (1.0 + 0.1 * torch.arange(heads))
 
 
 @dataclass(frozen=True)

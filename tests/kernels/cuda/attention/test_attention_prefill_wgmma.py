@@ -18,7 +18,13 @@ from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.forward_batch import ForwardBatch, prefill_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks, run_prefill
+from tests.kernels.cuda.attention.attention_cases import (
+    PagedCache,
+    make_spec,
+    run_chunks,
+    run_prefill,
+    sinks_near,
+)
 from tests.kernels.cuda.attention.test_cuda_attention_prefill import expected_rows
 from tests.kernels.cuda.attention.test_paged_attention import released
 
@@ -84,6 +90,24 @@ def in_wgmma_layout(
     return attention_prefill(
         q, spec, cache.layer, batch.block_tables_of(0), tiles, room, wgmma_layout=True, pdl=True
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", [-1e30, -1.0, 0.7, 1e4])
+@pytest.mark.parametrize("window", [None, 150])
+def test_sinks_are_in_the_denominator_of_every_row(
+    window: int | None, sink: float, device: torch.device
+) -> None:
+    plain = long_spec(device, 4, 2, window)
+    spec = replace(plain, sinks=sinks_near(sink, 4).to(device))
+    cache = PagedCache.empty(device, 1, CONTEXT, 2, 128)
+    qkv = random_qkv(device, 560, 4, 2)
+    out = run_chunks(spec, cache.layer, qkv, [300, 260], cache.tables)
+    expected = expected_rows(spec, cache, qkv)
+    error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
+    assert torch.isfinite(out).all() and error.max() < 1e-3, f"relative error {error.max():.2e}"
+    if sink == -1e30:
+        assert torch.equal(out, run_chunks(plain, cache.layer, qkv, [300, 260], cache.tables))
 
 
 @pytest.mark.gpu

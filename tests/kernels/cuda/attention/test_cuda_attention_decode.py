@@ -14,7 +14,7 @@ from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
-from tests.kernels.cuda.attention.attention_cases import PagedCache, filled_cache, make_spec
+from tests.kernels.cuda.attention.attention_cases import PagedCache, filled_cache, make_spec, sinks_near
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONTEXT = 700
@@ -60,11 +60,16 @@ def expected_row(
     k_new, v_new = stored(k, q8_0), stored(v, q8_0)
     first = 0 if spec.window is None else max(0, position + 1 - spec.window)
     keys, values = torch.cat((k_old[first:position], k_new)), torch.cat((v_old[first:position], v_new))
-    return attention(q, keys, values, None, spec.scale).flatten(), k_new[0], v_new[0]
+    sinks = None if spec.sinks is None else spec.sinks.double()
+    return attention(q, keys, values, None, spec.scale, sinks).flatten(), k_new[0], v_new[0]
 
 
 def check(
-    spec: AttentionSpec, positions: list[int], q8_0: bool, qkv_dtype: torch.dtype = torch.float32
+    spec: AttentionSpec,
+    positions: list[int],
+    q8_0: bool,
+    qkv_dtype: torch.dtype = torch.float32,
+    coarse: bool = False,
 ) -> None:
     batch = len(positions)
     cache = cache_of(batch, spec.kv_heads, spec.head_dim, q8_0)
@@ -75,12 +80,12 @@ def check(
     workspace = DecodeWorkspace.allocate(batch, spec.heads, spec.kv_heads, spec.head_dim, DEVICE)
     out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=DEVICE)
     at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
-    attention_decode(qkv, spec, cache.layer, at, cache.tables, workspace, out)
+    attention_decode(qkv, spec, cache.layer, at, cache.tables, workspace, out, coarse)
     assert not workspace.arrivals.any(), "the arrival counters must be zero for the next launch"
     k_after, v_after = cache.read()
     for b, position in enumerate(positions):
         expected, k_new, v_new = expected_row(qkv[b], spec, k_old[b], v_old[b], position, q8_0)
-        error = (out[b].double() - expected).norm() / expected.norm()
+        error = (out[b].double() - expected).norm() / expected.norm().clamp(min=1e-30)
         assert error < 2e-5 if q8_0 else error < 3e-6, (
             f"sequence {b} at {position}: relative error {error:.2e}"
         )
@@ -142,6 +147,49 @@ def test_a_batch_of_different_lengths() -> None:
 
 def test_many_splits() -> None:
     check(spec_of(2, 2, 64), [699], False)
+
+
+def with_sinks(spec: AttentionSpec, sink: float) -> AttentionSpec:
+    return replace(spec, sinks=sinks_near(sink, spec.heads).to(DEVICE))
+
+
+@pytest.mark.parametrize("sink", [-1e30, -2.0, 0.6, 1e4])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_sinks_are_in_the_denominator(window: int | None, sink: float) -> None:
+    """Of one split and of several, whose sums are one; with a window of 1 beside the new key alone."""
+    check(with_sinks(spec_of(8, 2, 64, "halves", window), sink), [3, 400], False)
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,head_dim,window,q8_0,coarse",
+    [
+        (8, 1, 64, None, False, False),
+        (8, 1, 64, 128, False, True),
+        (6, 2, 128, None, False, True),
+        (16, 1, 64, None, False, False),
+        (5, 1, 96, None, False, False),
+        (2, 1, 256, None, False, False),
+        (8, 1, 64, 128, True, False),
+        (6, 2, 128, None, True, True),
+        (2, 1, 256, None, True, False),
+    ],
+)
+def test_sinks_of_other_heads_and_caches(
+    heads: int, kv_heads: int, head_dim: int, window: int | None, q8_0: bool, coarse: bool
+) -> None:
+    spec = with_sinks(spec_of(heads, kv_heads, head_dim, "halves", window), 0.8)
+    check(spec, [0, 450], q8_0, coarse=coarse)
+
+
+def test_a_sink_far_below_all_scores_leaves_the_bits() -> None:
+    spec, results = spec_of(4, 2, 64), []
+    qkv = torch.randn(2, 8 * 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    positions = torch.tensor([0, 260], dtype=torch.int32, device=DEVICE)
+    workspace = DecodeWorkspace.allocate(2, 4, 2, 64, DEVICE)
+    for variant in (spec, with_sinks(spec, -1e30)):
+        cache, out = cache_of(2, 2, 64), torch.empty(2, 256, device=DEVICE)
+        results.append(attention_decode(qkv, variant, cache.layer, positions, cache.tables, workspace, out))
+    assert torch.equal(*results)
 
 
 def test_result_does_not_depend_on_the_batch() -> None:

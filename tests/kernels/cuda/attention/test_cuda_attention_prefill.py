@@ -11,7 +11,7 @@ from quengine.kernels.cuda.attention.rope_store import heads_per_block, rope_sto
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
-from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks
+from tests.kernels.cuda.attention.attention_cases import PagedCache, make_spec, run_chunks, sinks_near
 
 CONTEXT = 256
 
@@ -83,7 +83,8 @@ def expected_rows(spec: AttentionSpec, cache: PagedCache, qkv: torch.Tensor) -> 
     q = apply_rope(q, spec.cos[:tokens], spec.sin[:tokens], spec.rope_layout).half().double()
     k, v = (tensor[0, :tokens] for tensor in cache.read())
     band = causal_mask_band(tokens, 0, spec.window, qkv.device)
-    return attention(q, k, v, mask_slice(band, 0, tokens), spec.scale).flatten(1)
+    sinks = None if spec.sinks is None else spec.sinks.double()
+    return attention(q, k, v, mask_slice(band, 0, tokens), spec.scale, sinks).flatten(1)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,40 @@ def test_chunked_prefill(
     assert torch.isfinite(out).all()
     error = (out.double() - expected).norm() / expected.norm()
     assert error < 6e-4, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("sink", [-1e30, -1.0, 0.7, 1e4])
+@pytest.mark.parametrize(
+    "heads,head_dim,chunks,window,q8_0,batch_invariant",
+    [
+        (4, 64, [70, 60], None, False, False),
+        (4, 64, [70, 60], 1, False, False),
+        (2, 128, [66, 70], 67, False, False),
+        (4, 64, [66, 5], 30, True, False),
+        (4, 64, [66, 5], 30, False, True),
+    ],
+)
+def test_sinks_are_in_the_denominator_of_every_row(
+    heads: int,
+    head_dim: int,
+    chunks: list[int],
+    window: int | None,
+    q8_0: bool,
+    batch_invariant: bool,
+    sink: float,
+    device: torch.device,
+) -> None:
+    plain = make_spec(device, CONTEXT, heads, 2, head_dim, window)
+    spec = replace(plain, sinks=sinks_near(sink, heads).to(device))
+    generator = torch.Generator().manual_seed(head_dim)
+    qkv = torch.randn(sum(chunks), (heads + 4) * head_dim, generator=generator).to(device)
+    cache = PagedCache.empty(device, 1, CONTEXT, 2, head_dim, q8_0)
+    out = run_chunks(spec, cache.layer, qkv, chunks, cache.tables, batch_invariant)
+    expected = expected_rows(spec, cache, qkv)
+    error = (out.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert torch.isfinite(out).all() and error < 6e-4, f"relative error {error:.2e}"
+    if sink == -1e30:
+        assert torch.equal(out, run_chunks(plain, cache.layer, qkv, chunks, cache.tables, batch_invariant))
 
 
 @pytest.mark.parametrize(

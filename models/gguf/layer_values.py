@@ -1,0 +1,28 @@
+"""Metadata that some files give once for the model and some once a layer."""
+
+import numpy as np
+
+from quengine.models.gguf.file import GGUFFile
+
+
+def uniform_int(file: GGUFFile, key: str, low: int, high: int, default: int | None = None) -> int:
+    """The integer at `key`, or that of an array in which all layers agree; `default` where the key is absent.
+
+    Raises:
+        GGUFError: absent without a default, of another type, not in [low, high], or different between layers.
+    """
+    value = file.metadata.get(key)
+    if isinstance(value, np.ndarray):
+        values = file.get_ints(key)
+        assert values is not None
+        distinct = np.unique(values).tolist()
+        if len(distinct) != 1:
+            shown = ", ".join(map(str, distinct[:4]))
+            raise file.error(key, f"differs between layers ({shown}), which the decoder does not implement")
+        number = int(distinct[0])
+        if not low <= number <= high:
+            raise file.error(key, f"{number} is not from {low} to {high}")
+        return number
+    if value is None and default is not None:
+        return default
+    return file.require_int(key, low, high)
