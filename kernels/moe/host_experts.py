@@ -35,10 +35,10 @@ class HostExperts:
     def gate_up_experts(
         self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> Any:
-        return self.host.gate_up_experts(gate, up, _on_host(bias))
+        return self.host.gate_up_experts(gate, up, self._bias(bias))
 
     def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> Any:
-        return self.host.down_experts(down, _on_host(bias))
+        return self.host.down_experts(down, self._bias(bias))
 
     def experts_glu(
         self,
@@ -71,6 +71,5 @@ class HostExperts:
         """Without the shared expert, which is computed on the device."""
         return Routing(routing.experts.to(_HOST), routing.weights.to(_HOST, self.host.dtype))
 
-
-def _on_host(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.to(_HOST)
+    def _bias(self, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else bias.to(_HOST, self.host.dtype)
