@@ -1,13 +1,17 @@
 """Models small enough to run in a test, with random weights in any tensor type, written as GGUF files."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import BlockKind, ModelConfig, RopeScaling
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
 from tests.llama_cpp_source import llama_cpp_source
@@ -80,6 +84,25 @@ def write_tiny(
         stored = kind if values.ndim > 1 else "F32"
         builder.tensor(name, values.shape, stored, quantize(values, GGMLQuantizationType[stored]))
     return builder.write(path)
+
+
+def with_sinks_and_output_biases(
+    config: ModelConfig, tensors: Mapping[str, QuantTensor], seed: int = 0
+) -> tuple[ModelConfig, dict[str, QuantTensor], dict[str, np.ndarray]]:
+    """A model's configuration and tensors with attention sinks and biases of the output projection added, and the
+    values of these, by name."""
+    rng, added = np.random.default_rng(seed), dict[str, np.ndarray]()
+    for i in range(config.block_count):
+        added[f"blk.{i}.attn_sinks.weight"] = rng.standard_normal(config.head_count).astype(np.float32)
+        added[f"blk.{i}.attn_output.bias"] = rng.standard_normal(config.embedding_length).astype(np.float32)
+    own = {
+        name: QuantTensor(
+            name, FORMATS["F32"], values.shape, torch.from_numpy(values).view(1, -1).view(torch.uint8)
+        )
+        for name, values in added.items()
+    }
+    block = replace(config.block, sinks=True, output_bias=True)
+    return replace(config, block=block), {name: tensors[name] for name in tensors} | own, added
 
 
 def small_config() -> ModelConfig:

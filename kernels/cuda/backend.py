@@ -2,8 +2,8 @@
 
 A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
-also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself is one more
-launch. The residual stream is fp32. Implements kernels.backend.Backend.
+also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
+of its rows, are one more launch. The residual stream is fp32. Implements kernels.backend.Backend.
 
 Which kernels compute a row, and so its last bits, depend on how many rows there are, unless they are
 `batch_invariant`: then one family of kernels computes every number of rows, and a row's bits follow from its own
@@ -122,12 +122,11 @@ class CudaBackend:
         bias: Tensor | None = None,
     ) -> Tensor | ScaledProduct:
         rows = self._normed(x, norm)
-        if bias is not None and isinstance(rows, QuantizedActivations) and rows.rows == 1:
-            return self._matmul(batch, rows, weight, bias.view(1, -1))
-        if bias is None and not isinstance(rows, QuantizedActivations):
-            return matmul_product(rows, weight, self._room(), self.pdl, _exact(batch))
-        y = self._matmul(batch, rows, weight, None)
-        return y if bias is None else y.add_(bias)
+        if bias is None:
+            return self._product(batch, rows, weight)
+        if isinstance(rows, QuantizedActivations):
+            bias = bias.view(1, -1)
+        return self._matmul(batch, rows, weight, bias)
 
     def norm_glu(
         self,
@@ -150,17 +149,20 @@ class CudaBackend:
         residual: Residual,
         next_norm: RMSNorm | None = None,
         post_norm: RMSNorm | None = None,
+        bias: Tensor | None = None,
+        row_scale: Tensor | None = None,
     ) -> Residual:
         stream = _stream(residual)
         rows = self._rounded(x)
-        if post_norm is not None:
-            return self._post_norm_add(batch, rows, weight, stream, post_norm, next_norm)
-        if next_norm is None or (isinstance(rows, QuantizedActivations) and not can_begin_norm(weight)):
+        begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
+        if post_norm is not None or row_scale is not None or (bias is not None and not begins):
+            product = self._product(batch, rows, weight)
+            return self._add_product(product, stream, post_norm, next_norm, bias, row_scale)
+        if next_norm is None or (isinstance(rows, QuantizedActivations) and not begins):
             return self._matmul(batch, rows, weight, stream)
         if isinstance(rows, QuantizedActivations):
-            return matvec_norm(
-                rows, weight, stream, next_norm.weight, next_norm.eps, self._quantization_scratch(), self.pdl
-            )
+            scratch, (norm, eps) = self._quantization_scratch(), (next_norm.weight, next_norm.eps)
+            return matvec_norm(rows, weight, stream, norm, eps, scratch, self.pdl, bias)
         normed = matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch))
         return RmsNormed(*normed)
 
@@ -191,26 +193,27 @@ class CudaBackend:
     def logits(self, batch: ForwardBatch, x: Residual, norm: RMSNorm, weight: PackedWeight) -> Tensor:
         return self._matmul(batch, self._normed(x, norm), weight, None)
 
-    def _post_norm_add(
-        self,
-        batch: ForwardBatch,
-        x: Rows,
-        weight: PackedWeight,
-        residual: Tensor,
-        post_norm: RMSNorm,
-        next_norm: RMSNorm | None,
-    ) -> Residual:
-        product: Tensor | ScaledProduct
-        normed: QuantizedActivations | Fp16Operand | None = None
+    def _product(self, batch: ForwardBatch, x: Rows, weight: PackedWeight) -> Tensor | ScaledProduct:
         if isinstance(x, QuantizedActivations):
-            product = matvec(x, weight, pdl=self.pdl)
-            if next_norm is not None:
-                normed = QuantizedActivations.empty(1, residual.shape[1], self.device)
-        else:
-            product = matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
-            if next_norm is not None:
-                normed = self._room().fp16_operand(*residual.shape)
-        post_norm_add(product, residual, post_norm, next_norm, normed, self.pdl)
+            return matvec(x, weight, pdl=self.pdl)
+        return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
+
+    def _add_product(
+        self,
+        product: Tensor | ScaledProduct,
+        residual: Tensor,
+        post_norm: RMSNorm | None,
+        next_norm: RMSNorm | None,
+        bias: Tensor | None,
+        row_scale: Tensor | None,
+    ) -> Residual:
+        """What is not the matmul's to add to the residual, with the next norm in the same launch."""
+        normed: QuantizedActivations | Fp16Operand | None = None
+        if next_norm is not None and self._takes_q_dot(len(residual)):
+            normed = QuantizedActivations.empty(1, residual.shape[1], self.device)
+        elif next_norm is not None:
+            normed = self._room().fp16_operand(*residual.shape)
+        post_norm_add(product, residual, post_norm, next_norm, normed, self.pdl, bias, row_scale)
         return residual if normed is None else RmsNormed(residual, normed)
 
     def _prefill(

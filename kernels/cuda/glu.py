@@ -17,11 +17,19 @@ from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.glu import Activation
 
-ROWS, RESIDUAL = tl.constexpr(0), tl.constexpr(1)
+BIAS, ROWS, RESIDUAL = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)
 SILU, GELU_TANH = tl.constexpr(2), tl.constexpr(3)
-"""Epilogues of a matmul: its rows, its rows plus a residual, or those of a gated linear unit by its activation."""
+"""Epilogues of a matmul: its rows plus a bias, its rows, its rows plus a residual, or those of a gated linear unit by
+its activation."""
 
 EPILOGUES: dict[Activation, int] = {"silu": SILU.value, "gelu_tanh": GELU_TANH.value}
+
+
+def epilogue_adding(addend: Tensor | None) -> int:
+    """The epilogue that adds a residual [T, N], a bias [N], or nothing."""
+    kind = ROWS if addend is None else BIAS if addend.ndim == 1 else RESIDUAL
+    return int(kind.value)
+
 
 _TWICE_SQRT_2_OVER_PI = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 

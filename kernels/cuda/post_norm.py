@@ -1,9 +1,10 @@
-"""RMSNorm of a matmul's product, added to the residual stream, and the RMSNorm that reads the sum, in one launch.
+"""A matmul's product, added to the residual stream, and the RMSNorm that reads the sum, in one launch.
 
-    residual += rms_norm(product, post_norm);  out = rms_norm(residual, next_norm)
+    residual += rms_norm(row_scale * (product + bias), post_norm);  out = rms_norm(residual, next_norm)
 
-Definition: kernels/rms_norm.py. A program takes a row, which stays in fp32 registers, so that a row's bits follow from
-its width alone.
+For products with a norm, a bias or row scales, of which those that are absent are left out; a plain one is added to the
+residual by the matmul. Definition: kernels/rms_norm.py. A program takes a row, which stays in fp32 registers, so that a
+row's bits follow from its width alone.
 """
 
 import torch
@@ -30,23 +31,35 @@ _SUM, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 @triton.jit
 def _post_norm_add_kernel(
     product_ptr, row_scale_ptr, residual_ptr, weight_ptr, norm_ptr, out_ptr, low_ptr, scale_ptr, sums_ptr,
-    out_stride, inverse_weight_scale, eps, next_eps,
+    bias_ptr, factor_ptr, out_stride, inverse_weight_scale, eps, next_eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """row_scale_ptr: of a `ScaledProduct`. weight_ptr, bias_ptr [WIDTH], factor_ptr [rows]: the post norm's weights,
+    the bias and the row scales, each None where absent."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     y = tl.load(product_ptr + row * WIDTH + column, mask=inside, other=0.0)
     x = tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
     if SCALED:
         y *= tl.load(row_scale_ptr + row) * inverse_weight_scale
-    x += y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps) * weight
+    if bias_ptr is not None:
+        y += bias
+    if factor_ptr is not None:
+        y *= tl.load(factor_ptr + row)
+    if weight_ptr is not None:
+        x += y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps) * weight
+    else:
+        x += y
     tl.store(residual_ptr + row * WIDTH + column, x, mask=inside)
     if KIND != _SUM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
@@ -67,32 +80,39 @@ def _post_norm_add_kernel(
 def post_norm_add(
     product: torch.Tensor | ScaledProduct,
     residual: torch.Tensor,
-    post_norm: RMSNorm,
+    post_norm: RMSNorm | None,
     next_norm: RMSNorm | None = None,
     out: QuantizedActivations | Fp16Operand | None = None,
     pdl: bool = False,
+    bias: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
 ) -> None:
-    """Add `post_norm` of a product [T, D] to `residual`, both contiguous fp32, in place.
+    """Add `post_norm(row_scale * (product + bias))` to `residual` in place: product and residual contiguous fp32
+    [T, D], bias fp32 [D], row_scale fp32 [T] or [T, 1].
 
     `out`: where `next_norm` of the sum goes. `pdl` (sm_90 and later): may be launched before its predecessor has ended,
-    which may produce the product and the residual. `product` and `out` may share their row scales.
+    which may produce the product, the residual and row_scale. `product` and `out` may share their row scales.
     """
     if not isinstance(product, ScaledProduct):
-        scaled, y, row_scale, weight_scale = False, product, product, 1.0
+        scaled, y, product_scale, weight_scale = False, product, product, 1.0
     else:
-        scaled, y, row_scale, weight_scale = True, product.values, product.row_scale, product.weight_scale
+        scaled, y, product_scale, weight_scale = True, product.values, product.row_scale, product.weight_scale
     assert y.shape == residual.shape and y.is_contiguous() and residual.is_contiguous()
     assert (out is None) == (next_norm is None)
+    assert bias is None or (bias.shape == y.shape[1:] and bias.dtype == torch.float32)
+    assert row_scale is None or (row_scale.numel() == y.shape[0] and row_scale.dtype == torch.float32)
+    assert all(given is None or given.is_contiguous() for given in (bias, row_scale))
     kind, outputs, stride, layout = _SUM, (y, y, y, y), 0, OperandLayout.ROW_MAJOR
     if isinstance(out, QuantizedActivations):
         kind, outputs = _QUANTIZED, (out.high, out.low, out.scale, out.sums)
     elif out is not None:
         kind, outputs, stride, layout = _FP16, (out.values, y, out.row_scale, y), out.stride, out.layout
-    norm = post_norm if next_norm is None else next_norm
+    post_weight, post_eps = (None, 0.0) if post_norm is None else (post_norm.weight, post_norm.eps)
+    next_weight, next_eps = (residual, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
     shape = geometry(1, y.shape[1])
     _post_norm_add_kernel[(y.shape[0],)](
-        y, row_scale, residual, post_norm.weight, norm.weight, *outputs,
-        stride, 1.0 / weight_scale, post_norm.eps, norm.eps,
+        y, product_scale, residual, post_weight, next_weight, *outputs,
+        bias, row_scale, stride, 1.0 / weight_scale, post_eps, next_eps,
         WIDTH=y.shape[1], BLOCK=max(shape.head, 32), SCALED=scaled, KIND=kind.value, LAYOUT=int(layout), PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip

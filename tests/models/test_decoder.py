@@ -13,7 +13,7 @@ from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.forward import forward, one_sequence
 from tests.gguf_builder import ModelSizes
-from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
+from tests.tiny_models import chat_vocabulary, random_weights, with_sinks_and_output_biases, write_tiny
 
 IDS = [5, 17, 250, 3, 99, 42, 42, 8, 120, 77, 1]
 
@@ -76,10 +76,12 @@ def plain_forward(sizes: ModelSizes, weights: dict[str, np.ndarray], window: int
                     [half(rotate(k[s, head // group], s, 10000.0, layout)) for s in range(first, t + 1)]
                 )
                 scores = keys @ query / np.sqrt(hd)
+                if "attn_sinks.weight" in b:
+                    scores = np.append(scores, b["attn_sinks.weight"][head])
                 p = np.exp(scores - scores.max())
-                p /= p.sum()
+                p = (p / p.sum())[: len(keys)]
                 out[t, head * hd : (head + 1) * hd] = p @ half(v[first : t + 1, head // group])
-        x = x + out @ b["attn_output.weight"].T
+        x = x + out @ b["attn_output.weight"].T + b.get("attn_output.bias", 0.0)
         h = norm(x, b["ffn_norm.weight"])
         gate, up = h @ b["ffn_gate.weight"].T, h @ b["ffn_up.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * up) @ b["ffn_down.weight"].T
@@ -106,6 +108,24 @@ def test_a_sliding_window_hides_what_lies_before_it(tmp_path: Path) -> None:
     expected = plain_forward(sizes, random_weights(sizes, vocab(), False, seed=0), window=4)
     np.testing.assert_allclose(logits(path).numpy(), expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(logits(path, chunk=1).numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_sinks_and_the_bias_of_the_output_projection(tmp_path: Path, chunk: int, window: int | None) -> None:
+    sizes = ModelSizes("qwen2")
+    path = write_tiny(tmp_path / "m.gguf", "qwen2")
+    checkpoint = GGUFCheckpoint(path)
+    declared = dataclasses.replace(checkpoint.config, sliding_window=window)
+    config, tensors, added = with_sinks_and_output_biases(declared, checkpoint.tensors)
+    decoder = Decoder(config, tensors, ReferenceBackend(keep=True), 64, 64)
+    cache = KVCache.allocate(config, 64, torch.device("cpu"))
+    found = [
+        forward(decoder, IDS[start : start + chunk], cache.layers, start, all_logits=True)
+        for start in range(0, len(IDS), chunk)
+    ]
+    expected = plain_forward(sizes, random_weights(sizes, vocab(), False, seed=0) | added, window)
+    np.testing.assert_allclose(torch.cat(found).numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 8])

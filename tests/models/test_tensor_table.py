@@ -1,6 +1,7 @@
 """A file must have the tensors of its configuration, no fewer, of the right shape, and none that would be ignored."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -87,6 +88,7 @@ def test_unused_tensors_are_named_in_one_warning(tmp_path, caplog):
     ("name", "shape"),
     [
         ("blk.0.attn_output.bias", (64,)),
+        ("blk.1.attn_sinks.weight", (4,)),
         ("blk.1.ffn_up.bias", (96,)),
         ("blk.0.attn_q_norm.weight", (16,)),
         ("blk.0.ffn_gate_inp.weight", (2, 64)),
@@ -105,6 +107,30 @@ def test_a_llama_model_with_query_key_value_biases_passes(tmp_path):
         for name, size in (("q", 64), ("k", 32), ("v", 32)):
             builder.tensor(f"blk.{i}.attn_{name}.bias", (size,))
     check(tmp_path, builder)
+
+
+def test_sinks_and_an_output_bias_are_needed_where_they_are_declared(tmp_path):
+    def checked(builder: GGUFBuilder) -> None:
+        with open_gguf(builder.write(tmp_path / "m.gguf")) as file:
+            config = ModelConfig.from_gguf(file)
+            block = replace(config.block, sinks=True, output_bias=True)
+            check_tensors(file, replace(config, block=block))
+
+    names = {"attn_sinks.weight": (4,), "attn_output.bias": (64,)}
+
+    def whole() -> GGUFBuilder:
+        builder = model_builder()
+        for i in range(2):
+            for name, shape in names.items():
+                builder.tensor(f"blk.{i}.{name}", shape)
+        return builder
+
+    checked(whole())
+    for name in names:
+        with pytest.raises(GGUFError, match="missing"):
+            checked(without(whole(), f"blk.1.{name}"))
+        with pytest.raises(GGUFError, match=r"shape \[3\]"):
+            checked(without(whole(), f"blk.0.{name}").tensor(f"blk.0.{name}", (3,)))
 
 
 def test_a_hostile_name_stays_out_of_the_warning(tmp_path, caplog):

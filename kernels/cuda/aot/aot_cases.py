@@ -115,7 +115,6 @@ HEADS = {
     "gpt-oss 64/8x64, sinks": Heads(64, 8, 64, "halves", sinks=True),
     "gpt-oss 64/8x64, sinks, window": Heads(64, 8, 64, "halves", 128, sinks=True),
     "32/8x128, sinks, window": Heads(32, 8, 128, window=1024, sinks=True),
-    "4/1x256, sinks": Heads(4, 1, 256, "halves", sinks=True),
 }
 _EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
 """The attentions that are compiled for every GPU; the others for the newest only."""
@@ -208,10 +207,12 @@ def _model_cases() -> Iterator[Case]:
 
 
 def _block_cases() -> Iterator[Case]:
-    """Blocks with norms behind them, with and without norms in front."""
+    """Blocks with norms behind them, with and without norms in front; projections with a bias or row scales."""
     for rows in (1, 16, 64, ODD_ROWS):
         call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
         yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
+        call = partial(_projections, "Q8_0", 2880, 4096, _step(rows))
+        yield Case(f"gpt-oss output bias, qwen2moe row scales, {_rows(rows)}", rows == 1, (80, 90), call)
 
 
 def _type_cases() -> Iterator[Case]:
@@ -344,6 +345,21 @@ def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, ba
     backend.norm_linear(batch, x, None, backend.weight([_tensor(name, hidden, hidden)]))
     gated = backend.norm_glu(batch, x, None, gate_up)
     backend.linear_add(batch, gated, down_weight, x, None, norm)
+
+
+def _projections(name: str, hidden: int, width: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """What ends a residual branch with a bias (gpt-oss's attention) or row scales (Qwen2-MoE's shared expert), in front
+    of another norm and of none; and a matrix of one type with a bias behind a norm."""
+    norm, weight = RMSNorm(_empty(hidden), EPS), backend.weight([_tensor(name, hidden, width)])
+    x, stream = _empty(len(batch), width), _empty(len(batch), hidden)
+    for bias, row_scale in ((_empty(hidden), None), (None, _empty(len(batch), 1))):
+        for next_norm in (norm, None):
+            backend.linear_add(batch, x, weight, stream, next_norm, bias=bias, row_scale=row_scale)
+    for cols in (hidden, width):
+        backend.norm_linear(
+            batch, _empty(len(batch), cols), RMSNorm(_empty(cols), EPS),
+            backend.weight([_tensor(name, width, cols)]), _empty(width),
+        )  # fmt: skip
 
 
 def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, backend: MetaBackend) -> None:

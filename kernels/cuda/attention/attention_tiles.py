@@ -24,7 +24,7 @@ from quengine.kernels.cuda.attention.kv_store import (
 )
 from quengine.kernels.cuda.attention.rope import load_angles, load_heads, load_rotated
 from quengine.kernels.cuda.gemm.fp16_operand import store_operand
-from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.gemm.mma import prefetch, uses_assembly
 from quengine.kernels.cuda.gemv.activations import quantize_group, store_quantized
 
 ONE_SPLIT = tl.constexpr(128)
@@ -73,13 +73,6 @@ def _first_rows(x, COUNT: tl.constexpr):
     N: tl.constexpr = x.shape[1]
     first = (tl.arange(0, PARTS) == 0)[:, None, None]
     return tl.sum(tl.where(first, tl.reshape(x, [PARTS, COUNT, N]), 0.0), 0)
-
-
-@triton.jit
-def _load_sinks(sink_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The sinks of a group's heads in base 2, for their rows as `_two_terms` has them: [ROWS]."""
-    g = tl.arange(0, ROWS) % (ROWS // 2)
-    return tl.load(sink_ptr + g, mask=g < GROUP, other=0.0) * _LOG2_E
 
 
 @triton.jit
@@ -165,7 +158,7 @@ def _combine(
 
 @triton.jit
 def _finish(
-    row_max, row_sum, acc, workspace, outputs, kv_head, part, splits, sequence, out_stride,
+    row_max, row_sum, acc, sink_ptr, workspace, outputs, kv_head, part, splits, sequence, out_stride,
     SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store a program's heads, or leave them to the last of the splits, which combines all of them.
@@ -186,6 +179,13 @@ def _finish(
     live = member < GROUP
     tile = live[:, None] & (d < HEAD_DIM)[None, :]
     head = kv_head * GROUP + member
+    if sink_ptr is not None:  # split 0 has the sinks, logits without a value
+        sink = tl.load(sink_ptr + head, mask=live & (part == 0), other=float("-inf")) * _LOG2_E
+        new_max = tl.maximum(row_max, sink)
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.exp2(sink - new_max)
+        acc *= rescale[:, None]
+        row_max = new_max
     values_ptr = outputs.data
     if FORM < 0:
         values_ptr += sequence * (HEADS * HEAD_DIM)
@@ -267,7 +267,7 @@ def _attention_tiles_kernel(
     first_k, first_k_scale = load_tile(k_ptr, k_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
     first_v, first_v_scale = load_tile(v_ptr, v_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
     if sink_ptr is not None:
-        sink = _load_sinks(sink_ptr + kv_head * GROUP, GROUP, ROWS)
+        prefetch(sink_ptr + kv_head * GROUP + one, ASM)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -292,12 +292,6 @@ def _attention_tiles_kernel(
     row_max = tl.where(owner, new_score, float("-inf"))
     row_sum = tl.where(owner & (r >= 0), 1.0, 0.0)
     acc = tl.where(owner & upper[:, None], v_new, 0.0)
-    if sink_ptr is not None:  # split 0 has the sinks too
-        new_max = tl.maximum(new_score, sink)
-        weight = tl.exp2(new_score - new_max)
-        row_max = tl.where(owner, new_max, float("-inf"))
-        row_sum = tl.where(owner, weight + tl.exp2(sink - new_max), 0.0)
-        acc *= weight[:, None]
 
     q = _two_terms(q, upper)
     row_max, row_sum, acc = _attend_tile(
@@ -316,7 +310,7 @@ def _attention_tiles_kernel(
         # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
         tl.extra.cuda.gdc_launch_dependents()
     _finish(
-        row_max, row_sum, acc, workspace, outputs, kv_head, part, splits, sequence, out_stride,
+        row_max, row_sum, acc, sink_ptr, workspace, outputs, kv_head, part, splits, sequence, out_stride,
         SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
     )  # fmt: skip
 

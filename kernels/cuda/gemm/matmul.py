@@ -70,13 +70,15 @@ def matmul(
     exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K] times weight [N, K], plus residual fp32 [T, N]: fp32 [T, N], to `out` where kernels on packed weights
-    take it, which may be the residual where T is more than 128 and the layout is WGMMA.
+    """x [T, K] times weight [N, K], plus residual fp32 [T, N] or a bias [N]: fp32 [T, N], to `out` where kernels on
+    packed weights take it, which may be the residual where T is more than 128 and the layout is WGMMA.
 
     x is fp32, or already scaled fp16, which may lie in the workspace. `exact`, `pdl`: see `MatmulMode`. Raises
     ValueError on other shapes.
     """
     operand = _operand(x, weight, workspace, pdl)
+    if residual is not None and residual.ndim == 1 and not _adds_bias(operand, weight):
+        return matmul(operand, weight, workspace, pdl=pdl, exact=exact, out=out).add_(residual)
     if _dequantizes_at_once(operand, weight, workspace):
         return _multiply_dequantized(operand, weight, workspace).finish(residual)
     if out is None:
@@ -175,6 +177,12 @@ def _operand(
     if not x.fits(weight.cols):
         raise ValueError(f"rows of {list(x.values.shape)} for weights of {weight.cols}")
     return x
+
+
+def _adds_bias(x: Fp16Operand, weight: PackedWeight) -> bool:
+    """Whether a bias is added by the kernel that multiplies; two parts, which then are two launches, take longer."""
+    whole = len(weight.parts) == 1 and isinstance(weight.parts[0], PackedPart)
+    return whole and not weight.paired and x.layout is not OperandLayout.ROW_MAJOR
 
 
 def _dequantizes_at_once(x: Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace) -> bool:

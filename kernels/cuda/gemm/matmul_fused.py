@@ -34,7 +34,7 @@ from quengine.kernels.cuda.gemm.mma import (
     scale_bytes_once,
     uses_assembly,
 )
-from quengine.kernels.cuda.glu import EPILOGUES, RESIDUAL, ROWS, SILU, gated
+from quengine.kernels.cuda.glu import BIAS, EPILOGUES, RESIDUAL, SILU, epilogue_adding, gated
 from quengine.kernels.cuda.weights.launch_table import fused_geometry
 from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.packed import PackedPart
@@ -260,6 +260,8 @@ def _store(y, w: tl.constexpr, tile0, token0, output, P: tl.constexpr):
         at = token.to(tl.int64) * output.stride + output.first + column
         if P.epilogue == RESIDUAL:
             y += tl.load(output.residual_ptr + at, mask=inside, other=0.0)
+        elif P.epilogue == BIAS:
+            y += tl.load(output.residual_ptr + (output.first + column), mask=column < rows, other=0.0)
         tl.store(output.ptr + at, y, mask=inside)
 
 
@@ -370,8 +372,8 @@ def launch_fused(
     residual: Tensor | None = None,
     activation: Activation | None = None,
 ) -> None:
-    """Rows x in the MMA layout times a packed part, into columns first .. of out fp32 [T, N], plus those of `residual`;
-    or, of a paired part, activation(gate) * up into out [T, N / 2]."""
+    """Rows x in the MMA layout times a packed part, into columns first .. of out fp32 [T, N], plus those of `residual`,
+    [T, N] or a bias [N]; or, of a paired part, activation(gate) * up into out [T, N / 2]."""
     geometry = fused_geometry(part, "swiglu" if activation else "rows", x.rows, mode.batch_invariant)
     block_tiles = geometry.tiles * geometry.n_warps
     grid = (
@@ -379,7 +381,7 @@ def launch_fused(
     )  # fmt: skip
     blocks = grid[0] * grid[1]
     size = 0 if geometry.splits == 1 else geometry.splits * blocks * block_tiles * geometry.token_tiles * 128
-    epilogue = EPILOGUES[activation] if activation else (ROWS if residual is None else RESIDUAL).value
+    epilogue = EPILOGUES[activation] if activation else epilogue_adding(residual)
     program = FusedProgram(
         part.layout, part.cols, geometry.token_tiles, geometry.tiles, geometry.n_warps, geometry.k_warps,
         geometry.splits, geometry.ahead, paired, epilogue, mode.exact or mode.batch_invariant, mode.pdl,

@@ -27,7 +27,7 @@ from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan, wgmma_plan_two_parts
 from quengine.kernels.cuda.gemm.wgmma_program import Matrix, begin_block, few_rows_program
 from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block
-from quengine.kernels.cuda.glu import EPILOGUES, RESIDUAL, ROWS, SILU, product_bound
+from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, epilogue_adding, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.cuda.weights.launch_table import MOST_FEW, WgmmaGeometry, wgmma_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
@@ -152,8 +152,9 @@ def launch_wgmma(
     read is written.
     """
     geometry = wgmma_geometry(part, "rows", x.rows, mode.batch_invariant, consumer)
-    epilogue = (ROWS if residual is None else RESIDUAL).value
-    flags = WgmmaFlags(epilogue, paired, _is_exact(mode, x.rows), mode.pdl, producer, consumer)
+    flags = WgmmaFlags(
+        epilogue_adding(residual), paired, _is_exact(mode, x.rows), mode.pdl, producer, consumer
+    )
     added = out if residual is None else residual
     _launch(x, part, geometry, flags, (added, out, out), (first, out.shape[1]), scratch)
 

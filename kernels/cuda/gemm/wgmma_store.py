@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.glu import RESIDUAL, SILU, gated, product_scales
+from quengine.kernels.cuda.glu import BIAS, RESIDUAL, SILU, gated, product_scales
 
 
 class Output(NamedTuple):
@@ -84,8 +84,8 @@ def _store_gated(y, block_row, token0, output, weight_scale, P: gl.constexpr, TB
 
 @gluon.jit
 def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr):
-    """Scale sums [16*P.warps, tokens] and store them as rows, or added to a residual. row, token: of the packed matrix
-    and of x, along their axes."""
+    """Scale sums [16*P.warps, tokens] and store them as rows, or added to a residual or to a bias, which is at the
+    residual's pointer then. row, token: of the packed matrix and of x, along their axes."""
     scale = gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
     y = y * gl.expand_dims(scale / weight_scale, 0)
     token = gl.expand_dims(token, 0)
@@ -99,6 +99,9 @@ def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr):
     at = token * output.stride + (output.first + gl.expand_dims(column, 1))
     if P.flags.epilogue == RESIDUAL:
         y += gl.load(output.residual_ptr + at, mask=inside, other=0.0)
+    elif P.flags.epilogue == BIAS:
+        bias = gl.load(output.residual_ptr + (output.first + column), mask=column < rows, other=0.0)
+        y += gl.expand_dims(bias, 1)
     gl.store(output.ptr + at, y, mask=inside)
 
 

@@ -37,10 +37,10 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 @triton.jit
 def _norm_kernel(
     values_ptr, arrivals_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
-    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, tiles, N, P: tl.constexpr,
+    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, tiles, N, P: tl.constexpr,
 ):  # fmt: skip
     """P.tiles is an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
-    group."""
+    group. bias_ptr: [N], or None."""
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
@@ -50,12 +50,17 @@ def _norm_kernel(
     inside = column < N
     # Held in registers from here on, the norm's weights would make others spill.
     prefetch(norm_ptr + tl.minimum(column, N - 1), P.asm)
+    if bias_ptr is not None:
+        prefetch(bias_ptr + tl.minimum(column, N - 1), P.asm)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
     residual = tl.load(residual_ptr + column, mask=inside, other=0.0)
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
     y = finish_rows(queue, 0.0, matrix, x, tile0, P)
-    hidden = tl.reshape(tl.permute(y, [3, 0, 2, 1]), [1, 16 * P.tiles]) + residual
+    product = tl.reshape(tl.permute(y, [3, 0, 2, 1]), [1, 16 * P.tiles])
+    if bias_ptr is not None:
+        product += tl.load(bias_ptr + column, mask=inside, other=0.0)
+    hidden = product + residual
     tl.store(hidden_ptr + column, hidden, mask=inside)
     tl.store(squares_ptr + tl.arange(0, 1) + tl.program_id(0), tl.sum(hidden * hidden, 1))
     norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
@@ -91,8 +96,10 @@ def matvec_norm(
     eps: float,
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
+    bias: Tensor | None = None,
 ) -> RmsNormed:
-    """x [1, K] times weight [D, K], plus residual fp32 [1, D], and its RMSNorm with weights `norm` fp32 [D] begun.
+    """x [1, K] times weight [D, K], plus bias fp32 [D] and residual fp32 [1, D], and its RMSNorm with weights `norm`
+    fp32 [D] begun.
 
     `x` must have its own norm done. `scratch` avoids an allocation; `pdl`: see `matvec`. Raises ValueError on other
     shapes.
@@ -103,6 +110,8 @@ def matvec_norm(
         raise ValueError(f"a weight of {weight.rows} rows in {len(weight.parts)} parts cannot begin a norm")
     if residual.shape != (1, weight.rows) or not residual.is_contiguous():
         raise ValueError(f"residual must be contiguous {[1, weight.rows]}, not {list(residual.shape)}")
+    if bias is not None and (bias.shape != (weight.rows,) or bias.dtype != torch.float32):
+        raise ValueError(f"bias must be fp32 {[weight.rows]}, not {bias.dtype} {list(bias.shape)}")
     room = QuantizationScratch.empty(weight.rows, residual.device) if scratch is None else scratch
     room.check(weight.rows)
     geometry = matvec_geometry([part], "norm")
@@ -112,7 +121,7 @@ def matvec_norm(
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
     _norm_kernel[(programs,)](
         room.values, room.arrivals, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
-        x.high, x.low, x.scale, x.sums, *part.planes, part.tiles, part.rows,
+        x.high, x.low, x.scale, x.sums, *part.planes, bias, part.tiles, part.rows,
         P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

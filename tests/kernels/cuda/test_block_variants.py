@@ -159,6 +159,86 @@ def test_post_norm(phase: str, rows: int, next_: bool, name: str, backend: CudaB
         assert nmse(normed, REFERENCE.rms_norm(wanted, after)) < budget(backend, rows)
 
 
+def added(
+    backend: CudaBackend | ReferenceBackend, rows: slice, phase: str, next_: bool, terms: str, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some of 9 rows through `linear_add` with what `terms` names: the residual stream, and the norm that reads it."""
+    wide = backend.dtype
+    x, residual = ordinary_activations(9, 64)[rows], ordinary_activations(9, HIDDEN, 3)[rows]
+    given = {
+        "bias": ordinary_activations(1, HIDDEN, 4)[0],
+        "row_scale": torch.rand(9, generator=torch.Generator().manual_seed(6))[rows],
+        "post_norm": norm(HIDDEN, 1),
+    }
+    terms_on = {
+        term: RMSNorm(value.weight.to(backend.device, wide), EPS)
+        if isinstance(value, RMSNorm)
+        else value.to(backend.device, wide)
+        for term, value in given.items()
+        if term in terms.split("+")
+    }
+    after = RMSNorm(norm(HIDDEN, 2).weight.to(backend.device, wide), EPS)
+    result = backend.linear_add(
+        make_batch(phase, len(x), backend.device),
+        x.to(backend.device, wide),
+        backend.weight([ordinary_weight(name, HIDDEN, 64)]),
+        residual.clone().to(backend.device, wide),
+        after if next_ else None,
+        **terms_on,
+    )
+    if isinstance(result, RmsNormed):
+        return result.hidden, plain(result.rms_normed)[:, :HIDDEN]
+    return result, backend.rms_norm(result, after)
+
+
+@SHAPES
+@pytest.mark.parametrize("next_", [False, True], ids=["alone", "with the next norm"])
+@pytest.mark.parametrize("name", ["Q8_0", "F16"])
+@pytest.mark.parametrize("terms", ["bias", "row_scale", "bias+row_scale", "bias+post_norm+row_scale"])
+def test_bias_and_row_scales_of_the_product(
+    terms: str, phase: str, rows: int, next_: bool, name: str, backend: CudaBackend
+) -> None:
+    ours = added(backend, slice(rows), phase, next_, terms, name)
+    wanted = added(REFERENCE, slice(rows), phase, next_, terms, name)
+    for mine, exact_rows in zip(ours, wanted, strict=True):
+        assert nmse(mine, exact_rows) < budget(backend, rows)
+
+
+@pytest.mark.parametrize("backend", ["batch-invariant"], indirect=True)
+@pytest.mark.parametrize("terms", ["bias", "row_scale"])
+def test_a_row_with_a_bias_or_a_scale_does_not_depend_on_the_others(terms: str, backend: CudaBackend) -> None:
+    all_rows = added(backend, slice(9), "prefill", True, terms, "Q8_0")
+    for phase in ("prefill", "decode"):
+        for one, among in zip(added(backend, slice(4, 5), phase, True, terms, "Q8_0"), all_rows, strict=True):
+            assert torch.equal(one[0], among[4])
+
+
+@SHAPES
+@pytest.mark.parametrize("names", [("Q8_0", "Q8_0"), ("Q8_0", "Q4_0"), ("F16", "F16")], ids="+".join)
+def test_bias_of_a_projection_behind_a_norm(
+    names: tuple[str, str], phase: str, rows: int, backend: CudaBackend
+) -> None:
+    """Of one type and of two, as those of queries, keys and values may be."""
+    weights = [ordinary_weight(name, FFN, HIDDEN, seed) for seed, name in enumerate(names)]
+    x, given, bias = (
+        ordinary_activations(rows, HIDDEN),
+        norm(HIDDEN, 5),
+        ordinary_activations(1, 2 * FFN, 4)[0],
+    )
+    batch = make_batch(phase, rows, backend.device)
+    ours = backend.norm_linear(
+        batch, x.to(backend.device), on(backend, given), backend.weight(weights), bias.to(backend.device)
+    )
+    weight = REFERENCE.weight(weights)
+    wanted = REFERENCE.norm_linear(batch, x.double(), exact(given), weight, bias.double())
+    assert nmse(plain(ours), wanted) < budget(backend, rows)
+    if backend.batch_invariant:  # what is not rounded between product and bias has the bits of what is
+        without = backend.norm_linear(
+            batch, x.to(backend.device), on(backend, given), backend.weight(weights)
+        )
+        assert torch.equal(plain(ours), plain(without) + bias.to(backend.device))
+
+
 @pytest.mark.parametrize("backend", ["batch-invariant"], indirect=True)
 def test_a_row_after_a_post_norm_does_not_depend_on_the_others(backend: CudaBackend) -> None:
     weight, x = ordinary_weight("Q8_0", HIDDEN, 64), ordinary_activations(9, 64)

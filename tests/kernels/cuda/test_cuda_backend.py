@@ -19,7 +19,7 @@ from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.forward import forward, one_sequence
 from tests.kernels.cuda.weights import nmse
-from tests.tiny_models import write_tiny
+from tests.tiny_models import with_sinks_and_output_biases, write_tiny
 
 IDS = [5, 17, 250, 3, 99]
 
@@ -79,6 +79,27 @@ def test_a_prompt_and_the_tokens_behind_it_are_the_reference(backend: CudaBacken
     path = write_tiny(tmp_path / "m.gguf", architecture="llama")
     ours, exact = logits(path, backend, [3, 1, 1]), logits(path, ReferenceBackend(keep=True), [3, 1, 1])
     assert nmse(ours, exact) < 5e-5
+
+
+@pytest.mark.parametrize("chunks", [[1] * 5, [3, 2]], ids=["decode", "prompt"])
+def test_sinks_and_an_output_bias_are_the_reference(
+    chunks: list[int], backend: CudaBackend, tmp_path: Path
+) -> None:
+    """One sequence by itself, then a step of two rows of it and of another sequence's."""
+    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", "qwen2"))
+    config, tensors, _ = with_sinks_and_output_biases(checkpoint.config, checkpoint.tensors)
+    results, tables = [], [[2, 0], [1, 3]]
+    for each in (backend, ReferenceBackend(keep=True)):
+        decoder = Decoder(config, tensors, each, 64, 64)
+        cache, start = KVCache.allocate(config, 64, each.device, pools=[CachePool(4)]), 0
+        for length in chunks:
+            ids = IDS[start : start + length]
+            alone = forward(decoder, ids, cache.layers, start, table=tables[0])
+            start += length
+        rows = [[tables[0]], [tables[0]], [tables[1]]]
+        step = decode_batch([7, 9, 8], [start, start + 1, 0], rows, each.device, shares_sequences=True)
+        results.append(torch.cat([alone, decoder.forward(step, cache.layers)]).cpu())
+    assert nmse(results[0], results[1]) < 5e-5
 
 
 def test_a_batch_of_sequences_is_the_reference_of_each(backend: CudaBackend, tmp_path: Path) -> None:

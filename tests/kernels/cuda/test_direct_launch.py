@@ -52,6 +52,16 @@ def test_a_launch_of_the_same_kind_runs_what_was_compiled() -> None:
     assert grid[:3] == (7, 2, 1) and arguments[0] is y and arguments[1:] == [48, 2.5, 4, 5]
 
 
+def test_an_absent_tensor_is_passed_as_it_is() -> None:
+    kernel = Kernel()
+    again = DirectLaunch(kernel)
+    for absent in (None, torch.zeros(8), None):
+        again[(3,)](torch.zeros(8), 32, absent, FIRST=4, LAST=5)
+    without, with_it = kernel.made
+    ((_, *arguments),) = without.launches
+    assert arguments[1:] == [32, None, 4, 5] and not with_it.launches
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -60,6 +70,7 @@ def test_a_launch_of_the_same_kind_runs_what_was_compiled() -> None:
         ((torch.zeros(8), 33, 1.0), {"FIRST": 4}),  # a number that is none
         ((torch.zeros(8), 1, 1.0), {"FIRST": 4}),  # a number that is taken for a constant
         ((torch.zeros(8), 2**40, 1.0), {"FIRST": 4}),  # a number of 64 bits
+        ((torch.zeros(8), 32, None), {"FIRST": 4}),  # nothing
         ((torch.zeros(8), 32, 1.0), {"FIRST": 5}),
         ((torch.zeros(8), 32, 1.0), {"FIRST": 4, "num_warps": 8}),
     ],

@@ -64,6 +64,25 @@ def test_gives_the_residual_stream_and_its_norm(
     assert torch.equal(normed.rms_normed.sums.cpu(), wanted.sums(16))
 
 
+@pytest.mark.parametrize("geometry", [(2, 2, 1), (1, 2, 1)])
+def test_a_bias_is_added_to_the_product(
+    geometry: tuple[int, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "quengine.kernels.cuda.gemv.matvec_norm.matvec_geometry", lambda *_: Geometry(*geometry)
+    )
+    weight, x = ordinary_weight("Q8_0", 96, 512), ordinary_activations(1, 512)
+    residual, norm, bias = torch.randn(1, 96), torch.rand(96) + 0.5, torch.randn(96)
+    quantized, packed = quantize_activations(x.to(device)), pack(weight, device)
+    residual_on, norm_on = residual.to(device), norm.to(device)
+    normed = matvec_norm(quantized, packed, residual_on, norm_on, EPS, bias=bias.to(device))
+    hidden = product(x, weight) + bias.double() + residual.double()
+    assert nmse(normed.hidden, hidden) < 1e-12
+    assert nmse(normed.rms_normed.dequantize(), rms_norm(hidden, norm.double(), EPS)) < 1e-8
+    with pytest.raises(ValueError, match=r"bias must be fp32 \[96\]"):
+        matvec_norm(quantized, packed, residual_on, norm_on, EPS, bias=bias[:32].to(device))
+
+
 def test_programs_that_share_a_group_reset_their_arrival_counters(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
