@@ -89,6 +89,7 @@ def _config_lines(config: ModelConfig) -> list[str]:
             ("query/key/value biases", config.block.qkv_bias),
             ("query/key norms", config.block.qk_norm),
             ("merged projections", config.block.merged),
+            ("attention sinks", config.block.sinks),
             ("tied output", config.tied_output),
         )
         if there

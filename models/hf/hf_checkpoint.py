@@ -94,7 +94,7 @@ class HFCheckpoint:
         copied = sum(self._tensors.stored[name].nbytes for name in self._tensors.heads)
         if copied:
             lines.append(f"query and key weights are copied into GGUF's row order: {copied / 2**30:.2f} GiB")
-        within = [self._tensors.stored[name].nbytes for name in self._tensors.within]
+        within = [part.header.nbytes for part in self._tensors.within.values() if part.copied]
         if within:
             lines.append(f"{len(within)} tensors are copied out of others: {sum(within) / 2**30:.2f} GiB")
         lines += draft_note(self._tensors.drafts)

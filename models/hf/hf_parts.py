@@ -22,7 +22,7 @@ class StoredPart:
     """The tensor of `shape` that is the part `part` of one in `shards`, whose name begins with `layer`.
 
     bias: rows are its elements, the last dimension. `header` is that of the part itself; `names` are the stored tensors
-    that it comes from.
+    that it comes from; `copied` says that its bytes do not lie there as they are wanted.
 
     Raises:
         EngineError: a tensor is missing, of a wrong shape or of an unsupported type.
@@ -39,6 +39,8 @@ class StoredPart:
         packed = (f"{name}_blocks", f"{name}_scales")
         self._packed = not bias and packed[0] in shards.files
         self.names = packed if self._packed else (name,)
+        together = len(shape) == 2 and part.rows in ("first half", "second half") and not part.transposed
+        self.copied = self._packed or bias or not together
         if self._packed:
             if cols % _BLOCK:
                 raise shards.error(f"tensor {packed[0]!r}: {cols} columns are not whole blocks of {_BLOCK}")
@@ -52,7 +54,7 @@ class StoredPart:
         self.header = StoredTensor(name, shards.stored(name, whole).dtype, shape)
 
     def data(self) -> Tensor:
-        """Its rows as blocks of the header's format: uint8 [rows, row bytes], a copy."""
+        """Its rows as blocks of the header's format: uint8 [rows, row bytes], a view on the file or a copy."""
         if self._packed:
             blocks, scales = (self._shards.tensor(name) for name in self.names)
             return gguf_blocks(blocks[..., self._rows, :, :], scales[..., self._rows, :])

@@ -43,6 +43,7 @@ ARITHMETIC = (
     "full_attention_layers",
     "attention_scale",
     "embedding_scale",
+    "logit_scale",
     "attention_temperature_scale",
     "attention_temperature_length",
     "experts.router",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quengine.cli.show_report import lines_of
 from quengine.errors import EngineError
 from quengine.kernels.glu import CLAMP, SWISH_SLOPE
 from quengine.models.checkpoint import open_checkpoint
@@ -100,6 +101,7 @@ def test_a_folder_is_described_as_it_is_read(root: Path, name: str) -> None:
     shown, checkpoint = summarize(root / name), opened(root, name, "folder")
     assert shown.problem is None and shown.parameters == checkpoint.weights
     assert shown.weight_bytes == checkpoint.nbytes
+    assert any("attention sinks" in line for line in lines_of(shown, [], tensors=False))
     kinds = {row.type for row in shown.tensors if ".experts." in row.name and "bias" not in row.name}
     assert kinds == {"MXFP4" if name == "packed" else "F32"}
 

@@ -82,6 +82,13 @@ def test_embeddings_are_not_divided_as_logits_are(root: Path) -> None:
     assert nmse(ours, expected) < 1e-5  # the cache is fp16
 
 
+def test_the_shared_experts_halves_are_views_on_the_file(root: Path) -> None:
+    checkpoint = opened(root, "a shared expert", "folder")
+    assert not any("copied out" in note for note in checkpoint.notes)
+    gate, up = (checkpoint.tensors[f"blk.0.ffn_{kind}_shexp.weight"].data for kind in ("gate", "up"))
+    assert up.data_ptr() - gate.data_ptr() == gate.numel()
+
+
 def test_multipliers_go_into_epsilon_and_the_embedding(root: Path) -> None:
     for kind in ("folder", "gguf"):
         config = opened(root, "plain", kind).config
