@@ -165,7 +165,7 @@ def test_glu_of_a_paired_weight(activation: Activation, room: int, device: torch
 
 
 @pytest.mark.parametrize("width", [24, 128])
-@pytest.mark.parametrize("size", [1e-12, 0.003, 0.03])
+@pytest.mark.parametrize("size", [1e-12, 1e-4, 0.02])
 @pytest.mark.usefixtures("way")
 def test_the_clamped_swish_of_rows_of_any_size(size: float, width: int, device: torch.device) -> None:
     """Near the clamps, fp16's error of a gate is large beside its product."""
@@ -175,7 +175,7 @@ def test_the_clamped_swish_of_rows_of_any_size(size: float, width: int, device: 
     y = matmul_glu(x.to(device), weight, workspace(device), "clamped_swish")
     rows = y.dequantize(width) if isinstance(y, Fp16Operand) else y
     exact = glu(expected(x, [gate, up]), "clamped_swish")
-    assert (exact.abs().max() > 30) == (size == 0.03)
+    assert (exact.abs().max() > 30) == (size == 0.02)
     assert nmse(rows, exact) < 10 * FP16_ROUNDING
 
 
