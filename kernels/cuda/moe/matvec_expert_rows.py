@@ -1,8 +1,12 @@
-"""Matrices of each row's experts as plain fp32 products: for gate and up that are not paired, and for plain floats.
+"""Matrices of each row's experts in decode: what the kernels share, and their products as plain fp32 rows, for gate and
+up that are not paired and for plain floats.
 
 Definition: kernels/moe/experts.py, kernels/q_dot.py.
 """
 
+from dataclasses import replace
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,20 +14,59 @@ from torch import Tensor
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
+    MatvecProgram,
     QuantizedRow,
     begin_rows,
     finish_rows,
     load_squares,
     row_arguments,
 )
-from quengine.kernels.cuda.moe.expert_program import expert_program, plain_rows, row_at
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.pdl import wait_then_launch
-from quengine.kernels.cuda.weights.launch_table import experts_glu_geometry
+from quengine.kernels.cuda.weights.launch_table import Geometry, experts_glu_geometry
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart
 from quengine.kernels.moe.router import Routing
 
 _FLOAT_ROWS = 8
+
+
+@triton.jit
+def row_at(x, index, squares, COLS: tl.constexpr):
+    """Row `index` of quantized activations [n, COLS] whose first row is `x`; squares: of the row."""
+    return QuantizedRow(
+        x.high + index * COLS,
+        x.low + index * COLS,
+        x.scale + index * (COLS // 32),
+        x.sums + index * (COLS // 16),
+        squares,
+        x.eps,
+    )
+
+
+def expert_program(
+    part: PackedPart, tiles: int, geometry: Geometry, x: QuantizedActivations, pdl: bool
+) -> MatvecProgram:
+    """The program of one expert's `tiles` tiles in a part."""
+    program = MatvecProgram.of(part, geometry, x, pdl)
+    return replace(program, even=tiles % geometry.tiles == 0 and part.chunks % geometry.k_warps == 0)
+
+
+def check_rows(x: QuantizedActivations, weights: ExpertWeights, rows: int) -> None:
+    """Raises ValueError where x is not `rows` rows of the weights' width."""
+    if (x.rows, x.cols) != (rows, weights.cols):
+        raise ValueError(f"activations are {[x.rows, x.cols]}, for these experts {[rows, weights.cols]}")
+
+
+def check_routing(routing: Routing, weights: ExpertWeights) -> None:
+    """Raises ValueError where the routing is not contiguous int32 and fp32 [T, k], k no more than the experts."""
+    experts, factors = routing.experts, routing.weights
+    fits = experts.ndim == 2 and experts.shape == factors.shape and experts.shape[1] <= weights.count
+    kinds = (experts.dtype, factors.dtype) == (torch.int32, torch.float32)
+    if not (fits and kinds and experts.is_contiguous() and factors.is_contiguous()):
+        raise ValueError(
+            f"a routing is contiguous int32 and fp32 [T, k], k up to {weights.count}, not {experts.dtype} "
+            f"{list(experts.shape)} and {factors.dtype} {list(factors.shape)}"
+        )
 
 
 @triton.jit
@@ -94,7 +137,7 @@ def matvec_expert_rows(
     """
     rows, used = routing.experts.shape
     assert not weights.paired and x.cols == weights.cols and x.rows in (rows, rows * used)
-    out = plain_rows(rows * used, weights.expert_rows, x.high.device)
+    out = torch.empty(rows * used, weights.expert_rows, dtype=torch.float32, device=x.high.device)
     for number, part in enumerate(weights.parts):
         first = number * weights.part_rows
         if isinstance(part, FloatPart):

@@ -26,9 +26,14 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     quantize_shared_group,
 )
 from quengine.kernels.cuda.gemv.q_dot import start_tile, tile_dots
-from quengine.kernels.cuda.moe.expert_program import check_routing, check_rows, expert_program, row_at
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
-from quengine.kernels.cuda.moe.matvec_expert_rows import matvec_expert_rows
+from quengine.kernels.cuda.moe.matvec_expert_rows import (
+    check_routing,
+    check_rows,
+    expert_program,
+    matvec_expert_rows,
+    row_at,
+)
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import experts_add_geometry

@@ -24,9 +24,14 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     row_arguments,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
-from quengine.kernels.cuda.moe.expert_program import check_routing, check_rows, expert_program, row_at
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
-from quengine.kernels.cuda.moe.matvec_expert_rows import matvec_expert_rows
+from quengine.kernels.cuda.moe.matvec_expert_rows import (
+    check_routing,
+    check_rows,
+    expert_program,
+    matvec_expert_rows,
+    row_at,
+)
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.launch_table import experts_glu_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
