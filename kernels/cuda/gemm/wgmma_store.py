@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.glu import RESIDUAL, SILU, gated, product_scales
+from quengine.kernels.cuda.glu import CLAMPED_SWISH, RESIDUAL, SILU, gated, product_scales
 
 
 class Output(NamedTuple):
@@ -69,16 +69,22 @@ def _store_gated(y, block_row, token0, output, weight_scale, P: gl.constexpr, TB
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     token = token0 + gl.arange(0, TB, layout=LINE)
     scale = gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
-    out_scale, out_row_scale = product_scales(scale, output.bound)
+    out_scale, out_row_scale = product_scales(scale, output.bound, P.flags.epilogue)
     gl.store(output.out_row_scale_ptr + token, out_row_scale, mask=(token < output.rows) & (block_row == 0))
     gate, up = _pair(y, WARPS, TB)
     OF_TOKEN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gate.type.layout))
     near = scale / weight_scale
     of_gate = gl.convert_layout(near, OF_TOKEN)
-    of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
+    if P.flags.epilogue == CLAMPED_SWISH:  # up is clamped before it is scaled
+        of_up = of_gate
+    else:
+        of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
     gate = gate * gl.expand_dims(gl.expand_dims(of_gate, 0), 0)
     up = up * gl.expand_dims(gl.expand_dims(of_up, 0), 0)
-    result = gated(gate, up, P.flags.epilogue).to(gl.float16)
+    result = gated(gate, up, P.flags.epilogue)
+    if P.flags.epilogue == CLAMPED_SWISH:
+        result *= gl.expand_dims(gl.expand_dims(gl.convert_layout(out_scale, OF_TOKEN), 0), 0)
+    result = result.to(gl.float16)
     _store_wgmma_layout(result, block_row // 2, token0, output, WARPS, TB)
 
 
