@@ -16,6 +16,7 @@ from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, gated, product_boun
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped_program import (
+    UNBOUNDED,
     Blocks,
     GroupedOutput,
     expert_of,
@@ -27,8 +28,6 @@ from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.glu import Activation
 
 _MMA = tl.constexpr(int(OperandLayout.MMA))
-BOUNDED_BY_CLAMP = 2.0**126
-"""A bound on products that says nothing: with biases a clamped activation is bounded by its clamp alone."""
 
 
 @triton.jit
@@ -42,7 +41,9 @@ def _bias(bias_ptr, column, inside, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, first, stride, BIAS: tl.constexpr, P: tl.constexpr):  # fmt: skip
+def _store_rows(
+    y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, first, stride, BIAS: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
     """Store products fp32, as `add_warps` gives those of tile w of each warp, in columns first .. of their rows."""
     tile = tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None, None] * P.tiles + w
     r = tl.arange(0, 8)[None, :, None, None, None, None]
@@ -62,7 +63,9 @@ def _store_rows(y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, firs
 
 
 @triton.jit
-def _store_gated(y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, stride, factor, BIAS: tl.constexpr, P: tl.constexpr):  # fmt: skip
+def _store_gated(
+    y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, stride, factor, BIAS: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
     """Store activation(gate) * up of products as scaled fp16 in the MMA layout."""
     gate, up = tl.split(tl.permute(y, [0, 1, 2, 3, 5, 4]))
     column = (tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None] * P.tiles + w) * 8 + (
@@ -175,11 +178,11 @@ def _launch(
     assert x.is_mma and 8 * geometry.token_tiles == blocks.rows
     weight_blocks = -(-weights.expert_tiles // (geometry.tiles * geometry.n_warps))
     bias = output.bias
-    bound = product_bound(part) if bias is None else BOUNDED_BY_CLAMP
+    bound = product_bound(part) if bias is None else UNBOUNDED
     _grouped_mma_kernel[blocks.grid(weight_blocks)](
         *part.planes, x.values, x.row_scale, results[0] if bias is None else bias, *results, blocks.of_block,
-        weights.expert_tiles, weights.part_rows, weight_blocks, blocks.first, blocks.end, output.first, weights.expert_rows,
-        results[0].stride(0), part.weight_scale, bound,
+        weights.expert_tiles, weights.part_rows, weight_blocks, blocks.first, blocks.end, output.first,
+        weights.expert_rows, results[0].stride(0), part.weight_scale, bound,
         P=program, BIAS=bias is not None, EARLY=blocks.early, num_warps=geometry.n_warps * geometry.k_warps,
         maxnreg=geometry.registers or None, launch_pdl=mode.pdl,
     )  # fmt: skip

@@ -15,6 +15,11 @@ SIDE = tl.constexpr(8)
 and those of different experts read rows that it holds."""
 
 
+UNBOUNDED = 2.0**126
+"""A bound on products that bounds nothing (glu.product_scales): with biases, a clamped activation has its clamp
+alone."""
+
+
 class Blocks(NamedTuple):
     """The blocks of rows that a launch takes: those from number `first` up to `end` of `of_block` (Groups.blocks).
 

@@ -5,22 +5,10 @@ import torch
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.cuda.moe import groups as module
-from quengine.kernels.cuda.moe.groups import Groups, group_rows, number_pairs
+from quengine.kernels.cuda.moe.groups import group_rows, number_pairs
 from quengine.kernels.moe.grouping import BLOCKS, default_block, most_blocks
+from tests.kernels.cuda.moe.routings import chosen, empty_groups
 from tests.kernels.cuda.weights import ordinary_activations
-
-
-def chosen(rows: int, used: int, count: int, seed: int = 0) -> torch.Tensor:
-    """Experts of each row, int32 [T, k], ascending; the last expert is never chosen unless all are."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(rows, count, generator=generator)
-    scores[:, -1] = -1.0
-    return scores.topk(used, dim=-1).indices.sort(dim=-1).values.to(torch.int32)
-
-
-def empty_groups(pairs: int, count: int, block: int, device: torch.device) -> Groups:
-    blocks = torch.full((1 + most_blocks(pairs, count, block),), -7, dtype=torch.int32, device=device)
-    return Groups(blocks, torch.full((pairs,), -7, dtype=torch.int32, device=device), block, count)
 
 
 def expected(experts: torch.Tensor, count: int, block: int) -> tuple[list[int], torch.Tensor]:
