@@ -6,7 +6,7 @@ that is right everywhere and not far off; nothing is tuned at run time.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.moe.grouping import default_block
 
 _TABLE = Path(__file__).with_name("launch_table.json")
 _MOST_ROUNDS = 16
@@ -163,6 +164,41 @@ def fused_geometry(part: PackedPart, kind: str, rows: int, batch_invariant: bool
     key = f"{kind} {part.layout.format} {part.rows} x {part.cols} by {8 * token_tiles}"
     entry = _table().get(device_name(), {}).get("fused", {}).get(key)
     return FusedGeometry(*entry) if entry else default_fused(part, token_tiles)
+
+
+def grouped_block(pairs: int, experts: int) -> int:
+    """Rows of a block of the grouped matmuls on packed weights, for so many pairs of a row and an expert."""
+    return _grouped_block(device_name(), -(-pairs // experts)) or default_block(pairs, experts)
+
+
+@lru_cache(1024)
+def _grouped_block(device: str, mean: int) -> int:
+    """From `grouped_blocks` of the table: pairs of an expert on average, up to, and the block; 0 where it has none."""
+    for most, block in _table().get(device, {}).get("grouped_blocks", ()):
+        if mean <= most:
+            return int(block)
+    return 0
+
+
+def grouped_fused_limit() -> int:
+    """Up to how many rows a block is multiplied by the kernel on m16n8k16 where Hopper's instruction is there too."""
+    return int(_table().get(device_name(), {}).get("grouped_fused_limit", 0))
+
+
+def grouped_fused_geometry(part: PackedPart, expert_tiles: int, block: int) -> FusedGeometry:
+    """Geometry of the grouped matmul on m16n8k16 for blocks of 8 to 64 rows; its `k_warps`, the order of a row's sums,
+    follow from the weight alone."""
+    return replace(default_fused(replace(part, rows=16 * expert_tiles), block // 8), ahead=block < 64)
+
+
+def grouped_wgmma_geometry(block: int) -> WgmmaGeometry:
+    """Geometry of the grouped matmul on Hopper for blocks of 8 to 256 rows. No columns are split: experts and blocks
+    make programs enough."""
+    if block <= 16:
+        return WgmmaGeometry(4, 1, 2, True, 0, 256, block)
+    if block <= 64:
+        return WgmmaGeometry(4, 1, 3, block == 64, 128, 128, block)
+    return WgmmaGeometry(4 if block == 128 else 8, 1, 3, True, 0, 128, block)
 
 
 def wgmma_block(rows: int) -> int:
