@@ -1,4 +1,4 @@
-"""A whole decoder with mixtures of experts on the CUDA backend against the reference: tokens, and prompts before them."""
+"""A whole decoder with mixtures of experts on the CUDA backend against the reference: tokens, prompts before them."""
 
 from dataclasses import replace
 
