@@ -33,12 +33,14 @@ from quengine.kernels.cuda.attention.rope import RotationPointers
 UNWRITTEN = frozenset(
     f"{plane}{part}" for plane in ("low", "high", "scales", "supers") for part in ("", "_a", "_b", "_ptr")
 ) | {
-    *("norm_ptr", "weight_ptr", "w_ptr", "position_ptr", "table_ptr", "k_ptr", "v_ptr"),
+    *("norm_ptr", "weight_ptr", "w_ptr", "gate_ptr", "position_ptr", "table_ptr", "k_ptr", "v_ptr"),
+    "known_experts_ptr",
     *(f"rotation.{field}" for field in RotationPointers._fields),
     *(f"cache.{field}" for field in CachePointers._fields),
 }
 """Pointers that no PDL producer writes through: weights and tables, and what an earlier step has written (its position,
-its rows of the cache). A kernel may read these before it waits."""
+its rows of the cache), or a launch that had ended when the producer let its consumers begin (`known_experts_ptr`, see
+moe/experts.py). A kernel may read these before it waits."""
 
 
 @dataclass(frozen=True)

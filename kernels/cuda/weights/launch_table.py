@@ -121,6 +121,24 @@ def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
     return Geometry(*entry) if entry else default_geometry(parts[0], kind)
 
 
+def experts_key(part: PackedPart, kind: str, tiles: int, used: int) -> str:
+    """Format, rows of an expert, columns and experts of a row, e.g. "add Q6_K 2048 x 768 of 8"."""
+    return f"{kind} {part.layout.format} {16 * tiles} x {part.cols} of {used}"
+
+
+def experts_glu_geometry(part: PackedPart, tiles: int, used: int) -> Geometry:
+    """Geometry for `used` experts, of `tiles` tiles each, on one row; programs have tiles of one expert."""
+    entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "glu", tiles, used))
+    return Geometry(*entry) if entry else _default_experts_glu(part, tiles, used)
+
+
+def experts_add_geometry(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
+    """Geometry (one tile or an even number) for the sum of `used` experts, of `tiles` tiles each, on one row, and how
+    many experts the warps of a program take at a time, a power of two: each tile has so many times `k_warps` warps."""
+    entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "add", tiles, used))
+    return (Geometry(*entry[1:]), entry[0]) if entry else _default_experts_add(part, tiles, used)
+
+
 def fused_limit(wgmma: bool) -> int:
     """Up to how many rows the fused matmul is faster than dequantizing for cuBLAS, on the current device; `wgmma`: the
     one on Hopper's warp-group instruction, which was faster at every number of rows that was tried."""
@@ -284,3 +302,24 @@ def default_geometry(part: PackedPart, kind: str) -> Geometry:
             k_warps *= 2
         return Geometry(2, min(k_warps, 16), 1)
     return Geometry(4 // k_warps if kind == "rows" and k_warps < 4 else 1, k_warps, 2)
+
+
+def _default_experts_glu(part: PackedPart, tiles: int, used: int) -> Geometry:
+    """One tile a program. Where all programs run at once every chunk is under way at once; up to 4 a warp elsewhere."""
+    rounds = 2 if tiles * used <= 8 * _MULTIPROCESSORS else 4
+    k_warps = 1
+    while k_warps < 8 and part.chunks > rounds * k_warps:
+        k_warps *= 2
+    return Geometry(1, k_warps, 2 if part.layout.chunk == 256 else 4)
+
+
+def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
+    """Up to 16 warps a program: experts first, then columns."""
+    slots = 1
+    while slots < 8 and 2 * slots <= used:
+        slots *= 2
+    in_program = 1 if tiles <= 2 * _MULTIPROCESSORS else 2
+    k_warps = 1
+    while in_program * slots * k_warps < 16 and part.chunks > k_warps:
+        k_warps *= 2
+    return Geometry(in_program, k_warps, 2 if part.layout.chunk == 256 else 4), slots
