@@ -197,7 +197,7 @@ def grouped_wgmma_geometry(block: int) -> WgmmaGeometry:
     if block <= 16:
         return WgmmaGeometry(4, 1, 2, True, 0, 256, block)
     if block <= 64:
-        return WgmmaGeometry(4, 1, 3, block == 64, 128, 128, block)
+        return WgmmaGeometry(4, 1, 3, block == 64, 128 if block == 32 else 0, 128, block)
     return WgmmaGeometry(4 if block == 128 else 8, 1, 3, True, 0, 128, block)
 
 
