@@ -16,8 +16,16 @@ from quengine.kernels.moe.router import Routing
 from quengine.models.decoder import Decoder
 
 Operation = Literal[
-    *("embed", "norm+qkv", "attention", "output+residual", "norm+glu", "down+residual"),
-    *("route", "experts+glu", "experts+residual", "logits"),
+    "embed",
+    "norm+qkv",
+    "attention",
+    "output+residual",
+    "norm+glu",
+    "down+residual",
+    "route",
+    "experts+glu",
+    "experts+residual",
+    "logits",
 ]
 LAYER_OPERATIONS: tuple[Operation, ...] = (
     "norm+qkv",
