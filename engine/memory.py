@@ -184,9 +184,7 @@ def expert_bytes(config: ModelConfig, chunk: int) -> int:
 
 
 def cpu_expert_bytes(config: ModelConfig, chunk: int) -> int:
-    """Bytes that the experts' rows take on the CPU in a chunk of so many tokens, each of which has k of them: fp32 gate,
-    up, gated rows and products of `down`.
-    """
+    """Bytes of the rows of a chunk's experts on the CPU, k a token: fp32 gate, up, gated rows, products of `down`."""
     if config.experts is None:
         return 0
     row = 4 * (3 * config.experts.feed_forward_length + config.embedding_length)
