@@ -59,6 +59,8 @@ class EngineConfig:
         draft_tokens: tokens of a draft at most; None: what suits the device.
         mmap: on the CPU, compute with the mapped file's pages; else with a copy of the weights in huge pages, which is
             a few percent faster and takes its time at the start.
+        cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
+            computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
 
     Raises:
@@ -122,6 +124,19 @@ class EngineConfig:
             RUN_PANEL,
         ),
     ] = True
+    cpu_moe: Annotated[
+        bool,
+        Flag(
+            "--cpu-moe -cmoe",
+            "All experts in host memory, computed by the CPU; the rest on the GPU.",
+            RUN_PANEL,
+        ),
+    ] = False
+    n_cpu_moe: Annotated[
+        int,
+        Range(0),
+        Flag("--n-cpu-moe -ncmoe", "The same for the experts of the first N layers.", RUN_PANEL, "N"),
+    ] = 0
     progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import Backend
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.memory import CacheNeeds, choose_context, choose_pools, gib, workspace_bytes
@@ -22,6 +24,12 @@ from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
+from quengine.platform.host_experts import (
+    check_host_memory,
+    expert_bytes,
+    host_layers,
+    split_tensors,
+)
 from quengine.platform.machine import available_memory, cpu_model, simd_features, thread_count
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 from quengine.speculative.draft_length import draft_rows, draft_tokens
@@ -85,9 +93,11 @@ def load_model(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     logger.info("device %s: %s; %s of memory free", device, _device_name(device), gib(free))
     ctx_size, pools = _choose_cache(config, checkpoint, draft, device, free)
-    made = _Machine(config, device, threads, free, progress)
+    made = _Machine(config, device, threads, free, progress, _host_layers(config, checkpoint, device))
     runner = made.runner(checkpoint, ctx_size, pools)
     notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
+    if made.host_layers:
+        notes.append(_host_note(checkpoint, made.host_layers))
     if config.draft_ngram:
         notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
     drafts = None
@@ -125,13 +135,14 @@ def _device_name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Machine:
-    """The device that models are loaded onto, and how."""
+    """The device that models are loaded onto, and how. host_layers: those whose experts stay in host memory."""
 
     config: EngineConfig
     device: torch.device
     threads: int
     free: int
     progress: Callable[[str], None] | None
+    host_layers: int = 0
 
     def runner(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], drafts: bool = False
@@ -141,13 +152,17 @@ class _Machine:
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
-        with _weights(checkpoint, device, config.mmap, self.progress) as tensors:
-            decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size)
+        layers = 0 if drafts else self.host_layers
+        with _weights(checkpoint, device, config.mmap, self.progress, layers) as tensors:
+            host = _host_experts(backend, self.threads, layers)
+            decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+        if self.host_layers:
+            return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts)
 
     def draft_steps(self, runner: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a draft model."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self.host_layers:
             return HostDraftSteps(runner)
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.speculative.device_drafts import DeviceDraftSteps
@@ -165,7 +180,11 @@ def _choose_cache(
     if config.parallel == 1:
         chunk = min(chunk, config.ctx_size or shape.context_length)
     rows = max(config.parallel, draft_rows(config, device.type))
-    weights = checkpoint.nbytes
+    sizes = expert_bytes(checkpoint.tensors) if device.type == "cuda" else {}
+    kept = _host_layers(config, checkpoint, device)
+    on_host = sum(size for layer, size in sizes.items() if layer < kept)
+    check_host_memory(on_host, kept, available_memory())
+    weights = checkpoint.nbytes - on_host
     workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
@@ -173,8 +192,34 @@ def _choose_cache(
     needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
     room = free - weights - workspace
     workspace += 2 * sum(needs.block_bytes(cache_type))  # the padding blocks, and as much again
-    ctx_size = choose_context(needs, config.ctx_size, weights, free, str(device), cache_type, workspace)
+    further = {layer: size for layer, size in sizes.items() if layer >= kept}
+    ctx_size = choose_context(
+        needs, config.ctx_size, weights, free, str(device), cache_type, workspace, further
+    )
     return ctx_size, choose_pools(needs, ctx_size, config.parallel, room, cache_type)
+
+
+def _host_layers(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> int:
+    """Layers whose experts stay in host memory; none where everything runs on the CPU."""
+    layers = host_layers(config, checkpoint.config)
+    return layers if device.type == "cuda" else 0
+
+
+def _host_experts(backend: Backend[Any], threads: int, layers: int) -> HostExperts | None:
+    if not layers:
+        return None
+    from quengine.kernels.cpu.backend import CpuBackend
+
+    return HostExperts(backend, CpuBackend(threads), layers)
+
+
+def _host_note(checkpoint: Checkpoint, layers: int) -> str:
+    sizes = expert_bytes(checkpoint.tensors)
+    held = sum(size for layer, size in sizes.items() if layer < layers)
+    return (
+        f"experts of {sum(layer < layers for layer in sizes)} of {len(sizes)} layers, {gib(held)}, stay in host memory "
+        f"and are computed by the CPU"
+    )
 
 
 def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) -> str:
@@ -236,14 +281,21 @@ def _cuda_problem(device: str) -> str | None:
 
 @contextmanager
 def _weights(
-    checkpoint: Checkpoint, device: torch.device, mapped: bool, progress: Callable[[str], None] | None
+    checkpoint: Checkpoint,
+    device: torch.device,
+    mapped: bool,
+    progress: Callable[[str], None] | None,
+    host_layers: int,
 ) -> Iterator[Mapping[str, QuantTensor]]:
-    """The tensors as the decoder takes them: on the CPU the mapped file's, or copies; read ahead for a CUDA device."""
+    """The tensors as the decoder takes them: on the CPU the mapped file's, or copies; read ahead for a CUDA device, but
+    for the experts of the first `host_layers` layers."""
     if device.type != "cuda":
         yield checkpoint.tensors if mapped else _copied(checkpoint, progress)
         return
-    with WeightLoader(checkpoint.tensors, CudaTransfer(device), checkpoint.nbytes, progress) as tensors:
-        yield tensors
+    host, rest = split_tensors(checkpoint.tensors, host_layers)
+    nbytes = sum(tensor.nbytes for tensor in rest.values())
+    with WeightLoader(rest, CudaTransfer(device), nbytes, progress) as tensors:
+        yield ChainMap(host, tensors) if host else tensors  # type: ignore[arg-type]  # it is not written to
     if progress is not None:
         progress("")  # the next output begins a line of its own
     # What lay there before it was repacked is not needed again.

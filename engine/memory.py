@@ -1,6 +1,7 @@
 """How much memory a run needs, how long a context fits, and how many blocks; checked before anything is allocated."""
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import mul
 
@@ -77,6 +78,7 @@ def choose_context(
     where: str,
     cache_type: CacheType = "f16",
     workspace: int = WORKSPACE["cpu"],
+    experts: Mapping[int, int] | None = None,
 ) -> int:
     """Positions of a sequence: what was requested, or the model's own context cut to what fits.
 
@@ -88,6 +90,7 @@ def choose_context(
         where: the name of that memory, for the message.
         cache_type: how keys and values are stored.
         workspace: bytes to leave beside weights and cache.
+        experts: bytes of the experts of each layer, where these can stay in host memory (--n-cpu-moe).
 
     Raises:
         EngineError: more positions were requested than the model was made for, or its heads cannot be stored so.
@@ -108,10 +111,13 @@ def choose_context(
         return fitting
     least = wanted if requested is not None else _STEP
     cache = needs.nbytes(least, cache_type)
+    ways = _ways(needs, room, least, fitting, cache_type)
+    if (layers := layers_that_free(experts or {}, cache - room)) is not None:
+        ways.append(f"--n-cpu-moe {layers}")
     raise CannotRunError(
         f"not enough memory on {where}: needs {gib(weight_bytes + workspace + cache)} (weights "
         f"{gib(weight_bytes)}, cache {gib(cache)} for {least} tokens in {cache_type}), free {gib(free)}; "
-        + _advice(needs, room, least, fitting, cache_type)
+        + ("try " + " or ".join(ways) if ways else "use a smaller model or a smaller quantization")
     )
 
 
@@ -207,8 +213,19 @@ def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -
     )
 
 
-def _advice(needs: CacheNeeds, room: int, wanted: int, fitting: int, cache_type: CacheType) -> str:
-    """What would let the run start: fewer positions, a smaller cache type, or else a smaller model."""
+def layers_that_free(experts: Mapping[int, int], missing: int) -> int | None:
+    """The fewest first layers whose experts take at least `missing` bytes, given the bytes of each; None: all take
+    less."""
+    freed = 0
+    for layer in sorted(experts):
+        freed += experts[layer]
+        if freed >= missing:
+            return layer + 1
+    return None
+
+
+def _ways(needs: CacheNeeds, room: int, wanted: int, fitting: int, cache_type: CacheType) -> list[str]:
+    """What would let the run start: fewer positions, a smaller cache type, no draft model."""
     ways = [f"-c {fitting}"] if fitting >= _STEP else []
     if cache_type == "f16" and needs.can_store("q8_0"):
         smaller = needs.fitting(room, wanted, "q8_0")
@@ -218,4 +235,4 @@ def _advice(needs: CacheNeeds, room: int, wanted: int, fitting: int, cache_type:
             ways.append(f"--cache-type q8_0 -c {smaller}")
     if needs.draft is not None:
         ways.append("no --draft-model")
-    return "try " + " or ".join(ways) if ways else "use a smaller model or a smaller quantization"
+    return ways

@@ -184,12 +184,12 @@ class Backend(Protocol[WeightT]):
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         routing: Routing,
         gate_up: WeightT,
         activation: Activation = "silu",
     ) -> Hidden:
-        """`norm` of x [T, K], gate and up of each row's k experts, activation(gate) * up: [T, k, F].
+        """`norm` of x [T, K], or x itself, gate and up of each row's k experts, activation(gate) * up: [T, k, F].
 
         x stays as it is: the shared expert reads it next.
         """

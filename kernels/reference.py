@@ -152,7 +152,7 @@ class ReferenceBackend:
         self,
         _batch: ForwardBatch,
         x: Tensor,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         routing: Routing,
         gate_up: ReferenceExperts,
         activation: Activation = "silu",

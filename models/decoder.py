@@ -10,6 +10,7 @@ from torch import Tensor
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import rope_table
@@ -19,13 +20,17 @@ from quengine.models.layers import Attention, FeedForward, LayerTensors
 
 
 class Block:
-    """One transformer layer. `experts`: its feed-forward is a mixture of experts."""
+    """One transformer layer."""
 
     def __init__(
-        self, config: ModelConfig, tensors: LayerTensors, spec: AttentionSpec, experts: bool
+        self,
+        config: ModelConfig,
+        tensors: LayerTensors,
+        spec: AttentionSpec,
+        ffn: FeedForward | MixtureOfExperts,
     ) -> None:
         self.attention = Attention(config, tensors, spec)
-        self.ffn = MixtureOfExperts(config, tensors) if experts else FeedForward(config, tensors)
+        self.ffn = ffn
 
     def __call__(
         self,
@@ -49,6 +54,7 @@ class Decoder:
         backend: holds the weights and runs the operations.
         ctx_size: positions for which rotary rows and the causal mask are made, once, here.
         chunk_size: the most tokens of one sequence that a `forward` takes.
+        host_experts: computes the experts of the first `host_experts.layers` layers; None: the backend computes all.
     """
 
     def __init__(
@@ -58,8 +64,10 @@ class Decoder:
         backend: Backend[Any],
         ctx_size: int,
         chunk_size: int,
+        host_experts: HostExperts | None = None,
     ) -> None:
         self.config = config
+        self.host_experts = host_experts
         self.backend = backend
         self.chunk_size = chunk_size
         top = LayerTensors(tensors, "", backend, config.rms_eps)
@@ -68,9 +76,7 @@ class Decoder:
         self.output = top.weight("output") if top.has("output") else self.token_embd
         specs = _attention_specs(config, backend.device, ctx_size, chunk_size)
         self.blk = [
-            self._block(
-                LayerTensors(tensors, f"blk.{i}.", backend, config.rms_eps), spec, config.has_experts(i)
-            )
+            self._block(i, LayerTensors(tensors, f"blk.{i}.", backend, config.rms_eps), spec)
             for i, spec in enumerate(specs)
         ]
         self._next_norms = [*(block.attention.attn_norm for block in self.blk[1:]), self.output_norm]
@@ -119,11 +125,19 @@ class Decoder:
         experts = [block.ffn for block in self.blk if isinstance(block.ffn, MixtureOfExperts)]
         return self.bytes_per_token + sum(ffn.step_bytes(rows) - ffn.nbytes for ffn in experts)
 
-    def _block(self, tensors: LayerTensors, spec: AttentionSpec, experts: bool) -> Block:
+    def _block(self, layer: int, tensors: LayerTensors, spec: AttentionSpec) -> Block:
         if self.config.block.qk_norm:
             q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
             spec = replace(spec, q_norm=q_norm, k_norm=k_norm)
-        return Block(self.config, tensors, spec, experts)
+        return Block(self.config, tensors, spec, self._feed_forward(layer, tensors))
+
+    def _feed_forward(self, layer: int, tensors: LayerTensors) -> FeedForward | MixtureOfExperts:
+        if not self.config.has_experts(layer):
+            return FeedForward(self.config, tensors)
+        host = self.host_experts
+        return MixtureOfExperts(
+            self.config, tensors, host if host is not None and layer < host.layers else None
+        )
 
 
 def _attention_specs(

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.moe.router import Router
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -15,12 +16,13 @@ from quengine.models.layers import LayerTensors
 class MixtureOfExperts:
     """Behind one norm: the experts that the router chooses for a row, weighted, and where there is one a shared expert.
 
-    Tensors of experts are `ffn_*_exps`, [E, rows, columns].
+    Tensors of experts are `ffn_*_exps`, [E, rows, columns]. `host`: where they stay in host memory.
     """
 
-    def __init__(self, config: ModelConfig, tensors: LayerTensors) -> None:
+    def __init__(self, config: ModelConfig, tensors: LayerTensors, host: HostExperts | None = None) -> None:
         assert config.experts is not None
         self.backend = tensors.backend
+        self.expert_backend = host or tensors.backend
         self.activation = config.block.activation
         self.experts = config.experts
         self.ffn_norm = RMSNorm(tensors.vector(config.block.ffn_norm), tensors.eps)
@@ -28,8 +30,10 @@ class MixtureOfExperts:
         bias, count = config.block.expert_bias, config.experts.count
         gate, up, down = (_of_experts(tensors, kind, count) for kind in ("gate", "up", "down"))
         gate_up_bias = _bias(tensors, "gate", "up", count=count) if bias else None
-        self.gate_up = self.backend.gate_up_experts(gate, up, gate_up_bias)
-        self.down = self.backend.down_experts(down, _bias(tensors, "down", count=count) if bias else None)
+        self.gate_up = self.expert_backend.gate_up_experts(gate, up, gate_up_bias)
+        self.down = self.expert_backend.down_experts(
+            down, _bias(tensors, "down", count=count) if bias else None
+        )
         self.shared_gate_up = self.shared_down = None
         if config.experts.shared_feed_forward_length:
             self.shared_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate_shexp", "ffn_up_shexp"))
@@ -39,11 +43,11 @@ class MixtureOfExperts:
         """`next_norm`: the norm that reads the result."""
         backend, norm = self.backend, self.ffn_norm
         routing = backend.route(batch, x, norm, self.router)
-        gated = backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
+        gated = self.expert_backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
         if self.shared_gate_up is not None:
             shared = backend.norm_glu(batch, x, norm, self.shared_gate_up, self.activation)
             x = backend.linear_add(batch, shared, self.shared_down, x, row_scale=routing.shared)
-        return backend.experts_add(batch, gated, routing, self.down, x, next_norm)
+        return self.expert_backend.experts_add(batch, gated, routing, self.down, x, next_norm)
 
     @property
     def nbytes(self) -> int:

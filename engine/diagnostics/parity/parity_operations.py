@@ -15,6 +15,7 @@ from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.moe.router import Routing
 from quengine.models.decoder import Decoder
+from quengine.models.experts import MixtureOfExperts
 
 if TYPE_CHECKING:
     from quengine.kernels.cuda.moe.grouped import GroupedRows
@@ -106,7 +107,7 @@ def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
         return placed
     if isinstance(own, ExpertRows):
         slots, width = own.groups.places.shape, own.values.shape[1]
-        return own.of_slots(placed[..., :width].reshape(*slots, width))
+        return own.of_slots(rows[..., :width].reshape(*slots, width).to(own.values))
     placed = placed.flatten(0, -2)  # of experts, a row for each of a token's
     from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct, to_fp16_operand
     from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
@@ -136,17 +137,19 @@ def _grouped(rows: Tensor, own: "GroupedRows") -> "GroupedRows":
 @contextmanager
 def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
     """While it lasts, every operation of `decoder` goes through `watch`."""
-    holders: list[tuple[Any, bool]] = [(decoder, False)]
+    holders: list[tuple[Any, str, bool]] = [(decoder, "backend", False)]
     for block in decoder.blk:
-        holders += [(block.attention, False), (block.ffn, True)]
-    own = [holder.backend for holder, _ in holders]
-    for holder, in_ffn in holders:
-        holder.backend = _WatchedBackend(holder.backend, watch, in_ffn)
+        holders += [(block.attention, "backend", False), (block.ffn, "backend", True)]
+        if isinstance(block.ffn, MixtureOfExperts):
+            holders.append((block.ffn, "expert_backend", True))
+    own = [getattr(holder, name) for holder, name, _ in holders]
+    for (holder, name, in_ffn), backend in zip(holders, own, strict=True):
+        setattr(holder, name, _WatchedBackend(backend, watch, in_ffn))
     try:
         yield
     finally:
-        for (holder, _), backend in zip(holders, own, strict=True):
-            holder.backend = backend
+        for (holder, name, _), backend in zip(holders, own, strict=True):
+            setattr(holder, name, backend)
 
 
 class _WatchedBackend:

@@ -1,0 +1,80 @@
+"""Which experts stay in host memory, and what is said where neither memory holds them."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from quengine.config import EngineConfig
+from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.moe.router_kind import RouterKind
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.memory import layers_that_free
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.config import ExpertConfig, ModelConfig
+from quengine.platform.host_experts import check_host_memory, expert_bytes, host_layers, split_tensors
+from tests.tiny_models import write_tiny
+
+
+def tensor(name: str, rows: int) -> QuantTensor:
+    return QuantTensor(name, FORMATS["F32"], (rows, 8), torch.zeros(rows, 32, dtype=torch.uint8))
+
+
+NAMES = {
+    "token_embd.weight": 10,
+    "blk.0.ffn_gate.weight": 4,
+    "blk.0.ffn_gate_inp.weight": 4,
+    "blk.1.ffn_gate_exps.weight": 8,
+    "blk.1.ffn_down_exps.bias": 2,
+    "blk.1.ffn_gate_shexp.weight": 4,
+    "blk.2.ffn_up.0.weight": 3,
+    "blk.2.ffn_up.11.weight": 3,
+}
+TENSORS = {name: tensor(name, rows) for name, rows in NAMES.items()}
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> ModelConfig:
+    checkpoint = open_checkpoint(write_tiny(tmp_path / "tiny.gguf"))
+    checkpoint.close()
+    return checkpoint.config
+
+
+def test_experts_are_counted_by_layer_and_nothing_else_is() -> None:
+    assert expert_bytes(TENSORS) == {1: 10 * 32, 2: 6 * 32}
+
+
+def test_the_first_layers_experts_stay_on_the_host() -> None:
+    host, rest = split_tensors(TENSORS, 2)
+    assert list(host) == ["blk.1.ffn_gate_exps.weight", "blk.1.ffn_down_exps.bias"]
+    assert {**host, **rest} == TENSORS and not host.keys() & rest.keys()
+    assert split_tensors(TENSORS, 0) == ({}, TENSORS)
+    assert len(split_tensors(TENSORS, 3)[0]) == 4
+
+
+@pytest.mark.parametrize(("missing", "layers"), [(320, 2), (321, 3), (512, 3), (513, None)])
+def test_the_fewest_layers_that_make_room(missing: int, layers: int | None) -> None:
+    assert layers_that_free({1: 320, 2: 192}, missing) == layers
+
+
+def test_layers_follow_the_flags(dense: ModelConfig) -> None:
+    experts = ExpertConfig(4, RouterKind(used=2), 32)
+    mixture = dataclasses.replace(dense, experts=experts, block_count=5)
+    assert host_layers(EngineConfig(), mixture) == 0
+    assert host_layers(EngineConfig(n_cpu_moe=3), mixture) == 3
+    assert host_layers(EngineConfig(n_cpu_moe=99), mixture) == 5
+    assert host_layers(EngineConfig(cpu_moe=True), mixture) == 5
+    with pytest.raises(EngineError, match=r"--n-cpu-moe 3: llama model .* has no experts; leave it out"):
+        host_layers(EngineConfig(n_cpu_moe=3), dense)
+    with pytest.raises(EngineError, match="--cpu-moe: "):
+        host_layers(EngineConfig(cpu_moe=True), dense)
+
+
+def test_host_memory_that_is_too_small_is_refused_with_numbers() -> None:
+    check_host_memory(100, 1, 100)
+    with pytest.raises(
+        CannotRunError, match=r"first 7 layers need 2\.00 GiB, free 1\.00 GiB; lower --n-cpu-moe"
+    ):
+        check_host_memory(2 << 30, 7, 1 << 30)
