@@ -125,11 +125,11 @@ def overlap_faults(launch: Launch, early: Early) -> list[str]:
         {pointers[at] for at in touched if at in pointers} for touched in (early.reads, early.writes)
     )
     # Of a grouped matmul, which experts there are is known before the launch in front begins, or else not at all.
-    early = launch.arguments.get("EARLY")
-    known = UNWRITTEN | {"of_block_ptr"} if early else UNWRITTEN
+    known_early = launch.arguments.get("EARLY")
+    known = UNWRITTEN | {"of_block_ptr"} if known_early else UNWRITTEN
     found = [f"writes {name} before it waits" for name in sorted(written)]
     found += [f"reads {name} before it waits" for name in sorted(read - known)]
-    codes = {"low", "low_a"} & set(pointers.values()) if early is not False else set()
+    codes = {"low", "low_a"} & set(pointers.values()) if known_early is not False else set()
     return found + (["reads no weights before it waits"] if codes and not codes & read else [])
 
 

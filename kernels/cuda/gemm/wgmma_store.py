@@ -99,7 +99,8 @@ def _store_gated(y, block_row, token0, output, rows, weight_scale, P: gl.constex
     up = up * gl.expand_dims(gl.expand_dims(of_up, 0), 0)
     if P.flags.bias:
         gl.static_assert(P.flags.epilogue == CLAMPED_SWISH)  # for others the bound says nothing of biases
-        gate_bias, up_bias = _pair_bias(block_row, output, rows, P, gate.type.layout)
+        OF_GATE: gl.constexpr = gate.type.layout
+        gate_bias, up_bias = _pair_bias(block_row, output, rows, P, OF_GATE)
         gate += gate_bias
         up += up_bias
     result = gated(gate, up, P.flags.epilogue)

@@ -202,7 +202,7 @@ def _buffers(
 
     groups = Groups(
         take("blocks", torch.int32, 1 + blocks, least=4 + reserved // 2),
-        take("positions", torch.int32, tokens * used, least=4 * used * min(tokens, FEW_ROWS)),
+        take("positions", torch.int32, tokens * used, least=4 * used * FEW_ROWS),
         places.block,
         gate_up.count,
     )

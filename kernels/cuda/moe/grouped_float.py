@@ -11,7 +11,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, operand_offset
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput, expert_of, scheduled
-from quengine.kernels.cuda.pdl import launch_then_wait
+from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.packed import FloatPart
 
 _BLOCK_WEIGHTS = 64
@@ -28,7 +28,7 @@ def _grouped_float_kernel(
 ):  # fmt: skip
     """A block of rows of x, or BLOCK_T of them, times a block of its expert's weight rows."""
     PARTS: tl.constexpr = (BLOCK + BLOCK_T - 1) // BLOCK_T
-    launch_then_wait(PDL)
+    wait_then_launch(PDL)  # so that the next launch begins when the blocks are known (Blocks.early)
     block, weight_block = scheduled(tl.program_id(0), weight_blocks * PARTS)
     expert = expert_of(of_block_ptr, first_block + block, end_block)
     if expert >= 0:

@@ -56,10 +56,10 @@ def test_every_format(name: str, device: torch.device) -> None:
 ROUTINGS = {
     "one row": chosen(1, 2, 5),
     "two rows": chosen(2, 2, 5),
-    "an expert never chosen": chosen(40, 3, 5),
+    "an expert never chosen": chosen(13, 2, 4),
     "all rows to one expert": torch.full((21, 1), 3, dtype=torch.int32),
-    "all experts": torch.arange(5, dtype=torch.int32).repeat(7, 1),
-    "many rows": chosen(150, 2, 5),
+    "all experts": torch.arange(5, dtype=torch.int32).repeat(4, 1),
+    "many rows": chosen(131, 1, 3),
 }
 
 
@@ -68,7 +68,7 @@ def test_every_routing(name: str, device: torch.device) -> None:
     assert_right(Layer(("Q4_0", "Q4_0", "Q8_0"), (64, 8, 16), 5, width=32), ROUTINGS[name], device)
 
 
-@pytest.mark.parametrize("rows", [5, 60])
+@pytest.mark.parametrize("rows", [5, 20])
 def test_gpt_oss_has_biases_a_clamp_and_columns_that_fill_no_block(rows: int, device: torch.device) -> None:
     layer = Layer(("MXFP4", "MXFP4", "MXFP4"), (192, 16, 24), 2, bias=True, width=160)
     assert_right(layer, chosen(rows, 1, 2), device, "clamped_swish")
@@ -117,11 +117,11 @@ def test_an_expert_that_nobody_chose_is_not_read(device: torch.device) -> None:
     assert not glu_of(gate_up, x, routing_of(torch.full((9, 1), 3, dtype=torch.int32)), room).isfinite().any()
 
 
-@pytest.mark.parametrize("rows", [3, 140])
+@pytest.mark.parametrize("rows", [3, 66])
 def test_the_norm_that_reads_the_sum_is_made_with_it(rows: int, device: torch.device) -> None:
-    layer, room = Layer(("Q4_0", "Q4_0", "Q4_0"), (64, 8, 192), 3, width=32), MatmulWorkspace(0, device)
-    gated, residual = ordinary_activations(2 * rows, 32).view(rows, 2, 32), ordinary_activations(rows, 192, 8)
-    routing, norm = routing_of(chosen(rows, 2, 3)), RMSNorm((torch.rand(192) + 0.5).to(device), 1e-5)
+    layer, room = Layer(("Q4_0", "Q4_0", "Q4_0"), (64, 8, 192), 2, width=32), MatmulWorkspace(0, device)
+    gated, residual = ordinary_activations(rows, 32).view(rows, 1, 32), ordinary_activations(rows, 192, 8)
+    routing, norm = routing_of(chosen(rows, 1, 2)), RMSNorm((torch.rand(192) + 0.5).to(device), 1e-5)
     made = add_of(layer.packed_down(device), gated, routing, residual, room, norm)
     assert isinstance(made, RmsNormed) and isinstance(made.rms_normed, Fp16Operand)
     assert nmse(made.hidden, layer.exact_add(gated, routing, residual)) < FP16_ROUNDING
@@ -131,13 +131,13 @@ def test_the_norm_that_reads_the_sum_is_made_with_it(rows: int, device: torch.de
 
 def test_both_operations_follow_each_other(device: torch.device) -> None:
     layer, room = Layer(("Q4_0", "Q4_0", "Q8_0"), (64, 32, 64), 3), MatmulWorkspace(0, device)
-    x, routing = 0.1 * ordinary_activations(20, 64), routing_of(chosen(20, 2, 3))
-    residual, moved = torch.randn(20, 64), on(routing, device)
+    x, routing = 0.1 * ordinary_activations(6, 64), routing_of(chosen(6, 2, 3))
+    residual, moved = torch.randn(6, 64), on(routing, device)
     stream = residual.to(device, copy=True)
     for _ in range(2):  # the second layer's buffers are those of the first
         gated = grouped_glu(x.to(device), moved, layer.packed_gate_up(device), room, "silu", False, False)
-        room.fp16_operand(20, 64).values.fill_(float("nan"))  # as the shared expert writes in between
-        room.glu_rows(20, 64).fill_(float("nan"))
+        room.fp16_operand(6, 64).values.fill_(float("nan"))  # as the shared expert writes in between
+        room.glu_rows(6, 64).fill_(float("nan"))
         made = grouped_add(gated, moved, layer.packed_down(device), room, stream, None, False, False)
     exact = layer.exact_add(layer.exact_glu(x, routing), routing, residual)
     exact = layer.exact_add(layer.exact_glu(x, routing), routing, exact)
@@ -162,13 +162,13 @@ def test_a_rows_bits_depend_on_nothing_but_the_row(types: tuple[str, str, str], 
     """Alone, among few rows, and among so many that blocks are larger; with other rows at other experts."""
     layer, room = Layer(types, (256, 8, 16), 3, width=256), MatmulWorkspace(0, device, batch_invariant=True)
     gate_up, down = layer.packed_gate_up(device), layer.packed_down(device)
-    x, residual, routing = ordinary_activations(70, 256), torch.randn(70, 16), routing_of(chosen(70, 2, 3))
-    rows_of_down, made = ordinary_activations(140, 256, 4).view(70, 2, 256), []
-    for rows in (slice(0, 70), slice(5, 6), slice(3, 14)):
+    x, residual, routing = ordinary_activations(20, 256), torch.randn(20, 16), routing_of(chosen(20, 2, 3))
+    rows_of_down, made = ordinary_activations(40, 256, 4).view(20, 2, 256), []
+    for rows in (slice(0, 20), slice(5, 6), slice(3, 8)):
         some = Routing(routing.experts[rows].contiguous(), routing.weights[rows].contiguous())
         gated = glu_of(gate_up, x[rows].contiguous(), some, room)
         made.append((gated, add_of(down, rows_of_down[rows], some, residual[rows], room)))
-    for (gated, total), rows in zip(made[1:], (slice(5, 6), slice(3, 14)), strict=True):
+    for (gated, total), rows in zip(made[1:], (slice(5, 6), slice(3, 8)), strict=True):
         assert torch.equal(gated, made[0][0][rows]) and torch.equal(total, made[0][1][rows])
 
 
