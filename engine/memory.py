@@ -8,6 +8,7 @@ from operator import mul
 from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
+from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.config import ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 384 * 2**20}
@@ -18,6 +19,8 @@ DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""
 
 _STEP = 256
+_FEW_ROWS = 128  # rows that have buffers of their own: FEW_ROWS of kernels/cuda/gemm/workspace.py
+_EXPERT_PRODUCTS = 64 * 2**20  # of kernels/cuda/moe/grouped.py
 _MOST_DEQUANTIZED = 160 * 2**20  # MAX_DEQUANTIZED weights of kernels/cuda/backend.py, of 2 bytes
 
 
@@ -153,9 +156,9 @@ def workspace_bytes(
         rows: tokens of a decode step.
         draft: the model drafts for another.
     """
-    fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind] + expert_rows_bytes(kind, config, chunk)
+    fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind]
     if kind == "cpu":
-        return fixed
+        return fixed + cpu_expert_bytes(config, chunk)
     width, queries = config.embedding_length, config.head_count * config.head_dim
     qkv = queries + 2 * config.head_count_kv * config.head_dim
     inner = _every_rows_feed_forward(config)
@@ -164,19 +167,33 @@ def workspace_bytes(
     activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, inner))
     logits = 12 * rows * config.vocab_size  # fp32, and what sampling makes of them
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
-    return fixed + packed + min(2 * largest, _MOST_DEQUANTIZED) + activations + logits
+    dequantized = min(2 * largest, _MOST_DEQUANTIZED)
+    return fixed + packed + dequantized + activations + logits + expert_bytes(config, chunk)
 
 
-def expert_rows_bytes(kind: str, config: ModelConfig, chunk: int) -> int:
-    """Bytes that the experts' rows take in a chunk of `chunk` tokens, each of which has k of them; 0 without experts.
+def expert_bytes(config: ModelConfig, chunk: int) -> int:
+    """Bytes of the rows that a CUDA device groups by expert: those of a chunk, and those of few rows, which have
+    buffers of their own; products of gate and up that share no tiles."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    # A place has its row in fp16, later its product in fp32 there, and its row of the gated unit in fp16.
+    place = 4 * (-(-config.embedding_length // 128) * 128) + 2 * (
+        -(-experts.feed_forward_length // 128) * 128
+    )
+    places = 0
+    for rows in (min(chunk, _FEW_ROWS), chunk):
+        pairs = rows * experts.router.used
+        block = default_block(pairs, experts.count)
+        places += most_blocks(pairs, experts.count, block) * block
+    return places * place + _EXPERT_PRODUCTS
 
-    On the CPU fp32: gate, up, the gated rows and the products of `down`. On CUDA fp16 gated rows, fp32 products, and 16
-    bytes of indices.
-    """
+
+def cpu_expert_bytes(config: ModelConfig, chunk: int) -> int:
+    """Bytes of the rows of a chunk's experts on the CPU, k a token: fp32 gate, up, gated rows, products of `down`."""
     if config.experts is None:
         return 0
-    width, inner = config.embedding_length, config.experts.feed_forward_length
-    row = 4 * (3 * inner + width) if kind == "cpu" else 2 * inner + 4 * width + 16
+    row = 4 * (3 * config.experts.feed_forward_length + config.embedding_length)
     return chunk * config.experts.router.used * row
 
 

@@ -58,7 +58,7 @@ class MixtureOfExperts:
         """Bytes that a step of `rows` rows reads, with the expected number of experts (`ExpertConfig.expected`)."""
         router = self.router.weight
         every = router.numel() * router.element_size()
-        if self.shared_gate_up is not None:
+        if self.shared_gate_up is not None and self.shared_down is not None:
             every += self.shared_gate_up.nbytes + self.shared_down.nbytes
         experts = self.gate_up.nbytes + self.down.nbytes
         return int(every + experts * self.experts.expected(rows) / self.experts.count)

@@ -3,7 +3,8 @@
 A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
 also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
-of its rows, are one more launch. The residual stream is fp32. Implements kernels.backend.Backend.
+of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. The residual
+stream is fp32. Implements kernels.backend.Backend.
 
 Which kernels compute a row, and so its last bits, depend on how many rows there are, unless they are
 `batch_invariant`: then one family of kernels computes every number of rows, and a row's bits follow from its own
@@ -42,12 +43,15 @@ from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
+from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.glu import Activation
+from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
@@ -97,6 +101,7 @@ class CudaBackend:
         self._scratch: QuantizationScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
         self._tiles: tuple[ForwardBatch, PrefillTiles] | None = None
+        self._experts = ExpertOperations(device, self._room, self.pdl)
         self._widest = 0
         self._largest = 0
         self._packed = False
@@ -165,6 +170,41 @@ class CudaBackend:
             return matvec_norm(rows, weight, stream, norm, eps, scratch, self.pdl, bias)
         normed = matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch))
         return RmsNormed(*normed)
+
+    def gate_up_experts(
+        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+    ) -> ExpertWeights:
+        return self._noted_experts(pack_gate_up_experts(gate, up, self.device, bias))
+
+    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ExpertWeights:
+        return self._noted_experts(pack_experts(down, self.device, bias))
+
+    def route(
+        self, _batch: ForwardBatch, x: Residual, norm: RMSNorm, router: Router, experts: Tensor | None = None
+    ) -> Routing:
+        return self._experts.route(_stream(x), norm, router, experts)
+
+    def experts_glu(
+        self,
+        batch: ForwardBatch,
+        x: Residual,
+        norm: RMSNorm,
+        routing: Routing,
+        gate_up: ExpertWeights,
+        activation: Activation = "silu",
+    ) -> GatedRows:
+        return self._experts.glu(self._normed(x, norm), routing, gate_up, activation, _exact(batch))
+
+    def experts_add(
+        self,
+        batch: ForwardBatch,
+        gated: GatedRows,
+        routing: Routing,
+        down: ExpertWeights,
+        residual: Residual,
+        next_norm: RMSNorm | None = None,
+    ) -> Residual:
+        return self._experts.add(gated, routing, down, _stream(residual), next_norm, _exact(batch))
 
     def attention(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
@@ -311,6 +351,10 @@ class CudaBackend:
         whole = size <= MAX_DEQUANTIZED and not weight.paired
         self._largest = max(self._largest, size if whole else min(size, MAX_DEQUANTIZED // 2))
         return weight
+
+    def _noted_experts(self, weights: ExpertWeights) -> ExpertWeights:
+        self._packed |= any(isinstance(part, PackedPart) for part in weights.parts)
+        return weights
 
     def _room(self) -> MatmulWorkspace:
         if self._matmul_workspace is None:

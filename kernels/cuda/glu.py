@@ -1,7 +1,7 @@
 """Gated linear units on CUDA: the activation in a matmul's epilogue, and of rows where no matmul does it.
 
-Definition: kernels/glu.py. Both activations are gate / (1 + exp(-z)), where z is the gate (SiLU) or, since
-(1 + tanh(y)) / 2 = 1 / (1 + exp(-2y)), twice the argument of GELU's tanh.
+Definition: kernels/glu.py. All activations are gate / (1 + exp(-z)), where z is the gate (SiLU), a multiple of the
+clamped gate or, since (1 + tanh(y)) / 2 = 1 / (1 + exp(-2y)), twice the argument of GELU's tanh.
 """
 
 import math
@@ -15,14 +15,18 @@ from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.packed import PackedPart
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import CLAMP, SWISH_SLOPE, Activation
 
 BIAS, ROWS, RESIDUAL = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)
-SILU, GELU_TANH = tl.constexpr(2), tl.constexpr(3)
+SILU, GELU_TANH, CLAMPED_SWISH = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 """Epilogues of a matmul: its rows plus a bias, its rows, its rows plus a residual, or those of a gated linear unit by
 its activation."""
 
-EPILOGUES: dict[Activation, int] = {"silu": SILU.value, "gelu_tanh": GELU_TANH.value}
+EPILOGUES: dict[Activation, int] = {
+    "silu": SILU.value,
+    "gelu_tanh": GELU_TANH.value,
+    "clamped_swish": CLAMPED_SWISH.value,
+}
 
 
 def epilogue_adding(addend: Tensor | None) -> int:
@@ -32,6 +36,7 @@ def epilogue_adding(addend: Tensor | None) -> int:
 
 
 _TWICE_SQRT_2_OVER_PI = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
+_SLOPE, _CLAMP = tl.constexpr(SWISH_SLOPE), tl.constexpr(CLAMP)
 
 
 @triton.jit
@@ -40,6 +45,11 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == GELU_TANH:
         z = gate * (1.0 + 0.044715 * gate * gate) * _TWICE_SQRT_2_OVER_PI
         y = gate / (1.0 + tl.exp(-z)) * up
+    elif ACTIVATION == CLAMPED_SWISH:
+        # Compared, a NaN stays one.
+        gate = tl.where(gate > _CLAMP, _CLAMP, gate)
+        up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up))
+        y = gate / (1.0 + tl.exp(gate * -_SLOPE)) * (up + 1.0)
     else:
         y = gate / (1.0 + tl.exp(-gate)) * up
     return y
@@ -69,15 +79,20 @@ def glu_rows(gate_up: Tensor, activation: Activation, pdl: bool = False) -> Tens
 
 
 @triton.jit
-def product_scales(row_scale, bound):
+def product_scales(row_scale, bound, ACTIVATION: tl.constexpr = SILU):
     """(factor, row scale) of the fp16 rows activation(gate) * up, powers of two, given the row scales of x and
     `product_bound` of the weight.
 
-    No gate or up value exceeds row_scale * bound < 2^above. Either activation is the gate divided by 1 + exp(-z) >= 1,
-    so no larger than the gate: the products are below 2^(2 * above), and scaled below 2^15.
+    No gate or up value exceeds row_scale * bound < 2^above. Every activation is the gate divided by 1 + exp(-z) >= 1,
+    so no larger than the gate: the products are below 2^(2 * above), and scaled below 2^15. Those of the clamped swish,
+    whose other factor is up + 1, are below 2^(above + 1 + max(above, 0)), and below 7 * 8 < 2^6.
     """
     above = ((row_scale * bound).to(tl.int32, bitcast=True) >> 23) - 126
     above = tl.minimum(tl.maximum(above, -55), 70)
+    if ACTIVATION == CLAMPED_SWISH:
+        power = tl.minimum(above + 1 + tl.maximum(above, 0), 6)
+        scale = ((15 - power + 127) << 23).to(tl.float32, bitcast=True)
+        return scale, ((power - 15 + 127) << 23).to(tl.float32, bitcast=True)
     scale = ((15 - 2 * above + 127) << 23).to(tl.float32, bitcast=True)
     return scale, ((2 * above - 15 + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -97,7 +112,7 @@ def _glu_product_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     row_scale = tl.load(row_scale_ptr + row)
-    out_scale, out_row_scale = product_scales(row_scale, bound)
+    out_scale, out_row_scale = product_scales(row_scale, bound, ACTIVATION)
     if tl.program_id(1) == 0:
         tl.store(out_row_scale_ptr + row, out_row_scale)
     gate = tl.load(z_ptr + row * 2 * width + column, mask=inside, other=0.0) * (

@@ -14,6 +14,8 @@ from quengine.diagnostics.bench.bench_plan import BenchTest
 from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
 from quengine.diagnostics.bench.profile import read_profile
 from quengine.kernels.cpu.runtime.threads import max_threads
+from quengine.kernels.moe.router_kind import RouterKind
+from quengine.models.config import ExpertConfig
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -175,6 +177,23 @@ def test_a_gpus_table_has_its_own_columns_yardsticks_and_profiles(
     assert "800 TFLOP/s" in lines[5]
     assert lines[7] == "m, tg128: device time of a decode step"
     assert "| matvec " in "\n".join(lines[9:])
+
+
+def test_a_mixture_of_experts_has_a_table_with_its_active_parameters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    experts = ExpertConfig(count=8, router=RouterKind(used=2), feed_forward_length=64)
+    facts = ModelFacts("e", "/e.gguf", 2**30, 47 * 10**9, "Q4_K", 13 * 10**9, 2**28, experts)
+    of_cpu = {"device": "cpu", "backend": "cpu", "profile": (), "kernels_per_step": None}
+    dense, sparse = cuda_row(**of_cpu), cuda_row(**of_cpu, model=facts)
+    _write_md(iter([sparse, sparse, dense]))
+    lines = capsys.readouterr().out.splitlines()
+    tables = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert tables[0][-1] == "active params" and tables[2][-1] == tables[3][-1] == "13.00 B"
+    assert lines[4] == "" and tables[5][-1] == "peak memory" and len(tables[7]) == len(tables[5])
+    _write_csv(iter([dense, sparse]))
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [each["model_active_params"] for each in rows] == ["", "13000000000"]
 
 
 def test_profiles_are_in_json_and_in_a_cell_of_csv(

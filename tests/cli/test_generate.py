@@ -12,6 +12,7 @@ import pytest
 from gguf import GGUFReader
 
 from quengine.cli.main import run
+from quengine.models.synthetic.synthetic import write_synthetic
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -54,6 +55,21 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest
         "cpu",
     ):
         assert word in captured.err
+
+
+def test_a_mixture_of_experts_reports_how_much_of_it_is_active(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_synthetic(tmp_path / "experts.gguf", "mixtral-tiny")
+    args = ["-m", str(path), "--raw", "the"]
+    assert run(["generate", *args, *COMMON]) == 0
+    assert (
+        "experts    2 of 8 a token and layer; 5.52 M of 14.95 M parameters are active"
+        in capsys.readouterr().err
+    )
+    found = as_json(capsys, *args)["model_size"]
+    assert isinstance(found, dict) and (found["experts"], found["experts_used"]) == (8, 2)
+    assert found["active_bytes"] < found["nbytes"] and found["active_parameters"] < found["parameters"]
 
 
 def test_verbose_says_what_is_done(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,17 @@
 import dataclasses
 
 import pytest
+import torch
 
 from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.moe import grouped
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
+from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.cuda.weights.layout import packed_layout
+from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.memory import (
@@ -14,7 +22,8 @@ from quengine.memory import (
     attended_bytes,
     choose_context,
     choose_pools,
-    expert_rows_bytes,
+    cpu_expert_bytes,
+    expert_bytes,
     workspace_bytes,
 )
 from quengine.models.config import CacheGroup, ExpertConfig, ModelConfig
@@ -119,17 +128,15 @@ def test_room_beside_weights_and_cache_grows_with_the_model_and_the_chunk_on_a_g
     assert beside("cpu", 80, 8192, 28672, 42_500_000_000) == 0
 
 
-def test_the_rows_of_experts_take_room_of_their_own(config: ModelConfig) -> None:
+def test_the_rows_of_experts_take_room_of_their_own_on_the_cpu(config: ModelConfig) -> None:
     """Of a chunk of T tokens T x k rows, which the dense feed-forward of the same model does not have."""
-    router = RouterKind(used=8)
-    experts = ExpertConfig(count=128, router=router, feed_forward_length=768)
+    experts = ExpertConfig(count=128, router=RouterKind(used=8), feed_forward_length=768)
     sparse = dataclasses.replace(
         config, embedding_length=2048, head_count_kv=4, feed_forward_length=6144, experts=experts
     )
-    assert expert_rows_bytes("cuda", config, 2048) == 0
-    assert expert_rows_bytes("cuda", sparse, 2048) == 2048 * 8 * (2 * 768 + 4 * 2048 + 16)
+    assert cpu_expert_bytes(config, 2048) == 0
     assert workspace_bytes("cpu", sparse, GIB, 512, 1) == WORKSPACE["cpu"] + 512 * 8 * 4 * (3 * 768 + 2048)
-    # No layer has the dense feed-forward's width, unless it is said to be dense.
+    # On a GPU no layer has the dense feed-forward's width, unless it is said to be dense.
     dense = dataclasses.replace(experts, dense_layers=(0,))
     more = [
         workspace_bytes("cuda", dataclasses.replace(sparse, experts=each), GIB, 2048, 1)
@@ -141,6 +148,38 @@ def test_the_rows_of_experts_take_room_of_their_own(config: ModelConfig) -> None
 def test_a_draft_model_takes_less_beside_than_alone(config: ModelConfig) -> None:
     alone, beside = (workspace_bytes("cuda", config, 2**27, 2048, 8, draft) for draft in (False, True))
     assert beside < alone
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ffn", "count", "used"), [(2048, 768, 128, 8), (4096, 14336, 8, 2), (2880, 2880, 32, 4)]
+)
+@pytest.mark.parametrize("chunk", [512, 2048, 4096])
+def test_the_buffers_of_grouped_rows_are_counted(
+    chunk: int,
+    hidden: int,
+    ffn: int,
+    count: int,
+    used: int,
+    config: ModelConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a Hopper GPU holds after a batch and a prompt, and not much more; without experts nothing."""
+    monkeypatch.setattr(grouped, "uses_wgmma", lambda *_: True)
+    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    room, plane = MatmulWorkspace(0, "meta"), torch.empty(0, dtype=torch.uint8)
+    part = PackedPart(
+        packed_layout(FORMATS["Q4_0"], hidden), 2 * ffn * count, hidden, plane, plane, plane, plane, 1, 1
+    )
+    gate_up = ExpertWeights((part,), count, 2 * ffn, True)
+    for rows in (3, 128, chunk):
+        _, gated = grouped._buffers(rows, used, gate_up, room)
+        room.of_experts("rows", torch.float32, rows, (gated.groups.rows, hidden), 0)
+    experts = ExpertConfig(count, RouterKind(used), ffn)
+    counted = (
+        expert_bytes(dataclasses.replace(config, embedding_length=hidden, experts=experts), chunk) - 2**26
+    )
+    assert 0.98 * room.nbytes < counted < 1.25 * room.nbytes
+    assert expert_bytes(config, chunk) == 0
 
 
 @pytest.fixture

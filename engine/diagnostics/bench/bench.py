@@ -32,7 +32,8 @@ from quengine.load import choose_device
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.hub.hub import resolve_model
 from quengine.models.parameter_counts import checkpoint_parameters
-from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
+from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.machine import physical_cores
 
 Progress = Callable[[str], None]

@@ -149,14 +149,12 @@ class BenchRow:
         return fields if machine is None else {**fields, **machine}
 
     def _experts(self) -> dict[str, Any]:
-        """What only a mixture of experts has; `experts_read` of a layer, as expected, in a step of the test."""
-        model = self.model
-        if model.experts is None:
-            return {}
+        """Of a mixture of experts, else None each; `experts_read` of a layer in a step of the test, as expected."""
+        model, experts = self.model, self.model.experts
         return {
             "model_active_params": model.active_params,
             "model_active_bytes": model.active_bytes,
-            "experts": model.experts.count,
-            "experts_used": model.experts.router.used,
-            "experts_read": None if self.test.prompt else model.experts.expected(self.batch),
+            "experts": experts and experts.count,
+            "experts_used": experts and experts.router.used,
+            "experts_read": experts.expected(self.batch) if experts and not self.test.prompt else None,
         }

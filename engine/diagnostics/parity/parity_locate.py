@@ -188,7 +188,7 @@ class _Replay:
         further = {} if call.experts is None else {"experts": call.experts.to(backend.device)}
         output = run(*given, **further)
         self._layer += operation == "norm+qkv"
-        self.found.append(self._compared(call, _on_host(output).reshape(call.output.shape)))
+        self.found.append(self._compared(*_of_one_width(call, _on_host(output))))
         return _weighted_as(call, output) if isinstance(output, Routing) else output
 
     def _compared(self, call: _Call, output: Tensor) -> OperationError:
@@ -204,6 +204,15 @@ class _Replay:
         """How far the rows are apart that this layer's attention has just written."""
         rows_a, rows_b = (_layer_rows(side, self._layer, *self._rows) for side in (self._a, self._b))
         return max(_largest(mine, other) for mine, other in zip(rows_a, rows_b, strict=True))
+
+
+def _of_one_width(call: _Call, output: Tensor) -> tuple[_Call, Tensor]:
+    """Both results without what pads the rows of experts on one side."""
+    if call.operation != "experts+glu":
+        return call, output
+    width = min(call.output.shape[-1], output.shape[-1])
+    rows = call.output[..., :width].reshape(-1, width), output[..., :width].reshape(-1, width)
+    return replace(call, output=rows[0]), rows[1]
 
 
 def _weighted_as(call: _Call, routing: Routing) -> Routing:

@@ -5,7 +5,8 @@ The decoder's own code runs, so that what is watched is what serves.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +15,22 @@ from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.moe.router import Routing
 from quengine.models.decoder import Decoder
+from quengine.models.experts import MixtureOfExperts
+
+if TYPE_CHECKING:
+    from quengine.kernels.cuda.moe.grouped import GroupedRows
 
 Operation = Literal[
-    *("embed", "norm+qkv", "attention", "output+residual", "norm+glu", "down+residual"),
-    *("route", "experts+glu", "experts+residual", "logits"),
+    "embed",
+    "norm+qkv",
+    "attention",
+    "output+residual",
+    "norm+glu",
+    "down+residual",
+    "route",
+    "experts+glu",
+    "experts+residual",
+    "logits",
 ]
 LAYER_OPERATIONS: tuple[Operation, ...] = (
     "norm+qkv",
@@ -61,9 +74,10 @@ class Watch(Protocol):
 
 
 def rows_of(hidden: Hidden) -> Tensor:
-    """What a backend's operation has given as numbers [T, width], on its device; of a residual stream whose norm has
-    been begun, the stream; of experts [T, k, width]; of a routing the weights, with the shared expert's as the last
-    column.
+    """What a backend's operation has given as numbers [T, width], on its device.
+
+    Of a residual stream whose norm has been begun, the stream; of experts [T, k, width] or [T * k, width], which may be
+    padded; of a routing the weights, with the shared expert's as the last column.
     """
     if isinstance(hidden, Tensor):
         return hidden
@@ -73,8 +87,12 @@ def rows_of(hidden: Hidden) -> Tensor:
     if isinstance(hidden, ExpertRows):
         return hidden.by_slot()
     # Only the CUDA backend gives anything else, so what it needs is installed.
+    from quengine.kernels.cuda.moe.grouped import GroupedRows
     from quengine.kernels.cuda.rms_normed import RmsNormed
 
+    if isinstance(hidden, GroupedRows):
+        places = hidden.groups.positions.view(hidden.tokens, -1).long()
+        return hidden.rows.dequantize()[places]
     rows: Tensor = hidden.hidden if isinstance(hidden, RmsNormed) else hidden.dequantize()
     return rows
 
@@ -88,11 +106,15 @@ def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
     if isinstance(own, Tensor):
         return placed
     if isinstance(own, ExpertRows):
-        return own.of_slots(placed)
+        slots, width = own.groups.places.shape, own.values.shape[1]
+        return own.of_slots(rows[..., :width].reshape(*slots, width).to(own.values))
     placed = placed.flatten(0, -2)  # of experts, a row for each of a token's
     from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct, to_fp16_operand
     from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
+    from quengine.kernels.cuda.moe.grouped import GroupedRows
 
+    if isinstance(own, GroupedRows):
+        return _grouped(placed, own)
     if isinstance(own, Fp16Operand):
         return to_fp16_operand(placed)
     if isinstance(own, ScaledProduct):
@@ -101,20 +123,33 @@ def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
     return quantize_activations(placed) if isinstance(own, QuantizedActivations) else own
 
 
+def _grouped(rows: Tensor, own: "GroupedRows") -> "GroupedRows":
+    """Rows fp32 [T * k, width] in the places that `own` has for them."""
+    from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, to_fp16_operand
+
+    width = -(-rows.shape[1] // 128) * 128
+    placed = rows.new_zeros(own.rows.rows, width)
+    placed[own.groups.positions.long(), : rows.shape[1]] = rows
+    operand = Fp16Operand.empty(own.rows.rows, width, rows.device, own.rows.layout)
+    return replace(own, rows=to_fp16_operand(placed, operand))
+
+
 @contextmanager
 def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
     """While it lasts, every operation of `decoder` goes through `watch`."""
-    holders: list[tuple[Any, bool]] = [(decoder, False)]
+    holders: list[tuple[Any, str, bool]] = [(decoder, "backend", False)]
     for block in decoder.blk:
-        holders += [(block.attention, False), (block.ffn, True)]
-    own = [holder.backend for holder, _ in holders]
-    for holder, in_ffn in holders:
-        holder.backend = _WatchedBackend(holder.backend, watch, in_ffn)
+        holders += [(block.attention, "backend", False), (block.ffn, "backend", True)]
+        if isinstance(block.ffn, MixtureOfExperts):
+            holders.append((block.ffn, "expert_backend", True))
+    own = [getattr(holder, name) for holder, name, _ in holders]
+    for (holder, name, in_ffn), backend in zip(holders, own, strict=True):
+        setattr(holder, name, _WatchedBackend(backend, watch, in_ffn))
     try:
         yield
     finally:
-        for (holder, _), backend in zip(holders, own, strict=True):
-            holder.backend = backend
+        for (holder, name, _), backend in zip(holders, own, strict=True):
+            setattr(holder, name, backend)
 
 
 class _WatchedBackend:

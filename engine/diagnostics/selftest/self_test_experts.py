@@ -58,15 +58,15 @@ def _layer(tokens: int, activation: Activation = "silu", biases: bool = False) -
 
     def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
         random = torch.Generator().manual_seed(11)
-        matrices = [[random_tensor(fmt, GATED, COLS, random) for _ in range(EXPERTS)] for _ in range(2)]
+        gates, ups = ([random_tensor(fmt, GATED, COLS, random) for _ in range(EXPERTS)] for _ in range(2))
         downs = [random_tensor(fmt, COLS, GATED, random) for _ in range(EXPERTS)]
         of_gate_up, of_down = (_bias(backend, width, random) for width in (2 * GATED, COLS))
-        gate_up = backend.gate_up_experts(*matrices, of_gate_up if biases else None)
+        gate_up = backend.gate_up_experts(gates, ups, of_gate_up if biases else None)
         down = backend.down_experts(downs, of_down if biases else None)
         router = _router(backend, RouterKind(used=USED), EXPERTS, random)
         output = backend.weight([floats(torch.randn(ROWS, COLS, generator=random))])
         x, batch = rows_on(backend, tokens, COLS, 4), step_of(range(tokens), backend)
-        norm = _fitting(norm_on(backend, COLS), matrices[0][0])
+        norm = _fitting(norm_on(backend, COLS), gates[0])
         routing = backend.route(batch, x, norm, router, _experts_of(tokens).to(backend.device))
         gated = backend.experts_glu(batch, x, norm, routing, gate_up, activation)
         if not biases:

@@ -15,14 +15,18 @@ from torch import Tensor
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda import backend as cuda_backend
+from quengine.kernels.cuda.aot.aot_experts import expert_cases
+from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
 from quengine.kernels.cuda.attention import attention_prefill, attention_warps
 from quengine.kernels.cuda.gemm import matmul_fused, matmul_wgmma
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.gemv import matvec_program
+from quengine.kernels.cuda.moe import grouped_mma
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pairs_experts
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.cuda.weights import launch_table
-from quengine.kernels.cuda.weights.layout import packed_layout
+from quengine.kernels.cuda.weights.layout import TILE_ROWS, packed_layout
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight, can_pair
 from quengine.kernels.forward_batch import ForwardBatch, Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
@@ -143,6 +147,19 @@ class MetaBackend(cuda_backend.CudaBackend):
             return self.weight([gate, up])
         return self._noted(PackedWeight((_part(gate.format.name, 2 * gate.rows, gate.cols),), paired=True))
 
+    def gate_up_experts(
+        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+    ) -> ExpertWeights:
+        count, rows = len(gate), 2 * gate[0].rows
+        if pairs_experts(gate[0], up[0]):
+            return self._noted_experts(ExpertWeights((_experts(gate, rows),), count, rows, True, bias))
+        parts = (_experts(gate, rows // 2), _experts(up, rows // 2))
+        return self._noted_experts(ExpertWeights(parts, count, rows, bias=bias))
+
+    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ExpertWeights:
+        rows = down[0].rows
+        return self._noted_experts(ExpertWeights((_experts(down, rows),), len(down), rows, bias=bias))
+
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return _empty(sum(part.shape[-1] for part in parts))
 
@@ -156,6 +173,7 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
         (attention_warps, "uses_assembly", lambda: True),
         (matmul_fused, "uses_assembly", lambda: True),
         (matvec_program, "uses_assembly", lambda: True),
+        (grouped_mma, "uses_assembly", lambda: True),
         (matmul_wgmma, "is_hopper", lambda _: arch == 90),
         (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
     ]
@@ -173,7 +191,7 @@ def cases() -> list[Case]:
     """All cases, those that take longest first."""
     return [
         *_model_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(),
-        *_sampling_cases(),
+        *_sampling_cases(), *(Case(*fields) for fields in (*expert_cases(), *grouped_cases())),
     ]  # fmt: skip
 
 
@@ -440,6 +458,13 @@ def _part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
         return FloatPart(_empty(rows, cols, dtype=_FLOATS[name]))
     plane = _empty(16, dtype=torch.uint8)
     return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
+
+
+def _experts(experts: Sequence[QuantTensor], rows: int) -> PackedPart | FloatPart:
+    """A part with `rows` rows of each expert, and those that fill its last tile."""
+    first = experts[0]
+    padded = -(-rows // TILE_ROWS) * TILE_ROWS if first.format.is_quantized else rows
+    return _part(first.format.name, len(experts) * padded, first.cols)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -203,7 +203,7 @@ def fp16_row_scale(peak):
 
 
 @triton.jit
-def _wgmma_order(values):
+def wgmma_order(values):
     """Columns [N], a multiple of 128, in the WGMMA layout: exchanged between threads, so that they store whole words
     side by side; `operand_offset` of all columns at once."""
     N: tl.constexpr = values.shape[0]
@@ -228,7 +228,7 @@ def _to_fp16_operand_kernel(
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
         if LAYOUT == _WGMMA:
-            tl.store(out_ptr + row * stride + k, _wgmma_order((x * scale).to(tl.float16)), mask=k < K)
+            tl.store(out_ptr + row * stride + k, wgmma_order((x * scale).to(tl.float16)), mask=k < K)
         else:
             store_operand(out_ptr, row, k, stride, x * scale, k < K, LAYOUT)
 
@@ -251,7 +251,7 @@ def _to_wgmma_layout_kernel(x_ptr, out_ptr, K, stride, BLOCK: tl.constexpr, PDL:
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-    tl.store(out_ptr + row * stride + k, _wgmma_order(x), mask=k < K)
+    tl.store(out_ptr + row * stride + k, wgmma_order(x), mask=k < K)
 
 
 def to_wgmma_layout(x: Fp16Operand, out: Tensor, pdl: bool = False) -> Fp16Operand:

@@ -211,7 +211,7 @@ def _load_tiles(planes, chunk, tile, tiles, inside, lane, P: tl.constexpr):
 
 
 @triton.jit
-def _add_warps(acc, w: tl.constexpr, P: tl.constexpr):
+def add_warps(acc, w: tl.constexpr, P: tl.constexpr):
     """The sums of tile w of each warp over the warps that share its columns: fp32 [n_warps, r, q, token tile, rh,
     column], weight row 8*rh + r of the tile, row 8*(token tile) + 2*q + column of x."""
     COUNT: tl.constexpr = 4 * P.token_tiles
@@ -227,7 +227,7 @@ def _add_warps(acc, w: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _store(y, w: tl.constexpr, tile0, token0, output, P: tl.constexpr):
-    """Finish and store what `_add_warps` gave for tile w of each warp."""
+    """Finish and store what `add_warps` gave for tile w of each warp."""
     rows = output.weight_rows
     tile = tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None, None] * P.tiles + w
     r = tl.arange(0, 8)[None, :, None, None, None, None]
@@ -266,8 +266,11 @@ def _store(y, w: tl.constexpr, tile0, token0, output, P: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(planes, x_ptr, tile, tiles, lane, warp, weight_scale, P: tl.constexpr):
-    """This program's sums, as `_multiply_chunk` has them; weights are read before the launch in front has ended."""
+def accumulate(planes, x_ptr, tile, tiles, lane, warp, weight_scale, P: tl.constexpr, token_block=None):
+    """This program's sums, as `_multiply_chunk` has them; weights are read before the launch in front has ended.
+
+    token_block: which block of rows is multiplied; the program's number along the first axis by default.
+    """
     first_chunk = tl.program_id(2) * P.split_chunks
     end = tl.minimum(first_chunk + P.split_chunks, P.chunks)
     c = first_chunk + warp % P.k_warps
@@ -275,7 +278,10 @@ def _accumulate(planes, x_ptr, tile, tiles, lane, warp, weight_scale, P: tl.cons
         words = _load_tiles(planes, tile * P.chunks + c, tile, tiles, c < end, lane, P)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
-    token0 = tl.program_id(0) * (8 * P.token_tiles)
+    if token_block is None:
+        token0 = tl.program_id(0) * (8 * P.token_tiles)
+    else:
+        token0 = token_block * (8 * P.token_tiles)
     x_base = x_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + token0 * (P.padded // 4)
     x_place = (lane * 2)[:, None] + tl.arange(0, 2)[None, :]
     COUNT: tl.constexpr = 4 * P.tiles * P.token_tiles
@@ -312,11 +318,11 @@ def _fused_kernel(
     tile0 = tl.program_id(1) * (P.n_warps * TILES)
     tile = tile0 + (thread >> 5) // P.k_warps * TILES
     planes = (low, high, scales, supers)
-    acc, token0 = _accumulate(planes, x_ptr, tile, tiles, lane, thread >> 5, weight_scale, P)
+    acc, token0 = accumulate(planes, x_ptr, tile, tiles, lane, thread >> 5, weight_scale, P)
     output = Output(row_scale_ptr, residual_ptr, out_ptr, rows, first, N, T, weight_scale)
     if P.splits == 1:
         for w in tl.static_range(TILES):
-            _store(_add_warps(acc, w, P), w, tile0, token0, output, P)
+            _store(add_warps(acc, w, P), w, tile0, token0, output, P)
     else:
         # Partial sums lie as the threads hold them, a block for each (split, tile block, token block, w).
         SIZE: tl.constexpr = P.n_warps * P.token_tiles * 128
@@ -326,7 +332,7 @@ def _fused_kernel(
         spread = tl.reshape(tl.arange(0, SIZE), [P.n_warps, 8, 4, P.token_tiles, 2, 2])
         mine = (tl.program_id(2) * blocks + block).to(tl.int64) * (SIZE * TILES)
         for w in tl.static_range(TILES):
-            y = _add_warps(acc, w, P)
+            y = add_warps(acc, w, P)
             tl.store(partial_ptr + mine + w * SIZE + spread, y)
         tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
         arrived = tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel", scope="gpu")

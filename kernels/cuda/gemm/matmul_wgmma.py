@@ -33,10 +33,10 @@ from quengine.kernels.cuda.weights.launch_table import MOST_FEW, WgmmaGeometry, 
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.glu import Activation
 
-_STAGED = gl.NVMMASharedLayout(128, 16, 2)
+STAGED = gl.NVMMASharedLayout(128, 16, 2)
 
 
-@partial(DirectLaunch, layout=_STAGED)
+@partial(DirectLaunch, layout=STAGED)
 @gluon.jit(do_not_specialize=["T"])  # any number of rows up to a block runs the same code
 def _wgmma_kernel(
     low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
@@ -47,13 +47,13 @@ def _wgmma_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     block = gl.program_id(0)
     matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
-    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
+    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound, out_ptr)
     few_rows_program(
         matrix, x_rows, output, partial_ptr, arrivals_ptr, block, gl.program_id(1), block, gl.num_programs(0), P
     )  # fmt: skip
 
 
-@partial(DirectLaunch, layout=_STAGED)
+@partial(DirectLaunch, layout=STAGED)
 @gluon.jit(do_not_specialize=["T"])
 def _wgmma_two_parts_kernel(
     low, high, scales, supers, x_rows, row_scale_ptr, out_ptr, partial_ptr, arrivals_ptr, tiles, rows, N, T,
@@ -67,20 +67,20 @@ def _wgmma_two_parts_kernel(
     blocks = (tiles + P.warps - 1) // P.warps
     if place < blocks:
         matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
-        output = Output(row_scale_ptr, out_ptr, out_ptr, out_ptr, 0, N, T, 0.0)
+        output = Output(row_scale_ptr, out_ptr, out_ptr, out_ptr, 0, N, T, 0.0, out_ptr)
         few_rows_program(
             matrix, x_rows, output, partial_ptr, arrivals_ptr, place, gl.program_id(1), place, gl.num_programs(0), P
         )  # fmt: skip
     else:
         matrix_2 = Matrix((low_2, high_2, scales_2, supers_2), tiles_2, rows_2, weight_scale_2)
-        output_2 = Output(row_scale_ptr, out_ptr, out_ptr, out_ptr, rows, N, T, 0.0)
+        output_2 = Output(row_scale_ptr, out_ptr, out_ptr, out_ptr, rows, N, T, 0.0, out_ptr)
         few_rows_program(
             matrix_2, x_rows, output_2, partial_ptr, arrivals_ptr, place - blocks, gl.program_id(1), place,
             gl.num_programs(0), P_2,
         )  # fmt: skip
 
 
-@partial(DirectLaunch, layout=_STAGED)
+@partial(DirectLaunch, layout=STAGED)
 @gluon.jit(do_not_specialize=["T"])
 def _wgmma_blocks_kernel(
     low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, tiles, rows, first, N,
@@ -113,14 +113,14 @@ def _wgmma_blocks_kernel(
             acc += one
     if P.flags.pdl and P.flags.consumer:
         tl.extra.cuda.gdc_wait()
-    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
+    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound, out_ptr)
     store_block(
         acc, block * (16 * P.warps), token0, output, rows, weight_scale, P, P.block,
         64 if P.flags.epilogue >= SILU else 32,
     )  # fmt: skip
 
 
-def _subnormal_weight_scale(part: PackedPart) -> float:
+def subnormal_weight_scale(part: PackedPart) -> float:
     """The weight scale where codes are read as subnormal fp16: scales must fit fp16 when multiplied by 2^24. It brings
     the largest weight to 2^-5 or so; fp16 keeps its 11 bits down to 2^-14."""
     few = part.layout.bits == 2 and not part.layout.offset
@@ -193,7 +193,7 @@ def launch_wgmma_two_parts(
     )
     assert x.rows * out.shape[1] < 2**31, "the kernel counts results in 32 bits"
     partials, arrivals = scratch.take(plan.partial, plan.grid[0])
-    scales = [part.weight_scale if mode.exact else _subnormal_weight_scale(part) for part in parts]
+    scales = [part.weight_scale if mode.exact else subnormal_weight_scale(part) for part in parts]
     _wgmma_two_parts_kernel.launch(
         plan.grid,
         (
@@ -221,7 +221,7 @@ def _launch(
     written, and the distance of rows."""
     plan = wgmma_plan(geometry, part.layout, part.rows, part.cols, x.rows, flags)
     assert x.is_wgmma and x.rows * columns[1] < 2**31, "the kernel counts results in 32 bits"
-    weight_scale = part.weight_scale if flags.exact else _subnormal_weight_scale(part)
+    weight_scale = part.weight_scale if flags.exact else subnormal_weight_scale(part)
     pointers = (*part.planes, Copied(x.values, plan.tma_block), x.row_scale, *outputs)
     sizes = (part.tiles, part.rows, *columns, x.rows, weight_scale, product_bound(part))
     if x.rows > MOST_FEW:

@@ -14,7 +14,7 @@ class WgmmaFlags(NamedTuple):
     """What a launch does, beside its shapes.
 
     exact: weights are rounded to fp16 once, not their scales and minimums before. producer, consumer: see
-    `launch_wgmma`. epilogue: see glu.py.
+    `launch_wgmma`. epilogue: see glu.py. bias: see wgmma_store.py.
     """
 
     epilogue: int
@@ -23,6 +23,7 @@ class WgmmaFlags(NamedTuple):
     pdl: bool
     producer: bool = False
     consumer: bool = False
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,21 @@ def wgmma_plan_two_parts(
     return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks), second)
 
 
+@lru_cache(1024)
+def wgmma_plan_grouped(
+    geometry: WgmmaGeometry,
+    layout: PackedLayout,
+    cols: int,
+    grid: tuple[int, ...],
+    flags: WgmmaFlags,
+    early: bool,
+) -> WgmmaPlan:
+    """Blocks of rows, of geometry.block each, times the matrices of their experts: see moe/grouped_wgmma.py. cols:
+    those of the rows, a multiple of 128."""
+    program = _program(geometry, layout, cols, geometry.block, flags)
+    return _plan(geometry, program, (*grid, 1), 0, more={"EARLY": early})
+
+
 def _program(
     geometry: WgmmaGeometry, layout: PackedLayout, cols: int, rows: int, flags: WgmmaFlags
 ) -> WgmmaProgram:
@@ -129,10 +145,11 @@ def _plan(
     grid: tuple[int, int],
     partial: int,
     second: WgmmaProgram | None = None,
+    more: dict[str, object] | None = None,
 ) -> WgmmaPlan:
-    named = {
+    named: dict[str, object] = {
         "P": program, "num_warps": geometry.warps, "maxnreg": geometry.registers or None,
-        "launch_pdl": program.flags.pdl,
+        "launch_pdl": program.flags.pdl, **(more or {}),
     }  # fmt: skip
     if second is not None:
         named["P_2"] = second

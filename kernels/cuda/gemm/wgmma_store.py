@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.glu import BIAS, RESIDUAL, SILU, gated, product_scales
+from quengine.kernels.cuda.glu import BIAS, CLAMPED_SWISH, RESIDUAL, SILU, gated, product_scales
 
 
 class Output(NamedTuple):
     """Where results go: pointers (row scales of x, residual, result, its row scales), the first column that is written,
-    the distance of rows, rows of x, and a bound on the products (see glu.py)."""
+    the distance of rows, rows of x, a bound on the products (see glu.py), and a pointer to what is added to each row of
+    products, before the gated unit, where the flags say so."""
 
     row_scale_ptr: Any
     residual_ptr: Any
@@ -27,6 +28,7 @@ class Output(NamedTuple):
     stride: Any
     rows: Any
     bound: Any
+    bias_ptr: Any
 
 
 @gluon.jit
@@ -63,22 +65,48 @@ def _store_wgmma_layout(values, first, token0, output, WARPS: gl.constexpr, TB: 
 
 
 @gluon.jit
-def _store_gated(y, block_row, token0, output, weight_scale, P: gl.constexpr, TB: gl.constexpr):
+def _pair_bias(block_row, output, rows, P: gl.constexpr, L: gl.constexpr):
+    """The biases of a block's gate and up values, [warps, 8, 1] each, for values in layout L."""
+    OF_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))
+    OF_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L))
+    WARPS: gl.constexpr = P.warps
+    tile = tile_of(block_row // (16 * WARPS), gl.arange(0, WARPS, layout=OF_WARP), P)
+    column = gl.expand_dims(tile, 1) * 8 + gl.expand_dims(gl.arange(0, 8, layout=OF_ROW), 0)
+    inside = column < rows // 2
+    gate = gl.load(output.bias_ptr + column, mask=inside, other=0.0)
+    up = gl.load(output.bias_ptr + rows // 2 + column, mask=inside, other=0.0)
+    return gl.expand_dims(gate, 2), gl.expand_dims(up, 2)
+
+
+@gluon.jit
+def _store_gated(y, block_row, token0, output, rows, weight_scale, P: gl.constexpr, TB: gl.constexpr):
     """Store activation(gate) * up of sums [16*P.warps, TB] as scaled fp16 in the WGMMA layout, and its row scales."""
     WARPS: gl.constexpr = P.warps
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     token = token0 + gl.arange(0, TB, layout=LINE)
     scale = gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
-    out_scale, out_row_scale = product_scales(scale, output.bound)
+    out_scale, out_row_scale = product_scales(scale, output.bound, P.flags.epilogue)
     gl.store(output.out_row_scale_ptr + token, out_row_scale, mask=(token < output.rows) & (block_row == 0))
     gate, up = _pair(y, WARPS, TB)
     OF_TOKEN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gate.type.layout))
     near = scale / weight_scale
     of_gate = gl.convert_layout(near, OF_TOKEN)
-    of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
+    if P.flags.epilogue == CLAMPED_SWISH:  # up is clamped before it is scaled
+        of_up = of_gate
+    else:
+        of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
     gate = gate * gl.expand_dims(gl.expand_dims(of_gate, 0), 0)
     up = up * gl.expand_dims(gl.expand_dims(of_up, 0), 0)
-    result = gated(gate, up, P.flags.epilogue).to(gl.float16)
+    if P.flags.bias:
+        gl.static_assert(P.flags.epilogue == CLAMPED_SWISH)  # for others the bound says nothing of biases
+        OF_GATE: gl.constexpr = gate.type.layout
+        gate_bias, up_bias = _pair_bias(block_row, output, rows, P, OF_GATE)
+        gate += gate_bias
+        up += up_bias
+    result = gated(gate, up, P.flags.epilogue)
+    if P.flags.epilogue == CLAMPED_SWISH:
+        result *= gl.expand_dims(gl.expand_dims(gl.convert_layout(out_scale, OF_TOKEN), 0), 0)
+    result = result.to(gl.float16)
     _store_wgmma_layout(result, block_row // 2, token0, output, WARPS, TB)
 
 
@@ -91,12 +119,17 @@ def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr):
     token = gl.expand_dims(token, 0)
     if P.flags.paired:
         column = (row >> 4) * 8 + (row & 7)
-        inside = gl.expand_dims(column < rows // 2, 1) & (token < output.rows)
+        live = column < rows // 2
         column = column + ((row >> 3) & 1) * (rows // 2)
     else:
         column = row
-        inside = gl.expand_dims(row < rows, 1) & (token < output.rows)
+        live = row < rows
+    inside = gl.expand_dims(live, 1) & (token < output.rows)
     at = token * output.stride + (output.first + gl.expand_dims(column, 1))
+    if P.flags.bias:
+        at_bias = output.bias_ptr + output.first + column
+        of_row = gl.load(at_bias, mask=live, other=0.0)
+        y += gl.expand_dims(of_row, 1)
     if P.flags.epilogue == RESIDUAL:
         y += gl.load(output.residual_ptr + at, mask=inside, other=0.0)
     elif P.flags.epilogue == BIAS:
@@ -106,13 +139,14 @@ def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr):
 
 
 @gluon.jit
-def store_sums(y, block_row, output, rows, weight_scale, MMA: gl.constexpr, P: gl.constexpr):
-    """Finish and store sums of few rows of x; the first row is row `block_row` of the packed matrix."""
+def store_sums(y, block_row, output, rows, weight_scale, MMA: gl.constexpr, P: gl.constexpr, token0=0):
+    """Finish and store sums of few rows of x, from row token0 on; the first row is row `block_row` of the packed
+    matrix."""
     if P.flags.epilogue >= SILU:
-        _store_gated(y, block_row, 0, output, weight_scale, P, P.block)
+        _store_gated(y, block_row, token0, output, rows, weight_scale, P, P.block)
     else:
         row = block_row + gl.arange(0, 16 * P.warps, layout=gl.SliceLayout(1, MMA))
-        token = gl.arange(0, P.block, layout=gl.SliceLayout(0, MMA))
+        token = token0 + gl.arange(0, P.block, layout=gl.SliceLayout(0, MMA))
         _store_rows(y, row, token, output, rows, weight_scale, P)
 
 
@@ -130,7 +164,7 @@ def store_block(
     elif P.flags.epilogue >= SILU:
         MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TB, 16])
         y = gl.convert_layout(y, MMA, assert_trivial=True)
-        _store_gated(y, block_row, token0, output, weight_scale, P, TB)
+        _store_gated(y, block_row, token0, output, rows, weight_scale, P, TB)
     else:
         LANES: gl.constexpr = 4 * WARPS
         LINES: gl.constexpr = gl.BlockedLayout([4, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])

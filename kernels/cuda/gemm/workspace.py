@@ -10,6 +10,18 @@
 | plain floats, batch-invariant | matmul_float.py                 | matmul_float.py                          |
 
 The limits are defaults; launch_table.json has measured ones (`wgmma_limit`, `fused_limit`).
+
+Of a mixture of experts, by the rows of an expert on average (T rows * k experts each / E experts):
+
+| rows of an expert           | Hopper                            | other GPUs                               |
+|-----------------------------|-----------------------------------|------------------------------------------|
+| T = 1                       | q-dot: moe/ (not batch-invariant) | q-dot: moe/ (not batch-invariant)        |
+| packed, any number          | WGMMA: moe/grouped_wgmma.py       | MMA: moe/grouped_mma.py                  |
+| plain floats, any number    | moe/grouped_float.py              | moe/grouped_float.py                     |
+| up to 4, 9, 20, 45, 384; more | blocks of 8, 16, 32, 64, 128; 256 | the same, up to 64                     |
+
+The last line is a default too, as is that of Hopper's GPUs none takes MMA for its smallest blocks: `grouped_blocks` and
+`grouped_fused_limit` in launch_table.json. All grouped kernels are batch-invariant.
 """
 
 import math
@@ -91,6 +103,20 @@ class MatmulWorkspace:
         """fp32 [rows, width], contiguous: a product that the next launch reads."""
         return self._take("product", torch.float32, rows, rows, width)
 
+    def of_experts(
+        self, name: str, dtype: torch.dtype, tokens: int, shape: tuple[int, ...], least: int
+    ) -> Tensor:
+        """A buffer, of `least` bytes or more, of what `tokens` rows become when they are grouped by expert. It outlives
+        the other matmuls of a layer; buffers of one name share their memory."""
+        few = tokens <= FEW_ROWS
+        key = f"few experts' {name}" if few else f"experts' {name}"
+        view = self._views.get((f"{key} {dtype}", shape))
+        if view is not None:
+            return view
+        size = max(math.prod(shape) * dtype.itemsize, least)
+        held = self._hold(key, torch.uint8, -(-size // 16) * 16, few)
+        return self._view(f"{key} {dtype}", held.view(dtype), shape)
+
     def without_row_scales(
         self, values: Tensor, rows: int, layout: OperandLayout = OperandLayout.ROW_MAJOR
     ) -> Fp16Operand:
@@ -127,15 +153,22 @@ class MatmulWorkspace:
         key = f"few {name}" if rows <= FEW_ROWS else name
         held = self._buffers.get(key)
         if held is None or held.numel() < size:
+            wanted = FEW_ROWS * -(-size // rows) if rows <= FEW_ROWS else size
+            held = self._hold(key, dtype, wanted, rows <= FEW_ROWS)
+        return self._view(name, held, shape)
+
+    def _hold(self, key: str, dtype: torch.dtype, size: int, few: bool) -> Tensor:
+        """A buffer of so many elements or more."""
+        held = self._buffers.get(key)
+        if held is None or held.numel() < size:
             self._views.clear()
-            self.rooms_left += rows > FEW_ROWS and key in self._buffers
+            self.rooms_left += not few and key in self._buffers
             self._buffers.pop(key, None)  # free the smaller one first
             del held
-            if self.device.type == "cuda" and rows > FEW_ROWS:
+            if self.device.type == "cuda" and not few:
                 torch.cuda.empty_cache()  # nothing else is of its size: kept, it would only take memory
-            wanted = FEW_ROWS * -(-size // rows) if rows <= FEW_ROWS else size
-            held = self._buffers[key] = torch.empty(wanted, dtype=dtype, device=self.device)
-        return self._view(name, held, shape)
+            held = self._buffers[key] = torch.empty(size, dtype=dtype, device=self.device)
+        return held
 
     def _view(self, name: str, held: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The beginning of a buffer in a shape, made once for all layers: it takes the host some microseconds."""

@@ -6,7 +6,7 @@ that is right everywhere and not far off; nothing is tuned at run time.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.moe.grouping import default_block
 
 _TABLE = Path(__file__).with_name("launch_table.json")
 _MOST_ROUNDS = 16
@@ -120,6 +121,24 @@ def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
     return Geometry(*entry) if entry else default_geometry(parts[0], kind)
 
 
+def experts_key(part: PackedPart, kind: str, tiles: int, used: int) -> str:
+    """Format, rows of an expert, columns and experts of a row, e.g. "add Q6_K 2048 x 768 of 8"."""
+    return f"{kind} {part.layout.format} {16 * tiles} x {part.cols} of {used}"
+
+
+def experts_glu_geometry(part: PackedPart, tiles: int, used: int) -> Geometry:
+    """Geometry for `used` experts, of `tiles` tiles each, on one row; programs have tiles of one expert."""
+    entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "glu", tiles, used))
+    return Geometry(*entry) if entry else _default_experts_glu(part, tiles, used)
+
+
+def experts_add_geometry(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
+    """Geometry (one tile or an even number) for the sum of `used` experts, of `tiles` tiles each, on one row, and how
+    many experts the warps of a program take at a time, a power of two: each tile has so many times `k_warps` warps."""
+    entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "add", tiles, used))
+    return (Geometry(*entry[1:]), entry[0]) if entry else _default_experts_add(part, tiles, used)
+
+
 def fused_limit(wgmma: bool) -> int:
     """Up to how many rows the fused matmul is faster than dequantizing for cuBLAS, on the current device; `wgmma`: the
     one on Hopper's warp-group instruction, which was faster at every number of rows that was tried."""
@@ -145,6 +164,41 @@ def fused_geometry(part: PackedPart, kind: str, rows: int, batch_invariant: bool
     key = f"{kind} {part.layout.format} {part.rows} x {part.cols} by {8 * token_tiles}"
     entry = _table().get(device_name(), {}).get("fused", {}).get(key)
     return FusedGeometry(*entry) if entry else default_fused(part, token_tiles)
+
+
+def grouped_block(pairs: int, experts: int) -> int:
+    """Rows of a block of the grouped matmuls on packed weights, for so many pairs of a row and an expert."""
+    return _grouped_block(device_name(), -(-pairs // experts)) or default_block(pairs, experts)
+
+
+@lru_cache(1024)
+def _grouped_block(device: str, mean: int) -> int:
+    """From `grouped_blocks` of the table: pairs of an expert on average, up to, and the block; 0 where it has none."""
+    for most, block in _table().get(device, {}).get("grouped_blocks", ()):
+        if mean <= most:
+            return int(block)
+    return 0
+
+
+def grouped_fused_limit() -> int:
+    """Up to how many rows a block is multiplied by the kernel on m16n8k16 where Hopper's instruction is there too."""
+    return int(_table().get(device_name(), {}).get("grouped_fused_limit", 0))
+
+
+def grouped_fused_geometry(part: PackedPart, expert_tiles: int, block: int) -> FusedGeometry:
+    """Geometry of the grouped matmul on m16n8k16 for blocks of 8 to 64 rows; its `k_warps`, the order of a row's sums,
+    follow from the weight alone."""
+    return replace(default_fused(replace(part, rows=16 * expert_tiles), block // 8), ahead=block < 64)
+
+
+def grouped_wgmma_geometry(block: int) -> WgmmaGeometry:
+    """Geometry of the grouped matmul on Hopper for blocks of 8 to 256 rows. No columns are split: experts and blocks
+    make programs enough."""
+    if block <= 16:
+        return WgmmaGeometry(4, 1, 2, True, 0, 256, block)
+    if block <= 64:
+        return WgmmaGeometry(4, 1, 3, block == 64, 128 if block == 32 else 0, 128, block)
+    return WgmmaGeometry(4 if block == 128 else 8, 1, 3, True, 0, 128, block)
 
 
 def wgmma_block(rows: int) -> int:
@@ -248,3 +302,25 @@ def default_geometry(part: PackedPart, kind: str) -> Geometry:
             k_warps *= 2
         return Geometry(2, min(k_warps, 16), 1)
     return Geometry(4 // k_warps if kind == "rows" and k_warps < 4 else 1, k_warps, 2)
+
+
+def _default_experts_glu(part: PackedPart, tiles: int, used: int) -> Geometry:
+    """One tile a program. Where all programs run at once every chunk is under way at once; up to 4 a warp elsewhere."""
+    rounds = 2 if tiles * used <= 8 * _MULTIPROCESSORS else 4
+    k_warps = 1
+    while k_warps < 8 and part.chunks > rounds * k_warps:
+        k_warps *= 2
+    return Geometry(1, k_warps, 2 if part.layout.chunk == 256 else 4)
+
+
+def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
+    """Up to 16 warps a program, experts first, then columns; 8 where a warp has few chunks, which it reads at once."""
+    slots = 1
+    while slots < 8 and 2 * slots <= used:
+        slots *= 2
+    in_program = 1 if tiles <= 2 * _MULTIPROCESSORS else 2
+    k_warps = 1
+    while in_program * slots * k_warps < 16 and part.chunks > 3 * k_warps:
+        k_warps *= 2
+    few = part.layout.chunk == 256 and part.chunks > 3 * k_warps
+    return Geometry(in_program, k_warps, 2 if few else 3), slots

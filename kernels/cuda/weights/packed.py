@@ -5,7 +5,7 @@ over the file (plus the padding: rows to 16, columns to 128). Plain floats stay 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,25 +134,37 @@ def _pack_run(run: Sequence[QuantTensor], device: torch.device | str) -> PackedP
     fmt = run[0].format
     data = [tensor.data.view(tensor.rows, -1) for tensor in run]
     if not fmt.is_quantized:
-        rows = torch.cat([block.to(device, non_blocking=True) for block in data])
-        return FloatPart(rows.view(_FLOATS[fmt.name]))
-    planes = _Planes(run[0], sum(tensor.rows for tensor in run), device)
-    for block in _tile_rows(data, _rows_at_a_time(run[0].cols)):
+        stored = torch.cat([block.to(device, non_blocking=True) for block in data])
+        return FloatPart(stored.view(_FLOATS[fmt.name]))
+    rows = sum(tensor.rows for tensor in run)
+    return pack_blocks(run[0], rows, _tile_rows(data, rows_at_a_time(run[0].cols)), device)
+
+
+def _pack_pair(gate: QuantTensor, up: QuantTensor, device: torch.device | str) -> PackedPart:
+    half = rows_at_a_time(gate.cols) // 2
+    starts = range(0, gate.rows, half)
+    blocks = (pair_rows(gate.data[row : row + half], up.data[row : row + half]) for row in starts)
+    return pack_blocks(gate, 2 * gate.rows, blocks, device)
+
+
+def pair_rows(gate: Tensor, up: Tensor) -> Tensor:
+    """Rows [n, bytes] of two matrices, n a multiple of 8, in the order of a paired part: [2n, bytes]."""
+    width = gate.shape[1]
+    return torch.stack([block.view(-1, 8, width) for block in (gate, up)], 1).view(-1, width)
+
+
+def pack_blocks(
+    like: QuantTensor, rows: int, blocks: Iterable[Tensor], device: torch.device | str
+) -> PackedPart:
+    """`rows` rows in the format and width of `like`, which come in blocks [n, bytes], n a multiple of 16 but for the
+    last. About `rows_at_a_time` rows a block take little memory beside the result."""
+    planes = _Planes(like, rows, device)
+    for block in blocks:
         planes.append(block)
     return planes.finish()
 
 
-def _pack_pair(gate: QuantTensor, up: QuantTensor, device: torch.device | str) -> PackedPart:
-    planes = _Planes(gate, 2 * gate.rows, device)
-    half = _rows_at_a_time(gate.cols) // 2
-    for row in range(0, gate.rows, half):
-        blocks = [tensor.data[row : row + half] for tensor in (gate, up)]
-        width = blocks[0].shape[1]
-        planes.append(torch.stack([block.view(-1, 8, width) for block in blocks], 1).view(-1, width))
-    return planes.finish()
-
-
-def _rows_at_a_time(cols: int) -> int:
+def rows_at_a_time(cols: int) -> int:
     """Rows repacked in one go, a multiple of 16."""
     return max(1, _WEIGHTS_AT_A_TIME // (cols * TILE_ROWS)) * TILE_ROWS
 

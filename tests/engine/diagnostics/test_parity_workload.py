@@ -82,6 +82,8 @@ def test_the_built_in_texts_are_varied_and_the_prompts_fifty() -> None:
 class TimedSide:
     """A side on a clock of its own: so many seconds a token in a chunk, so many one at a time."""
 
+    has_experts = False
+
     def __init__(self, clock: list[float], prefill: float, decode: float, first: float = 0.0) -> None:
         self.name = "timed"
         self.clock = clock
@@ -107,3 +109,7 @@ def test_the_estimate_counts_every_token_of_every_phase(monkeypatch: pytest.Monk
     # a: 100 + 30 tokens in chunks, 100 + 60 one by one; b writes the prompts' texts and then reads them. Compiling
     # the first kernels, 600 s, is no part of it.
     assert seconds == pytest.approx(0.001 * 130 + 0.5 * 160 + 0.002 * 160 + 0.25 * 220)
+    a.has_experts = b.has_experts = True
+    seconds = estimate_seconds(a, b, Workload(windows, prompts, 20, 1, 120))  # type: ignore[arg-type]
+    # b computes each step under a's routing, and then as it serves.
+    assert seconds == pytest.approx(0.001 * 130 + 0.5 * 160 + 0.002 * 290 + 0.25 * 380)

@@ -164,6 +164,21 @@ def test_glu_of_a_paired_weight(activation: Activation, room: int, device: torch
     assert nmse(rows, glu(expected(x, [gate, up]), activation)) < 4 * FP16_ROUNDING
 
 
+@pytest.mark.parametrize("width", [24, 128])
+@pytest.mark.parametrize("size", [1e-12, 1e-4, 0.02])
+@pytest.mark.usefixtures("way")
+def test_the_clamped_swish_of_rows_of_any_size(size: float, width: int, device: torch.device) -> None:
+    """Near the clamps, fp16's error of a gate is large beside its product."""
+    gate, up = ordinary_weight("Q4_K", width, 256), ordinary_weight("Q4_K", width, 256, 1)
+    x = size * ordinary_activations(9, 256)
+    weight = pack([gate, up], device, paired=True)
+    y = matmul_glu(x.to(device), weight, workspace(device), "clamped_swish")
+    rows = y.dequantize(width) if isinstance(y, Fp16Operand) else y
+    exact = glu(expected(x, [gate, up]), "clamped_swish")
+    assert (exact.abs().max() > 30) == (size == 0.02)
+    assert nmse(rows, exact) < 10 * FP16_ROUNDING
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
 @pytest.mark.usefixtures("way")

@@ -109,7 +109,7 @@ def test_the_residual_is_added_in_place(device: torch.device) -> None:
     assert nmse(y, expected(x, [weight]) + residual) < FP32_NOISE
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swish"])
 @pytest.mark.parametrize(("name", "width"), [("Q4_K", 32), ("Q4_0", 64), ("Q6_K", 32)])
 def test_glu_is_rounded_like_the_definition(
     name: str, width: int, activation: Activation, device: torch.device
@@ -129,7 +129,7 @@ def assert_rounded_close(y: QuantizedActivations, exact: torch.Tensor) -> None:
     assert int(y.ints().abs().view(y.rows, -1, 32).amax(-1).min()) == ACTIVATION_MAX
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swish"])
 def test_glu_of_formats_that_cannot_share_tiles(activation: Activation, device: torch.device) -> None:
     gate, up = ordinary_weight("Q4_K", 32, 256), ordinary_weight("Q6_K", 32, 256, 1)
     x = ordinary_activations(1, 256) * 0.1

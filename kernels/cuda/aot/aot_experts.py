@@ -1,0 +1,115 @@
+"""What is compiled ahead of time of a mixture of experts in decode, at the shapes of released models."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
+from quengine.kernels.cuda.moe.router import route
+from quengine.kernels.cuda.rms_normed import RmsNormed
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import Activation
+from quengine.kernels.moe.router import Router
+from quengine.kernels.moe.router_kind import RouterKind
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
+
+ExpertCase: TypeAlias = tuple[str, bool, tuple[int, ...], Callable[[CudaBackend], object]]
+"""The fields of a Case (aot_cases.py)."""
+
+_META = torch.device("meta")
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One layer's experts: columns, rows of gate and up, how many there are and how a router chooses from them."""
+
+    hidden: int
+    ffn: int
+    count: int
+    router: RouterKind
+    activation: Activation = "silu"
+    bias: bool = False
+    shared_gate: bool = False
+
+
+MODELS = {
+    "qwen3-30b-a3b": Experts(2048, 768, 128, RouterKind(8)),
+    "mixtral-8x7b": Experts(4096, 14336, 8, RouterKind(2, "softmax_of_chosen")),
+    "gpt-oss-20b": Experts(2880, 2880, 32, RouterKind(4, "softmax_of_chosen"), "clamped_swish", True),
+}
+ROUTERS = {
+    **MODELS,
+    "qwen2-57b": Experts(3584, 2560, 64, RouterKind(8, normalized=False), shared_gate=True),
+    "glm-4.5": Experts(5120, 1536, 160, RouterKind(8, "sigmoid", scale=2.5)),
+    "deepseek-v3": Experts(7168, 2048, 256, RouterKind(8, "sigmoid", scale=2.5, groups=8, groups_used=4)),
+}
+TYPES = ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_XS")
+_TYPES_WIDTH = 1024
+
+
+def expert_cases() -> Iterator[ExpertCase]:
+    for model, experts in MODELS.items():
+        for name in TYPES:
+            if experts.ffn % FORMATS[name].block == 0 and experts.hidden % FORMATS[name].block == 0:
+                call = partial(_layer, experts, (name, name, name))
+                yield f"{model}, experts of {name}, decode", True, (80, 90), call
+    small = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, RouterKind(6), bias=True)
+    for name in FORMATS:
+        call = partial(_layer, small, (name, name, name))
+        yield f"experts of {name}, decode", True, (90,), call
+    yield "unpaired experts, decode", True, (90,), partial(_layer, small, ("Q4_K", "Q6_K", "F16"))
+    for model, experts in ROUTERS.items():
+        for rows in (1, 16, 64):
+            archs = (80, 90) if model in MODELS else (90,)
+            yield f"router of {model}, {rows} rows", True, archs, partial(_router, experts, rows)
+
+
+def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) -> None:
+    """Gate, up and down of one row, whose norm was begun by the launch before, and that begins the next one."""
+    batch = ForwardBatch("decode", _empty(1), _empty(1), _empty(1, 1, 1))
+    hidden, ffn, count = experts.hidden, experts.ffn, experts.count
+    gate, up = ([_tensor(name, ffn, hidden)] * count for name in types[:2])
+    bias = (_empty(count, 2 * ffn), _empty(count, hidden)) if experts.bias else (None, None)
+    gate_up = backend.gate_up_experts(gate, up, bias[0])
+    down = backend.down_experts([_tensor(types[2], hidden, ffn)] * count, bias[1])
+    norm = RMSNorm(_empty(hidden), _EPS)
+    row = QuantizedActivations.empty(1, hidden, _META)
+    row = QuantizedActivations(
+        row.high, row.low, row.scale, row.sums, RmsPartials(_empty(1, hidden // 32), _EPS)
+    )
+    x = RmsNormed(_empty(1, hidden), row)
+    routing = backend.route(batch, x, norm, _router_of(experts))
+    gated = backend.experts_glu(batch, x, norm, routing, gate_up, experts.activation)
+    backend.experts_add(batch, gated, routing, down, x, norm)
+    backend.experts_add(batch, gated, routing, down, x)
+
+
+def _router(experts: Experts, rows: int, backend: CudaBackend) -> None:
+    """Also with experts that are given."""
+    x, norm, router = _empty(rows, experts.hidden), RMSNorm(_empty(experts.hidden), _EPS), _router_of(experts)
+    routing = route(x, norm, router, pdl=backend.pdl)
+    route(x, norm, router, routing.experts, pdl=backend.pdl)
+
+
+def _router_of(experts: Experts) -> Router:
+    bias = _empty(experts.count) if experts.bias else None
+    selection = _empty(experts.count) if experts.router.scores == "sigmoid" else None
+    gate = _empty(experts.hidden) if experts.shared_gate else None
+    return Router(experts.router, _empty(experts.count, experts.hidden), bias, selection, gate)
+
+
+def _tensor(name: str, rows: int, cols: int) -> QuantTensor:
+    fmt = FORMATS[name]
+    return QuantTensor(name, fmt, (rows, cols), _empty(rows, fmt.row_bytes(cols), dtype=torch.uint8))
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=_META)

@@ -1,0 +1,115 @@
+"""What is compiled ahead of time of a mixture of experts for more than one row, at the shapes of released models."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
+from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
+from quengine.kernels.cuda.moe.grouped import grouped_add, grouped_glu
+from quengine.kernels.cuda.weights.layout import packed_layout
+from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart
+from quengine.kernels.glu import Activation
+from quengine.kernels.moe.router import Routing
+from quengine.kernels.rms_norm import RMSNorm
+
+GroupedCase: TypeAlias = tuple[str, bool, tuple[int, ...], Callable[[CudaBackend], object]]
+"""The fields of a Case (aot_cases.py)."""
+
+_META = torch.device("meta")
+_TYPES_WIDTH = 1024
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One layer's experts: columns, rows of gate and up, how many there are and how many a row has; the types of gate,
+    up and down."""
+
+    hidden: int
+    ffn: int
+    count: int
+    used: int
+    types: tuple[str, str, str] = ("Q4_K", "Q4_K", "Q6_K")
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+MODELS = {
+    "qwen3-30b-a3b": Experts(2048, 768, 128, 8),
+    "qwen3-30b-a3b, down Q4_K": Experts(2048, 768, 128, 8, ("Q4_K", "Q4_K", "Q4_K")),
+    "mixtral-8x7b": Experts(4096, 14336, 8, 2),
+    "gpt-oss-20b": Experts(2880, 2880, 32, 4, ("MXFP4", "MXFP4", "MXFP4"), "clamped_swish", True),
+}
+ROWS = {
+    8: "8 rows",
+    64: "64 rows",
+    128: "128 rows",
+    512: "512 rows",
+    2048: "prompt of 2048",
+    4096: "prompt of 4096",
+}
+
+
+def grouped_cases() -> Iterator[GroupedCase]:
+    for name, experts in MODELS.items():
+        for rows, words in ROWS.items():
+            # Decode runs as many rows as sequences; blocks of 8 rows and more of them are other kernels.
+            archs = (80, 90) if rows in (8, 128, 2048) else (90,)
+            call = partial(_layer, experts, rows, rows > 512)
+            yield (f"experts of {name}, {words}", rows <= 512, archs, call)
+    for name in FORMATS:
+        of_type = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2, (name, name, name))
+        for rows in (16, 512):
+            archs = (80, 90) if rows == 16 else (90,)
+            yield (f"experts of {name}, {rows} rows", False, archs, partial(_layer, of_type, rows, False))
+        yield (f"experts of {name}, a prompt of 16", False, (80, 90), partial(_layer, of_type, 16, True))
+    unpaired = Experts(1024, 1024, 8, 2, ("Q4_K", "Q6_K", "F16"), "gelu_tanh", True)
+    for rows in (16, 512):
+        yield (
+            f"experts of gate Q4_K and up Q6_K, {rows} rows",
+            False,
+            (80, 90),
+            partial(_layer, unpaired, rows, False),
+        )
+
+
+def _layer(experts: Experts, rows: int, exact: bool, backend: CudaBackend) -> None:
+    gate, up, down = experts.types
+    hidden, ffn, count = experts.hidden, experts.ffn, experts.count
+    paired = gate == up and FORMATS[gate].is_quantized
+    parts = (
+        [_part(gate, 2 * ffn, hidden, count)]
+        if paired
+        else [_part(t, ffn, hidden, count) for t in (gate, up)]
+    )
+    biases = [_empty(count, 2 * ffn), _empty(count, hidden)] if experts.bias else [None, None]
+    gate_up = ExpertWeights(tuple(parts), count, 2 * ffn, paired, biases[0])
+    down_weights = ExpertWeights((_part(down, hidden, ffn, count),), count, hidden, False, biases[1])
+    routing = Routing(_empty(rows, experts.used, dtype=torch.int32), _empty(rows, experts.used))
+    room = MatmulWorkspace(1 << 16, _META)
+    x: Fp16Operand = room.fp16_operand(rows, hidden)
+    gated = grouped_glu(x, routing, gate_up, room, experts.activation, backend.pdl, exact)
+    norm = RMSNorm(_empty(hidden), 1e-5)
+    for next_norm in (norm, None):
+        grouped_add(gated, routing, down_weights, room, _empty(rows, hidden), next_norm, backend.pdl, exact)
+
+
+def _part(name: str, rows: int, cols: int, count: int) -> PackedPart | FloatPart:
+    """The rows of all experts."""
+    fmt = FORMATS[name]
+    if not fmt.is_quantized:
+        floats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
+        return FloatPart(_empty(count * rows, cols, dtype=floats))
+    plane = _empty(16, dtype=torch.uint8)
+    return PackedPart(packed_layout(fmt, cols), count * rows, cols, plane, plane, plane, plane, 1.0, 1.0)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=_META)

@@ -1,0 +1,135 @@
+"""What comes before and after the experts' last matmul where no matmul does it: gated linear units of products in
+blocks, and each row's weighted sum over its experts, with the residual and the norm that reads it.
+
+Definitions: kernels/glu.py, kernels/moe/experts.py, kernels/rms_norm.py. A program takes a row, whose bits follow from
+its width alone.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    Fp16Operand,
+    OperandLayout,
+    fp16_row_scale,
+    store_operand,
+    wgmma_order,
+)
+from quengine.kernels.cuda.glu import EPILOGUES, gated
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.moe.grouped_program import Blocks
+from quengine.kernels.cuda.moe.groups import Groups
+from quengine.kernels.cuda.pdl import launch_then_wait
+from quengine.kernels.cuda.rms_norm import geometry
+from quengine.kernels.glu import Activation
+from quengine.kernels.rms_norm import RMSNorm
+
+_WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
+
+
+@triton.jit
+def _store_row(out_ptr, row, column, stride, values, inside, LAYOUT: tl.constexpr):
+    """Store a row's values at columns 0, 1, ... of an operand."""
+    if LAYOUT == _WGMMA and column.shape[0] % 128 == 0:
+        tl.store(out_ptr + row * stride + column, wgmma_order(values.to(tl.float16)), mask=inside)
+    else:
+        store_operand(out_ptr, row, column, stride, values, inside, LAYOUT)
+
+
+@triton.jit
+def _gated_at(x_ptr, column, width, ACTIVATION: tl.constexpr):
+    inside = column < width
+    gate = tl.load(x_ptr + column, mask=inside, other=0.0)
+    up = tl.load(x_ptr + width + column, mask=inside, other=0.0)
+    return gated(gate, up, ACTIVATION)
+
+
+@DirectLaunch
+@triton.jit(do_not_specialize=["first_block"])
+def _grouped_glu_rows_kernel(
+    x_ptr, of_block_ptr, out_ptr, row_scale_ptr, width, padded, stride, first_block,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_then_wait(PDL)
+    place = tl.program_id(0).to(tl.int64)
+    if first_block + tl.program_id(0) // ROWS < tl.load(of_block_ptr):
+        row_ptr = x_ptr + place * 2 * width
+        peak = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, width, BLOCK):
+            y = _gated_at(row_ptr, start + tl.arange(0, BLOCK), width, ACTIVATION)
+            peak = tl.maximum(peak, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        scale, row_scale = fp16_row_scale(tl.max(peak, 0))
+        tl.store(row_scale_ptr + place, row_scale)
+        for start in range(0, padded, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            y = _gated_at(row_ptr, column, width, ACTIVATION)
+            _store_row(out_ptr, place, column, stride, y * scale, column < padded, LAYOUT)
+
+
+def grouped_glu_rows(
+    products: Tensor, blocks: Blocks, out: Fp16Operand, activation: Activation, pdl: bool = False
+) -> None:
+    """activation(gate) * up of products [places, 2F], fp32, to the rows `out`, scaled fp16, with zeros behind column F.
+    Places of `blocks` alone: both begin with those of the first one."""
+    places, width = (blocks.end - blocks.first) * blocks.rows, products.shape[1] // 2
+    padded = -(-width // 128) * 128
+    _grouped_glu_rows_kernel[(places,)](
+        products, blocks.of_block, out.values, out.row_scale, width, padded, out.stride, blocks.first,
+        ROWS=blocks.rows, BLOCK=min(2048, int(triton.next_power_of_2(padded))), ACTIVATION=EPILOGUES[activation],
+        LAYOUT=int(out.layout), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@DirectLaunch
+@triton.jit
+def _combine_kernel(
+    product_ptr, positions_ptr, expert_weight_ptr, residual_ptr, norm_ptr, out_ptr, row_scale_ptr, out_stride, eps,
+    USED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, LAYOUT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    if NORM:
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(USED):
+        place = tl.load(positions_ptr + row * USED + slot).to(tl.int64)
+        y = tl.load(product_ptr + place * WIDTH + column, mask=inside, other=0.0)
+        total += tl.load(expert_weight_ptr + row * USED + slot) * y
+    x = total + tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
+    tl.store(residual_ptr + row * WIDTH + column, x, mask=inside)
+    if NORM:
+        z = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * norm
+        scale, row_scale = fp16_row_scale(tl.max(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+        tl.store(row_scale_ptr + row, row_scale)
+        _store_row(out_ptr, row, column, out_stride, z * scale, inside, LAYOUT)
+
+
+def combine_experts(
+    products: Tensor,
+    groups: Groups,
+    weights: Tensor,
+    residual: Tensor,
+    norm: RMSNorm | None = None,
+    out: Fp16Operand | None = None,
+    pdl: bool = False,
+) -> None:
+    """Add to `residual`, contiguous fp32 [T, N], each row's products [places, N] times its weights, fp32 [T, k], in the
+    order of its slots, first to each other. `out`: where `norm` of the sum goes, as scaled fp16 rows."""
+    rows, width = residual.shape
+    assert products.shape[1] == width and residual.is_contiguous() and weights.is_contiguous()
+    assert (norm is None) == (out is None) and (out is None or out.fits(width))
+    shape = geometry(1, width)
+    _combine_kernel[(rows,)](
+        products, groups.positions, weights, residual, residual if norm is None else norm.weight,
+        residual if out is None else out.values, residual if out is None else out.row_scale,
+        0 if out is None else out.stride, 0.0 if norm is None else norm.eps,
+        USED=weights.shape[1], WIDTH=width, BLOCK=shape.head, NORM=norm is not None,
+        LAYOUT=0 if out is None else int(out.layout), PDL=pdl, num_warps=shape.warps, launch_pdl=pdl,
+    )  # fmt: skip

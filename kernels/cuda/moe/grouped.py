@@ -1,0 +1,211 @@
+"""The experts of more than one row: the rows grouped by expert, two matmuls over the groups, and their weighted sum.
+
+Five launches: the grouping with the copy of the rows (two where there are many), gate and up with their activation,
+down, and the sum with the residual and the norm that reads it. Where gate and up share no tiles (matrices of two
+formats, plain floats, biases before an activation without a clamp), products are written and their unit is a launch
+more. gemm/workspace.py has the table of which kernel takes what.
+
+Definition: kernels/moe/experts.py. No row's bits depend on the other rows, on the block it is in or on how many there
+are, but that up to FEW_ROWS rows of a batch, which are not `exact`, have a weight's scale and minimum rounded too, as
+in dense matmuls.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    Fp16Operand,
+    OperandLayout,
+    operand_shape,
+    padded_rows,
+    to_fp16_operand,
+)
+from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
+from quengine.kernels.cuda.gemm.matmul_wgmma import uses_wgmma
+from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
+from quengine.kernels.cuda.moe.combine import combine_experts, grouped_glu_rows
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
+from quengine.kernels.cuda.moe.grouped_float import launch_grouped_float
+from quengine.kernels.cuda.moe.grouped_mma import launch_grouped_mma, launch_grouped_mma_glu
+from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput
+from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma, launch_grouped_wgmma_glu
+from quengine.kernels.cuda.moe.groups import Groups, group_rows
+from quengine.kernels.cuda.rms_normed import RmsNormed
+from quengine.kernels.cuda.weights.launch_table import grouped_block, grouped_fused_limit
+from quengine.kernels.cuda.weights.packed import FloatPart
+from quengine.kernels.glu import Activation
+from quengine.kernels.moe.grouping import most_blocks
+from quengine.kernels.moe.router import Routing
+from quengine.kernels.rms_norm import RMSNorm
+
+_MOST_MMA_ROWS = 64
+"""Rows of a block on m16n8k16, whose sums a warp holds in registers."""
+
+_MOST_PRODUCTS = 1 << 24
+"""Products of gate and up that are held at a time where no matmul applies their activation: 64 MiB."""
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """activation(gate) * up of `tokens` rows for each of their experts, in blocks of one expert each. All of it lies in
+    buffers of its own, until the next layer's."""
+
+    rows: Fp16Operand
+    groups: Groups
+    tokens: int
+
+    def blocks(self, first: int = 0, end: int | None = None, early: bool = False) -> Blocks:
+        groups = self.groups
+        return Blocks(groups.blocks, groups.block, first, groups.most if end is None else end, early)
+
+
+def grouped_glu(
+    x: Tensor | Fp16Operand,
+    routing: Routing,
+    gate_up: ExpertWeights,
+    workspace: MatmulWorkspace,
+    activation: Activation,
+    pdl: bool,
+    exact: bool,
+) -> GroupedRows:
+    """activation(gate) * up of rows x [T, K], behind the norm, for each row's k experts.
+
+    x is fp32 or scaled fp16 in any layout, and stays as it is. `exact`, `pdl`: see `MatmulMode`. Raises ValueError on
+    rows of another width.
+    """
+    if isinstance(x, Tensor):
+        x = to_fp16_operand(x.contiguous(), pdl=pdl)
+    if not x.fits(gate_up.cols):
+        raise ValueError(f"rows of {list(x.values.shape)} for experts of {gate_up.cols} columns")
+    grouped, gated = _buffers(x.rows, routing.experts.shape[1], gate_up, workspace)
+    group_rows(x, gate_up.cols, routing.experts, gated.groups, grouped, pdl)
+    mode = _mode(x.rows, workspace, pdl, exact)
+    clamped = activation == "clamped_swish"
+    if gate_up.paired and (gate_up.bias is None or clamped):
+        launch = launch_grouped_wgmma_glu if grouped.is_wgmma else launch_grouped_mma_glu
+        launch(grouped, gate_up, gated.blocks(), gated.rows, activation, mode)
+    else:
+        _glu_of_products(grouped, gate_up, gated, activation, mode)
+    return gated
+
+
+def grouped_add(
+    gated: GroupedRows,
+    routing: Routing,
+    down: ExpertWeights,
+    workspace: MatmulWorkspace,
+    residual: Tensor,
+    next_norm: RMSNorm | None,
+    pdl: bool,
+    exact: bool,
+) -> Tensor | RmsNormed:
+    """Each row's weighted sum over its experts of `down` times `gated`, in ascending order, added to residual [T, N],
+    contiguous fp32, in its place; with `next_norm` also the rms-normed rows, in the workspace."""
+    mode = _mode(gated.tokens, workspace, pdl, exact)
+    products = workspace.of_experts(
+        "rows", torch.float32, gated.tokens, (gated.groups.rows, down.expert_rows), 0
+    )  # they were read by gate and up
+    _multiply(gated.rows, down, gated.blocks(early=True), products, mode)
+    normed = None if next_norm is None else workspace.fp16_operand(*residual.shape)
+    combine_experts(products, gated.groups, routing.weights, residual, next_norm, normed, pdl)
+    return residual if normed is None else RmsNormed(residual, normed)
+
+
+def _mode(tokens: int, workspace: MatmulWorkspace, pdl: bool, exact: bool) -> MatmulMode:
+    return MatmulMode(exact or tokens > FEW_ROWS, workspace.batch_invariant, pdl)
+
+
+def _glu_of_products(
+    x: Fp16Operand, gate_up: ExpertWeights, gated: GroupedRows, activation: Activation, mode: MatmulMode
+) -> None:
+    """Some blocks at a time, so that their products take little memory."""
+    groups = gated.groups
+    places = max(1, _MOST_PRODUCTS // (gate_up.expert_rows * groups.block))
+    for first in range(0, groups.most, places):
+        blocks = gated.blocks(first, min(first + places, groups.most))
+        rows = (blocks.end - first) * groups.block
+        products = torch.empty(rows, gate_up.expert_rows, dtype=torch.float32, device=x.values.device)
+        of_x, of_gated = (_from_place(operand, first * groups.block) for operand in (x, gated.rows))
+        _multiply(of_x, gate_up, blocks, products, mode)
+        grouped_glu_rows(products, blocks, of_gated, activation, mode.pdl)
+
+
+def _multiply(
+    x: Fp16Operand, weights: ExpertWeights, blocks: Blocks, products: Tensor, mode: MatmulMode
+) -> None:
+    """Rows in blocks times the matrices of their experts, fp32, with their biases."""
+    for number, part in enumerate(weights.parts):
+        output = GroupedOutput(products, number * weights.part_rows, weights.bias)
+        if isinstance(part, FloatPart):
+            launch_grouped_float(x, weights, part, blocks, output, mode.pdl)
+        elif x.is_wgmma:
+            launch_grouped_wgmma(x, weights, part, blocks, output, mode)
+        else:
+            launch_grouped_mma(x, weights, part, blocks, output, mode)
+
+
+def _from_place(x: Fp16Operand, place: int) -> Fp16Operand:
+    """The rows from a place on, a multiple of 8."""
+    first = place // 8 if x.is_mma else place
+    return Fp16Operand(x.values[first:], x.row_scale[place:], x.layout)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """How rows of a step are grouped: in which layout, in blocks of how many, and how many places that makes at most.
+    reserved: places that buffers are made for."""
+
+    layout: OperandLayout
+    block: int
+    most: int
+    reserved: int
+
+
+def _places(tokens: int, used: int, experts: int, workspace: MatmulWorkspace) -> _Places:
+    layout, block = _layout_and_block(tokens, used, experts, workspace)
+    most = most_blocks(tokens * used, experts, block) * block
+    if tokens > FEW_ROWS:
+        return _Places(layout, block, most, most)
+    of_few = (_layout_and_block(rows, used, experts, workspace)[1] for rows in range(1, FEW_ROWS + 1))
+    reserved = [most_blocks(rows * used, experts, b) * b for rows, b in enumerate(of_few, 1)]
+    return _Places(layout, block, most, padded_rows(max(reserved)))
+
+
+def _layout_and_block(
+    tokens: int, used: int, experts: int, workspace: MatmulWorkspace
+) -> tuple[OperandLayout, int]:
+    block = grouped_block(tokens * used, experts)
+    wgmma = uses_wgmma(workspace.device, 128)
+    if wgmma and (workspace.batch_invariant or block > grouped_fused_limit()):
+        return OperandLayout.WGMMA, block
+    return OperandLayout.MMA, min(block, _MOST_MMA_ROWS)
+
+
+def _buffers(
+    tokens: int, used: int, gate_up: ExpertWeights, workspace: MatmulWorkspace
+) -> tuple[Fp16Operand, GroupedRows]:
+    """Where the grouped rows go, and what gate and up make of them."""
+    places = _places(tokens, used, gate_up.count, workspace)
+    blocks, reserved = places.most // places.block, places.reserved
+
+    def take(name: str, dtype: torch.dtype, *shape: int, least: int) -> Tensor:
+        return workspace.of_experts(name, dtype, tokens, shape, least)
+
+    def operand(name: str, cols: int, least: int) -> Fp16Operand:
+        width = -(-cols // 128) * 128
+        shape = operand_shape(places.most, width, places.layout)
+        values = take(name, torch.float16, *shape, least=least * width * reserved)
+        scale = take(f"{name}' scales", torch.float32, places.most, least=4 * reserved)
+        return Fp16Operand(values, scale, places.layout)
+
+    groups = Groups(
+        take("blocks", torch.int32, 1 + blocks, least=4 + reserved // 2),
+        take("positions", torch.int32, tokens * used, least=4 * used * FEW_ROWS),
+        places.block,
+        gate_up.count,
+    )
+    # The products of `down`, fp32 and as wide, take the place of the rows.
+    rows, gated = operand("rows", gate_up.cols, 4), operand("gated", gate_up.expert_rows // 2, 2)
+    return rows, GroupedRows(gated, groups, tokens)

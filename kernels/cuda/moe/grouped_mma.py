@@ -1,0 +1,188 @@
+"""Grouped matmul on packed weights with the matrix instruction m16n8k16: matmul_fused.py with an expert for each block
+of rows.
+
+The columns of a tile are split over warps as the weight's shape alone says, and over no programs: there are as many of
+them as experts and blocks, and a row's bits depend on nothing but the row and its expert.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_offset
+from quengine.kernels.cuda.gemm.matmul_fused import FusedProgram, MatmulMode, accumulate, add_warps
+from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, gated, product_bound, product_scales
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
+from quengine.kernels.cuda.moe.grouped_program import (
+    UNBOUNDED,
+    Blocks,
+    GroupedOutput,
+    expert_of,
+    expert_planes,
+    scheduled,
+)
+from quengine.kernels.cuda.weights.launch_table import grouped_fused_geometry
+from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.glu import Activation
+
+_MMA = tl.constexpr(int(OperandLayout.MMA))
+
+
+@triton.jit
+def _bias(bias_ptr, column, inside, BIAS: tl.constexpr):
+    """Of an expert's outputs, zeros where there is none."""
+    if BIAS:
+        added = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    else:
+        added = 0.0
+    return added
+
+
+@triton.jit
+def _store_rows(
+    y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, first, stride, BIAS: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Store products fp32, as `add_warps` gives those of tile w of each warp, in columns first .. of their rows."""
+    tile = tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None, None] * P.tiles + w
+    r = tl.arange(0, 8)[None, :, None, None, None, None]
+    q = tl.arange(0, 4)[None, None, :, None, None, None]
+    n = tl.arange(0, P.token_tiles)[None, None, None, :, None, None]
+    rh = tl.arange(0, 2)[None, None, None, None, :, None]
+    token = token0 + n * 8 + q * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
+    if P.paired:
+        column = tile * 8 + r
+        inside = column < rows // 2
+        column = column + rh * (rows // 2)
+    else:
+        column = tile * 16 + rh * 8 + r
+        inside = column < rows
+    y += _bias(bias_ptr + first, column, inside, BIAS)
+    tl.store(out_ptr + token.to(tl.int64) * stride + (first + column), y, mask=inside)
+
+
+@triton.jit
+def _store_gated(
+    y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, stride, factor, BIAS: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Store activation(gate) * up of products as scaled fp16 in the MMA layout."""
+    gate, up = tl.split(tl.permute(y, [0, 1, 2, 3, 5, 4]))
+    column = (tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None] * P.tiles + w) * 8 + (
+        tl.arange(0, 8)[None, :, None, None, None]
+    )
+    token = token0 + (
+        tl.arange(0, P.token_tiles)[None, None, None, :, None] * 8
+        + tl.arange(0, 4)[None, None, :, None, None] * 2
+        + tl.arange(0, 2)[None, None, None, None, :]
+    )
+    inside = column < rows // 2
+    gate += _bias(bias_ptr, column, inside, BIAS)
+    up += _bias(bias_ptr + rows // 2, column, inside, BIAS)
+    out = (gated(gate, up, P.epilogue) * factor).to(tl.float16)
+    tl.store(out_ptr + operand_offset(token.to(tl.int64), column, stride, _MMA), out, mask=inside)
+
+
+@triton.jit
+def _places(token0, P: tl.constexpr):
+    """The places of `add_warps`' products: [1, 1, 4, token tile, 1, 2]."""
+    return token0 + (
+        tl.arange(0, P.token_tiles)[None, None, None, :, None, None] * 8
+        + tl.arange(0, 4)[None, None, :, None, None, None] * 2
+        + tl.arange(0, 2)[None, None, None, None, None, :]
+    )
+
+
+@DirectLaunch
+@triton.jit(do_not_specialize=["first_block", "end_block"])
+def _grouped_mma_kernel(
+    low, high, scales, supers, x_ptr, row_scale_ptr, bias_ptr, out_ptr, out_row_scale_ptr, of_block_ptr,
+    tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, weight_scale, bound,
+    P: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of x times a block of its expert's weight rows. outputs: of an expert, in all parts."""
+    TILES: tl.constexpr = P.tiles
+    if P.pdl:
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    block, weight_block = scheduled(tl.program_id(0), weight_blocks)
+    expert = expert_of(of_block_ptr, first_block + block, end_block)
+    if expert >= 0:
+        thread = tl.arange(0, 32 * P.n_warps * P.k_warps)
+        lane = thread & 31
+        tile0 = weight_block * (P.n_warps * TILES)
+        tile = tile0 + (thread >> 5) // P.k_warps * TILES
+        planes = expert_planes(low, high, scales, supers, expert, tiles, P)
+        acc, token0 = accumulate(planes, x_ptr, tile, tiles, lane, thread >> 5, weight_scale, P, block)
+        of_expert = bias_ptr + expert * outputs
+        scale = tl.load(row_scale_ptr + _places(token0, P))
+        if P.epilogue >= SILU:
+            one_scale = tl.reshape(scale, [1, 1, 4, P.token_tiles, 2])
+            factor, out_row_scale = product_scales(one_scale, bound, P.epilogue)
+            if weight_block == 0:
+                place = tl.reshape(_places(token0, P), [1, 1, 4, P.token_tiles, 2])
+                tl.store(out_row_scale_ptr + place, out_row_scale)
+            for w in tl.static_range(TILES):
+                y = add_warps(acc, w, P) * (scale / weight_scale)
+                _store_gated(y, w, tile0, token0, rows, of_expert, out_ptr, stride, factor, BIAS, P)
+        else:
+            for v in tl.static_range(TILES):
+                y = add_warps(acc, v, P) * (scale / weight_scale)
+                _store_rows(y, v, tile0, token0, rows, of_expert, out_ptr, first, stride, BIAS, P)
+
+
+def launch_grouped_mma(
+    x: Fp16Operand,
+    weights: ExpertWeights,
+    part: PackedPart,
+    blocks: Blocks,
+    output: GroupedOutput,
+    mode: MatmulMode,
+) -> None:
+    """Rows x in the MMA layout, in blocks, times a part of their experts' matrices."""
+    _launch(x, weights, part, blocks, (output.out, output.out), output, ROWS.value, mode)
+
+
+def launch_grouped_mma_glu(
+    x: Fp16Operand,
+    weights: ExpertWeights,
+    blocks: Blocks,
+    out: Fp16Operand,
+    activation: Activation,
+    mode: MatmulMode,
+) -> None:
+    """activation(gate) * up of rows x, in blocks, times their experts' paired matrices, both in the MMA layout."""
+    part = weights.parts[0]
+    assert isinstance(part, PackedPart) and weights.paired and out.is_mma
+    output = GroupedOutput(out.values, 0, weights.bias)
+    _launch(x, weights, part, blocks, (out.values, out.row_scale), output, EPILOGUES[activation], mode)
+
+
+def _launch(
+    x: Fp16Operand,
+    weights: ExpertWeights,
+    part: PackedPart,
+    blocks: Blocks,
+    results: tuple[Tensor, Tensor],
+    output: GroupedOutput,
+    epilogue: int,
+    mode: MatmulMode,
+) -> None:
+    """results: the products, and the row scales of a gated unit's (anything where there are none)."""
+    geometry = grouped_fused_geometry(part, weights.expert_tiles, blocks.rows)
+    program = FusedProgram(
+        part.layout, part.cols, geometry.token_tiles, geometry.tiles, geometry.n_warps, geometry.k_warps, 1,
+        geometry.ahead, weights.paired, epilogue, mode.exact or mode.batch_invariant, mode.pdl, uses_assembly(),
+    )  # fmt: skip
+    assert x.is_mma and 8 * geometry.token_tiles == blocks.rows
+    weight_blocks = -(-weights.expert_tiles // (geometry.tiles * geometry.n_warps))
+    bias = output.bias
+    bound = product_bound(part) if bias is None else UNBOUNDED
+    _grouped_mma_kernel[blocks.grid(weight_blocks)](
+        *part.planes, x.values, x.row_scale, results[0] if bias is None else bias, *results, blocks.of_block,
+        weights.expert_tiles, weights.part_rows, weight_blocks, blocks.first, blocks.end, output.first,
+        weights.expert_rows, results[0].stride(0), part.weight_scale, bound,
+        P=program, BIAS=bias is not None, EARLY=blocks.early, num_warps=geometry.n_warps * geometry.k_warps,
+        maxnreg=geometry.registers or None, launch_pdl=mode.pdl,
+    )  # fmt: skip

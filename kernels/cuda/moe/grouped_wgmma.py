@@ -1,0 +1,140 @@
+"""Grouped matmul on packed weights with Hopper's warp-group matrix instruction: matmul_wgmma.py with an expert for each
+block of rows.
+
+A program takes a block of rows, all of one expert, times 16 weight rows a warp, over all columns in their order: a
+row's bits depend on nothing but the row and its expert. Rows are padded with zeros to whole blocks of 128 columns, as
+the planes of the weights are.
+"""
+
+from functools import partial
+
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
+from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
+from quengine.kernels.cuda.gemm.matmul_wgmma import STAGED, subnormal_weight_scale
+from quengine.kernels.cuda.gemm.wgmma_loop import multiply
+from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan_grouped
+from quengine.kernels.cuda.gemm.wgmma_program import Matrix, begin_block
+from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block, store_sums
+from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, product_bound
+from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
+from quengine.kernels.cuda.moe.grouped_program import (
+    UNBOUNDED,
+    Blocks,
+    GroupedOutput,
+    expert_of,
+    expert_planes,
+    scheduled,
+)
+from quengine.kernels.cuda.weights.launch_table import grouped_wgmma_geometry
+from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.glu import Activation
+
+
+@partial(DirectLaunch, layout=STAGED)
+@gluon.jit(do_not_specialize=["first_block", "end_block", "places"])
+def _grouped_wgmma_kernel(
+    low, high, scales, supers, of_block_ptr, x_rows, row_scale_ptr, bias_ptr, out_ptr, out_row_scale_ptr,
+    tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, places, weight_scale, bound,
+    P: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """A block of rows of x times a block of its expert's weight rows. outputs: of an expert, in all parts."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    if P.flags.pdl:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        else:  # programs that have no block end here, which lets the next launch begin as well
+            tl.extra.cuda.gdc_wait()
+    block, weight_block = scheduled(gl.program_id(0), weight_blocks)
+    expert = expert_of(of_block_ptr, first_block + block, end_block)
+    if expert >= 0:
+        token0 = block * P.block
+        matrix = Matrix(expert_planes(low, high, scales, supers, expert, tiles, P), tiles, rows, weight_scale)
+        words, stages, ready, tile, lane = begin_block(matrix, x_rows, weight_block, 0, P.chunks, token0, P)
+        acc, words = multiply(
+            matrix.planes, words, x_rows, stages, ready, tile, lane, 0, 0, P.chunks, P.chunks, token0,
+            weight_scale, P, MMA, A,
+        )  # fmt: skip
+        output = Output(
+            row_scale_ptr, out_ptr, out_ptr, out_row_scale_ptr, first, stride, places, bound,
+            bias_ptr + expert * outputs,
+        )  # fmt: skip
+        block_row = weight_block * (16 * P.warps)
+        if P.flags.epilogue >= SILU or P.block > 64:
+            store_block(
+                acc, block_row, token0, output, rows, weight_scale, P, P.block,
+                64 if P.flags.epilogue >= SILU else 32,
+            )  # fmt: skip
+        else:
+            store_sums(acc, block_row, output, rows, weight_scale, MMA, P, token0)
+
+
+def launch_grouped_wgmma(
+    x: Fp16Operand,
+    weights: ExpertWeights,
+    part: PackedPart,
+    blocks: Blocks,
+    output: GroupedOutput,
+    mode: MatmulMode,
+) -> None:
+    """Rows x in the WGMMA layout, in blocks, times a part of their experts' matrices."""
+    _launch(x, weights, part, blocks, (output.out, output.out), output, ROWS.value, mode)
+
+
+def launch_grouped_wgmma_glu(
+    x: Fp16Operand,
+    weights: ExpertWeights,
+    blocks: Blocks,
+    out: Fp16Operand,
+    activation: Activation,
+    mode: MatmulMode,
+) -> None:
+    """activation(gate) * up of rows x, in blocks, times their experts' paired matrices, both in the WGMMA layout. What
+    is behind the last column is finite where the row is."""
+    part = weights.parts[0]
+    assert isinstance(part, PackedPart) and weights.paired and out.is_wgmma
+    output = GroupedOutput(out.values, 0, weights.bias)
+    _launch(x, weights, part, blocks, (out.values, out.row_scale), output, EPILOGUES[activation], mode)
+
+
+def _launch(
+    x: Fp16Operand,
+    weights: ExpertWeights,
+    part: PackedPart,
+    blocks: Blocks,
+    results: tuple[Tensor, Tensor],
+    output: GroupedOutput,
+    epilogue: int,
+    mode: MatmulMode,
+) -> None:
+    """results: the products, and the row scales of a gated unit's (anything where there are none)."""
+    geometry, bias = grouped_wgmma_geometry(blocks.rows), output.bias
+    exact = mode.exact or mode.batch_invariant
+    flags = WgmmaFlags(
+        epilogue, weights.paired, exact, mode.pdl, producer=not blocks.early, bias=bias is not None
+    )
+    # Of a gated unit a tile is 8 columns of the result, whose padding is written too.
+    tiles = results[0].shape[1] // 8 if epilogue >= SILU.value else weights.expert_tiles
+    weight_blocks = -(-tiles // geometry.warps)
+    plan = wgmma_plan_grouped(
+        geometry, part.layout, x.values.shape[1], blocks.grid(weight_blocks), flags, blocks.early
+    )
+    stride, places = results[0].stride(0), (blocks.end - blocks.first) * blocks.rows
+    assert x.is_wgmma and places * stride < 2**31, "the kernel counts results in 32 bits"
+    _grouped_wgmma_kernel.launch(
+        plan.grid,
+        (
+            *part.planes, blocks.of_block, Copied(x.values, plan.tma_block), x.row_scale,
+            results[0] if bias is None else bias, *results, weights.expert_tiles, weights.part_rows, weight_blocks,
+            blocks.first, blocks.end, output.first, weights.expert_rows, stride, places,
+            part.weight_scale if exact else subnormal_weight_scale(part),
+            product_bound(part) if bias is None else UNBOUNDED,
+        ),
+        plan.constants,
+    )  # fmt: skip

@@ -1,0 +1,186 @@
+"""Rows of a step grouped by expert: which block of rows is which expert's, and the rows copied there.
+
+The P = T * k pairs (row, slot) of a routing are counted by expert and numbered in the order of the rows, so that each
+has a position of its own: the blocks of expert 0 first, then those of expert 1, the last block of each being filled up.
+Blocks and positions follow from the routing alone, so they are the same in every run; the host knows a bound on them
+(kernels/moe/grouping.py), the device how many there are. Few pairs are one launch, in which every program counts them;
+many are two.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_offset, wgmma_order
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.pdl import launch_then_wait
+from quengine.kernels.moe.grouping import most_blocks
+
+_MOST_COUNTED = 1024
+"""Pairs that every program of the copy counts for itself; it costs about 1 us, a launch more than 2."""
+
+_COUNTED = tl.constexpr(1024)
+_NUMBERED = 4096
+_WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The blocks of a step's pairs.
+
+    blocks: int32 [1 + `most`]: the number of blocks, then the expert of each; what follows is anything. positions:
+    int32 [P], of pair t * k + s: the place of row t for its slot s, `block` places a block.
+    """
+
+    blocks: Tensor
+    positions: Tensor
+    block: int
+    experts: int
+
+    @property
+    def most(self) -> int:
+        """Blocks at most."""
+        return most_blocks(self.positions.shape[0], self.experts, self.block)
+
+    @property
+    def rows(self) -> int:
+        """Places at most."""
+        return self.most * self.block
+
+
+@triton.jit
+def _blocks_of_experts(experts_ptr, pairs, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """How many blocks each expert has: int32 [BINS], zeros from E on."""
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, pairs, _COUNTED):
+        pair = start + tl.arange(0, _COUNTED)
+        expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=E)
+        counts += tl.histogram(expert, BINS)
+    return tl.where(tl.arange(0, BINS) < E, (counts + (BLOCK - 1)) // BLOCK, 0)
+
+
+@triton.jit
+def _blocks_before(blocks, expert):
+    """Where the blocks of `expert` begin."""
+    return tl.sum(tl.where(tl.arange(0, blocks.shape[0]) < expert, blocks, 0), 0)
+
+
+@DirectLaunch
+@triton.jit
+def _number_pairs_kernel(
+    experts_ptr, blocks_ptr, positions_ptr, pairs,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program an expert: its blocks, and the positions of its pairs."""
+    launch_then_wait(PDL)
+    mine = tl.program_id(0)
+    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK)
+    first = _blocks_before(blocks, mine)
+    if mine == 0:
+        tl.store(blocks_ptr, tl.sum(blocks, 0))
+    before = 0
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        found = tl.load(experts_ptr + pair, mask=pair < pairs, other=E) == mine
+        count = found.to(tl.int32)
+        number = before + tl.cumsum(count, 0) - count
+        tl.store(positions_ptr + pair, first * BLOCK + number, mask=found)
+        tl.store(
+            blocks_ptr + 1 + first + number // BLOCK, mine + 0 * number, mask=found & (number % BLOCK == 0)
+        )
+        before += tl.sum(count, 0)
+
+
+@triton.jit
+def _number_pair(
+    experts_ptr, blocks_ptr, positions_ptr, mine, pairs, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The position of pair number `mine`, of at most _COUNTED; whoever begins a block says whose it is."""
+    pair = tl.arange(0, _COUNTED)
+    others = tl.load(experts_ptr + pair, mask=pair < pairs, other=E)
+    expert = tl.load(experts_ptr + mine)
+    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK)
+    first = _blocks_before(blocks, expert)
+    number = tl.sum(((others == expert) & (pair < mine)).to(tl.int32), 0)
+    position = first * BLOCK + number
+    tl.store(positions_ptr + mine, position)
+    if number % BLOCK == 0:
+        tl.store(blocks_ptr + 1 + position // BLOCK, expert)
+    if mine == 0:
+        tl.store(blocks_ptr, tl.sum(blocks, 0))
+    return position
+
+
+@DirectLaunch
+@triton.jit
+def _group_rows_kernel(
+    experts_ptr, blocks_ptr, positions_ptr, x_ptr, row_scale_ptr, out_ptr, out_row_scale_ptr, pairs, K, x_stride,
+    stride,
+    E: tl.constexpr, USED: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, NUMBER: tl.constexpr,
+    PADDED: tl.constexpr, COLUMNS: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program a pair: its row, copied from an operand to its position in another, with zeros behind column K.
+
+    NUMBER: the positions are not yet known.
+    """
+    launch_then_wait(PDL)
+    pair = tl.program_id(0)
+    if NUMBER:
+        place = _number_pair(experts_ptr, blocks_ptr, positions_ptr, pair, pairs, E, BINS, BLOCK)
+    else:
+        place = tl.load(positions_ptr + pair)
+    row = (pair // USED).to(tl.int64)
+    place = place.to(tl.int64)
+    tl.store(out_row_scale_ptr + place, tl.load(row_scale_ptr + row))
+    for start in range(0, PADDED, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < PADDED
+        if FROM == LAYOUT and FROM == _WGMMA:  # as they lie: their columns are whole blocks
+            values = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+            tl.store(out_ptr + place * stride + column, values, mask=inside)
+        else:
+            at = operand_offset(row, column, x_stride, FROM)
+            values = tl.load(x_ptr + at, mask=column < K, other=0.0)
+            if LAYOUT == _WGMMA:
+                tl.store(out_ptr + place * stride + column, wgmma_order(values), mask=inside)
+            else:
+                tl.store(out_ptr + operand_offset(place, column, stride, LAYOUT), values, mask=inside)
+
+
+def number_pairs(experts: Tensor, groups: Groups, pdl: bool = False) -> None:
+    """Fill in `groups` for a routing's experts, int32 [T, k]."""
+    pairs = experts.numel()
+    chunk = min(_NUMBERED, max(_COUNTED.value, int(triton.next_power_of_2(pairs))))
+    _number_pairs_kernel[(groups.experts,)](
+        experts, groups.blocks, groups.positions, pairs,
+        E=groups.experts, BINS=_bins(groups.experts), BLOCK=groups.block, CHUNK=chunk, PDL=pdl,
+        num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def group_rows(
+    x: Fp16Operand, cols: int, experts: Tensor, groups: Groups, out: Fp16Operand, pdl: bool = False
+) -> None:
+    """Fill in `groups` for a routing's experts, int32 [T, k], and copy rows x [T, cols] to their places in `out`, whose
+    columns are padded to 128 with zeros, its rows with anything."""
+    assert experts.is_contiguous() and experts.dtype == torch.int32 and x.fits(cols)
+    pairs, used = experts.numel(), experts.shape[1]
+    number = pairs <= _MOST_COUNTED
+    if not number:
+        number_pairs(experts, groups, pdl)
+    padded = -(-cols // 128) * 128
+    _group_rows_kernel[(pairs,)](
+        experts, groups.blocks, groups.positions, x.values, x.row_scale, out.values, out.row_scale, pairs, cols,
+        x.stride, out.stride,
+        E=groups.experts, USED=used, BINS=_bins(groups.experts), BLOCK=groups.block, NUMBER=number, PADDED=padded,
+        COLUMNS=min(2048, int(triton.next_power_of_2(padded))), FROM=int(x.layout), LAYOUT=int(out.layout), PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _bins(experts: int) -> int:
+    """One for every expert and one for what is past the last pair; a power of two."""
+    return max(64, int(triton.next_power_of_2(experts + 1)))

@@ -1,0 +1,250 @@
+"""Down of each row's experts in decode, their weighted sum with the residual, and the beginning of the norm that reads
+it, in one launch.
+
+The warps of a program share the experts of a row, and the columns of each. Definition: kernels/moe/experts.py,
+kernels/q_dot.py, kernels/rms_norm.py.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.gemm.mma import prefetch
+from quengine.kernels.cuda.gemv.activations import (
+    QuantizedActivations,
+    RmsPartials,
+    quantize_group,
+    store_quantized,
+)
+from quengine.kernels.cuda.gemv.matvec_program import (
+    Matrix,
+    QuantizationScratch,
+    QuantizedRow,
+    quantize_shared_group,
+)
+from quengine.kernels.cuda.gemv.q_dot import start_tile, tile_dots
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
+from quengine.kernels.cuda.moe.matvec_expert_rows import (
+    check_routing,
+    check_rows,
+    expert_program,
+    matvec_expert_rows,
+    row_at,
+)
+from quengine.kernels.cuda.pdl import launch_then_wait
+from quengine.kernels.cuda.rms_normed import RmsNormed
+from quengine.kernels.cuda.weights.launch_table import experts_add_geometry
+from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.moe.router import Routing
+from quengine.kernels.rms_norm import RMSNorm
+
+
+@triton.jit
+def _experts_from(
+    first,
+    row,
+    known_experts_ptr,
+    planes,
+    expert_tiles,
+    USED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    P: tl.constexpr,
+):
+    """Where this thread's part of slots first .. first + SLOTS of a row lies: matrix, tile, and the row of x."""
+    warp = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps) >> 5
+    slot = first + warp // P.k_warps % SLOTS
+    pair = row * USED + tl.minimum(slot, USED - 1)
+    # Written two launches before: not from what this multiprocessor's cache may hold of it.
+    expert = tl.load(known_experts_ptr + pair, cache_modifier=".cg")
+    begin = expert * expert_tiles
+    tile = begin + tl.program_id(0) * P.tiles + warp // (P.k_warps * SLOTS)
+    end = tl.where(slot < USED, begin + expert_tiles, 0)
+    return Matrix(planes, end), tile, pair
+
+
+@triton.jit
+def _weighted_sums(
+    queue, matrix, tile, pair, first, row, x, weights_ptr, USED: tl.constexpr, SLOTS: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """The sum over slots first .. first + SLOTS of their weights times their products, fp32 [tiles, 8, 2]."""
+    thread = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps)
+    warp = thread >> 5
+    of_pair = row_at(x, pair, x.squares, P.cols)
+    slot = first + warp // P.k_warps % SLOTS
+    weight = tl.load(weights_ptr + row * USED + slot, mask=slot < USED, other=0.0)
+    acc = tile_dots(queue, matrix, of_pair, tile, warp % P.k_warps, thread & 31, P)
+    both = tl.join(acc[0] * weight, acc[1] * weight)
+    split = tl.reshape(both, [P.tiles, SLOTS * P.k_warps, 8, 4, 2])
+    return tl.sum(tl.sum(split, axis=3), axis=1)
+
+
+@triton.jit
+def _bias_sum(row, column, inside, experts_ptr, weights_ptr, bias_ptr, N, USED: tl.constexpr):
+    """The weighted sum of the biases of a row's experts."""
+    total = tl.zeros(column.shape, tl.float32)
+    for slot in range(USED):
+        expert = tl.load(experts_ptr + row * USED + slot)
+        weight = tl.load(weights_ptr + row * USED + slot)
+        total += weight * tl.load(bias_ptr + expert * N + column, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def _begin_norm(hidden, row, column, inside, norm_ptr, out, values_ptr, arrivals_ptr, N, TILES: tl.constexpr):
+    """Store the sum of squares of a program's part of a row, and its part times the norm's weights, quantized."""
+    tl.store(
+        out.squares + row * tl.num_programs(0) + tl.program_id(0) + tl.arange(0, 1),
+        tl.sum(hidden * hidden, 1),
+    )
+    value = hidden * tl.load(norm_ptr + column, mask=inside, other=0.0)
+    groups = N // 32
+    if TILES == 1:
+        tl.store(values_ptr + row * N + column, value, mask=inside)
+        quantize_shared_group(values_ptr, arrivals_ptr, out, row * groups + tl.program_id(0) // 2, 2)
+    else:
+        GROUPS: tl.constexpr = TILES // 2
+        high, low, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
+        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        store_quantized(
+            out.high, out.low, out.scale, out.sums, row * groups + group, group < groups, high, low, scale, sums
+        )  # fmt: skip
+
+
+@triton.jit
+def _experts_add_kernel(
+    hidden_ptr, residual_ptr, values_ptr, arrivals_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
+    x_high, x_low, t_ptr, sums_ptr, known_experts_ptr, weights_ptr, bias_ptr, low, high, scales, supers,
+    expert_tiles, N, USED: tl.constexpr, SLOTS: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Program (block of P.tiles tiles, row); the tiles are one or an even number. The launch before let this one begin
+    when the router had ended, so that which experts to read is known before it waits."""
+    if P.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(1)
+    planes = (low, high, scales, supers)
+    thread = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps)
+    k_warp = (thread >> 5) % P.k_warps
+    matrix, tile, pair = _experts_from(0, row, known_experts_ptr, planes, expert_tiles, USED, SLOTS, P)
+    queue = start_tile(matrix, tile, k_warp, thread & 31, P)
+    column = tl.program_id(0) * (16 * P.tiles) + tl.arange(0, 16 * P.tiles)[None, :]
+    inside = column < N
+    if norm_ptr is not None:
+        prefetch(norm_ptr + tl.minimum(column, N - 1), P.asm)
+    if P.pdl:
+        tl.extra.cuda.gdc_wait()
+    residual = tl.load(residual_ptr + row * N + column, mask=inside, other=0.0)
+    x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
+    y = _weighted_sums(queue, matrix, tile, pair, 0, row, x, weights_ptr, USED, SLOTS, P)
+    for first in tl.static_range(SLOTS, USED, SLOTS):
+        matrix, tile, pair = _experts_from(
+            first, row, known_experts_ptr, planes, expert_tiles, USED, SLOTS, P
+        )
+        queue = start_tile(matrix, tile, k_warp, thread & 31, P)
+        y += _weighted_sums(queue, matrix, tile, pair, first, row, x, weights_ptr, USED, SLOTS, P)
+    total = tl.reshape(tl.permute(y, [0, 2, 1]), [1, 16 * P.tiles])
+    if bias_ptr is not None:
+        total += _bias_sum(row, column, inside, known_experts_ptr, weights_ptr, bias_ptr, N, USED)
+    hidden = total + residual
+    tl.store(hidden_ptr + row * N + column, hidden, mask=inside)
+    if norm_ptr is not None:
+        out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
+        _begin_norm(hidden, row, column, inside, norm_ptr, out, values_ptr, arrivals_ptr, N, P.tiles)
+
+
+@triton.jit
+def _weigh_rows_kernel(
+    out_ptr, products_ptr, weights_ptr, residual_ptr, N, USED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Products [T * k, N] of each row's experts, weighted and added in ascending order, plus the residual."""
+    launch_then_wait(PDL)
+    row = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in range(USED):
+        weight = tl.load(weights_ptr + row * USED + slot)
+        total += weight * tl.load(products_ptr + (row * USED + slot) * N + column, mask=inside, other=0.0)
+    residual = tl.load(residual_ptr + row * N + column, mask=inside, other=0.0)
+    tl.store(out_ptr + row * N + column, total + residual, mask=inside)
+
+
+def matvec_experts_add(
+    gated: QuantizedActivations,
+    routing: Routing,
+    down: ExpertWeights,
+    residual: Tensor,
+    next_norm: RMSNorm | None = None,
+    scratch: QuantizationScratch | None = None,
+    pdl: bool = False,
+) -> Tensor | RmsNormed:
+    """The weighted sum of `down` [N, F] of each row's experts of gated [T * k, F], plus residual fp32 [T, N].
+
+    `gated` is what `matvec_experts_glu` has made by the same routing. With `next_norm`, and outputs in whole groups of
+    32 of a packed weight, the result is begun to be normed. A row's bits follow from its own values. `scratch`, for
+    T * N values, avoids an allocation. Raises ValueError on other shapes.
+    """
+    check_routing(routing, down)
+    rows, used = routing.experts.shape
+    check_rows(gated, down, rows * used)
+    part, width, device = down.parts[0], down.expert_rows, residual.device
+    if residual.shape != (rows, width) or not residual.is_contiguous():
+        raise ValueError(f"residual must be contiguous {[rows, width]}, not {list(residual.shape)}")
+    hidden = torch.empty_like(residual)
+    if not isinstance(part, PackedPart):
+        products = matvec_expert_rows(gated, routing, down, pdl)
+        _weigh_rows_kernel[(triton.cdiv(width, 256), rows)](
+            hidden, products, routing.weights, residual, width, USED=used, BLOCK=256, PDL=pdl, num_warps=4,
+            launch_pdl=pdl,
+        )  # fmt: skip
+        return hidden
+    if next_norm is None or width % 32:
+        _launch(gated, routing, down, part, residual, hidden, None, pdl)
+        return hidden
+    room = QuantizationScratch.empty(rows * width, device) if scratch is None else scratch
+    room.check(rows * width)
+    return _launch(gated, routing, down, part, residual, hidden, (next_norm, room), pdl)
+
+
+def _launch(
+    gated: QuantizedActivations,
+    routing: Routing,
+    down: ExpertWeights,
+    part: PackedPart,
+    residual: Tensor,
+    hidden: Tensor,
+    begun: tuple[RMSNorm, QuantizationScratch] | None,
+    pdl: bool,
+) -> Tensor | RmsNormed:
+    """Into `hidden`; `begun`: the norm that begins, and its memory."""
+    rows, used = routing.experts.shape
+    tiles, width, device = down.expert_tiles, down.expert_rows, residual.device
+    geometry, slots = experts_add_geometry(part, tiles, used)
+    programs = triton.cdiv(tiles, geometry.tiles)
+    program = expert_program(part, tiles, geometry, gated, pdl)
+    program = replace(program, even=program.even and used % slots == 0)
+    out: QuantizedActivations | None = None
+    outputs: tuple[Tensor | None, ...] = (
+        residual,
+        residual,
+        None,
+        residual,
+        residual,
+        residual,
+        residual,
+        residual,
+    )
+    if begun is not None:
+        norm, room = begun
+        out = QuantizedActivations.empty(rows, width, device)
+        squares = torch.empty(rows, programs, dtype=torch.float32, device=device)
+        outputs = (room.values, room.arrivals, norm.weight, out.high, out.low, out.scale, out.sums, squares)
+        out = replace(out, rms=RmsPartials(squares, norm.eps))
+    _experts_add_kernel[(programs, rows)](
+        hidden, residual, *outputs, gated.high, gated.low, gated.scale, gated.sums, routing.experts, routing.weights,
+        down.bias, *part.planes, tiles, width, USED=used, SLOTS=slots, P=program,
+        num_warps=geometry.warps * slots, maxnreg=geometry.registers or None, launch_pdl=pdl,
+    )  # fmt: skip
+    return hidden if out is None else RmsNormed(hidden, out)

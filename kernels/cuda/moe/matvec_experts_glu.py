@@ -1,0 +1,135 @@
+"""Gate and up of each row's experts in decode, their activation and the quantization of the result, in one launch.
+
+A program takes some tiles of one expert, whose number it reads on the device. Definition: kernels/moe/experts.py,
+kernels/q_dot.py, kernels/glu.py, kernels/activations.py.
+"""
+
+import triton
+import triton.language as tl
+
+from quengine.kernels.cuda.gemv.activations import (
+    QuantizedActivations,
+    quantize_activations,
+    quantize_group,
+    store_quantized,
+)
+from quengine.kernels.cuda.gemv.matvec_program import (
+    Matrix,
+    QuantizationScratch,
+    QuantizedRow,
+    begin_rows,
+    finish_rows,
+    load_squares,
+    quantize_shared_group,
+    row_arguments,
+)
+from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
+from quengine.kernels.cuda.moe.matvec_expert_rows import (
+    check_routing,
+    check_rows,
+    expert_program,
+    matvec_expert_rows,
+    row_at,
+)
+from quengine.kernels.cuda.pdl import wait_then_launch
+from quengine.kernels.cuda.weights.launch_table import experts_glu_geometry
+from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.glu import Activation
+from quengine.kernels.moe.router import Routing
+
+
+@triton.jit
+def _experts_glu_kernel(
+    values_ptr, arrivals_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
+    chosen_ptr, bias_ptr, expert_low, expert_high, expert_scales, expert_supers, expert_tiles, width,
+    ACTIVATION: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Program (block of tiles, slot, row). A tile gives 8 outputs and a group has 32: see `_glu_kernel` in
+    matvec_glu.py. Launches its dependents when the router has ended: they may read its choice before they wait."""
+    wait_then_launch(P.pdl)
+    row = tl.program_id(2)
+    pair = row * tl.num_programs(1) + tl.program_id(1)
+    expert = tl.load(chosen_ptr + pair)
+    first = tl.program_id(0) * P.tiles
+    tile0 = expert * expert_tiles + first
+    planes = (expert_low, expert_high, expert_scales, expert_supers)
+    matrix = Matrix(planes, (expert + 1) * expert_tiles)
+    queue = begin_rows(matrix, tile0, P)
+    squares_row = squares_ptr + row * P.partials
+    x = row_at(QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps), row, squares_row, P.cols)
+    column = (first + tl.arange(0, P.tiles)[:, None, None]) * 8 + tl.arange(0, 8)[None, :, None]
+    inside = column < width
+    if bias_ptr is not None:
+        bias = bias_ptr + expert * 2 * width + column
+        gate_bias = tl.load(bias, mask=inside, other=0.0)
+        up_bias = tl.load(bias + width, mask=inside, other=0.0)
+    y = finish_rows(queue, load_squares(squares_row, P.partials), matrix, x, tile0, P)
+    gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
+    if bias_ptr is not None:
+        gate += gate_bias
+        up += up_bias
+    value = gated(gate, up, ACTIVATION)  # [tiles, 8, 1]
+    groups = width // 32
+    if P.tiles >= 4:
+        GROUPS: tl.constexpr = P.tiles // 4
+        high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
+        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        store_quantized(
+            out_high, out_low, out_scale, out_sums, pair * groups + group, group < groups, high_plane, low_plane,
+            scale, sums,
+        )  # fmt: skip
+    else:
+        tl.store(values_ptr + pair * width + column, value, mask=inside)
+        out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
+        quantize_shared_group(values_ptr, arrivals_ptr, out, pair * groups + first // 4, 4 // P.tiles)
+
+
+def matvec_experts_glu(
+    x: QuantizedActivations,
+    routing: Routing,
+    gate_up: ExpertWeights,
+    activation: Activation = "silu",
+    scratch: QuantizationScratch | None = None,
+    pdl: bool = False,
+) -> QuantizedActivations:
+    """activation(gate) * up of each row x [T, K] by its k experts [2F, K], quantized: [T * k, F], F a multiple of 32.
+
+    Takes one launch for paired weights; otherwise three or four: the matmuls, the activation, quantization. `scratch`,
+    for T * k * F values, avoids an allocation. A row's bits follow from its own values. Raises ValueError on other
+    shapes.
+    """
+    check_rows(x, gate_up, routing.experts.shape[0])
+    check_routing(routing, gate_up)
+    rows, used = routing.experts.shape
+    width, device = gate_up.expert_rows // 2, x.high.device
+    part = gate_up.parts[0]
+    if not gate_up.paired or not isinstance(part, PackedPart):
+        both = matvec_expert_rows(x, routing, gate_up, pdl=pdl)
+        return quantize_activations(glu_rows(both, activation, pdl), pdl=pdl)
+    out = QuantizedActivations.empty(rows * used, width, device)
+    room = QuantizationScratch.empty(rows * used * width, device) if scratch is None else scratch
+    room.check(rows * used * width)
+    _launch(x, routing, gate_up, part, activation, out, room, pdl)
+    return out
+
+
+def _launch(
+    x: QuantizedActivations,
+    routing: Routing,
+    gate_up: ExpertWeights,
+    part: PackedPart,
+    activation: Activation,
+    out: QuantizedActivations,
+    room: QuantizationScratch,
+    pdl: bool,
+) -> None:
+    rows, used = routing.experts.shape
+    tiles = gate_up.expert_tiles
+    geometry = experts_glu_geometry(part, tiles, used)
+    _experts_glu_kernel[(triton.cdiv(tiles, geometry.tiles), used, rows)](
+        room.values, room.arrivals, out.high, out.low, out.scale, out.sums, *row_arguments(x), routing.experts,
+        gate_up.bias, *part.planes, tiles, gate_up.expert_rows // 2,
+        ACTIVATION=EPILOGUES[activation], P=expert_program(part, tiles, geometry, x, pdl),
+        num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
+    )  # fmt: skip

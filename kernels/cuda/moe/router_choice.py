@@ -1,0 +1,171 @@
+"""The choice of a row's experts by its logits, and their weights: what the router's last program does.
+
+Definition: kernels/moe/router.py. Of a score and its expert an int64 is made that orders as the definition does: the
+higher score first, of equal scores the lower expert, NaN below all others.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from quengine.kernels.moe.router import SUM_EPS
+from quengine.kernels.moe.router_kind import RouterKind, Scores
+
+_SOFTMAX, _SOFTMAX_OF_CHOSEN, _SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+SCORES: dict[Scores, int] = {
+    "softmax": _SOFTMAX.value,
+    "softmax_of_chosen": _SOFTMAX_OF_CHOSEN.value,
+    "sigmoid": _SIGMOID.value,
+}
+_SUM_EPS = tl.constexpr(SUM_EPS)
+_LOWEST = tl.constexpr(-(2**63))
+_NOTHING = tl.constexpr(-(2**31))
+"""Below the order of every score."""
+
+_MOST_COMPARED = tl.constexpr(128)
+"""Experts up to which each is compared with each; of more, the highest is taken again and again."""
+
+
+@dataclass(frozen=True)
+class RouterConstants:
+    """A RouterKind and the number of experts, as a compile-time constant of the kernel; scores: see SCORES."""
+
+    count: int
+    used: int
+    scores: int
+    normalized: bool
+    scale: float
+    groups: int
+    groups_used: int
+
+    @classmethod
+    def of(cls, kind: RouterKind, count: int) -> "RouterConstants":
+        return cls(
+            count, kind.used, SCORES[kind.scores], kind.normalized, kind.scale, kind.groups, kind.groups_used
+        )
+
+    @property
+    def group_size(self) -> int:
+        return self.count // self.groups
+
+    @property
+    def padded_size(self) -> int:
+        """Places of a group, a power of two."""
+        return int(triton.next_power_of_2(self.group_size))
+
+    @property
+    def padded_groups(self) -> int:
+        return int(triton.next_power_of_2(self.groups))
+
+
+@triton.jit
+def _order(score):
+    """int32 that order as the scores do, NaN as -inf, both zeros alike."""
+    score = tl.where(score == score, score, float("-inf"))
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _highest(keys, COUNT: tl.constexpr):
+    """Which are the COUNT highest of distinct int64 keys [N]."""
+    if keys.shape[0] <= _MOST_COMPARED:
+        above = (keys[None, :] > keys[:, None]).to(tl.int32)
+        return tl.sum(above, axis=1) < COUNT
+    else:
+        best = tl.max(keys, axis=0)
+        for _ in range(COUNT - 1):
+            best = tl.max(tl.where(keys < best, keys, _LOWEST), axis=0)
+        return keys >= best
+
+
+@triton.jit
+def _in_best_groups(selection, real, C: tl.constexpr):
+    """Which places are of the groups that are chosen from; selection: [groups * size], scores where experts are."""
+    GROUPS: tl.constexpr = C.padded_groups
+    SIZE: tl.constexpr = C.padded_size
+    by_group = tl.reshape(tl.where(real, selection, float("-inf")), [GROUPS, SIZE])
+    place = tl.arange(0, SIZE)[None, :]
+    first = tl.max(by_group, axis=1)
+    at = tl.min(tl.where(by_group == first[:, None], place, SIZE), axis=1)
+    if C.group_size > 1:
+        first += tl.max(tl.where(place == at[:, None], float("-inf"), by_group), axis=1)
+    group = tl.arange(0, GROUPS)
+    order = tl.where(group < C.groups, _order(first), _NOTHING)
+    best = _highest((order.to(tl.int64) << 32) | (GROUPS - 1 - group), C.groups_used)
+    inside = tl.broadcast_to(best[:, None], [GROUPS, SIZE])
+    return tl.reshape(inside.to(tl.int32), [GROUPS * SIZE]) > 0
+
+
+@triton.jit
+def _scores(logits, real, C: tl.constexpr):
+    if C.scores == _SOFTMAX:
+        # What is not finite makes all scores NaN, as in the definition.
+        powers = tl.exp(logits - tl.max(tl.where(real, logits, float("-inf")), axis=0))
+        return powers / tl.sum(tl.where(real, powers, 0.0), axis=0)
+    elif C.scores == _SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        return logits
+
+
+@triton.jit
+def _chosen(scores, expert, real, selection_ptr, C: tl.constexpr):
+    """Which experts are chosen, by their scores."""
+    selection = tl.where(scores == scores, scores, float("-inf"))
+    if selection_ptr is not None:
+        selection += tl.load(selection_ptr + expert, mask=real, other=0.0)
+    allowed = real
+    if C.groups > 1:
+        allowed = _in_best_groups(selection, real, C)
+        selection = tl.where(allowed, selection, float("-inf"))
+    order = tl.where(real, _order(selection), _NOTHING)
+    return _highest((order.to(tl.int64) << 32) | (65535 - expert), C.used) & real
+
+
+@triton.jit
+def _weights(scores, chosen, C: tl.constexpr):
+    """The weights of the chosen experts; of the others anything."""
+    weights = scores
+    if C.scores == _SOFTMAX_OF_CHOSEN:
+        powers = tl.exp(scores - tl.max(tl.where(chosen, scores, float("-inf")), axis=0))
+        weights = powers / tl.sum(tl.where(chosen, powers, 0.0), axis=0)
+    if C.normalized:
+        weights = weights / (tl.sum(tl.where(chosen, weights, 0.0), axis=0) + _SUM_EPS)
+    return weights * C.scale
+
+
+@triton.jit
+def choose(
+    logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr, row, stride,
+    GATE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Store the routing of row `row` of logits [T, stride]: its experts, unless they are `forced`, in ascending order,
+    their weights, and with GATE the weight of the shared expert."""
+    SIZE: tl.constexpr = C.padded_size
+    PLACES: tl.constexpr = C.padded_groups * C.padded_size
+    USED: tl.constexpr = C.used
+    place = tl.arange(0, PLACES)
+    expert = place // SIZE * C.group_size + place % SIZE
+    real = (place % SIZE < C.group_size) & (expert < C.count)
+    # Other programs wrote these: not from this multiprocessor's own cache.
+    logits = tl.load(logits_ptr + row * stride + expert, mask=real, other=float("-inf"), cache_modifier=".cg")
+    if bias_ptr is not None:
+        logits += tl.load(bias_ptr + expert, mask=real, other=0.0)
+    scores = _scores(logits, real, C)
+    if forced_ptr is None:
+        chosen = _chosen(scores, expert, real, selection_ptr, C)
+    else:
+        chosen = place < 0
+        for slot in range(USED):
+            chosen |= expert == tl.load(forced_ptr + row * USED + slot)
+        chosen &= real
+    slot = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    at = row * USED + slot
+    if forced_ptr is None:
+        tl.store(experts_ptr + at, expert, mask=chosen)
+    tl.store(weights_ptr + at, _weights(scores, chosen, C), mask=chosen)
+    if GATE:
+        logit = tl.load(logits_ptr + row * stride + C.count, cache_modifier=".cg")
+        tl.store(shared_ptr + row, 1.0 / (1.0 + tl.exp(-logit)))
