@@ -207,9 +207,7 @@ class StepRecorder:
         source = gated.records if w.format.is_quantized else gated.values
         assert source is not None
         products = self._by_place("experts' products", w.rows, groups)
-        product, *sums = down_launches(
-            down, groups, source, products, routing.weights, residual.values, y
-        )
+        product, *sums = down_launches(down, groups, source, products, routing.weights, residual.values, y)
         stage = self._stage([product])
         for launch in sums:
             stage = self._after(stage, launch)
@@ -225,9 +223,7 @@ class StepRecorder:
                 spread[rows.data_ptr()] = out
         return [spread[rows.data_ptr()] for rows in inputs]
 
-    def _by_place(
-        self, role: str, width: int, groups: Groups, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def _by_place(self, role: str, width: int, groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
         """[slots, width]."""
         return self._buffer(f"{role} {dtype}", groups.used * width, dtype).view(groups.slots, width)
 

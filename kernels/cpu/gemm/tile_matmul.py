@@ -44,9 +44,9 @@ _TASKS = 4  # a thread should get of a weight, before tasks become longer
 class TileKind:
     """How weights are multiplied with many rows, and how the rows are packed for it.
 
-    block: rows of a block. row_bytes: of a packed row, of DEPTH columns. most: rows of a launch, or None. pack_kernel: the
-    kernel that packs, in a task a block, or with `by_panel` one for each block and each DEPTH columns. product(w, blocks):
-    what multiplies a weight with so many blocks.
+    block: rows of a block. row_bytes: of a packed row, of DEPTH columns. most: rows of a launch, or None.
+    pack_kernel: packs a block a task, or with `by_panel` DEPTH columns of one. product(w, blocks): what multiplies a
+    weight with so many blocks.
     """
 
     block: int
@@ -62,7 +62,9 @@ def tile_kind(w: QuantTensor) -> TileKind:
     if has_amx():
         return TileKind(BLOCK, 4 * DEPTH, MOST_ROWS, amx_pack_kernel, True, _amx_product)
     if uses_vnni(w):
-        return TileKind(vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS, vnni_pack_kernel, False, _vnni_product)
+        return TileKind(
+            vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS, vnni_pack_kernel, False, _vnni_product
+        )
     return TileKind(host_tile().rows, 4 * DEPTH, None, pack_kernel, False, _product)
 
 

@@ -33,7 +33,14 @@ _LANES = 16
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _multiply(
-    matrices: ExpertMatrices, table: int, group: int, step: int, y: int, y_stride: int, block: int, memory: int
+    matrices: ExpertMatrices,
+    table: int,
+    group: int,
+    step: int,
+    y: int,
+    y_stride: int,
+    block: int,
+    memory: int,
 ) -> None:
     """The block-th `step` outputs of a group's expert, with the bias, for the places of the group."""
     at = HEAD + GROUP * group
@@ -113,7 +120,9 @@ def add_experts_kernel() -> bytes:
     def add_experts(args: AddExpertsArguments, task: int) -> None:
         row, places = 4 * task * args.cols, args.places + 8 * task * args.used
         weights, residual = args.weights + 4 * task * args.used, args.residual + row
-        add_weighted(args.products, args.cols, places, weights, args.used, residual, args.y + row, 0, args.cols)
+        add_weighted(
+            args.products, args.cols, places, weights, args.used, residual, args.y + row, 0, args.cols
+        )
 
     return compile_kernel(add_experts, AddExpertsArguments)
 

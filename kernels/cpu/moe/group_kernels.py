@@ -87,7 +87,10 @@ def pack_groups_kernel() -> bytes:
                 at = HEAD + GROUP * group
         first_block, places = int64_at(table, at + 3), int64_at(table, at + 2)
         block, blocks = task - first_block, (places + block_rows - 1) // block_rows
-        valid, first = min(block_rows, places - block * block_rows), int64_at(table, at + 1) + block * block_rows
+        valid, first = (
+            min(block_rows, places - block * block_rows),
+            int64_at(table, at + 1) + block * block_rows,
+        )
         rows, request = stack_floats(row_floats), request_at(stack_floats(request_floats))
         request.rows = block * block_rows + valid
         request.blocks = blocks
@@ -102,7 +105,9 @@ def pack_groups_kernel() -> bytes:
             request.x = source - block * block_rows * stride
             request.x_stride = stride
             request.cols = depth
-            request.packed = args.packed + first_block * args.block_bytes + k // DEPTH * blocks * args.panel_bytes
+            request.packed = (
+                args.packed + first_block * args.block_bytes + k // DEPTH * blocks * args.panel_bytes
+            )
             call_kernel(args.kernel, request, block)
 
     return compile_kernel(pack_groups, PackGroupsArguments)

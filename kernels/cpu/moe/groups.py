@@ -1,8 +1,8 @@
 """Rows by expert: which rows each expert computes, and the prompt kernels run over such groups.
 
-The T rows of a step have k experts each; the T * k slots, numbered row by row, are sorted by expert. Slots of one expert
-are a group, or several where they are many. A kernel over groups has tasks for as many as there can be, and those
-beyond the last end at once.
+The T rows of a step have k experts each; the T * k slots, numbered row by row, are sorted by expert. Slots of one
+expert are a group, or several where they are many. A kernel over groups has tasks for as many as there can be, and
+those beyond the last end at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The router in compiled code: the twin of kernels/moe/router.py.
 
-The logits are fp32 dot products of a row and an expert's router weights, in an order that follows from the width alone, in
-prefill as in decode; the choice and the weights of a row follow in one kernel.
+The logits are fp32 dot products of a row and an expert's router weights, in an order that follows from the width
+alone, in prefill as in decode; the choice and the weights of a row follow in one kernel.
 """
 
 from __future__ import annotations

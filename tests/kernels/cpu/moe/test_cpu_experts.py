@@ -1,4 +1,4 @@
-"""Experts on the CPU against the reference backend: every format, any routing; compiled steps have the eager path's bits."""
+"""Experts on the CPU against the reference backend: every format, any routing, the same bits beside any other rows."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -33,7 +33,9 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def matrices(kind: str, count: int, rows: int, cols: int, seed: int, merged: bool = True) -> list[QuantTensor]:
+def matrices(
+    kind: str, count: int, rows: int, cols: int, seed: int, merged: bool = True
+) -> list[QuantTensor]:
     """Matrices of random blocks, views of one tensor [E, rows, cols] or each in its own memory."""
     whole = random_weight(kind, count * rows, cols // FORMATS[kind].block, seed)
     views = dataclasses.replace(whole, shape=(count, rows, cols)).matrices()
@@ -74,7 +76,9 @@ class Experts:
 
 
 def batch_of(rows: int, phase: Phase) -> ForwardBatch:
-    return ForwardBatch(phase, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64), None)
+    return ForwardBatch(
+        phase, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64), None
+    )
 
 
 def routing_of(rows: int, count: int = EXPERTS, used: int = USED, seed: int = 0) -> Routing:
@@ -107,7 +111,9 @@ def test_every_format(kind: str, phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("kinds", [("Q4_K", "F16", "Q6_K"), ("BF16", "Q8_0", "F32"), ("Q5_0", "Q6_K", "Q4_K")])
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "F16", "Q6_K"), ("BF16", "Q8_0", "F32"), ("Q5_0", "Q6_K", "Q4_K")]
+)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_formats_may_differ(kinds: tuple[str, str, str], rows: int, phase: Phase) -> None:
     check(randn(rows, 256, seed=7), routing_of(rows), phase, kinds=kinds, sizes=(256, 512), merged=False)
@@ -144,7 +150,14 @@ def test_a_group_of_more_rows_than_a_launch_takes() -> None:
     rows = 1100
     routing = routing_of(rows, count=2, used=1)
     assert routing.experts.unique().tolist() == [0]
-    check(randn(rows, 256, seed=11), routing, "prefill", kinds=("Q4_K", "Q8_0", "Q5_K"), sizes=(256, 256), count=2)
+    check(
+        randn(rows, 256, seed=11),
+        routing,
+        "prefill",
+        kinds=("Q4_K", "Q8_0", "Q5_K"),
+        sizes=(256, 256),
+        count=2,
+    )
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -161,7 +174,9 @@ def test_extreme_values(phase: Phase) -> None:
     x = randn(4, 256, seed=13)
     x[0], x[1], x[2, 7] = 0.0, 1e15 * x[1], 1e18
     made = Experts(CpuBackend(1), ("Q4_K", "Q4_K", "Q6_K"), (256, 256))(x, routing_of(4), phase)
-    expected = Experts(ReferenceBackend(keep=True), ("Q4_K", "Q4_K", "Q6_K"), (256, 256))(x, routing_of(4), phase)
+    expected = Experts(ReferenceBackend(keep=True), ("Q4_K", "Q4_K", "Q6_K"), (256, 256))(
+        x, routing_of(4), phase
+    )
     for row in range(4):
         assert not made[1][row].isnan().any()
         if row:
@@ -170,7 +185,9 @@ def test_extreme_values(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q8_0", "Q8_0"), ("BF16", "BF16", "BF16")])
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q8_0", "Q8_0"), ("BF16", "BF16", "BF16")]
+)
 def test_a_row_has_the_same_bits_whatever_is_beside_it_on_any_number_of_threads(
     kinds: tuple[str, str, str], phase: Phase
 ) -> None:
@@ -187,5 +204,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it_on_any_number_of_threads(
 
 def test_matrices_that_differ_are_refused() -> None:
     backend, gate = CpuBackend(1), matrices("Q8_0", 2, 32, 64, 0)
-    with pytest.raises(ValueError, match=r"is Q4_0 \[32, 64\]; the first expert's matrix random Q8_0 is Q8_0 \[32, 64\]"):
+    with pytest.raises(
+        ValueError, match=r"is Q4_0 \[32, 64\]; the first expert's matrix random Q8_0 is Q8_0 \[32, 64\]"
+    ):
         backend.gate_up_experts([gate[0], *matrices("Q4_0", 1, 32, 64, 0)], gate)

@@ -78,7 +78,10 @@ class Run:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_decoder_is_near_the_reference(name: str, checkpoints: dict[str, GGUFCheckpoint]) -> None:
-    ours, reference = Run(checkpoints[name], CpuBackend(2)), Run(checkpoints[name], ReferenceBackend(keep=True))
+    ours, reference = (
+        Run(checkpoints[name], CpuBackend(2)),
+        Run(checkpoints[name], ReferenceBackend(keep=True)),
+    )
     expected = reference.prefill(CONTEXT)
     rows = torch.tensor([nmse(a, b) for a, b in zip(ours.prefill(CONTEXT), expected, strict=True)])
     assert rows.median() < 2e-6

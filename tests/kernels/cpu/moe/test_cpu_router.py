@@ -74,7 +74,9 @@ def test_every_kind_is_its_definition(name: str, extras: str, rows: int) -> None
     check(randn(rows, WIDTH, seed=5), make_router(KINDS[name], **parts))
 
 
-@pytest.mark.parametrize(("experts", "used", "width"), [(1024, 64, 33), (128, 8, 2048), (3, 3, 31), (2, 1, 1)])
+@pytest.mark.parametrize(
+    ("experts", "used", "width"), [(1024, 64, 33), (128, 8, 2048), (3, 3, 31), (2, 1, 1)]
+)
 def test_sizes(experts: int, used: int, width: int) -> None:
     check(randn(3, width, seed=6), make_router(RouterKind(used), experts, width))
 
