@@ -136,9 +136,7 @@ def test_a_router_that_is_wrong_in_one_layer_is_named(
     positions = sum(map(len, workload.windows))
     assert found.layer == 1 and found.margin > 0.1
     assert found.differing > 0.5 * positions
-    assert any(
-        failure.startswith("decode: NMSE") for failure in report.failures
-    )  # the weights are wrong as well
+    assert any(failure.startswith("decode: NMSE") for failure in report.failures)  # the weights are wrong as well
 
 
 def test_nan_in_a_router_fails(reference: LLMSide, model: Path, workload: Workload) -> None:
@@ -146,7 +144,9 @@ def test_nan_in_a_router_fails(reference: LLMSide, model: Path, workload: Worklo
         ffn = routers(llm)[0]
         ffn.router = replace(ffn.router, weight=ffn.router.weight * float("nan"))
 
-    assert {failure.partition(":")[0] for failure in judged(reference, model, workload, spoil).failures} >= {
+    assert {
+        failure.partition(":")[0] for failure in judged(reference, model, workload, spoil).failures
+    } >= {
         "prefill",
         "decode",
     }
