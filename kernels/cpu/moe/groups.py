@@ -113,7 +113,7 @@ class Groups:
     def empty(cls, rows: int, used: int) -> Groups:
         """For so many rows, each with `used` experts."""
         order, places = torch.empty(2, rows, used, dtype=torch.int64)
-        return cls(order, places, torch.empty(rows, HEAD + GROUP * used, dtype=torch.int64))
+        return cls(order, places, torch.empty(HEAD + GROUP * rows * used, dtype=torch.int64))
 
     def launch(self, experts: Tensor, count: int, most: int = 1 << 40, block_rows: int = 1) -> Launch:
         """The kernel that fills this in, one task: of experts int32 [T, k], below `count`.

@@ -36,7 +36,7 @@ def prompt_expert_launches(
     launches: list[Launch] = []
     for kind, placed in by_kind.items():
         groups = Groups.empty(rows, used)
-        most = min(rows, kind.most or rows)
+        most = max(1, min(rows, kind.most or rows))
         launches.append(groups.launch(routing.experts, count, most, kind.block))
         launches += _grouped_launches(x, kind, placed, groups, most, y, by_place)
     return groups, launches
