@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, Flag("-m --model", MODEL_HELP, show_default=False)]
 System = Annotated[str | None, Flag("--system -sys", "System message.")]
+Effort = Annotated[
+    str | None,
+    Flag("--reasoning-effort", "How long the model reasons, as its template has it.", metavar="LEVEL"),
+]
 
 
 @dataclass(frozen=True)

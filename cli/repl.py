@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from quengine.cli.report import print_report
-from quengine.cli.terminal import write_text
+from quengine.cli.terminal import AnswerPrinter, write_text
 from quengine.errors import EngineError
 from quengine.request.chat_session import ChatSession
 
@@ -81,10 +81,11 @@ class Repl:
 
     def _answer(self, text: str) -> None:
         stopped = False
-        with _one_interrupt(), contextlib.closing(self.session.ask(text)) as pieces:
+        with _one_interrupt(), contextlib.closing(self.session.deltas(text)) as deltas:
             try:
-                for piece in pieces:
-                    write_text(piece)
+                printer = AnswerPrinter()
+                for delta in deltas:
+                    printer.write(delta)
             except KeyboardInterrupt:
                 stopped = True
         write_text("\n")

@@ -72,4 +72,6 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
             }
             for entry in completion.logprobs
         ]
+    if completion.reasoning:
+        result["reasoning"] = completion.reasoning
     return result

@@ -7,10 +7,14 @@ for people wherever they go, have names from model files shown so in any case (`
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quengine.errors import visible
 
+if TYPE_CHECKING:
+    from quengine.structured.tool_calls import Delta
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # What JSON leaves as it is and a terminal may obey, or no output can encode.
 _IN_JSON = {code: f"\\u{code:04x}" for code in (*range(0x7F, 0xA0), *range(0xD800, 0xE000))}
 
@@ -19,6 +23,25 @@ def write_text(text: str) -> None:
     """Write a piece of generated text to standard output now."""
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+class AnswerPrinter:
+    """Writes an answer's parts as they come: its text, and on a terminal, dimmed before it, what the model thinks."""
+
+    def __init__(self) -> None:
+        self._thinking = False
+
+    def write(self, delta: "Delta") -> None:
+        from quengine.structured.tool_calls import ReasoningDelta, TextDelta
+
+        if isinstance(delta, ReasoningDelta):
+            if sys.stdout.isatty():
+                self._thinking = True
+                sys.stdout.write(f"{_DIM}{visible(delta.text)}{_PLAIN}")
+                sys.stdout.flush()
+        elif isinstance(delta, TextDelta):
+            write_text(f"\n\n{delta.text}" if self._thinking else delta.text)
+            self._thinking = False
 
 
 def write_line(line: str) -> None:

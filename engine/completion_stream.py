@@ -1,9 +1,13 @@
 """One request being computed, as its user iterates over it."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
+from quengine.structured.answer_parser import AnswerParser
+from quengine.structured.tool_calls import Delta, TextDelta, collect, reasoning_of
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
@@ -49,6 +53,10 @@ class CompletionStream:
         if self._started and not self._closed:
             self.close()
 
+    def deltas(self) -> Iterator[Delta]:
+        """The pieces of text, as an answer's parts."""
+        return map(TextDelta, self)
+
     @property
     def completion(self) -> Completion:
         return self._llm.completion(self.sequence)
@@ -82,3 +90,48 @@ class CompletionStream:
         if self.sequence.error is not None:
             raise self.sequence.error
         raise StopIteration
+
+
+class ChatStream(CompletionStream):
+    """An answer of a conversation: iterate for its text, or over `deltas` for its reasoning and calls too.
+
+    `completion` has the text and the reasoning, each without the marks of the model's form. `new_parser` makes a
+    parser for one answer.
+    """
+
+    def __init__(self, llm: "LLM", sequence: Sequence, new_parser: Callable[[], AnswerParser]) -> None:
+        super().__init__(llm, sequence)
+        self._new_parser = new_parser
+        self._parser: AnswerParser | None = new_parser()
+
+    def __next__(self) -> str:
+        while True:
+            if text := collect(self._next_deltas())[0]:
+                return text
+
+    def deltas(self) -> Iterator[Delta]:
+        """The parts of the answer as they become certain."""
+        while True:
+            try:
+                found = self._next_deltas()
+            except StopIteration:
+                return
+            yield from found
+
+    @property
+    def completion(self) -> Completion:
+        completion, parser = super().completion, self._new_parser()
+        deltas = parser.push(completion.text)
+        if self.sequence.finished:
+            deltas += parser.finish()
+        return replace(completion, text=collect(deltas)[0], reasoning=reasoning_of(deltas))
+
+    def _next_deltas(self) -> list[Delta]:
+        if self._closed or self._parser is None:
+            raise StopIteration
+        try:
+            return self._parser.push(super().__next__())
+        except StopIteration:
+            deltas = self._parser.finish()
+            self._parser = None
+            return deltas

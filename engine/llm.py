@@ -3,9 +3,11 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from quengine.completion_stream import CompletionStream
+from quengine.completion_stream import ChatStream, CompletionStream
 from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig, configured_by
 from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
@@ -31,9 +33,11 @@ from quengine.sampler import Result, Sample, Verified
 from quengine.scheduler import Scheduler
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.speculation import Speculation
+from quengine.structured.answer_format import AnswerFormat, answer_format, effort_variables
 from quengine.structured.constraint import ConstraintCompiler
+from quengine.structured.tool_calls import ToolUse
 
-__all__ = ["LLM", "CompletionStream"]
+__all__ = ["LLM", "ChatStream", "CompletionStream"]
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +121,7 @@ class LLM:
         to, as after a `break`. One that is kept has its turn: later requests may be computed after it.
 
         `index` tells apart several completions of one prompt under one seed. `show_special` keeps the names of
-        control tokens in the text: of all, or of those given (`tool_calls.ToolFormat.marker_ids`).
+        control tokens in the text: of all, or of those given.
 
         Raises:
             EngineError: the prompt does not fit the context, is neither text nor token ids, or has half a surrogate
@@ -132,9 +136,25 @@ class LLM:
         """Answer a conversation, a list of {"role", "content"}, through the model's own template."""
         return self.stream_chat(messages, params).finish()
 
-    def stream_chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> CompletionStream:
+    def stream_chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> ChatStream:
         """Answer a conversation; iterating yields pieces of text as they become certain."""
-        return self.stream(self.encode_chat(messages), params)
+        return self.stream_answer(self.encode_chat(messages), params)
+
+    def stream_answer(
+        self, prompt: Prompt, params: SamplingParams | None = None, use: ToolUse | None = None
+    ) -> ChatStream:
+        """As `stream_chat`, for a conversation that is encoded. `use`: the tools that may be called.
+
+        `params.constraint` holds the answer's text; the model may reason before it.
+
+        Raises:
+            EngineError: as `stream`; or a tool's schema is none.
+        """
+        self._lock.check_process()
+        form, use, params = self.answer_format, use or ToolUse(), params or SamplingParams()
+        params = replace(params, constraint=form.constraint(use, params.constraint))
+        sequence = self._sequences.make(self._prompt_ids(prompt), params, show_special=form.shown(use))
+        return ChatStream(self, sequence, partial(form.parser, use))
 
     def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
         """Teacher-forced logits [T, vocab] fp32 after each token; `decode` computes them one token at a time.
@@ -189,10 +209,30 @@ class LLM:
         check_text(text, "the prompt")
         return self.tokenizer.encode(text, bos=self.tokenizer.add_bos, special=special)
 
-    def encode_chat(self, messages: Seq[Message], tools: Seq[Any] | None = None) -> list[int]:
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes its answers: reasoning, text, tool calls."""
+        template = self.chat_template
+        return answer_format(None if template is None else template.source, self.tokenizer)
+
+    def effort_variables(self, effort: str | None) -> dict[str, str]:
+        """`variables` of `encode_chat` for a reasoning effort. Raises EngineError where the template takes no such."""
+        template = None if self.chat_template is None else self.chat_template.source
+        try:
+            return effort_variables(self.answer_format, template, effort)
+        except EngineError as error:
+            raise EngineError(f"reasoning effort {error}") from None
+
+    def encode_chat(
+        self,
+        messages: Seq[Message],
+        tools: Seq[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Ids of a conversation rendered through the model's template, ready for the answer.
 
-        `tools` are descriptions of functions as the template reads them (`tool_calls.Tool.described`).
+        `tools` are descriptions of functions as the template reads them (`answer_format.tools`), `variables` are more
+        names for it, such as `reasoning_effort`.
 
         Raises:
             EngineError: the model has no template, or the template fails (with its line); or half a surrogate pair is
@@ -202,7 +242,8 @@ class LLM:
         check_messages(messages)
         if self.chat_template is None:
             raise EngineError(f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)")
-        return encode_chat(self.tokenizer, self.chat_template, messages, tools=tools)
+        given = self.answer_format.messages(messages)
+        return encode_chat(self.tokenizer, self.chat_template, given, tools=tools, variables=variables)
 
     def step(self) -> list[tuple[Sequence, str]]:
         """Compute one batch; returns its sequences and the text it made visible of each, nothing when none waits.

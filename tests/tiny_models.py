@@ -10,10 +10,21 @@ from gguf.quants import quantize
 
 from quengine.models.config import BlockKind, ModelConfig, RopeScaling
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
+from tests.llama_cpp_source import llama_cpp_source
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+HARMONY_MARKS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
 )
 
 
@@ -22,6 +33,16 @@ def chat_vocabulary() -> dict[str, Any]:
     vocabulary = bpe_vocabulary(special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     count = len(vocabulary["tokenizer.ggml.tokens"])
     return vocabulary | {"tokenizer.ggml.eos_token_id": count - 1, "tokenizer.chat_template": CHATML}
+
+
+def harmony_vocabulary() -> dict[str, Any]:
+    """Bytes, a few merges, and gpt-oss's control tokens, end token and chat template."""
+    words = bpe_vocabulary(special=(*HARMONY_MARKS, "<|endoftext|>"), pre="gpt-4o")
+    template = llama_cpp_source() / "models" / "templates" / "openai-gpt-oss-120b.jinja"
+    return words | {
+        "tokenizer.ggml.eos_token_id": words["tokenizer.ggml.tokens"].index("<|return|>"),
+        "tokenizer.chat_template": template.read_text(encoding="utf-8"),
+    }
 
 
 def random_weights(sizes: ModelSizes, vocab: int, tied: bool, seed: int) -> dict[str, np.ndarray]:

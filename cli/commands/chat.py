@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quengine.cli.flags import ConstraintFlags, Model, System, takes_options
+from quengine.cli.flags import ConstraintFlags, Effort, Model, System, takes_options
 from quengine.cli.loading import load_llm
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
@@ -16,6 +16,7 @@ def chat(
     constraint: ConstraintFlags,
     config: EngineConfig,
     system: System = None,
+    effort: Effort = None,
 ) -> None:
     """Talk with a model; /help lists the commands."""
     params = replace(params, constraint=constraint.spec())
@@ -28,4 +29,4 @@ def chat(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "
                 f"engine generate --raw completes text with it"
             )
-        Repl(ChatSession(llm, params, system)).run()
+        Repl(ChatSession(llm, params, system, llm.effort_variables(effort))).run()

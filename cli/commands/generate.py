@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quengine.cli.flags import ConstraintFlags, Model, System, takes_options
+from quengine.cli.flags import ConstraintFlags, Effort, Model, System, takes_options
 from quengine.cli.loading import load_llm
 from quengine.cli.report import completion_json, print_report
-from quengine.cli.terminal import json_line, write_text
+from quengine.cli.terminal import AnswerPrinter, json_line, write_text
 from quengine.config import EngineConfig
 from quengine.errors import EngineError, visible
 from quengine.options import Flag
@@ -33,6 +33,7 @@ class PromptFlags:
     ] = ()
     files: Annotated[tuple[Path, ...], Flag("-f --file", "Read the prompt from a file.", metavar="FILE")] = ()
     system: System = None
+    effort: Effort = None
     chat: Annotated[
         bool | None,
         Flag("--chat/--raw", "Use the model's chat template or not. (default: chat if it has one)"),
@@ -65,10 +66,14 @@ def generate(
     params = replace(params, logprobs=flags.logprobs, constraint=constraint.spec())
     source = _prompt_text(text, flags)
     with load_llm(model, config) as llm:
-        ids = _prompt_ids(llm, source, flags)
+        chat = _is_chat(llm, flags)
+        ids = _prompt_ids(llm, source, flags, chat)
         if flags.show_prompt:
             print(visible(llm.tokenizer.decode(ids, skip_special=False)), file=sys.stderr)
-        stream = llm.stream(ids, params, show_special=flags.special)
+        parsed = chat and not flags.special
+        stream = (
+            llm.stream_answer(ids, params) if parsed else llm.stream(ids, params, show_special=flags.special)
+        )
         llm.warm_up(params)  # else the first tokens would wait until their step is captured
         try:
             _print_pieces(stream, quiet=flags.as_json)
@@ -101,25 +106,29 @@ def _excerpt(text: str) -> str:
     return repr(text) if len(text) <= 40 else f"{text[:40]!r}..."
 
 
-def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags) -> list[int]:
-    chat = flags.chat
-    if chat is None:
-        chat = llm.chat_template is not None
-        if not chat:
-            print("engine: this model has no chat template; the prompt is used as it is", file=sys.stderr)
+def _is_chat(llm: "LLM", flags: PromptFlags) -> bool:
+    if flags.chat is None and llm.chat_template is None:
+        print("engine: this model has no chat template; the prompt is used as it is", file=sys.stderr)
+    return llm.chat_template is not None if flags.chat is None else flags.chat
+
+
+def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, chat: bool) -> list[int]:
     if not chat:
-        if flags.system is not None:
-            raise EngineError(
-                "--system needs a chat template: leave it out, or use --chat with a model that has one"
-            )
+        for flag, given in (("--system", flags.system), ("--reasoning-effort", flags.effort)):
+            if given is not None:
+                raise EngineError(
+                    f"{flag} needs a chat template: leave it out, or use --chat with a model that has one"
+                )
         return llm.encode(source, special=flags.special)
     messages = [{"role": "system", "content": flags.system}] if flags.system is not None else []
-    return llm.encode_chat([*messages, {"role": "user", "content": source}])
+    asked = {"role": "user", "content": source}
+    return llm.encode_chat([*messages, asked], variables=llm.effort_variables(flags.effort))
 
 
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:
-    for piece in stream:
+    printer = AnswerPrinter()
+    for delta in stream.deltas():
         if not quiet:
-            write_text(piece)
+            printer.write(delta)
     if not quiet:
         write_text("\n")

@@ -6,14 +6,15 @@ them.
 
 import json
 import os
-from collections.abc import Generator
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quengine.errors import EngineError
 from quengine.platform.input_files import read_text
 from quengine.request.sampling_params import SamplingParams
+from quengine.structured.tool_calls import Delta, TextDelta
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
@@ -25,11 +26,19 @@ ROLES = ("system", "user", "assistant", "tool")
 class ChatSession:
     """A conversation; `llm` should have been made with `reuse_prefix=True`.
 
-    `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here.
+    `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here. `variables` are more
+    names for the template.
     """
 
-    def __init__(self, llm: "LLM", params: SamplingParams, system: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: "LLM",
+        params: SamplingParams,
+        system: str | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.llm = llm
+        self.variables = variables
         self.params = params.with_seed()
         self.messages: list[dict[str, str]] = []
         self.last: Completion | None = None
@@ -60,6 +69,13 @@ class ChatSession:
         self.last = None
 
     def ask(self, text: str) -> Generator[str, None, None]:
+        """Send `text` as the user's message; yields the answer's text as it comes. See `deltas`."""
+        with closing(self.deltas(text)) as deltas:
+            for delta in deltas:
+                if isinstance(delta, TextDelta):
+                    yield delta.text
+
+    def deltas(self, text: str) -> Generator[Delta, None, None]:
         """Send `text` as the user's message; yields the answer as it comes, and appends both to `messages`.
 
         Closing the generator early (Ctrl-C) keeps the answer as far as it came. A turn without any answer is removed.
@@ -70,11 +86,11 @@ class ChatSession:
         self.messages.append({"role": "user", "content": text})
         answered = False
         try:
-            rendered = self.llm.encode_chat(self.messages)
+            rendered = self.llm.encode_chat(self.messages, variables=self.variables)
             prompt = self._continued(rendered)
-            stream = self.llm.stream(prompt, self.params)
+            stream = self.llm.stream_answer(prompt, self.params)
             try:
-                yield from stream
+                yield from stream.deltas()
             finally:
                 stream.close()
                 self.last = stream.completion

@@ -92,6 +92,7 @@ class Completion:
         logprobs: one entry a token where requested, else None.
         timings: see Timings.
         seed: the seed that was used; the same one gives the same text.
+        reasoning: what the model thought before the text, in an answer of a conversation.
     """
 
     text: str
@@ -101,3 +102,4 @@ class Completion:
     seed: int
     prompt_tokens: int
     logprobs: list[TokenLogprobs] | None = field(default=None)
+    reasoning: str = ""

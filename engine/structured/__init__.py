@@ -1,1 +1,1 @@
-"""Text that a schema or a grammar constrains, and tool calls."""
+"""Text that a schema or a grammar constrains, and the forms of answers: reasoning, text, tool calls."""

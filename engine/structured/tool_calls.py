@@ -1,15 +1,11 @@
 """Tools that a model may call: what a request says of them, and what a template and a client want to see.
 
     use = ToolUse.from_openai(tools, tool_choice, parallel_tool_calls)     what the request asks for, checked
-    tool_format = ToolFormat.of(template.source, tokenizer)                how this model writes: tool_calls_format
-    ids = llm.encode_chat(tool_format.messages(messages), use.described)   the prompt
-    params = replace(params, constraint=tool_format.constraint(use))       where a call is required; else None
-    stream = llm.stream(ids, params, show_special=tool_format.marker_ids)
-    parser = tool_format.parser(use)                                       tool_calls_parser
-    for piece in stream: for delta in parser.push(piece): ...              TextDelta or CallDelta
-    for delta in parser.finish(): ...
+    form = llm.answer_format                                               how this model writes: answer_format
+    ids = llm.encode_chat(form.messages(messages), form.tools(use))        the prompt
+    for delta in llm.stream_answer(ids, params, use).deltas(): ...         TextDelta, ReasoningDelta or CallDelta
 
-Knows OpenAI's shapes (API reference, "chat", `tools` and `tool_choice`); not how any model writes a call.
+The shapes are OpenAI's (API reference, "chat", `tools` and `tool_choice`).
 """
 
 import re
@@ -96,6 +92,13 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class ReasoningDelta:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class CallDelta:
     """More of one call: `id` and `name` with its first delta only, `arguments` is the next piece of its JSON text."""
 
@@ -112,7 +115,7 @@ class CallDelta:
         return {"index": self.index, "id": self.id, "type": "function", "function": function}
 
 
-Delta = TextDelta | CallDelta
+Delta = TextDelta | ReasoningDelta | CallDelta
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def collect(deltas: Sequence[Delta]) -> tuple[str, list[ToolCall]]:
     text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
     calls: list[ToolCall] = []
     for delta in deltas:
-        if isinstance(delta, TextDelta):
+        if not isinstance(delta, CallDelta):
             continue
         if delta.name is not None:
             calls.append(ToolCall(delta.id or "", delta.name, delta.arguments))
@@ -142,6 +145,11 @@ def collect(deltas: Sequence[Delta]) -> tuple[str, list[ToolCall]]:
             last = calls[delta.index]
             calls[delta.index] = ToolCall(last.id, last.name, last.arguments + delta.arguments)
     return text, calls
+
+
+def reasoning_of(deltas: Sequence[Delta]) -> str:
+    """What the model thought, of an answer that was not streamed."""
+    return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
 
 def _tool(entry: Any, at: str) -> Tool:

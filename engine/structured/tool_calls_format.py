@@ -7,8 +7,8 @@
 | mistral-named | `[TOOL_CALLS]`name`[ARGS]`{...} | Mistral Small 3.2, Devstral, Magistral |
 | llama3 | {"name": ..., "parameters": {...}}, or the same or f.call(k=v) after `<|python_tag|>` | Llama 3.1 to 3.3 |
 
-The mistral-named form has `[CALL_ID]` and an id before `[ARGS]` where the template does. Knows spellings; parsing is
-`tool_calls_parser`'s, and what a request asks for is `tool_calls`'.
+The mistral-named form has `[CALL_ID]` and an id before `[ARGS]` where the template does. Parsing is
+`tool_calls_parser`'s. gpt-oss writes calls as messages of its own form, which `harmony_format` has.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ _MISTRAL_ID = re.compile("[a-zA-Z0-9]{9}")
 class ToolFormat:
     """One model's way. `marker_ids` are control tokens by name that its calls are made of.
 
-    The text that is parsed has to show them: `LLM.stream(..., show_special=tool_format.marker_ids)`.
+    The text that is parsed has to show them: `LLM.stream(..., show_special=...)`.
     """
 
     name: FormatName
@@ -56,12 +56,7 @@ class ToolFormat:
         name = _format_name(template)
         if name is None:
             return None
-        controls = {
-            text: ids[0]
-            for text in _MARKERS
-            if text in tokenizer.control_texts and len(ids := tokenizer.encode(text, special=True)) == 1
-        }
-        return cls(name, controls, CALL_ID in template)
+        return cls(name, control_ids(tokenizer, _MARKERS), CALL_ID in template)
 
     @property
     def marker_ids(self) -> frozenset[int]:
@@ -99,7 +94,7 @@ class ToolFormat:
         """An id for a call: 9 letters and digits for Mistral, whose templates insist, else OpenAI's kind."""
         if self.name.startswith("mistral"):
             return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
-        return "call_" + "".join(secrets.choice(_ALPHANUMERIC) for _ in range(24))
+        return new_call_id()
 
     def _start(self, several: bool) -> str:
         if self.name == "hermes":
@@ -110,49 +105,29 @@ class ToolFormat:
         return "one+" if several and self.name == "mistral-named" else "one"
 
     def _call(self, tool: Tool) -> str:
-        arguments = inline_json(_object_schema(tool))
+        arguments = arguments_grammar(tool)
         if self.name == "mistral-named":
             call_id = f" {self._marker(CALL_ID)} /[a-zA-Z0-9]{{9}}/" if self.with_call_id else ""
             return (
-                f"{self._marker(TOOL_CALLS)} {_literal(tool.name)}{call_id} {self._marker(ARGS)} {arguments}"
+                f"{self._marker(TOOL_CALLS)} {literal(tool.name)}{call_id} {self._marker(ARGS)} {arguments}"
             )
         key = "parameters" if self.name == "llama3" else "arguments"
-        head = _literal(f'{{"name": "{tool.name}", "{key}": ')
+        head = literal(f'{{"name": "{tool.name}", "{key}": ')
         if self.name != "hermes":
             return f'{head} {arguments} "}}"'
         begin, end = self._marker(TOOL_CALL), self._marker(TOOL_CALL_END)
         return f'{begin} "\\n" {head} {arguments} "}}" "\\n" {end}'
 
     def _marker(self, text: str) -> str:
-        """A marker in a grammar: the control token where it is one, else its letters."""
-        token = self.controls.get(text)
-        return _literal(text) if token is None else f"<[{token}]>"
+        return marker(self.controls, text)
 
     def _message(self, message: Mapping[str, Any], at: str) -> Mapping[str, Any]:
-        changed = dict(message)
-        if isinstance(changed.get("tool_calls"), Sequence) and changed["tool_calls"]:
-            changed["tool_calls"] = [self._said(call, at) for call in changed["tool_calls"]]
-            changed["content"] = changed.get("content") or ""
+        changed = with_values(message, at)
+        if calls := changed.get("tool_calls"):
+            changed["tool_calls"] = [{**call, "id": self._known_id(call.get("id", ""))} for call in calls]
         if "tool_call_id" in changed:
             changed["tool_call_id"] = self._known_id(changed["tool_call_id"])
         return changed
-
-    def _said(self, call: Any, at: str) -> dict[str, Any]:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping):
-            raise EngineError(f"{at}: a tool call must have a function")
-        arguments = function.get("arguments", {})
-        try:
-            value = strict_json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except strict_json.StrictJSONError:
-            value = None
-        if not isinstance(value, Mapping):
-            raise EngineError(f"{at}: the arguments of {str(function.get('name'))[:64]} are no JSON object")
-        return {
-            **call,
-            "id": self._known_id(call.get("id", "")),
-            "function": {**function, "arguments": value},
-        }
 
     def _known_id(self, given: Any) -> Any:
         if not self.name.startswith("mistral") or not isinstance(given, str) or _MISTRAL_ID.fullmatch(given):
@@ -171,11 +146,55 @@ def _format_name(template: str) -> FormatName | None:
     return None
 
 
-def _object_schema(tool: Tool) -> Mapping[str, Any]:
-    """A tool's schema, which may leave out that arguments are an object."""
+def with_values(message: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """A message whose calls have their arguments as a value, where OpenAI has JSON text, and which has content then.
+
+    Raises:
+        EngineError: a call's arguments are no JSON object; it names the message by `at`.
+    """
+    changed = dict(message)
+    if isinstance(changed.get("tool_calls"), Sequence) and changed["tool_calls"]:
+        changed["tool_calls"] = [_with_value(call, at) for call in changed["tool_calls"]]
+        changed["content"] = changed.get("content") or ""
+    return changed
+
+
+def _with_value(call: Any, at: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise EngineError(f"{at}: a tool call must have a function")
+    arguments = function.get("arguments", {})
+    try:
+        value = strict_json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except strict_json.StrictJSONError:
+        value = None
+    if not isinstance(value, Mapping):
+        raise EngineError(f"{at}: the arguments of {str(function.get('name'))[:64]} are no JSON object")
+    return {**call, "function": {**function, "arguments": value}}
+
+
+def control_ids(tokenizer: "Tokenizer", names: Sequence[str]) -> dict[str, int]:
+    """Those of `names` that are control tokens of the vocabulary, with their ids."""
+    return {text: token for text in names if (token := tokenizer.control_id(text)) is not None}
+
+
+def new_call_id() -> str:
+    """An id of OpenAI's kind."""
+    return "call_" + "".join(secrets.choice(_ALPHANUMERIC) for _ in range(24))
+
+
+def arguments_grammar(tool: Tool) -> str:
+    """A tool's arguments in a grammar. Its schema may leave out that they are an object."""
     combined = {"type", "$ref", "anyOf", "oneOf", "allOf"} & tool.parameters.keys()
-    return tool.parameters if combined else {"type": "object", **tool.parameters}
+    return inline_json(tool.parameters if combined else {"type": "object", **tool.parameters})
 
 
-def _literal(text: str) -> str:
+def marker(controls: Mapping[str, int], text: str) -> str:
+    """A marker in a grammar: the control token where it is one, else its letters."""
+    token = controls.get(text)
+    return literal(text) if token is None else f"<[{token}]>"
+
+
+def literal(text: str) -> str:
+    """A text in a grammar."""
     return json.dumps(text)

@@ -95,6 +95,10 @@ class Tokenizer:
         """What `encode` turns into control tokens if asked, longest first."""
         return list(self._vocabulary.control_tokens)
 
+    def control_id(self, text: str) -> int | None:
+        """The control token of this text; None where there is none."""
+        return self._vocabulary.control_tokens.get(text)
+
     @cached_property
     def token_length(self) -> "TokenLength | None":
         """How much of a text one token can stand for; None where that has no bound."""

@@ -16,7 +16,7 @@ import pytest
 
 from quengine.cli.main import run
 from tests.gguf_builder import ModelSizes
-from tests.tiny_models import chat_vocabulary, write_tiny
+from tests.tiny_models import HARMONY_MARKS, chat_vocabulary, harmony_vocabulary, write_tiny
 
 MAIN = "import sys; from quengine.cli.main import main; sys.exit(main())"
 COMMON = ["--device", "cpu", "--backend", "reference", "-t", "1", "--temp", "0"]
@@ -262,3 +262,49 @@ def test_every_answer_is_held_to_the_grammar(
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nand now?\n"))
     assert run(["chat", "-m", model, "--device", "cpu", "--grammar", 'root ::= "yes" | "no"']) == 0
     assert set(capsys.readouterr().out.split()) <= {"yes", "no"}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    """A model that answers as gpt-oss does, and flags by which it thinks a little before a text that is held."""
+    words = harmony_vocabulary()
+    tokens = words["tokenizer.ggml.tokens"]
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=4096)
+    path = tmp_path_factory.mktemp("thinker") / "tiny.gguf"
+    write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=words)
+    flags = ["--temp", "1", "--seed", "1", "-n", "300", "--grammar", 'root ::= "Hello."']
+    for token in ("a", "<|end|>"):
+        flags += ["--logit-bias", f"{tokens.index(token)}+30"]
+    return str(path), flags
+
+
+def test_what_a_model_thinks_is_no_part_of_its_answer(
+    thinker: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Captured, tmp_path: Path
+) -> None:
+    model, flags = thinker
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hi\nagain\n/save {tmp_path / 'talk.json'}\n"))
+    assert run(["chat", "-m", model, *COMMON, *flags, "--reasoning-effort", "low"]) == 0
+    assert capsys.readouterr().out == "Hello.\nHello.\n"
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [m["content"] for m in messages] == ["hi", "Hello.", "again", "Hello."]
+    command = ["generate", "-m", model, *COMMON, *flags, "hi"]
+    assert run([*command, "--show-prompt", "--reasoning-effort", "high"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Hello.\n" and "Reasoning: high" in captured.err
+    assert run([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == "Hello." and result["reasoning"]
+    assert not any(mark in result["reasoning"] for mark in HARMONY_MARKS)
+
+
+def test_a_reasoning_effort_that_the_template_does_not_take_is_an_error(
+    thinker: tuple[str, list[str]], model: str, capsys: Captured
+) -> None:
+    for name, problem in (
+        (thinker[0], "reasoning effort much: the chat template of this model takes low, medium, high"),
+        (model, "reasoning effort much: the chat template of this model has no reasoning effort"),
+    ):
+        assert run(["generate", "-m", name, *COMMON, "--reasoning-effort", "much", "hi"]) == 1
+        assert problem in capsys.readouterr().err
+    assert run(["generate", "-m", model, *COMMON, "--raw", "--reasoning-effort", "low", "hi"]) == 1
+    assert "--reasoning-effort needs a chat template" in capsys.readouterr().err

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from quengine.cli.terminal import json_line, write_line, write_text
+from quengine.cli.terminal import AnswerPrinter, json_line, write_line, write_text
 from quengine.errors import visible
+from quengine.structured.tool_calls import ReasoningDelta, TextDelta
 
 
 class Output(io.StringIO):
@@ -29,6 +30,19 @@ def test_only_a_terminal_is_protected(terminal: bool, written: str, monkeypatch:
     monkeypatch.setattr("sys.stdout", output)
     write_text("\x1b[2J")
     assert output.getvalue() == written
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_reasoning_is_dimmed_on_a_terminal_and_nowhere_else(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Output(terminal)
+    monkeypatch.setattr("sys.stdout", output)
+    printer = AnswerPrinter()
+    for delta in (ReasoningDelta("Hm\x1b"), ReasoningDelta("."), TextDelta("Hel"), TextDelta("lo")):
+        printer.write(delta)
+    dimmed = "\x1b[2mHm\\x1b\x1b[0m\x1b[2m.\x1b[0m\n\n"
+    assert output.getvalue() == (dimmed if terminal else "") + "Hello"
 
 
 def test_a_line_of_a_report_is_one_line_that_any_output_can_encode(

@@ -13,8 +13,8 @@ from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.template.chat_template import ChatTemplate, encode_chat
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.sampling_params import SamplingParams
+from quengine.structured.answer_format import AnswerFormat, answer_format
 from quengine.structured.constraint import ConstraintCompiler
-from quengine.structured.tool_calls_format import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ServedModel:
         notes: lines for the terminal: device, context, memory.
         token_length: how much of a text one token can stand for; None where that has no bound.
         source: the file or folder from which another process has the same model; None where there is none.
-        tool_format: how the model writes tool calls; None where no form is known.
+        answer_format: how the model writes answers: reasoning, text, tool calls.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ServedModel:
         self.template: str | None = None if template is None else template.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id
-        self.tool_format = None if self.template is None else ToolFormat.of(self.template, text.tokenizer)
+        self.answer_format: AnswerFormat = answer_format(self.template, text.tokenizer)
         self.eos_ids = text.tokenizer.eos_ids
         self.token_length = text.tokenizer.token_length
         self.source: Path | None = text.checkpoint.path
@@ -94,18 +94,16 @@ class ServedModel:
     ) -> str:
         """The prompt of a conversation as text. Raises EngineError where the template refuses it."""
         template = self._chat_template()
-        return template.render(self._as_read(messages), tools=tools, variables=variables)
+        given = self.answer_format.messages(messages)
+        return template.render(given, tools=tools, variables=variables)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> list[int]:
         """The prompt of a conversation as token ids, in which messages hold no control tokens."""
         template = self._chat_template()
-        given = self._as_read(messages)
+        given = self.answer_format.messages(messages)
         return encode_chat(self._text.tokenizer, template, given, tools=tools, variables=variables)
-
-    def _as_read(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        return messages if self.tool_format is None else self.tool_format.messages(messages)
 
     def _chat_template(self) -> ChatTemplate:
         template = self._text.chat_template

@@ -25,14 +25,17 @@ def answer_head(service: Service, id_prefix: str, kind: str) -> dict[str, Any]:
     }
 
 
-def answer_tail(requests: Sequence[GenerationRequest], ends: Sequence[Finished]) -> dict[str, Any]:
-    """Usage, seed and timings, once all completions have ended."""
+def answer_tail(
+    requests: Sequence[GenerationRequest], ends: Sequence[Finished], reasoning: int = 0
+) -> dict[str, Any]:
+    """Usage, seed and timings, once all completions have ended; `reasoning` tokens are among the generated ones."""
     prompt, cached, generated = token_counts(requests, ends)
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
+        **({"completion_tokens_details": {"reasoning_tokens": reasoning}} if reasoning else {}),
     }
     return {"usage": usage, "seed": ends[0].seed, "timings": timings_body(ends[0].timings)}
 
@@ -51,9 +54,10 @@ def stream_end(
     requests: Sequence[GenerationRequest],
     ends: Sequence[Finished],
     include_usage: bool,
+    reasoning: int = 0,
 ) -> bytes:
     """The last events of a stream: one without choices where usage is wanted, and [DONE]."""
-    tail = {**head, "choices": [], **answer_tail(requests, ends)}
+    tail = {**head, "choices": [], **answer_tail(requests, ends, reasoning)}
     return (data(tail) if include_usage else b"") + DONE
 
 

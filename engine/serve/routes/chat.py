@@ -9,17 +9,28 @@ from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
-from quengine.serve.routes.constraints import callable_format, read_constraint, read_tools, tool_constraint
+from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.logprob_forms import chat_logprobs
-from quengine.serve.routes.prompts import chat_ids, read_messages
+from quengine.serve.routes.prompts import chat_ids, read_messages, template_variables
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import ChatRequest
 from quengine.serve.service import Service
-from quengine.structured.tool_calls import Delta, TextDelta, collect
-from quengine.structured.tool_calls_parser import ToolCallParser
+from quengine.structured.tool_calls import (
+    CallDelta,
+    Delta,
+    ReasoningDelta,
+    ToolUse,
+    collect,
+    reasoning_of,
+)
+
+_FORMATS = ("auto", "deepseek")
+"""llama-server's names for what is done here: reasoning is a field of its own."""
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -39,54 +50,71 @@ async def _prepared(
     check_choices(body, service.limits)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    use = read_tools(body, service.model)
+    model = service.model
+    form, use = model.answer_format, read_tools(body, model)
+    if form.reasons and body.reasoning_format not in (None, *_FORMATS):
+        given = f"reasoning_format = {shown(body.reasoning_format, 40)}"
+        raise bad_request(f"{given}: must be {' or '.join(_FORMATS)}", "reasoning_format", "unsupported")
     params = await sampling_params(
         service,
         body,
         logprobs=body.top_logprobs if body.logprobs else None,
-        constraint=tool_constraint(use, service.model, read_constraint(body)),
+        constraint=answer_constraint(use, model, read_constraint(body)),
     )
     messages = read_messages(body.messages)
-    prompt = await chat_ids(service, messages, use.described, body.chat_template_kwargs, "messages")
-    tool_format = callable_format(use, service.model)
-    shown = not body.skip_special_tokens or (tool_format is not None and tool_format.marker_ids)
-    answers = [ChatAnswer(None if tool_format is None else tool_format.parser(use)) for _ in range(body.n)]
-    return requests_of([prompt], body.n, params, shown), answers
+    variables = template_variables(
+        model, body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort"
+    )
+    prompt = await chat_ids(service, messages, form.tools(use), variables, "messages")
+    special = not body.skip_special_tokens or form.shown(use)
+    answers = [ChatAnswer(model, use) for _ in range(body.n)]
+    return requests_of([prompt], body.n, params, special), answers
 
 
 class ChatAnswer:
-    """One answer: its text as deltas. `parser` finds tool calls; None where none are looked for."""
+    """One answer, taken apart as the model's form has it."""
 
-    def __init__(self, parser: ToolCallParser | None) -> None:
-        self._parser = parser
+    def __init__(self, model: ServedModel, use: ToolUse) -> None:
+        self._model = model
+        self._use = use
+        self._parser = model.answer_format.parser(use)
+        self._tokens: list[int] = []
 
-    def push(self, text: str) -> list[dict[str, Any]]:
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._model.answer_format.reasoning_tokens(self._use, self._tokens, self._model.decode)
+
+    def push(self, piece: Piece) -> list[dict[str, Any]]:
         """The `delta` of each chunk that this piece becomes."""
-        if self._parser is None:
-            return [{"content": text}] if text else []
-        return [_delta(part) for part in self._parser.push(text)]
+        return [_delta(part) for part in self._read(piece)]
+
+    def _read(self, piece: Piece) -> list[Delta]:
+        self._tokens += piece.tokens
+        return self._parser.push(piece.text)
 
     def finish(self) -> list[dict[str, Any]]:
         """What was held back."""
-        return [] if self._parser is None else [_delta(part) for part in self._parser.finish()]
+        return [_delta(part) for part in self._parser.finish()]
 
     def reason(self, end: Finished) -> str:
-        called = self._parser is not None and self._parser.calls > 0
-        return "tool_calls" if called and end.reason == "stop" else end.reason
+        return "tool_calls" if self._parser.calls and end.reason == "stop" else end.reason
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, piece: Piece) -> dict[str, Any]:
         """The whole answer."""
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if self._parser is not None:
-            spoken, calls = collect(self._parser.push(text) + self._parser.finish())
-            message["content"] = spoken
-            if calls:
-                message |= {"content": spoken or None, "tool_calls": [call.as_openai() for call in calls]}
+        deltas = self._read(piece) + self._parser.finish()
+        spoken, calls = collect(deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": spoken, "refusal": None}
+        if reasoning := reasoning_of(deltas):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message |= {"content": spoken or None, "tool_calls": [call.as_openai() for call in calls]}
         return message
 
 
 def _delta(part: Delta) -> dict[str, Any]:
-    return {"content": part.text} if isinstance(part, TextDelta) else {"tool_calls": [part.as_openai()]}
+    if isinstance(part, CallDelta):
+        return {"tool_calls": [part.as_openai()]}
+    return {"reasoning_content" if isinstance(part, ReasoningDelta) else "content": part.text}
 
 
 def _body(
@@ -95,12 +123,14 @@ def _body(
     answers: Sequence[ChatAnswer],
     outputs: Sequence[tuple[Piece, Finished]],
 ) -> dict[str, Any]:
+    messages = [answer.message(piece) for answer, (piece, _) in zip(answers, outputs, strict=True)]
+    reasoning = sum(answer.reasoning_tokens for answer in answers)
     return {
         **answer_head(service, "chatcmpl-", "chat.completion"),
         "choices": [
             {
                 "index": index,
-                "message": answers[index].message(piece.text),
+                "message": messages[index],
                 "logprobs": chat_logprobs(piece.logprobs, service.model)
                 if requests[index].params.logprobs is not None
                 else None,
@@ -108,7 +138,7 @@ def _body(
             }
             for index, (piece, end) in enumerate(outputs)
         ],
-        **answer_tail(requests, [end for _, end in outputs]),
+        **answer_tail(requests, [end for _, end in outputs], reasoning),
     }
 
 
@@ -131,7 +161,7 @@ class _Chunks(ChunkForm):
         return b"".join(self._chunk(index, first, None) for index in range(len(self.requests)))
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        deltas = self.answers[choice].push(piece.text)
+        deltas = self.answers[choice].push(piece)
         if self._with_logprobs and not deltas:
             deltas = [{}]
         return b"".join(self._chunk(choice, d, None, None if i else piece) for i, d in enumerate(deltas))
@@ -142,7 +172,8 @@ class _Chunks(ChunkForm):
         return held + self._chunk(choice, {}, answer.reason(end))
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        return stream_end(self._head, self.requests, ends, self.include_usage)
+        reasoning = sum(answer.reasoning_tokens for answer in self.answers) if self.include_usage else 0
+        return stream_end(self._head, self.requests, ends, self.include_usage, reasoning)
 
     def _chunk(
         self, choice: int, delta: dict[str, Any], reason: str | None, piece: Piece | None = None

@@ -11,9 +11,9 @@ from quengine.errors import EngineError
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.requests import Generation, TemplateRequest, Tools
+from quengine.structured.answer_format import NO_CALLS
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse
-from quengine.structured.tool_calls_format import ToolFormat
 
 # llama-server's and vLLM's other names.
 CONSTRAINTS: Mapping[str, Callable[[Any], ConstraintSpec | None]] = {
@@ -49,24 +49,16 @@ def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolUse:
         use = ToolUse.from_openai(body.tools, body.tool_choice, body.parallel_tool_calls)
     except EngineError as error:
         raise bad_request(str(error), "tools") from None
-    if use.callable and model.tool_format is None:
-        message = "tools: the chat template of this model has no known form of calls"
-        raise bad_request(message, "tools", "unsupported")
+    if use.callable and not model.answer_format.calls_tools:
+        raise bad_request(NO_CALLS, "tools", "unsupported")
     return use
 
 
-def callable_format(use: ToolUse, model: ServedModel) -> ToolFormat | None:
-    """How calls are written in answers of a request; None where none are looked for."""
-    return model.tool_format if use.callable else None
-
-
-def tool_constraint(use: ToolUse, model: ServedModel, other: ConstraintSpec | None) -> ConstraintSpec | None:
-    """The constraint to calls where one is required, else `other`. Raises ApiError where both are given."""
-    tool_format = callable_format(use, model)
+def answer_constraint(use: ToolUse, model: ServedModel, text: ConstraintSpec | None) -> ConstraintSpec | None:
+    """What the answer is held to: calls where one is required, else `text`. Raises ApiError for both."""
+    if use.choice == "required" and text is not None:
+        raise bad_request("tool_choice requires a call, and response_format something else", "tool_choice")
     try:
-        spec = None if tool_format is None else tool_format.constraint(use)
+        return model.answer_format.constraint(use, text)
     except EngineError as error:
         raise bad_request(str(error), "tools") from None
-    if spec is not None and other is not None:
-        raise bad_request("tool_choice requires a call, and response_format something else", "tool_choice")
-    return spec or other

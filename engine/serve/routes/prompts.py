@@ -7,11 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quengine.errors import EngineError
+from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.reading import read_part, token_ids, whole_number
 from quengine.serve.schemas.requests import Content, Message
 from quengine.serve.service import Service
+from quengine.structured.answer_format import effort_variables
 
 
 async def read_prompts(
@@ -42,6 +45,16 @@ async def chat_ids(
     )
     (prompt,) = await _ids(service, job, param)
     return prompt
+
+
+def template_variables(
+    model: ServedModel, given: Mapping[str, Any], effort: str | None, param: str
+) -> Mapping[str, Any]:
+    """chat_template_kwargs with `effort`, the field `param`. Raises ApiError where the template takes no such value."""
+    try:
+        return {**effort_variables(model.answer_format, model.template, effort), **given}
+    except EngineError as error:
+        raise bad_request(f"{param} = {error}", param, "unsupported") from None
 
 
 async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:

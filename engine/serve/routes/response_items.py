@@ -5,15 +5,16 @@ Source: OpenAI's API reference, "responses", `input` and `output`.
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from quengine.serve.routes.answers import new_id
 from quengine.serve.routes.prompts import content_text, template_message
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.reading import read_part
-from quengine.serve.schemas.requests import FunctionCallItem, InputItem, MessageItem
-from quengine.structured.tool_calls import CallDelta, Delta, TextDelta
-from quengine.structured.tool_calls_parser import ToolCallParser
+from quengine.serve.schemas.requests import FunctionCallItem, InputItem, MessageItem, ReasoningItem
+from quengine.structured.answer_parser import BETWEEN, AnswerParser
+from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]
@@ -21,73 +22,82 @@ Event = tuple[str, dict[str, Any]]
 
 
 def messages_of(values: str | Sequence[Item]) -> list[Item]:
-    """The messages of an input: text, messages, calls and their outputs. Raises ApiError for any other item.
+    """The messages of an input: text, messages, reasoning, calls and their outputs. Raises ApiError for any other item.
 
-    Calls belong to the assistant's message before them, or make one. What an earlier answer gave its items beside
-    their content (id, status) means nothing here.
+    Calls belong to the assistant's message before them, or make one; reasoning to the one behind it. What an earlier
+    answer gave its items beside their content (id, status) means nothing here.
     """
     if isinstance(values, str):
         return [{"role": "user", "content": values}]
     typed = [{"type": "message", **value} if isinstance(value, dict) else value for value in values]
     messages: list[Item] = []
     called: dict[str, str] = {}
+    thought: Item = {}
     for i, item in enumerate(read_part(list[InputItem], typed, "input")):
         if isinstance(item, MessageItem):
-            messages.append(template_message({"role": item.role}, item.content))
+            more = thought if item.role == "assistant" else {}
+            messages.append(template_message({"role": item.role, **more}, item.content))
         elif isinstance(item, FunctionCallItem):
             called[item.call_id] = item.name
-            _add_call(messages, item)
+            _add_call(messages, item, thought)
+        elif isinstance(item, ReasoningItem):
+            thought = {"reasoning_content": "\n\n".join(part.text for part in item.content)}
+            continue
         elif item.call_id in called:
             output = {"role": "tool", "tool_call_id": item.call_id, "name": called[item.call_id]}
             messages.append({**output, "content": content_text(item.output)})
         else:
             problem = f"{item.call_id[:40]!r}: no function_call before it has this id"
             raise bad_request(f"input[{i}].call_id = {problem}", "input")
+        thought = {}
     return messages
 
 
-def _add_call(messages: list[Item], item: FunctionCallItem) -> None:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": "", "tool_calls": []})
+def _add_call(messages: list[Item], item: FunctionCallItem, thought: Item) -> None:
+    if thought or not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": "", **thought, "tool_calls": []})
     function = {"name": item.name, "arguments": item.arguments}
     call = {"id": item.call_id, "type": "function", "function": function}
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
 class OutputItems:
-    """An answer's items: a message for text, a function_call for each call, in the order they came.
+    """An answer's items: what it thinks, says and calls, in the order they came. `parser` takes its text apart."""
 
-    `parser` finds the calls; None where none are looked for.
-    """
-
-    def __init__(self, parser: ToolCallParser | None) -> None:
+    def __init__(self, parser: AnswerParser) -> None:
         self.items: list[Item] = []
         self._parser = parser
         self._open = False
 
     def push(self, text: str) -> list[Event]:
         """The events of a piece of the answer's text."""
-        if self._parser is not None:
-            return self._take(self._parser.push(text))
-        return self._take([TextDelta(text)] if text else [])
+        return self._take(self._parser.push(text))
 
     def finish(self, cut: bool) -> list[Event]:
         """The events of the answer's end. `cut`: its length was the limit. There is at least one item then."""
-        events = self._take([] if self._parser is None else self._parser.finish())
+        events = self._take(self._parser.finish())
         if not self.items:
-            events += self._begin_message()
+            events += self._begin_text(_MESSAGE)
         return events + self._close("incomplete" if cut else "completed")
 
     def _take(self, deltas: Sequence[Delta]) -> list[Event]:
         events: list[Event] = []
         for delta in deltas:
-            events += self._text(delta.text) if isinstance(delta, TextDelta) else self._call(delta)
+            if isinstance(delta, CallDelta):
+                events += self._call(delta)
+            else:
+                events += self._text(
+                    delta.text, _REASONING if isinstance(delta, ReasoningDelta) else _MESSAGE
+                )
         return events
 
-    def _text(self, text: str) -> list[Event]:
-        events = [] if self._open and self.items[-1]["type"] == "message" else self._begin_message()
+    def _text(self, text: str, kind: "_TextKind") -> list[Event]:
+        goes_on = self._open and self.items[-1]["type"] == kind.item["type"]
+        if not goes_on and any(item["type"] == kind.item["type"] for item in self.items):
+            text = text.removeprefix(BETWEEN)  # items are apart
+        events = [] if goes_on else self._begin_text(kind)
         self.items[-1]["content"][0]["text"] += text
-        return [*events, ("output_text.delta", {**self._part_at, "delta": text, "logprobs": []})]
+        return [*events, (f"{kind.event}.delta", {**self._part_at, "delta": text, **kind.logprobs})]
 
     def _call(self, delta: CallDelta) -> list[Event]:
         events: list[Event] = []
@@ -99,10 +109,9 @@ class OutputItems:
             events.append(("function_call_arguments.delta", {**self._at, "delta": delta.arguments}))
         return events
 
-    def _begin_message(self) -> list[Event]:
-        message = {"id": new_id("msg_"), "type": "message", "role": "assistant", "content": []}
-        events = self._begin(message)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    def _begin_text(self, kind: "_TextKind") -> list[Event]:
+        events = self._begin({"id": new_id(kind.prefix), **kind.item, "content": []})
+        part = {**kind.part, "text": ""}
         self.items[-1]["content"].append(part)
         return [*events, ("content_part.added", {**self._part_at, "part": dict(part)})]
 
@@ -122,9 +131,10 @@ class OutputItems:
         if item["type"] == "function_call":
             given = {**self._at, "name": item["name"], "arguments": item["arguments"]}
             return [("function_call_arguments.done", given), *done]
+        kind = _REASONING if item["type"] == "reasoning" else _MESSAGE
         part = dict(item["content"][0])
-        text = {**self._part_at, "text": part["text"], "logprobs": []}
-        return [("output_text.done", text), ("content_part.done", {**self._part_at, "part": part}), *done]
+        text = {**self._part_at, "text": part["text"], **kind.logprobs}
+        return [(f"{kind.event}.done", text), ("content_part.done", {**self._part_at, "part": part}), *done]
 
     def _whole(self) -> dict[str, Any]:
         return {"output_index": len(self.items) - 1, "item": copy.deepcopy(self.items[-1])}
@@ -136,3 +146,32 @@ class OutputItems:
     @property
     def _part_at(self) -> dict[str, Any]:
         return {**self._at, "content_index": 0}
+
+
+@dataclass(frozen=True)
+class _TextKind:
+    """An item whose content is one part of text."""
+
+    prefix: str
+    """Of its id."""
+    item: Item
+    part: dict[str, Any]
+    event: str
+    logprobs: dict[str, Any]
+    """What its events have beside the text."""
+
+
+_MESSAGE = _TextKind(
+    prefix="msg_",
+    item={"type": "message", "role": "assistant"},
+    part={"type": "output_text", "annotations": [], "logprobs": []},
+    event="output_text",
+    logprobs={"logprobs": []},
+)
+_REASONING = _TextKind(
+    prefix="rs_",
+    item={"type": "reasoning", "summary": []},
+    part={"type": "reasoning_text"},
+    event="reasoning_text",
+    logprobs={},
+)

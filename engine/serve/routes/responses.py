@@ -11,8 +11,8 @@ from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, to_json, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import new_id, token_counts
-from quengine.serve.routes.constraints import callable_format, read_constraint, read_tools, tool_constraint
-from quengine.serve.routes.prompts import chat_ids
+from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
+from quengine.serve.routes.prompts import chat_ids, template_variables
 from quengine.serve.routes.response_items import Event, OutputItems, messages_of
 from quengine.serve.routes.sampling import requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, stream_answer, whole_answer
@@ -29,23 +29,23 @@ async def responses(service: Service, request: Request) -> Response:
     if body.stream:
         return await stream_answer(service, request, [form.request], form)
     ((piece, end),) = await whole_answer(service, request, [form.request])
-    form.take(piece.text)
+    form.take(piece)
     return json_response(form.ended(end))
 
 
 async def _prepared(service: Service, body: ResponseRequest) -> "_Form":
     service.check_model_name(body.model)
-    use = read_tools(body, service.model)
-    constraint = tool_constraint(use, service.model, _text_constraint(body))
+    model = service.model
+    form, use = model.answer_format, read_tools(body, model)
+    constraint = answer_constraint(use, model, _text_constraint(body))
     params = await sampling_params(service, body, logprobs=None, constraint=constraint)
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     messages = system + messages_of(body.input)
-    prompt = await chat_ids(service, messages, use.described, body.chat_template_kwargs, "input")
-    tool_format = callable_format(use, service.model)
-    shown = tool_format.marker_ids if tool_format is not None else False
-    (request,) = requests_of([prompt], 1, params, shown)
-    items = OutputItems(None if tool_format is None else tool_format.parser(use))
-    return _Form(service, body, use, request, items)
+    effort = body.reasoning.effort
+    variables = template_variables(model, body.chat_template_kwargs, effort, "reasoning.effort")
+    prompt = await chat_ids(service, messages, form.tools(use), variables, "input")
+    (request,) = requests_of([prompt], 1, params, form.shown(use))
+    return _Form(service, body, use, request, OutputItems(form.parser(use)))
 
 
 def _text_constraint(body: ResponseRequest) -> ConstraintSpec | None:
@@ -78,9 +78,11 @@ class _Form(ChunkForm):
         self._output = items
         self._id, self._created = new_id("resp_"), int(time.time())
         self._number = 0
+        self._tokens: list[int] = []
 
-    def take(self, text: str) -> list[Event]:
-        return self._output.push(text)
+    def take(self, piece: Piece) -> list[Event]:
+        self._tokens += piece.tokens
+        return self._output.push(piece.text)
 
     def ended(self, end: Finished) -> dict[str, Any]:
         """The whole object."""
@@ -93,7 +95,7 @@ class _Form(ChunkForm):
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         del choice
-        return self._events(self.take(piece.text))
+        return self._events(self.take(piece))
 
     def finished(self, choice: int, end: Finished) -> bytes:
         del choice
@@ -118,6 +120,7 @@ class _Form(ChunkForm):
             "output": [] if end is None else self._output.items,
             "parallel_tool_calls": self._use.parallel,
             "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": params.temperature,
             "text": {"format": body.text.format or {"type": "text"}},
@@ -131,11 +134,13 @@ class _Form(ChunkForm):
 
     def _usage(self, end: Finished) -> dict[str, Any]:
         prompt, cached, generated = token_counts([self.request], [end])
+        model = self._service.model
+        reasoning = model.answer_format.reasoning_tokens(self._use, self._tokens, model.decode)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": prompt + generated,
         }
 

@@ -52,6 +52,7 @@ def answer_schemas() -> dict[str, Schema]:
     return {
         "Error": _error(),
         "Usage": _object(
+            {"completion_tokens_details": _object(reasoning_tokens=_COUNT)},
             prompt_tokens=_COUNT,
             completion_tokens=_COUNT,
             total_tokens=_COUNT,
@@ -115,9 +116,13 @@ def _chat() -> dict[str, Schema]:
         function=_object({"name": STRING}, arguments=STRING),
     )
     message = _object(
-        {"tool_calls": _array(call)}, role=_const("assistant"), content=_TEXT_OR_NULL, refusal=_NULL
+        {"reasoning_content": STRING, "tool_calls": _array(call)},
+        role=_const("assistant"),
+        content=_TEXT_OR_NULL,
+        refusal=_NULL,
     )
-    delta = _object({"role": _const("assistant"), "content": STRING, "tool_calls": _array(part)})
+    texts = {"content": STRING, "reasoning_content": STRING}
+    delta = _object({"role": _const("assistant"), **texts, "tool_calls": _array(part)})
     logprobs = _or_null(_object(content=_array(entry), refusal=_NULL))
     choice = _object(index=_COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
     piece = _object(index=_COUNT, delta=delta, logprobs=logprobs, finish_reason=_or_null(_CHAT_REASON))
@@ -217,6 +222,14 @@ def _responses() -> dict[str, Schema]:
     call = _object(
         id=STRING, type=_const("function_call"), status=status, call_id=STRING, name=STRING, arguments=STRING
     )
+    thought = _object(type=_const("reasoning_text"), text=STRING)
+    reasoning = _object(
+        id=STRING,
+        type=_const("reasoning"),
+        status=status,
+        summary=_array(ANY),
+        content=_array(thought),
+    )
     usage = _object(
         input_tokens=_COUNT,
         input_tokens_details=_object(cached_tokens=_COUNT),
@@ -237,6 +250,7 @@ def _responses() -> dict[str, Schema]:
         output=_array(ref("OutputItem")),
         parallel_tool_calls=BOOLEAN,
         previous_response_id=_NULL,
+        reasoning=_object(effort=_TEXT_OR_NULL, summary=_NULL),
         store=_const(False),
         temperature=_NUMBER,
         text=_object(format=OBJECT),
@@ -248,13 +262,13 @@ def _responses() -> dict[str, Schema]:
         metadata=OBJECT,
     )
     return {
-        "OutputItem": {"anyOf": [message, call]},
+        "OutputItem": {"anyOf": [message, reasoning, call]},
         "Response": response,
-        "ResponseEvent": _response_event(part),
+        "ResponseEvent": _response_event(part, thought),
     }
 
 
-def _response_event(part: Schema) -> Schema:
+def _response_event(part: Schema, thought: Schema) -> Schema:
     def event(*names: str, **fields: Schema) -> Schema:
         kinds = _enum(*(f"response.{name}" for name in names))
         return _object(type=kinds, sequence_number=_COUNT, **fields)
@@ -265,9 +279,11 @@ def _response_event(part: Schema) -> Schema:
         "anyOf": [
             event("created", "in_progress", "completed", "incomplete", response=ref("Response")),
             event("output_item.added", "output_item.done", output_index=_COUNT, item=ref("OutputItem")),
-            event("content_part.added", "content_part.done", **in_part, part=part),
+            event("content_part.added", "content_part.done", **in_part, part={"anyOf": [part, thought]}),
             event("output_text.delta", **in_part, delta=STRING, logprobs=_array(ANY)),
             event("output_text.done", **in_part, text=STRING, logprobs=_array(ANY)),
+            event("reasoning_text.delta", **in_part, delta=STRING),
+            event("reasoning_text.done", **in_part, text=STRING),
             event("function_call_arguments.delta", **at, delta=STRING),
             event("function_call_arguments.done", **at, name=STRING, arguments=STRING),
         ]

@@ -77,6 +77,14 @@ SomeText = Annotated[str, Meta(min_length=1)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
 Token = Annotated[Any, _ref("Token")]
 Prompt = Annotated[str | list[Any], _ref("Prompt", "must be a string, token ids, or an array of these")]
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
+    Meta(
+        description="How long the model reasons, of the values that its chat template takes; none of a template "
+        "without reasoning_effort.",
+        extra={"rule": "must be none, minimal, low, medium, high or xhigh"},
+    ),
+]
 JSONSchema = Annotated[Any, _ref("JSONSchema")]
 
 
@@ -217,7 +225,7 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     modalities: Annotated[Any, _only(["text"])] = None
     verbosity: Annotated[Any, _only("medium")] = None
-    reasoning_effort: Annotated[Any, _only("none")] = None
+    reasoning_effort: Effort | None = None
     reasoning_format: Any = None
     add_generation_prompt: Annotated[Any, _only(True)] = None
     continue_final_message: Annotated[Any, _only(False)] = None
@@ -266,6 +274,14 @@ class TextOptions(Fields, frozen=True):
     verbosity: Annotated[Any, _only("medium")] = None
 
 
+class ReasoningOptions(Fields, frozen=True):
+    """`summary` changes no token: reasoning is given as it is."""
+
+    effort: Effort | None = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
 class ResponseRequest(Tools, frozen=True, kw_only=True):
     MAX_TOKENS = ("max_output_tokens",)
 
@@ -288,7 +304,7 @@ class ResponseRequest(Tools, frozen=True, kw_only=True):
     previous_response_id: Annotated[Any, _only()] = None
     conversation: Annotated[Any, _only()] = None
     prompt: Annotated[Any, _only()] = None
-    reasoning: Annotated[Any, _only()] = None
+    reasoning: ReasoningOptions = ReasoningOptions()
     max_tool_calls: Annotated[Any, _only()] = None
 
 
@@ -332,6 +348,7 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     function_call: Annotated[Any, _only([], "none")] = None
     parse_tool_calls: Any = None
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: Effort | None = None
     add_generation_prompt: Annotated[Any, _only(True)] = None
 
 
@@ -407,7 +424,17 @@ class FunctionCallOutputItem(msgspec.Struct, frozen=True, tag="function_call_out
     output: Content
 
 
-InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem
+class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning"):
+    """What an earlier answer thought, before the message or the calls that follow it."""
+
+    content: list[ReasoningText]
+
+
+InputItem = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem
 BODIES: tuple[type[Body], ...] = (
     ChatRequest,
     CompletionRequest,

@@ -28,7 +28,7 @@ from quengine.serve.processes.shared_engine import (
     SlotStats,
 )
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.structured.tool_calls_format import ToolFormat
+from quengine.structured.answer_format import AnswerFormat, TextFormat
 
 WORDS = 10_000
 FIRST_BYTE = WORDS
@@ -54,7 +54,7 @@ class FakeModel(ServedModel):
     """A model without a file."""
 
     vocab_size = WORDS + 256
-    tool_format: ToolFormat | None = None
+    answer_format: AnswerFormat = TextFormat()
 
     def __init__(self, ctx_size: int) -> None:
         self.ctx_size = ctx_size

@@ -25,6 +25,7 @@ from quengine.serve.app import ROUTES
 from quengine.serve.schemas.openapi import EVENTS, OPERATIONS, document
 from quengine.serve.schemas.requests import Body, Sampling
 from quengine.serve.settings import ServerSettings
+from quengine.structured.answer_format import TextFormat
 from quengine.structured.tool_calls_format import ToolFormat
 from tests.engine.serve.fake_engine import FakeEngine, FakeModel
 from tests.engine.serve.serving import Served, serving
@@ -55,9 +56,9 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 class OpenModel(FakeModel):
-    """Takes constraints and tools, so that requests with them come through to answers; holds to none of them."""
+    """Takes constraints, tools and a reasoning effort, so that requests with them come through; holds to none."""
 
-    tool_format = ToolFormat("hermes")
+    answer_format = TextFormat(ToolFormat("hermes"))
 
     def prepare(self, params: SamplingParams) -> None:
         del params
@@ -66,6 +67,7 @@ class OpenModel(FakeModel):
 def make_engine() -> FakeEngine:
     engine = FakeEngine(ctx_size=64, step_s=0.0)
     engine.model = OpenModel(64)
+    engine.model.template = "{{ reasoning_effort }}"
     return engine
 
 

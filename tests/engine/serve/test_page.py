@@ -16,6 +16,7 @@ import pytest
 from quengine.request.sampling_params import SamplingParams
 from tests.engine.serve.fake_engine import FakeEngine, FakeModel, expected_tokens
 from tests.engine.serve.serving import Served, serving
+from tests.engine.serve.speaking_engine import SpeakingEngine
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -e '.[browser]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -215,3 +216,21 @@ def test_nothing_sticks_out_and_text_can_be_read(page: Any, scheme: str, width: 
     assert page.evaluate("() => document.documentElement.scrollHeight <= innerHeight")
     for part in ("#input", "#send", "#again", "#new", "#live"):
         assert page.locator(part).is_visible()
+
+
+def test_what_a_model_thinks_stands_before_its_answer_and_is_not_sent_back(browser: Any) -> None:
+    says = {
+        "user: one": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.",
+        "user: one\nassistant: Hello.\nuser: two": "<|channel|>final<|message|>Again.",
+    }
+    settings = {"defaults": SamplingParams()}
+    with serving(lambda: SpeakingEngine(says), settings=settings) as served, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(served.url)
+        ask(page, "one")
+        assert answered(page).inner_text() == "Hello."
+        assert page.locator("#log .assistant .thought").last.inner_text() == "Hm."
+        ask(page, "two")
+        assert answered(page, 2).inner_text() == "Again."
+        page.reload()
+        assert page.locator("#log .assistant .thought").all_inner_texts() == ["Hm.", ""]

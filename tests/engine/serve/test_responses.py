@@ -9,6 +9,7 @@ import pytest
 
 from quengine.serve.routes.response_items import OutputItems, messages_of
 from quengine.serve.schemas.errors import ApiError
+from quengine.structured.answer_parser import TextParser
 from quengine.structured.tool_calls_parser import ToolCallParser
 from tests.engine.serve.serving import Served
 from tests.engine.serve.tool_model import SCHEMA, serving_tools
@@ -137,7 +138,7 @@ def test_an_answer_cut_in_a_call_is_incomplete_and_an_empty_one_is_a_message() -
     output.finish(cut=True)
     assert [item["status"] for item in output.items] == ["completed", "incomplete"]
     assert output.items[1]["arguments"] == '{"a": '
-    empty = OutputItems(None)
+    empty = OutputItems(TextParser())
     kinds = [kind for kind, _ in empty.push("") + empty.finish(cut=False)]
     assert kinds == [
         "output_item.added",

@@ -81,8 +81,8 @@ def test_a_wrong_field_is_named_with_its_value_and_rule(
         (list[Message], ["a"], 'f[0] = "a": must be an object'),
         (
             list[InputItem],
-            [{"type": "reasoning"}],
-            'f[0].type = "reasoning": must be message, function_call or',
+            [{"type": "web_search_call"}],
+            'f[0].type = "web_search_call": must be message, reasoning, function_call or',
         ),
     ],
 )

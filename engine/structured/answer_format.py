@@ -1,0 +1,129 @@
+"""How a model writes an answer: which of its text is reasoning, which is for the user, and which are tool calls.
+
+The one place where a model's form is chosen, by its chat template and vocabulary. `harmony_format` is gpt-oss's; any
+other model writes text, with calls in it where `tool_calls_format` has its way of writing them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quengine.errors import EngineError
+from quengine.structured.answer_parser import AnswerParser, TextParser
+from quengine.structured.constraint_spec import ConstraintSpec
+from quengine.structured.harmony_format import HarmonyFormat
+from quengine.structured.tool_calls import ToolUse
+from quengine.structured.tool_calls_format import ToolFormat
+
+NO_CALLS = "tools: the chat template of this model has no known form of calls"
+
+if TYPE_CHECKING:
+    from quengine.models.tokenizer import Tokenizer
+
+
+class AnswerFormat(Protocol):
+    """One model's way.
+
+    Attributes:
+        calls_tools: whether it has a form of calls; where it has none, no tool may be given.
+        reasons: whether an answer may have reasoning.
+        efforts: the values of the template's variable `reasoning_effort`; None where they are not known.
+    """
+
+    @property
+    def calls_tools(self) -> bool: ...
+
+    @property
+    def reasons(self) -> bool: ...
+
+    @property
+    def efforts(self) -> tuple[str, ...] | None: ...
+
+    def shown(self, use: ToolUse) -> frozenset[int]:
+        """Control tokens that the parsed text has to show (`LLM.stream(..., show_special=...)`)."""
+        ...
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """A request's messages as the template reads them. Raises EngineError for what it cannot be given."""
+        ...
+
+    def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
+        """The template's variable `tools`."""
+        ...
+
+    def constraint(self, use: ToolUse, text: ConstraintSpec | None) -> ConstraintSpec | None:
+        """What the answer as it is generated has to be: calls where `use` requires one, else a text of `text`.
+
+        Raises:
+            EngineError: a tool's schema is none, or all together are too large; or the model has no form of calls.
+        """
+        ...
+
+    def parser(self, use: ToolUse) -> AnswerParser:
+        """A parser for one answer."""
+        ...
+
+    def reasoning_tokens(
+        self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
+    ) -> int:
+        """How many of an answer's tokens are text of its reasoning. `decode`: the text of tokens, all of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """Text as it is, with calls of the form `calls`; of none where that is None."""
+
+    calls: ToolFormat | None = None
+    reasons = False
+    efforts = None
+
+    @property
+    def calls_tools(self) -> bool:
+        return self.calls is not None
+
+    def shown(self, use: ToolUse) -> frozenset[int]:
+        return self.calls.marker_ids if self.calls is not None and use.callable else frozenset()
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        return messages if self.calls is None else self.calls.messages(messages)
+
+    def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
+        return use.described
+
+    def constraint(self, use: ToolUse, text: ConstraintSpec | None) -> ConstraintSpec | None:
+        if self.calls is None and use.callable:
+            raise EngineError(NO_CALLS)
+        return (None if self.calls is None else self.calls.constraint(use)) or text
+
+    def parser(self, use: ToolUse) -> AnswerParser:
+        return self.calls.parser(use) if self.calls is not None and use.callable else TextParser()
+
+    def reasoning_tokens(
+        self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
+    ) -> int:
+        del use, tokens, decode
+        return 0
+
+
+def answer_format(template: str | None, tokenizer: "Tokenizer") -> AnswerFormat:
+    """The form of a model with this chat template and vocabulary; of text alone without a template."""
+    if template is None:
+        return TextFormat()
+    return HarmonyFormat.of(template, tokenizer) or TextFormat(ToolFormat.of(template, tokenizer))
+
+
+def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, str]:
+    """The variables by which a template is told how long to reason; None asks for nothing.
+
+    Raises:
+        EngineError: the template takes no such value.
+    """
+    known = "reasoning_effort" in (template or "")
+    if effort is None or (effort == "none" and not known):
+        return {}
+    if not known:
+        raise EngineError(f"{effort}: the chat template of this model has no reasoning effort")
+    if form.efforts is not None and effort not in form.efforts:
+        raise EngineError(f"{effort}: the chat template of this model takes {', '.join(form.efforts)}")
+    return {"reasoning_effort": effort}
