@@ -11,6 +11,7 @@ from quengine.diagnostics.bench.bench_machine import MATRIX_SIZE
 from quengine.diagnostics.bench.bench_row import BenchRow
 from quengine.diagnostics.bench.profile import format_profile
 from quengine.memory import gib
+from quengine.models.parameter_counts import count_text
 
 
 def write_rows(rows: Iterator[BenchRow], output: str) -> None:
@@ -23,7 +24,7 @@ _Column = tuple[str, int, Callable[[BenchRow], str]]
 _COLUMNS: tuple[_Column, ...] = (
     ("model", 28, lambda row: row.model.name),
     ("size", 10, lambda row: gib(row.model.nbytes)),
-    ("params", 9, lambda row: _count(row.model.params)),
+    ("params", 9, lambda row: count_text(row.model.params)),
     ("type", 12, lambda row: row.model.types),
     ("device", 9, lambda row: _device(row)),
     ("threads", 7, lambda row: str(row.threads)),
@@ -41,6 +42,11 @@ _CUDA_COLUMNS: tuple[_Column, ...] = (
     ("kernels/step", 12, lambda row: _number(row.kernels_per_step, 0)),
 )
 """What only a CUDA device has."""
+
+_EXPERT_COLUMNS: tuple[_Column, ...] = (
+    ("active params", 13, lambda row: count_text(row.model.active_params or row.model.params)),
+)
+"""What only a mixture of experts has: parameters that compute a token."""
 
 _DRAFT_COLUMNS: tuple[_Column, ...] = (
     ("drafted", 7, lambda row: "-" if row.drafts is None else str(row.drafts.drafted)),
@@ -62,17 +68,17 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _count(params: int) -> str:
-    return f"{params / 1e9:.2f} B" if params >= 1e9 else f"{params / 1e6:.2f} M"
-
-
 def _write_md(rows: Iterator[BenchRow]) -> None:
     """The table as it grows; what the percentages are of, and profiles, below it."""
     shown: list[BenchRow] = []
+    headed: tuple[_Column, ...] = ()
     for row in rows:
         columns = _COLUMNS + (_CUDA_COLUMNS if row.device.startswith("cuda") else ())
+        columns += _EXPERT_COLUMNS if row.model.experts is not None else ()
         columns += _DRAFT_COLUMNS if row.drafts is not None else ()
-        if not shown:
+        if columns != headed:  # a model of another kind begins a table of its own
+            print("\n" if headed else "", end="")
+            headed = columns
             print(_line(columns, [heading for heading, _, _ in columns]))
             rules = ["-" * (w + 2) if h in _LEFT else "-" * (w + 1) + ":" for h, w, _ in columns]
             print(f"|{'|'.join(rules)}|")

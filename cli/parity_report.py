@@ -4,13 +4,15 @@ import json
 import math
 import sys
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from quengine import __version__
 from quengine.diagnostics.parity.parity import ParityReport
 from quengine.diagnostics.parity.parity_files import FileComparison
 from quengine.diagnostics.parity.parity_locate import Location
-from quengine.diagnostics.parity.parity_operations import LAYER_OPERATIONS
+from quengine.diagnostics.parity.parity_operations import EXPERT_OPERATIONS, LAYER_OPERATIONS
+from quengine.diagnostics.parity.parity_routing import RoutingMetrics
 from quengine.diagnostics.parity.parity_sides import LLMSide, SidePair
 from quengine.diagnostics.parity.parity_workload import Workload
 
@@ -49,6 +51,8 @@ def print_findings(found: Findings, as_json: bool, operations: bool) -> None:
     if found.files:
         print(_files_text(found.files))
     print(_phase_table(found.report))
+    if found.report.routing:
+        print(_routing_lines(found.report))
     print(_divergence_lines(found.report, found.sides.b))
     for location in found.located if operations else ():
         print(_location_table(location))
@@ -110,6 +114,26 @@ def _phase_table(report: ParityReport) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _routing_lines(report: ParityReport) -> str:
+    """Of a mixture of experts, the free choices of side b beside those of side a."""
+    heading = "routing: positions x layers where b by itself would choose other experts than a"
+    lines = [f"  {name:8} {_routing_text(metrics)}" for name, metrics in report.routing.items()]
+    return "\n".join([heading, *lines]) + "\n"
+
+
+def _routing_text(metrics: RoutingMetrics) -> str:
+    share = (
+        f"{metrics.differing} of {metrics.places} ({100 * metrics.differing / max(1, metrics.places):.2g}%)"
+    )
+    if not metrics.differing:
+        return share
+    return (
+        f"{share}; widest margin {metrics.margin:.2g} logits (layer {metrics.layer}, position {metrics.position}), "
+        f"{metrics.relative:.2g} of their standard deviation, clear over {metrics.bound:.2g}"
+        f"{': TOO WIDE' if metrics.failures else ''}"
+    )
+
+
 def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.1e}"
 
@@ -153,13 +177,17 @@ def _location_table(location: Location) -> str:
     lines = [f"{location.phase}, operation by operation on the same inputs, {what}: largest NMSE"]
     outside = [found for found in location.operations if found.layer is None]
     lines += [f"  {found.operation:14}{_marked(found.nmse, found.within)}" for found in outside[:1]]
-    lines.append("  layer" + "".join(f"{name:>18}" for name in LAYER_OPERATIONS) + f"{'keys, values':>18}")
     layers = [found for found in location.operations if found.layer is not None]
-    for first in range(0, len(layers), len(LAYER_OPERATIONS)):
-        row = layers[first : first + len(LAYER_OPERATIONS)]
-        cells = [f"{_marked(found.nmse, found.nmse <= found.budget):>18}" for found in row]
-        cells += [f"{_marked(f.cached, f.within):>18}" for f in row if f.cached is not None]
-        lines.append(f"  {row[0].layer:5}" + "".join(cells))
+    there = {found.operation for found in layers}
+    columns = (
+        LAYER_OPERATIONS if there <= {*LAYER_OPERATIONS} else [n for n in EXPERT_OPERATIONS if n in there]
+    )
+    lines.append("  layer" + "".join(f"{name:>18}" for name in columns) + f"{'keys, values':>18}")
+    for layer, row in groupby(layers, key=lambda found: found.layer):
+        of = {found.operation: found for found in row}
+        cells = ["" if n not in of else _marked(of[n].nmse, of[n].nmse <= of[n].budget) for n in columns]
+        cells += [_marked(found.cached, found.within) for found in of.values() if found.cached is not None]
+        lines.append(f"  {layer:5}" + "".join(f"{cell:>18}" for cell in cells))
     lines += [f"  {found.operation:14}{_marked(found.nmse, found.within)}" for found in outside[1:]]
     first_wrong = location.first
     if first_wrong is None:
@@ -201,6 +229,10 @@ def _as_json(found: Findings) -> dict[str, Any]:
         "phases": {
             name: {**_finite(asdict(metrics)), "budget": asdict(report.budgets[name])}
             for name, metrics in report.phases.items()
+        },
+        "routing": {
+            name: {**_finite(asdict(metrics)), "within": not metrics.failures}
+            for name, metrics in report.routing.items()
         },
         "prompts": report.prompts,
         "generated": report.generated,

@@ -1,6 +1,7 @@
 """What a generation cost, for people (a few lines on standard error) and for programs (one JSON object)."""
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quengine.errors import visible
@@ -33,6 +34,7 @@ def print_report(completion: "Completion", llm: "LLM") -> None:
         f"read       {gib(t.bytes_per_token)} a token, {t.gb_s:.1f} GB/s",
         f"load       {t.load_s:.2f} s; peak memory {gib(t.peak_bytes)}; {llm.loaded.device}, "
         f"{llm.loaded.threads} threads, {llm.loaded.decoder.backend.name} backend",
+        *_experts(llm),
         *llm.loaded.notes,
     ]
     print("\n" + "\n".join(f"  {visible(line)}" for line in lines), file=sys.stderr)
@@ -45,6 +47,20 @@ def _drafts(t: "Timings") -> list[str]:
     return [
         f"drafted    {t.drafted_tokens} tokens in {t.drafts} steps, {t.accepted_tokens} accepted "
         f"({100 * t.accept_rate:.0f}%); {t.accept_length:.2f} tokens a step with a draft"
+    ]
+
+
+def _experts(llm: "LLM") -> list[str]:
+    """Of a mixture of experts, how much of it computes a token."""
+    from quengine.models.parameter_counts import checkpoint_parameters, count_text
+
+    experts = llm.model_config.experts
+    if experts is None:
+        return []
+    counts = checkpoint_parameters(llm.loaded.checkpoint)
+    return [
+        f"experts    {experts.router.used} of {experts.count} a token and layer; "
+        f"{count_text(counts.active_parameters)} of {count_text(counts.parameters)} parameters are active"
     ]
 
 
@@ -63,6 +79,11 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
         "threads": llm.loaded.threads,
         "backend": llm.loaded.decoder.backend.name,
     }
+    if (experts := llm.model_config.experts) is not None:
+        from quengine.models.parameter_counts import checkpoint_parameters
+
+        counts = asdict(checkpoint_parameters(llm.loaded.checkpoint))
+        result["model_size"] = {**counts, "experts": experts.count, "experts_used": experts.router.used}
     if completion.logprobs is not None:
         result["logprobs"] = [
             {

@@ -6,10 +6,12 @@ from typing import Any
 
 from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError
-from quengine.memory import WORKSPACE, CacheNeeds, choose_context, gib
+from quengine.memory import CacheNeeds, choose_context, gib, workspace_bytes
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.errors import shown
 from quengine.models.model_summary import ModelSummary, TokenizerSummary
+from quengine.models.parameter_counts import count_text
+from quengine.models.tensor_table import draft_note
 from quengine.platform.machine import available_memory, cuda_devices
 
 
@@ -26,8 +28,9 @@ def devices_of(summary: ModelSummary) -> list[dict[str, Any]]:
     for name, free in named:
         kind, problem = name.partition(":")[0], None
         needs = CacheNeeds(config, DEFAULT_CHUNK[kind])
+        workspace = workspace_bytes(kind, config, summary.weight_bytes, DEFAULT_CHUNK[kind], 1)
         try:
-            context = choose_context(needs, None, summary.weight_bytes, free, name, workspace=WORKSPACE[kind])
+            context = choose_context(needs, None, summary.weight_bytes, free, name, workspace=workspace)
         except CannotRunError as error:
             context, problem = 0, str(error)
         found.append(
@@ -54,10 +57,12 @@ def lines_of(summary: ModelSummary, devices: list[dict[str, Any]], tensors: bool
     if summary.problem:
         lines.append(f"cannot run    {summary.problem}")
     if summary.tensors:
-        bits = 8 * sum(row.nbytes for row in summary.tensors) / max(1, summary.parameters)
-        lines.append(f"parameters    {_count(summary.parameters)}, {bits:.2f} bits a weight")
+        bits = 8 * sum(row.nbytes for row in summary.computed) / max(1, summary.parameters)
+        lines.append(f"parameters    {count_text(summary.parameters)}, {bits:.2f} bits a weight")
     if summary.config is not None:
         lines += _config_lines(summary.config)
+        lines += _expert_lines(summary)
+    lines += [f"note          {note}" for note in draft_note(summary.drafts)]
     lines += _device_lines(summary, devices)
     lines += _tokenizer_lines(summary.tokenizer)
     for name, text in summary.templates.items():
@@ -101,6 +106,25 @@ def _config_lines(config: ModelConfig) -> list[str]:
         f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.rope_layout}, "
         f"base {config.rope_freq_base:g}{scaled}{local}",
         f"vocabulary    {config.vocab_size}" + (f"; {', '.join(traits)}" if traits else ""),
+    ]
+
+
+def _expert_lines(summary: ModelSummary) -> list[str]:
+    """Of a mixture of experts, with what a token is computed by and reads."""
+    config, counts = summary.config, summary.counts
+    if config is None or config.experts is None:
+        return []
+    experts, router = config.experts, config.experts.router
+    shared = (
+        f", and a shared one of {experts.shared_feed_forward_length}"
+        if experts.shared_feed_forward_length
+        else ""
+    )
+    dense = f"; {len(experts.dense_layers)} layers without" if experts.dense_layers else ""
+    active = f"active        {count_text(counts.active_parameters)} parameters a token, {gib(counts.active_bytes)} read"
+    return [
+        f"experts       {experts.count} of {experts.feed_forward_length} a layer, {router.used} a token{shared}{dense}",
+        *([active] if summary.tensors else []),
     ]
 
 
@@ -148,7 +172,7 @@ def _group_table(summary: ModelSummary) -> list[str]:
     wide = max(len(shown(group.name)) for group in groups)
     lines = [f"{'TENSORS':{wide}}  {'TYPE':8} {'COUNT':>5} {'WEIGHTS':>9} {'SIZE':>12}"]
     for group in groups:
-        name, weights, size = shown(group.name), _count(group.parameters), gib(group.nbytes)
+        name, weights, size = shown(group.name), count_text(group.parameters), gib(group.nbytes)
         lines.append(f"{name:{wide}}  {group.type:8} {group.count:5} {weights:>9} {size:>12}")
     return lines
 
@@ -163,13 +187,6 @@ def _tensor_table(summary: ModelSummary) -> list[str]:
     return lines
 
 
-def _count(parameters: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if parameters >= size:
-            return f"{parameters / size:.2f} {unit}"
-    return str(parameters)
-
-
 def as_object(summary: ModelSummary, devices: list[dict[str, Any]], tensors: bool) -> dict[str, Any]:
     tokenizer = summary.tokenizer
     result: dict[str, Any] = {
@@ -181,6 +198,8 @@ def as_object(summary: ModelSummary, devices: list[dict[str, Any]], tensors: boo
         "problem": summary.problem,
         "file_bytes": summary.nbytes,
         "parameters": summary.parameters,
+        "active_parameters": summary.counts.active_parameters,
+        "active_bytes": summary.counts.active_bytes,
         "config": None if summary.config is None else asdict(summary.config),
         "weight_bytes": summary.weight_bytes,
         "devices": devices,

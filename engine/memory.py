@@ -147,17 +147,39 @@ def workspace_bytes(
         rows: tokens of a decode step.
         draft: the model drafts for another.
     """
-    fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind]
+    fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind] + expert_rows_bytes(kind, config, chunk)
     if kind == "cpu":
         return fixed
     width, queries = config.embedding_length, config.head_count * config.head_dim
     qkv = queries + 2 * config.head_count_kv * config.head_dim
-    largest = width * max(config.feed_forward_length, qkv)
+    inner = _every_rows_feed_forward(config)
+    largest = width * max(inner, qkv)
     # fp32: the stream between layers, products of qkv; fp16: normed rows, then queries or SwiGLU's rows.
-    activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, config.feed_forward_length))
+    activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, inner))
     logits = 12 * rows * config.vocab_size  # fp32, and what sampling makes of them
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
     return fixed + packed + min(2 * largest, _MOST_DEQUANTIZED) + activations + logits
+
+
+def expert_rows_bytes(kind: str, config: ModelConfig, chunk: int) -> int:
+    """Bytes that the experts' rows take in a chunk of `chunk` tokens, each of which has k of them; 0 without experts.
+
+    On the CPU fp32: gate, up, the gated rows and the products of `down`. On CUDA fp16 gated rows, fp32 products, and 16
+    bytes of indices.
+    """
+    if config.experts is None:
+        return 0
+    width, inner = config.embedding_length, config.experts.feed_forward_length
+    row = 4 * (3 * inner + width) if kind == "cpu" else 2 * inner + 4 * width + 16
+    return chunk * config.experts.router.used * row
+
+
+def _every_rows_feed_forward(config: ModelConfig) -> int:
+    """The width of the widest feed-forward that computes every row: a dense layer's, or the shared expert's."""
+    experts = config.experts
+    if experts is None:
+        return config.feed_forward_length
+    return max(experts.shared_feed_forward_length, config.feed_forward_length if experts.dense_layers else 0)
 
 
 def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -> int:

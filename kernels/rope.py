@@ -28,6 +28,7 @@ class RopeSpec:
     original_context: positions the model was trained on; yarn needs it.
     beta_fast, beta_slow: yarn's limits in rotations over `original_context`: faster dimensions are left alone, slower
         ones interpolated.
+    truncate: yarn's limits, as places among the frequencies, are rounded outwards to integers.
     attention_factor: multiplies cos and sin (so scores grow by its square). None: yarn's own magnitude for yarn, 1
         otherwise.
     freq_factors: one divisor for each of the dim/2 frequencies (GGUF `rope_freqs.weight`, llama 3 and LongRoPE).
@@ -41,6 +42,7 @@ class RopeSpec:
     original_context: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
     attention_factor: float | None = None
     freq_factors: tuple[float, ...] | None = None
 
@@ -112,8 +114,10 @@ def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
     if spec.scaling == "linear":
         return frequency / spec.factor
     if spec.scaling == "yarn":
-        low = max(0, math.floor(_yarn_dimension(spec, spec.beta_fast)))
-        high = min(spec.dim - 1, math.ceil(_yarn_dimension(spec, spec.beta_slow)))
+        low, high = _yarn_dimension(spec, spec.beta_fast), _yarn_dimension(spec, spec.beta_slow)
+        if spec.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(0, low), min(spec.dim - 1, high)
         # 1 where the dimension turns fast (kept), 0 where it turns slowly (interpolated).
         kept = 1.0 - ((half - low) / max(0.001, high - low)).clamp(0.0, 1.0)
         return frequency * kept + frequency / spec.factor * (1.0 - kept)

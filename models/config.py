@@ -60,9 +60,10 @@ class RopeScaling:
     """How rotary positions are stretched beyond the context that the model was first trained on.
 
     kind: "none"; "linear" divides every frequency by `factor`; "yarn" those that turn slowly (between
-        `beta_slow` and `beta_fast` turns over `original_context_length` blended); "llama3" divides each by
-        its own entry of `freq_factors`; "longrope" by that of `freq_factors`, or of `long_freq_factors` where a run's
-        context is longer than `original_context_length`.
+        `beta_slow` and `beta_fast` turns over `original_context_length` blended; `truncate` rounds
+        those two limits, as places among the frequencies, outwards to integers); "llama3" divides each by its own entry
+        of `freq_factors`; "longrope" by that of `freq_factors`, or of `long_freq_factors` where a run's context is
+        longer than `original_context_length`.
     attention_factor: multiplies cos and sin, so attention scores grow by its square.
     freq_factors, long_freq_factors: rope_dim / 2 divisors each, or None.
     """
@@ -72,6 +73,7 @@ class RopeScaling:
     original_context_length: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
     attention_factor: float = 1.0
     freq_factors: tuple[float, ...] | None = None
     long_freq_factors: tuple[float, ...] | None = None
@@ -85,6 +87,7 @@ class BlockKind:
         rows of the llama family so that they are neighbours ("pairs").
     norms: "pre" in front of attention and feed-forward (`attn_norm`, `ffn_norm`), "post" on their results before the
         residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
+    ffn_norm: what the norm in front of the feed-forward is called.
     qk_norm: a norm of queries and keys, of each "head" by itself or of a whole "row".
     qkv_bias: query, key and value projections have biases.
     output_bias: the attention's output projection has a bias.
@@ -98,6 +101,7 @@ class BlockKind:
 
     rope_layout: RopeLayout = "halves"
     norms: Literal["pre", "post", "both"] = "pre"
+    ffn_norm: Literal["ffn_norm", "post_attention_norm"] = "ffn_norm"
     qk_norm: Literal["head", "row"] | None = None
     qkv_bias: bool = False
     output_bias: bool = False
@@ -125,6 +129,12 @@ class ExpertConfig:
     shared_feed_forward_length: int = 0
     dense_layers: tuple[int, ...] = ()
 
+    def expected(self, rows: int) -> float:
+        """How many experts of a layer a step of `rows` rows is expected to read: `E (1 - (1 - k/E)^rows)`, if each
+        row's k experts are as likely as any others.
+        """
+        return self.count * (1.0 - (1.0 - self.router.used / self.count) ** rows)
+
 
 @dataclass(frozen=True)
 class CacheGroup:
@@ -142,10 +152,12 @@ class ModelConfig:
     `head_dim` share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated.
     `sliding_window` W lets position i see i-W+1 .. i in all layers but `full_attention_layers`; None is full
     attention everywhere. Layers with a window rotate by `rope_freq_base_swa`, without scaling, where it is given.
-    `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding.
+    `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding,
+    `logit_scale` the logits.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
-    embedding. `experts`: the mixture of experts, None in a dense model.
+    embedding. `experts`: the mixture of experts, None in a dense model. `draft_layers`: how many layers the files have
+    behind the `block_count`, which draft tokens further ahead; the decoder passes them over.
     """
 
     architecture: str
@@ -169,9 +181,11 @@ class ModelConfig:
     tied_output: bool = False
     attention_scale: float | None = None
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     attention_temperature_scale: float = 0.0
     attention_temperature_length: int = 0
     experts: ExpertConfig | None = None
+    draft_layers: int = 0
 
     @classmethod
     def from_gguf(cls, file: "GGUFFile") -> "ModelConfig":
@@ -228,6 +242,7 @@ class ModelConfig:
             original_context=scaling.original_context_length,
             beta_fast=scaling.beta_fast,
             beta_slow=scaling.beta_slow,
+            truncate=scaling.truncate,
             attention_factor=scaling.attention_factor,
             freq_factors=scaling.long_freq_factors if long else scaling.freq_factors,
         )
@@ -266,17 +281,14 @@ class ModelConfig:
             yield "sliding_window", f"{self.sliding_window} is not positive"
         yield from self._scaling_problems()
         if self.experts is not None:
-            yield from _expert_problems(self.experts, self.block_count)
-            if self.block.shared_gate and not self.experts.shared_feed_forward_length:
-                yield (
-                    "experts.shared_feed_forward_length",
-                    "0: a shared expert has a gate in this architecture",
-                )
+            yield from _expert_problems(self.experts, self.block_count, self.block.shared_gate)
 
     def _scaling_problems(self) -> Iterator[tuple[str, str]]:
         scaling = self.rope_scaling
         positive = {
             "attention_scale": 1.0 if self.attention_scale is None else self.attention_scale,
+            "embedding_scale": self.embedding_scale,
+            "logit_scale": self.logit_scale,
             "rope_scaling.factor": scaling.factor,
             "rope_scaling.attention_factor": scaling.attention_factor,
             "rope_scaling.beta_fast": scaling.beta_fast,
@@ -305,14 +317,14 @@ class ModelConfig:
             yield "attention_temperature_length", f"{self.attention_temperature_length} is not positive"
 
 
-def _expert_problems(experts: ExpertConfig, blocks: int) -> Iterator[tuple[str, str]]:
-    """As ModelConfig.problems, of a mixture of experts."""
+def _expert_problems(experts: ExpertConfig, blocks: int, shared: bool) -> Iterator[tuple[str, str]]:
+    """As ModelConfig.problems, of a mixture of experts, in `blocks` layers; `shared`: there must be a shared expert."""
     router, most = experts.router, LIMITS["feed_forward_length"][1]
     limits = {
         "experts.count": (experts.count, 1, MOST_EXPERTS),
         "experts.used": (router.used, 1, min(experts.count, MOST_EXPERTS_USED)),
         "experts.feed_forward_length": (experts.feed_forward_length, 1, most),
-        "experts.shared_feed_forward_length": (experts.shared_feed_forward_length, 0, most),
+        "experts.shared_feed_forward_length": (experts.shared_feed_forward_length, int(shared), most),
         "experts.groups": (router.groups, 1, experts.count),
         "experts.groups_used": (router.groups_used, 1, router.groups),
     }

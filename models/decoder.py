@@ -64,7 +64,7 @@ class Decoder:
         self.chunk_size = chunk_size
         top = LayerTensors(tensors, "", backend, config.rms_eps)
         self.token_embd = top.weight("token_embd")
-        self.output_norm = RMSNorm(top.vector("output_norm"), config.rms_eps)
+        self.output_norm = RMSNorm(top.vector("output_norm") * config.logit_scale, config.rms_eps)
         self.output = top.weight("output") if top.has("output") else self.token_embd
         specs = _attention_specs(config, backend.device, ctx_size, chunk_size)
         self.blk = [
@@ -93,7 +93,7 @@ class Decoder:
     def hidden(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
         """The rows that the output matrix would read, of all tokens: [T, embedding length]."""
         x = self._layers(batch, cache, None)
-        return self.backend.rms_norm(x, self.output_norm)
+        return self.backend.rms_norm(x, self.output_norm) / self.config.logit_scale
 
     def _logits(self, batch: ForwardBatch, x: Hidden) -> Tensor:
         return self.backend.logits(batch, x, self.output_norm, self.output)
@@ -111,6 +111,13 @@ class Decoder:
         """Weight bytes that one decoded token reads: every matrix once, of experts those used, one embedding row."""
         blocks = sum(block.attention.nbytes + block.ffn.nbytes for block in self.blk)
         return int(blocks + self.output.nbytes + self.token_embd.nbytes // self.token_embd.rows)
+
+    def step_bytes(self, rows: int) -> int:
+        """Weight bytes that a decode step of `rows` rows reads: every matrix once, and of experts those that the rows
+        are expected to choose.
+        """
+        experts = [block.ffn for block in self.blk if isinstance(block.ffn, MixtureOfExperts)]
+        return self.bytes_per_token + sum(ffn.step_bytes(rows) - ffn.nbytes for ffn in experts)
 
     def _block(self, tensors: LayerTensors, spec: AttentionSpec, experts: bool) -> Block:
         if self.config.block.qk_norm:

@@ -23,7 +23,7 @@ class MixtureOfExperts:
         self.backend = tensors.backend
         self.activation = config.block.activation
         self.experts = config.experts
-        self.ffn_norm = RMSNorm(tensors.vector("ffn_norm"), tensors.eps)
+        self.ffn_norm = RMSNorm(tensors.vector(config.block.ffn_norm), tensors.eps)
         self.router = _router(config, tensors)
         bias, count = config.block.expert_bias, config.experts.count
         gate, up, down = (_of_experts(tensors, kind, count) for kind in ("gate", "up", "down"))
@@ -48,12 +48,16 @@ class MixtureOfExperts:
     @property
     def nbytes(self) -> int:
         """Bytes that one row reads: of its own experts, and of what every row reads."""
+        return self.step_bytes(1)
+
+    def step_bytes(self, rows: int) -> int:
+        """Bytes that a step of `rows` rows reads, with the expected number of experts (`ExpertConfig.expected`)."""
         router = self.router.weight
         every = router.numel() * router.element_size()
         if self.shared_gate_up is not None:
             every += self.shared_gate_up.nbytes + self.shared_down.nbytes
         experts = self.gate_up.nbytes + self.down.nbytes
-        return int(every + experts * self.experts.router.used // self.experts.count)
+        return int(every + experts * self.experts.expected(rows) / self.experts.count)
 
 
 def _router(config: ModelConfig, tensors: LayerTensors) -> Router:

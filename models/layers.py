@@ -88,7 +88,7 @@ class FeedForward:
         block = config.block
         self.backend = tensors.backend
         self.activation = block.activation
-        self.ffn_norm = tensors.norm("ffn_norm", block.norms != "post")
+        self.ffn_norm = tensors.norm(block.ffn_norm, block.norms != "post")
         if block.merged:
             (merged,) = tensors.take("ffn_up")
             gate, up = merged.row_slices(config.feed_forward_length)

@@ -6,6 +6,7 @@ It also describes models that this engine cannot run, saying why, and files with
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, GGUFFile, StringArray, open_gguf
 from quengine.models.gguf.vocab_checks import CHAT_TEMPLATE, MERGES, TOKENS, check_vocabulary
-from quengine.models.tensor_table import DEQUANTIZED_TYPES, check_tensors
+from quengine.models.parameter_counts import ParameterCounts, count_parameters
+from quengine.models.tensor_table import DEQUANTIZED_TYPES, check_tensors, draft_tensors
 
 _LAYER = re.compile(r"^blk\.\d+\.(.*)$")
 
@@ -54,7 +56,8 @@ class TokenizerSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """A model's description. `problem` is why this engine cannot run it, None if it can."""
+    """A model's description. `problem` is why this engine cannot run it, None if it can; `drafts` names the tensors of
+    layers that it passes over."""
 
     path: Path
     files: tuple[Path, ...]
@@ -67,17 +70,30 @@ class ModelSummary:
     tokenizer: TokenizerSummary | None
     templates: Mapping[str, str]
     problem: str | None
+    drafts: frozenset[str] = frozenset()
+
+    @property
+    def computed(self) -> list[TensorRow]:
+        """The tensors but those of layers that the decoder passes over."""
+        return [row for row in self.tensors if row.name not in self.drafts]
+
+    @cached_property
+    def counts(self) -> ParameterCounts:
+        """Bytes are those in memory: as stored, or as F32 for types that have no packed kernel."""
+        rows = (
+            (row.name, row.shape, 4 * prod(row.shape) if row.type in DEQUANTIZED_TYPES else row.nbytes)
+            for row in self.computed
+        )
+        return count_parameters(rows, self.config)
 
     @property
     def parameters(self) -> int:
-        return sum(prod(row.shape) for row in self.tensors)
+        return self.counts.parameters
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes the weights take in memory: as stored, or as F32 for types that have no packed kernel."""
-        return sum(
-            4 * prod(row.shape) if row.type in DEQUANTIZED_TYPES else row.nbytes for row in self.tensors
-        )
+        """Bytes the weights take in memory."""
+        return self.counts.nbytes
 
     def groups(self) -> list[TensorGroup]:
         """Tensors by role and type, in file order of the first of each."""
@@ -126,6 +142,7 @@ def _summarize_gguf(path: Path, file: GGUFFile) -> ModelSummary:
         tokenizer=_summarize_tokenizer(file),
         templates=_templates(file),
         problem=problem,
+        drafts=draft_tensors(config, file.tensors) if config else frozenset(),
     )
 
 
@@ -196,4 +213,5 @@ def _summarize_folder(path: Path) -> ModelSummary:
         tokenizer=None,
         templates={} if template is None else {"default": template},
         problem=problem,
+        drafts=draft_tensors(config, [row[0] for row in rows], "model.layers.") if config else frozenset(),
     )

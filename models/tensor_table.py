@@ -1,6 +1,7 @@
 """Which tensors a model must have, and of what shape and types: the table that a file is checked against before use."""
 
 import logging
+from collections.abc import Iterable, Sized
 
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile, GGUFTensor
@@ -69,7 +70,7 @@ def _block_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if post:
         shapes["post_attention_norm.weight"] = (hidden,)
     if pre:
-        shapes["ffn_norm.weight"] = (hidden,)
+        shapes[f"{block.ffn_norm}.weight"] = (hidden,)
     shapes |= _expert_tensors(config) if config.has_experts(layer) else _dense_tensors(config)
     if post:
         shapes["post_ffw_norm.weight"] = (hidden,)
@@ -126,6 +127,21 @@ def _expert_tensors(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.") -> frozenset[str]:
+    """Those of `names` that belong to the layers which the decoder passes over (`ModelConfig.draft_layers`).
+
+    body: what names of layers begin with, before the layer's number.
+    """
+    first = config.block_count
+    layers = tuple(f"{body}{layer}." for layer in range(first, first + config.draft_layers))
+    return frozenset(name for name in names if name.startswith(layers))
+
+
+def draft_note(names: Sized) -> list[str]:
+    """What the user should know of such tensors, if there are any, in a line."""
+    return [f"the model's own draft layer is ignored: {len(names)} tensors"] if names else []
+
+
 def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     """Checks that `file` has the tensors of `config`, each of its shape and a type that can be computed with.
 
@@ -152,7 +168,8 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
                 name, f"missing: this {config.architecture} model needs it, {held} are there"
             )
         _check_tensor(file, tensor, shape)
-    _check_extra(file, config, [name for name in file.tensors if name not in required])
+    unused = draft_tensors(config, file.tensors)
+    _check_extra(file, config, [name for name in file.tensors if name not in required and name not in unused])
 
 
 def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:

@@ -230,7 +230,55 @@ BLOCK = {
 }
 """A layer's tensors: rows and columns as sizes of `ModelSizes.tensor_shapes`."""
 
+MIXTURE = {
+    "ffn_gate.weight": "",
+    "ffn_up.weight": "",
+    "ffn_down.weight": "",
+    "ffn_gate_inp.weight": "e d",
+    "ffn_gate_exps.weight": "e x d",
+    "ffn_up_exps.weight": "e x d",
+    "ffn_down_exps.weight": "e d x",
+}
+"""What a layer with experts has besides or otherwise."""
+
 CHANGES = {
+    "qwen2moe": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+        "ffn_gate_inp_shexp.weight": "d",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
+    "qwen3moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
+    "glm4moe": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "ffn_norm.weight": "",
+        "post_attention_norm.weight": "d",
+        "exp_probs_b.bias": "e",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
+    "gpt-oss": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+        "attn_output.bias": "d",
+        "attn_sinks.weight": "n",
+        "ffn_norm.weight": "",
+        "post_attention_norm.weight": "d",
+        "ffn_gate_inp.bias": "e",
+        "ffn_gate_exps.bias": "e x",
+        "ffn_up_exps.bias": "e x",
+        "ffn_down_exps.bias": "e d",
+    },
+    "olmoe": {"attn_q_norm.weight": "q", "attn_k_norm.weight": "kv"},
     "qwen2": {"attn_q.bias": "q", "attn_k.bias": "kv", "attn_v.bias": "kv"},
     "qwen3": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
     "olmo2": {
@@ -258,10 +306,24 @@ CHANGES = {
 }
 """Architecture -> what other layers than llama's have besides or otherwise; "" for tensors that they lack."""
 
+MIXTURES = {
+    "qwen2moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "qwen3moe": ("expert_feed_forward_length",),
+    "olmoe": (),
+    "glm4moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "granitemoe": (),
+    "gpt-oss": ("expert_feed_forward_length",),
+}
+"""Architectures whose models always have experts -> the keys that their files have for the experts' lengths."""
+
 
 @dataclass
 class ModelSizes:
-    """The sizes of a model small enough to build in memory."""
+    """The sizes of a model small enough to build in memory.
+
+    experts: of a layer; None: 4 in architectures that always have some, and none in others.
+    separate: a tensor for each expert, as in old files.
+    """
 
     architecture: str = "llama"
     blocks: int = 2
@@ -271,6 +333,17 @@ class ModelSizes:
     kv_heads: int = 2
     head_dim: int = 16
     context: int = 128
+    experts: int | None = None
+    experts_used: int = 2
+    expert_feed_forward: int = 32
+    shared_feed_forward: int = 64
+    separate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.experts is None:
+            self.experts = 4 if self.architecture in MIXTURES else 0
+        if not MIXTURES.get(self.architecture):
+            self.expert_feed_forward = self.feed_forward  # no key says another
 
     def metadata(self) -> dict[str, Any]:
         """The metadata a converter writes for these sizes."""
@@ -289,20 +362,35 @@ class ModelSizes:
             f"{a}.attention.layer_norm_rms_epsilon": 1e-5,
             f"{a}.rope.dimension_count": self.head_dim,
             f"{a}.rope.freq_base": 10000.0,
+            **self._mixture(),
         }
+
+    def _mixture(self) -> dict[str, Any]:
+        if not self.experts:
+            return {}
+        a = self.architecture
+        lengths = {"expert_feed_forward_length": self.expert_feed_forward}
+        lengths["expert_shared_feed_forward_length"] = self.shared_feed_forward
+        counts = {"expert_count": self.experts, "expert_used_count": self.experts_used}
+        counts |= {key: lengths[key] for key in MIXTURES.get(a, ())}
+        return {f"{a}.{key}": value for key, value in counts.items()}
 
     def tensor_shapes(self, vocab: int, tied: bool = False) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model and its torch-order shape."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sizes = {"d": self.embedding, "f": self.feed_forward, "2f": 2 * self.feed_forward, "h": self.head_dim}
-        sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv}
+        sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv, "n": self.heads}
+        sizes |= {"e": self.experts or 0, "x": self.expert_feed_forward, "s": self.shared_feed_forward}
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
         for i in range(self.blocks):
-            block = BLOCK | CHANGES.get(self.architecture, {})
-            block = {
-                name: tuple(sizes[size] for size in shape.split()) for name, shape in block.items() if shape
-            }
-            shapes |= {f"blk.{i}.{name}": shape for name, shape in block.items()}
+            block = BLOCK | (MIXTURE if self.experts else {}) | CHANGES.get(self.architecture, {})
+            for name, letters in block.items():
+                shape = tuple(sizes[size] for size in letters.split())
+                if self.separate and name.endswith("_exps.weight"):
+                    one = f"blk.{i}.{name.removesuffix('_exps.weight')}"
+                    shapes |= {f"{one}.{expert}.weight": shape[1:] for expert in range(shape[0])}
+                elif shape:
+                    shapes[f"blk.{i}.{name}"] = shape
         shapes["output_norm.weight"] = (self.embedding,)
         if not tied:
             shapes["output.weight"] = (vocab, self.embedding)

@@ -123,12 +123,47 @@ OTHERS: dict[str, dict[str, object]] = {
         "gemma3.attention.sliding_window_pattern": 2,
         "gemma3.rope.freq_base_swa": 2e4,
     },
+    "granite": {
+        "granite.attention.scale": 0.25,
+        "granite.embedding_scale": 12.0,
+        "granite.residual_scale": 0.22,
+        "granite.logit_scale": 8.0,
+    },
     "phi3": {
         "phi3.attention.sliding_window": 4,
         "phi3.rope.dimension_count": 2,
         "phi3.rope.scaling.original_context_length": 16,
         "phi3.rope.scaling.attn_factor": 1.25,
     },
+    "qwen2moe": {
+        "qwen2moe.expert_gating_func": 1,
+        "qwen2moe.expert_weights_norm": False,
+        "qwen2moe.expert_weights_scale": 1.5,
+        "qwen2moe.expert_group_count": 2,
+        "qwen2moe.expert_group_used_count": 1,
+    },
+    "glm4moe": {
+        "glm4moe.expert_shared_feed_forward_length": None,
+        "glm4moe.expert_shared_count": 2,
+        "glm4moe.expert_gating_func": 2,
+        "glm4moe.expert_weights_scale": 2.5,
+        "glm4moe.rope.dimension_count": 2,
+        "glm4moe.nextn_predict_layers": 1,
+        "glm4moe.block_count": 2,
+    },
+    "granitemoe": {
+        "granitemoe.attention.scale": 0.25,
+        "granitemoe.residual_scale": 0.22,
+        "granitemoe.rope.scaling.finetuned": True,
+    },
+    "gpt-oss": {
+        "gpt-oss.attention.sliding_window": 4,
+        "gpt-oss.rope.scaling.type": "yarn",
+        "gpt-oss.rope.scaling.factor": 32.0,
+        "gpt-oss.rope.scaling.original_context_length": 16,
+    },
+    "qwen3moe": {"qwen3moe.expert_shared_count": 0, "qwen3moe.leading_dense_block_count": 0},
+    "olmoe": {"olmoe.expert_used_count": [2], "olmoe.expert_gating_func": 2},
 }
 """Other architectures, with keys of their own."""
 
@@ -177,6 +212,7 @@ def seeds() -> list[Seed]:
         model_builder(ModelSizes("llama", **tiny), _small_spm()).tensor(
             "rope_freqs.weight", (2,), data=b"\0\0\x80?" * 2
         ),
+        model_builder(ModelSizes("llama", **tiny, experts=2, separate=True), _small_spm()),
         model_builder(ModelSizes("mistral3", **tiny), _small_spm(), changes=yarn),
         model_builder(ModelSizes("qwen2", **tiny), bpe, tied=True),
         model_builder(ModelSizes("qwen3", **tiny), bpe, changes={"qwen3.attention.head_count_kv": [1]}),

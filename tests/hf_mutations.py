@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Engine
 
@@ -24,7 +25,7 @@ from quengine.models.model_summary import summarize
 from quengine.models.template.chat_template import ChatTemplate, encode_chat
 from quengine.models.tokenizer import Tokenizer
 from tests.gguf_builder import ModelSizes, byte_level_alphabet
-from tests.hf_writer import hf_config, hf_name, random_weights, write_hf
+from tests.hf_writer import fused, hf_config, hf_name, packed, random_weights, within_others, write_hf
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 GENERATION, TEMPLATE, WEIGHTS = "generation_config.json", "chat_template.jinja", "model.safetensors"
@@ -139,12 +140,27 @@ def _unigram() -> Engine:
 
 
 def _seed(
-    folder: Path, architecture: str, engine: Engine, shards: int = 1, tied: bool = False, **more: Any
+    folder: Path,
+    architecture: str,
+    engine: Engine,
+    shards: int = 1,
+    tied: bool = False,
+    in_one_tensor: bool = False,
+    width: int = 8,
+    **more: Any,
 ) -> Files:
-    sizes = ModelSizes(architecture, blocks=1, embedding=8, feed_forward=8, heads=2, kv_heads=1, head_dim=4)
+    """`in_one_tensor`: a layer's experts are. `width`: of the stream and of experts; of 32 they are packed."""
+    tiny = {"blocks": 1, "embedding": width, "feed_forward": width, "heads": 2, "kv_heads": 1, "head_dim": 4}
+    experts = 4 if more.get("model_type") == "mixtral" else None
+    separate = architecture not in ("granitemoe", "gpt-oss")
+    sizes = ModelSizes(architecture, **tiny, experts=experts, expert_feed_forward=width, separate=separate)
     config = {**hf_config(sizes, 270, tied), "eos_token_id": 1, **more}
-    rename = partial(hf_name, architecture=architecture)
-    write_hf(folder, config, random_weights(sizes, 270, tied), shards, rename)
+    rename = partial(hf_name, architecture=more.get("model_type", architecture))
+    weights = within_others(random_weights(sizes, 270, tied), architecture)
+    write_hf(folder, config, weights, shards, rename)
+    if in_one_tensor or width == 32:
+        changed = (fused if in_one_tensor else packed)(load_file(folder / WEIGHTS))
+        save_file(changed, folder / WEIGHTS)
     files: Files = {
         CONFIG: config,
         TOKENIZER: json.loads(engine.to_str()),
@@ -174,12 +190,43 @@ OTHERS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 4,
         "sliding_window_pattern": 2,
     },
+    "granite": {
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8,
+    },
     "phi3": {
         "partial_rotary_factor": 0.5,
         "sliding_window": 8,
         "original_max_position_embeddings": 16,
         "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [4.0]},
     },
+    "qwen2moe": {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1, "qkv_bias": True},
+    "glm4moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 8,
+        "n_group": 2,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+    },
+    "granitemoe": {"residual_multiplier": 0.22, "logits_scaling": 8},
+    "gpt-oss": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+        "swiglu_limit": 7.0,
+        "sliding_window": 8,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "width": 32,
+    },
+    "qwen3moe": {"norm_topk_prob": True, "in_one_tensor": True},
+    "olmoe": {"clip_qkv": None, "norm_topk_prob": False},
 }
 """Other architectures, with keys of their own."""
 
@@ -197,6 +244,7 @@ def seeds(folder: Path) -> list[Files]:
         _seed(folder / "c", "qwen3", _byte_level(), shards=2, layer_types=["full_attention"]),
         _seed(folder / "d", "llama", _unigram(), rope_scaling=linear, model_type="mistral", sliding_window=8),
     ]
+    found.append(_seed(folder / "e", "llama", _llama(), model_type="mixtral"))
     found += [_seed(folder / name, name, _llama(), **keys) for name, keys in OTHERS.items()]
     found[1][TOKENIZER_CONFIG]["chat_template"] = named
     found[2][TEMPLATE] = CHATML

@@ -5,6 +5,7 @@ GGUF file too. Reordering is done here by the reshape that GGUF converters use, 
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,36 @@ MODULES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate.*": "mlp.experts.*.gate_proj",
+    "ffn_up.*": "mlp.experts.*.up_proj",
+    "ffn_down.*": "mlp.experts.*.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
+"""Architecture -> model type, where they differ."""
+
 OTHER_MODULES = {
+    "glm4moe": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+    "granitemoe": {
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_down_exps": "block_sparse_moe.output_linear",
+    },
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "mixtral": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate.*": "block_sparse_moe.experts.*.w1",
+        "ffn_up.*": "block_sparse_moe.experts.*.w3",
+        "ffn_down.*": "block_sparse_moe.experts.*.w2",
+    },
     "olmo2": {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
@@ -39,7 +68,7 @@ OTHER_MODULES = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
-"""Architecture -> what differs."""
+"""Architecture or model type -> what differs."""
 
 TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,7 +80,7 @@ TOP = {
 def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any) -> dict[str, Any]:
     """The config.json of a model of `sizes`; a change to None drops the key."""
     config = {
-        "model_type": sizes.architecture,
+        "model_type": MODEL_TYPES.get(sizes.architecture, sizes.architecture),
         "vocab_size": vocab,
         "max_position_embeddings": sizes.context,
         "hidden_size": sizes.embedding,
@@ -64,16 +93,84 @@ def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any)
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
+        **(_experts(sizes) if sizes.experts else {}),
     }
     return {key: value for key, value in {**config, **changes}.items() if value is not None}
 
 
+def _experts(sizes: ModelSizes) -> dict[str, Any]:
+    counts = dict.fromkeys(("llama", "granitemoe", "gpt-oss"), "num_local_experts")
+    counts["glm4moe"] = "n_routed_experts"
+    return {
+        counts.get(sizes.architecture, "num_experts"): sizes.experts,
+        "num_experts_per_tok": sizes.experts_used,
+        "moe_intermediate_size": sizes.expert_feed_forward,
+        "shared_expert_intermediate_size": sizes.shared_feed_forward,
+    }
+
+
 def hf_name(gguf_name: str, architecture: str = "llama") -> str:
-    if gguf_name in TOP:
-        return TOP[gguf_name]
-    _, block, module, kind = gguf_name.split(".")
+    if gguf_name in TOP or gguf_name.startswith("model."):
+        return TOP.get(gguf_name, gguf_name)
+    _, block, module, *expert, kind = gguf_name.split(".")
     modules = MODULES | OTHER_MODULES.get(architecture, {})
-    return f"model.layers.{block}.{modules[module]}.{kind}"
+    name = modules[".".join([module, *"*" * len(expert)])].replace("*", "".join(expert))
+    return f"model.layers.{block}.{name}.{kind}"
+
+
+def fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by their names in a folder, a layer's experts in one tensor each, as `transformers` holds them."""
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    rows: dict[tuple[str, str], list[Tensor]] = {}
+    rest = {}
+    for name, values in weights.items():
+        layer, found, expert = name.partition(".experts.")
+        if found:
+            rows.setdefault((layer, expert.split(".")[1]), []).append(values)
+        else:
+            rest[name] = values
+    for layer in {layer for layer, _ in rows}:
+        gate, up, down = (torch.stack(rows[layer, kind]) for kind in kinds)
+        rest[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        rest[f"{layer}.experts.down_proj"] = down
+    return rest
+
+
+def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Tensor]:
+    """Weights by their GGUF names, but those that a folder holds within others, which are by their names there."""
+    held = dict(weights)
+    for layer in {name.split(".")[1] for name in weights if name.startswith("blk.")}:
+        ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
+        if architecture == "glm4moe":
+            held[f"{theirs}.mlp.gate.e_score_correction_bias"] = held.pop(f"{ours}.exp_probs_b.bias")
+        if architecture == "granitemoe":
+            both = [held.pop(f"{ours}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
+            held[f"{theirs}.block_sparse_moe.input_linear.weight"] = torch.cat(both, dim=1)
+        if architecture == "gpt-oss":
+            experts = f"{theirs}.mlp.experts"
+            both = [held.pop(f"{ours}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
+            held[f"{experts}.gate_up_proj"] = (
+                torch.stack(both, dim=2).flatten(1, 2).transpose(1, 2).contiguous()
+            )
+            both = [held.pop(f"{ours}.ffn_{kind}_exps.bias") for kind in ("gate", "up")]
+            held[f"{experts}.gate_up_proj_bias"] = torch.stack(both, dim=2).flatten(1, 2)
+            down = held.pop(f"{ours}.ffn_down_exps.weight")
+            held[f"{experts}.down_proj"] = down.transpose(1, 2).contiguous()
+            held[f"{experts}.down_proj_bias"] = held.pop(f"{ours}.ffn_down_exps.bias")
+            held[f"{theirs}.self_attn.sinks"] = held.pop(f"{ours}.attn_sinks.weight")
+    return held
+
+
+def packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A gpt-oss folder's tensors with random MXFP4 blocks and scales in place of the experts' matrices."""
+    generator = torch.Generator().manual_seed(5)
+    held = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, cols, rows = held.pop(name).shape
+        groups = (experts, rows, cols // 32)
+        random = partial(torch.randint, generator=generator, dtype=torch.uint8)
+        held |= {f"{name}_blocks": random(0, 256, (*groups, 16)), f"{name}_scales": random(119, 126, groups)}
+    return held
 
 
 def random_weights(
@@ -83,6 +180,7 @@ def random_weights(
     generator = torch.Generator().manual_seed(1)
     weights = {}
     for name, shape in sizes.tensor_shapes(vocab, tied).items():
+        shape = (1, *shape) if name.endswith("ffn_gate_inp_shexp.weight") else shape
         values = torch.randn(shape, generator=generator) * 0.3
         weights[name] = (values + 1.0 if name.endswith("norm.weight") else values).to(dtype)
     return weights
@@ -90,7 +188,7 @@ def random_weights(
 
 def in_gguf_order(weights: dict[str, Tensor], sizes: ModelSizes) -> dict[str, Tensor]:
     """The weights as a GGUF converter writes them: Q and K of the llama family with rotated rows in pairs."""
-    if sizes.architecture not in ("llama", "mistral3"):
+    if sizes.architecture not in ("llama", "mistral3", "granite"):
         return weights
     ordered = dict(weights)
     for name, values in weights.items():

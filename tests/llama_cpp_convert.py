@@ -17,6 +17,8 @@ from tests.llama_cpp_source import llama_cpp_source
 VOCAB = 288
 """Tokens of `write_tokenizer`: bytes, a few merges, and control tokens."""
 
+_LOOKED_FOR = ("[gMASK]", "<|user|>", "<|observation|>")  # by the converter, in models of GLM
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -49,7 +51,7 @@ def write_tokenizer(folder: Path, tokenizer_class: str = "PreTrainedTokenizerFas
     engine.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB - 16, initial_alphabet=alphabet, show_progress=False)
     engine.train_from_iterator(["the cat sat on the mat, and that is that"] * 4, trainer)
-    controls = ["<s>", "</s>", "<|endoftext|>"]
+    controls = ["<s>", "</s>", "<|endoftext|>", *_LOOKED_FOR]
     engine.add_special_tokens(controls)
     engine.add_special_tokens([f"<unused{i}>" for i in range(VOCAB - engine.get_vocab_size())])
     engine.save(str(folder / "tokenizer.json"))

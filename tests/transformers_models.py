@@ -4,6 +4,8 @@
 """
 
 import json
+from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,17 @@ DROP = object()
 
 
 def write_model(
-    folder: Path, model_type: str, vision: bool = False, vocab: int = VOCAB, **config: Any
+    folder: Path,
+    model_type: str,
+    vision: bool = False,
+    vocab: int = VOCAB,
+    change: Callable[[Any], None] | None = None,
+    fused: bool = False,
+    **config: Any,
 ) -> Path:
     """`save_pretrained` of a model with random weights; `vision` puts it into a Mistral 3 or Gemma 3 vision model.
 
+    change: alters the weights before they are saved. fused: a layer's experts are in one tensor, not one by one.
     `tie_word_embeddings` of a vision model goes to the outer configuration, where `transformers` reads it.
     """
     import transformers
@@ -70,10 +79,12 @@ def write_model(
     else:
         model = transformers.AutoModelForCausalLM.from_config(text)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in chain(model.named_parameters(), model.named_buffers()):
             if name.endswith("bias") or "norm" in name:  # made as zeros and ones, which would hide them
                 weight.add_(torch.randn_like(weight) * 0.2)
-    model.save_pretrained(folder)
+        if change is not None:
+            change(model)
+    model.save_pretrained(folder, save_original_format=not fused)
     return folder
 
 

@@ -50,7 +50,10 @@ class BenchFlags:
     synthetic: Annotated[
         tuple[str, ...],
         Flag(
-            "--synthetic", "Make such a model: mistral-7b, gemma3-4b, olmo2-7b, phi3-mini, tiny.", read=_split
+            "--synthetic",
+            "Make such a model: mistral-7b, gemma3-4b, olmo2-7b, phi3-mini, mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, "
+            "tiny.",
+            read=_split,
         ),
     ] = ()
     prompts: Annotated[

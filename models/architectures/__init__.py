@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from quengine.errors import EngineError
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.architectures.gemma3 import GEMMA3
+from quengine.models.architectures.glm4moe import GLM4MOE
+from quengine.models.architectures.gpt_oss import GPT_OSS
+from quengine.models.architectures.granite import GRANITE, GRANITEMOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
 from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
@@ -13,7 +16,11 @@ from quengine.models.architectures.qwen import QWEN2, QWEN3
 from quengine.models.architectures.qwen_moe import QWEN2MOE, QWEN3MOE
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    a.name: a for a in (LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, QWEN2MOE, QWEN3MOE, OLMOE)
+    a.name: a
+    for a in (
+        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE),
+        *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS),
+    )
 }
 """By the name that GGUF has for them."""
 

@@ -35,6 +35,19 @@ def no_layers(_keys: Keys, _blocks: int) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
+class HFPart:
+    """Where a Hugging Face folder has a tensor of a layer, if within another.
+
+    name: of that other, below the layer; `hf.hf_parts` says how it may be packed. rows: which of its rows, or of a
+    bias's elements, per expert. transposed: its last two dimensions are exchanged.
+    """
+
+    name: str
+    rows: Literal["all", "first half", "second half", "even", "odd"] = "all"
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class ModelType:
     """A `model_type` of config.json, as `transformers` (release 5) reads it.
 
@@ -45,6 +58,7 @@ class ModelType:
     expert_keys: of a mixture of experts, ExpertConfig or RouterKind field -> key of config.json: `count`, `used` and
         `feed_forward_length` at least; `shared_count` counts shared experts of that length. Empty: a dense model.
     dense_layers: the layers that have no experts.
+    quantization: the `quant_method` of folders that are read packed; those of others are refused.
     common_keys: gives config.json in the keys that `hf.config_hf` reads, where it has others.
     fields: what follows from keys of its own; `rope_parameters` in them are complete. Both raise EngineError for values
         that the decoder does not implement.
@@ -57,6 +71,7 @@ class ModelType:
     reads_partial_rotary_factor: bool = False
     expert_keys: Mapping[str, str] = field(default_factory=dict)
     dense_layers: Callable[[Keys, int], Sequence[int]] = no_layers
+    quantization: str | None = None
     common_keys: Callable[[Keys], Keys] = lambda keys: keys
     fields: Callable[[Keys, ModelConfig], Fields] = lambda _keys, _config: {}
 
@@ -71,6 +86,7 @@ class Architecture:
     rope_scalings: the kinds of rotary scaling that it has.
     hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where others have another; a key with .weight
         or .bias -> the whole name there (`hf.hf_names`).
+    hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
     vocabulary: of synthetic models, byte-level BPE or SentencePiece.
     synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
@@ -86,6 +102,7 @@ class Architecture:
     router: RouterKind | None = None
     rope_scalings: frozenset[str] = frozenset({"linear", "yarn", "llama3"})
     hf_modules: Mapping[str, str] = field(default_factory=dict)
+    hf_parts: Mapping[str, HFPart] = field(default_factory=dict)
     hf_norm_offset: float = 0.0
     vocabulary: Literal["bpe", "spm"] = "bpe"
     synthetic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -41,6 +41,8 @@ KEYS: Mapping[str, str] = {
     "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
     "rope_scaling.original_context_length": "rope.scaling.original_context_length",
     "attention_scale": "attention.scale",
+    "embedding_scale": "embedding_scale",
+    "logit_scale": "logit_scale",
     "attention_temperature_scale": "attention.temperature_scale",
     "attention_temperature_length": "rope.scaling.original_context_length",
     **EXPERT_KEYS,
@@ -152,7 +154,7 @@ def _refuse_unimplemented(file: GGUFFile, declared: Architecture) -> None:
     yarn = isinstance(scaling, str) and scaling == "yarn"
     for suffix, neutral in (_NEUTRAL | _NEUTRAL_OF_YARN if yarn else _NEUTRAL).items():
         key = f"{architecture}.{suffix}"
-        value = file.metadata.get(key)
+        value = None if suffix in declared.gguf_keys else file.metadata.get(key)
         if value is not None and (not isinstance(value, int | float) or value != neutral):
             shown = value if isinstance(value, int | float) else f"a {file.entries[key].type_name}"
             raise file.error(key, f"{shown}: the decoder does not implement this, only {neutral}")

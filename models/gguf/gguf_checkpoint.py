@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import open_gguf
-from quengine.models.tensor_table import check_tensors
+from quengine.models.tensor_table import check_tensors, draft_note, draft_tensors
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,36 +32,40 @@ class GGUFCheckpoint:
         self.file = open_gguf(path)
         self.config = ModelConfig.from_gguf(self.file)
         check_tensors(self.file, self.config)
+        self._drafts = draft_tensors(self.config, self.file.tensors)
+        self._stored = {name: t for name, t in self.file.tensors.items() if name not in self._drafts}
 
     @cached_property
     def tensors(self) -> "dict[str, QuantTensor]":
         from quengine.models.gguf.gguf_tensors import quant_tensor
 
-        return {name: quant_tensor(tensor) for name, tensor in self.file.tensors.items()}
+        return {name: quant_tensor(tensor) for name, tensor in self._stored.items()}
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.file.tensors.values())
+        return sum(tensor.nbytes for tensor in self._stored.values())
 
     @property
     def weights(self) -> int:
-        return sum(prod(tensor.shape) for tensor in self.file.tensors.values())
+        return sum(prod(tensor.shape) for tensor in self._stored.values())
 
     @property
     def types(self) -> dict[str, int]:
-        return dict(Counter(tensor.type_name for tensor in self.file.tensors.values()).most_common())
+        return dict(Counter(tensor.type_name for tensor in self._stored.values()).most_common())
 
     @property
     def notes(self) -> list[str]:
         from quengine.kernels.block_formats import FORMATS
 
-        unpacked = [t for t in self.file.tensors.values() if t.type_name not in FORMATS]
+        notes = draft_note(self._drafts)
+        unpacked = [t for t in self._stored.values() if t.type_name not in FORMATS]
         if not unpacked:
-            return []
+            return notes
         types = ", ".join(sorted({t.type_name for t in unpacked}))
         gib = sum(4 * prod(t.shape) for t in unpacked) / 2**30
         return [
-            f"{len(unpacked)} tensors of type {types} have no packed kernel: dequantized to F32, {gib:.2f} GiB"
+            *notes,
+            f"{len(unpacked)} tensors of type {types} have no packed kernel: dequantized to F32, {gib:.2f} GiB",
         ]
 
     def release_pages(self) -> None:

@@ -29,7 +29,11 @@ KEYS: dict[str, str] = {
     "rms_eps": "rms_norm_eps",
     "sliding_window": "sliding_window",
 }
-ACTIVATIONS: Mapping[str, tuple[str, ...]] = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+    "clamped_swish": ("silu",),
+}
 
 
 def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -102,8 +106,8 @@ def _refuse_unimplemented(
     outer: Mapping[str, Any], text: Mapping[str, Any], block: BlockKind, model_type: ModelType
 ) -> None:
     quantization = outer.get("quantization_config") or text.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    if quantization and (method is None or method != model_type.quantization):
         raise config_error(
             "quantization_config", f"{method}: this loads unquantized checkpoints and GGUF files"
         )

@@ -1,10 +1,10 @@
-"""An unquantized Hugging Face checkpoint folder as the decoder wants it: mapped tensors under GGUF names.
+"""A Hugging Face checkpoint folder as the decoder wants it: mapped tensors under GGUF names.
 
 F32, F16 and BF16 are taken as they are, as views on the mapped files. Only the query and key matrices of the
 llama family are copied, when they are asked for: their rows go from Hugging Face's order to GGUF's, so that a
 checkpoint and the GGUF file made of it give the same logits to the last bit, and kernels see one layout per
-architecture. That is under a tenth of a model. Norm weights are copied where an architecture stores them less one.
-Quantized checkpoints are refused.
+architecture. That is under a tenth of a model. Norm weights are copied where an architecture stores them less one, and
+tensors that lie within others (`hf_parts`). Quantized checkpoints are refused, but for MXFP4 where it is declared.
 """
 
 from collections import Counter
@@ -20,11 +20,13 @@ from torch import Tensor
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures.architecture import HFPart
 from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_headers import read_config
 from quengine.models.hf.hf_names import HFNames, prefix
+from quengine.models.hf.hf_parts import StoredPart
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
-from quengine.models.tensor_table import required_tensors
+from quengine.models.tensor_table import draft_note, draft_tensors, required_tensors
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -92,6 +94,10 @@ class HFCheckpoint:
         copied = sum(self._tensors.stored[name].nbytes for name in self._tensors.heads)
         if copied:
             lines.append(f"query and key weights are copied into GGUF's row order: {copied / 2**30:.2f} GiB")
+        within = [self._tensors.stored[name].nbytes for name in self._tensors.within]
+        if within:
+            lines.append(f"{len(within)} tensors are copied out of others: {sum(within) / 2**30:.2f} GiB")
+        lines += draft_note(self._tensors.drafts)
         unused = self._tensors.unused
         if unused:
             lines.append(f"{len(unused)} tensors that the text model does not use: {listed(unused)}")
@@ -118,7 +124,8 @@ class HFTensors(Mapping[str, QuantTensor]):
 
     `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
     `offsets` what is added to each that is not stored as GGUF has it, `parts` the expert and its first row where a
-    tensor holds those of all, `unused` the checkpoint's tensors outside the text model.
+    tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
+    draft tokens, `unused` those outside the text model.
     """
 
     def __init__(self, shards: HFShards, config: ModelConfig) -> None:
@@ -128,11 +135,15 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.heads: dict[str, int] = {}
         self.offsets: dict[str, float] = {}
         self.parts: dict[str, tuple[int, int]] = {}
+        self.within: dict[str, StoredPart] = {}
         declared = ARCHITECTURES[config.architecture]
         self._names = HFNames(declared, shards.files.keys())
         output = f"{self._names.head}lm_head.weight"
         for name, shape in required_tensors(config).items():
             if name in _COMPUTED:
+                continue
+            if name.split(".", 2)[-1] in declared.hf_parts:
+                self._take_part(name, shape, declared.hf_parts[name.split(".", 2)[-1]])
                 continue
             if name.endswith("_exps.weight"):
                 self._take_experts(name, shape)
@@ -146,7 +157,13 @@ class HFTensors(Mapping[str, QuantTensor]):
                 self.heads[name] = getattr(config, HEADS[tensor])
             if declared.hf_norm_offset and name.endswith("norm.weight"):
                 self.offsets[name] = declared.hf_norm_offset
+        self.drafts = draft_tensors(config, shards.files, f"{self._names.body}.layers.")
         self.unused = self._unused(self._names.body, output)
+
+    def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart) -> None:
+        of_layer = f"{self._names.body}.layers.{name.split('.')[1]}."
+        self.within[name] = StoredPart(self._shards, of_layer, part, shape, bias=name.endswith(".bias"))
+        self.stored[name] = self.within[name].header
 
     def _take_experts(self, name: str, shape: tuple[int, ...]) -> None:
         """The matrices of `name`, [E, rows, columns], one by one: views on the file, however it holds them."""
@@ -171,7 +188,8 @@ class HFTensors(Mapping[str, QuantTensor]):
 
     def _unused(self, body: str, output: str) -> list[str]:
         # An output matrix that is the embedding again needs no mention.
-        known = {stored.name for stored in self.stored.values()} | {output}
+        known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
+        known |= {name for part in self.within.values() for name in part.names}
         rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
         ignored = [name for name in rest if name.startswith((f"{body}.", output.removesuffix("weight")))]
         if ignored:
@@ -182,6 +200,8 @@ class HFTensors(Mapping[str, QuantTensor]):
 
     def __getitem__(self, name: str) -> QuantTensor:
         stored = self.stored[name]
+        if name in self.within:
+            return QuantTensor(name, FORMATS[stored.dtype], stored.shape, self.within[name].data())
         tensor = self._shards.tensor(stored.name)
         if name in self.heads:
             tensor = permute_heads(tensor, self.heads[name], self._rope_dim)

@@ -20,7 +20,7 @@ FLOAT_TYPES = ("F32", "F16", "BF16")  # named in safetensors as in GGUF
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's header: its name in the checkpoint, its type (F32, F16 or BF16) and torch-order shape."""
+    """A tensor's header: its name in the checkpoint, its type as in the block format table, and torch-order shape."""
 
     name: str
     dtype: str
@@ -49,8 +49,8 @@ class HFShards:
             if name not in held[file]:
                 raise EngineError(f"{folder / file}: tensor {name!r} is missing, {INDEX} says it is there")
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """The header of tensor `name`, which must be there, of `shape` and of a float type.
+    def stored(self, name: str, shape: tuple[int, ...], types: tuple[str, ...] = FLOAT_TYPES) -> StoredTensor:
+        """The header of tensor `name`, which must be there, of `shape` and of one of `types`.
 
         Raises:
             EngineError: it is not.
@@ -61,8 +61,8 @@ class HFShards:
         dtype, actual = header.get_dtype(), tuple(header.get_shape())
         if actual != shape:
             raise self.error(f"tensor {name!r} has shape {list(actual)}, config.json needs {list(shape)}")
-        if dtype not in FLOAT_TYPES:
-            raise self.error(f"tensor {name!r} is of type {dtype}; supported are {', '.join(FLOAT_TYPES)}")
+        if dtype not in types:
+            raise self.error(f"tensor {name!r} is of type {dtype}; supported are {', '.join(types)}")
         return StoredTensor(name, dtype, shape)
 
     def tensor(self, name: str) -> Tensor:

@@ -100,8 +100,9 @@ def _yarn(rope: Mapping[str, Any], base: float, dim: int, context: int, original
     # Only `"factor": null` means the ratio of the two context lengths; a missing one is an error.
     ratio = "factor" in rope and rope["factor"] is None
     factor = context / original if ratio else _factor(rope, "yarn")
-    if not rope.get("truncate", True):
-        raise config_error("rope_scaling", "yarn with truncate=false is not implemented")
+    truncate = rope.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise config_error("rope_scaling", f"truncate {truncate!r} is not true or false")
     attention_factor = rope.get("attention_factor")
     if attention_factor is None:
         # transformers: mscale and mscale_all_dim count only together.
@@ -115,6 +116,7 @@ def _yarn(rope: Mapping[str, Any], base: float, dim: int, context: int, original
         original,
         beta_fast=number(rope, "beta_fast", 32.0) or 32.0,
         beta_slow=number(rope, "beta_slow", 1.0) or 1.0,
+        truncate=truncate,
         attention_factor=number({"attention_factor": attention_factor}, "attention_factor", 1.0),
     )
     _check_yarn_range(scaling, base, dim)
@@ -129,7 +131,9 @@ def _check_yarn_range(scaling: RopeScaling, base: float, dim: int) -> None:
         dim * log(scaling.original_context_length / (turns * 2.0 * pi)) / (2.0 * log(base))
         for turns in (scaling.beta_fast, scaling.beta_slow)
     )
-    if max(floor(low), 0) > min(ceil(high), dim - 1):
+    if scaling.truncate:
+        low, high = floor(low), ceil(high)
+    if max(low, 0) > min(high, dim - 1):
         problem = (
             f"yarn with beta_fast {scaling.beta_fast} and beta_slow {scaling.beta_slow} blends no frequency"
         )

@@ -23,8 +23,8 @@ class SyntheticModel:
     Of a mixture of experts: `experts` a layer, of which `experts_used` compute a row (0: as many as the architecture
     has by default), of `expert_feed_forward_length` (0: `feed_forward_length`), a shared one of
     `shared_feed_forward_length` (0: `feed_forward_length` where the architecture gates one, else none), and layers in
-    front that have no experts, `dense_layers`. `yarn_factor` stretches the
-    rotation over `yarn_context` positions to the context.
+    front that have no experts, `dense_layers`. `yarn_factor` is that of
+    YaRN, over a context of `yarn_context` positions.
     """
 
     name: str
@@ -100,7 +100,8 @@ class SyntheticModel:
             count=count,
             router=replace(declared.router, used=used),
             feed_forward_length=self.expert_feed_forward_length or self.feed_forward_length,
-            shared_feed_forward_length=shared or (self.feed_forward_length if declared.block.shared_gate else 0),
+            shared_feed_forward_length=shared
+            or (self.feed_forward_length if declared.block.shared_gate else 0),
             dense_layers=tuple(range(self.dense_layers)),
         )
 
@@ -153,6 +154,19 @@ _OF_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "olmoe-tiny": ("olmoe", {"experts": 16, "experts_used": 8, "feed_forward_length": 256}),
+    "granitemoe-tiny": ("granitemoe", {"experts": 8, "experts_used": 2, "feed_forward_length": 256}),
+    "glm4moe-tiny": (
+        "glm4moe",
+        {
+            "block_count": 3,
+            "rope_dim": 32,
+            "experts": 16,
+            "experts_used": 4,
+            "expert_feed_forward_length": 256,
+            "shared_feed_forward_length": 256,
+            "dense_layers": 1,
+        },
+    ),
     "gpt-oss-20b": (
         "gpt-oss",
         {

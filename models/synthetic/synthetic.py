@@ -1,7 +1,7 @@
 """Writes GGUF models of true shapes with random weights: for benchmarks without a download, and for tests.
 
-Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest tensor. Those
-of experts come from a pool (`expert_rows`).
+Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest tensor.
+Those of experts come from a pool (`expert_rows`).
 """
 
 import os

@@ -11,6 +11,7 @@ import pytest
 
 from quengine.cli.commands.show import show
 from quengine.errors import EngineError
+from quengine.models.parameter_counts import count_text
 from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder, spm_vocabulary
 
@@ -182,3 +183,14 @@ def test_exactly_one_model_is_taken(capsys, tiny):
     for model, option in ((None, None), (str(tiny), str(tiny))):
         with pytest.raises(EngineError, match="one model"):
             show(model=model, model_option=option)
+
+
+def test_a_mixture_of_experts_has_total_and_active_parameters(capsys, tmp_path):
+    path = write_synthetic(tmp_path / "experts.gguf", "qwen2moe-tiny")
+    text = shown(capsys, path)
+    assert "experts       16 of 256 a layer, 4 a token, and a shared one of 512" in text
+    value = as_json(capsys, path)
+    assert 0 < value["active_parameters"] < value["parameters"]
+    assert 0 < value["active_bytes"] < value["weight_bytes"]
+    assert f"active        {count_text(value['active_parameters'])} parameters a token" in text
+    assert value["config"]["experts"]["router"]["used"] == 4

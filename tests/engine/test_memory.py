@@ -7,15 +7,17 @@ import pytest
 from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
+from quengine.kernels.moe.router_kind import RouterKind
 from quengine.memory import (
     WORKSPACE,
     CacheNeeds,
     attended_bytes,
     choose_context,
     choose_pools,
+    expert_rows_bytes,
     workspace_bytes,
 )
-from quengine.models.config import CacheGroup, ModelConfig
+from quengine.models.config import CacheGroup, ExpertConfig, ModelConfig
 from tests.tiny_models import small_config
 
 GIB = 2**30
@@ -115,6 +117,25 @@ def test_room_beside_weights_and_cache_grows_with_the_model_and_the_chunk_on_a_g
     assert 1.6e9 < beside("cuda", 80, 8192, 28672, 42_500_000_000) < 2.0e9
     assert beside("cuda", 32, 4096, 14336, 4_372_054_016, 512) < 0.32e9
     assert beside("cpu", 80, 8192, 28672, 42_500_000_000) == 0
+
+
+def test_the_rows_of_experts_take_room_of_their_own(config: ModelConfig) -> None:
+    """Of a chunk of T tokens T x k rows, which the dense feed-forward of the same model does not have."""
+    router = RouterKind(used=8)
+    experts = ExpertConfig(count=128, router=router, feed_forward_length=768)
+    sparse = dataclasses.replace(
+        config, embedding_length=2048, head_count_kv=4, feed_forward_length=6144, experts=experts
+    )
+    assert expert_rows_bytes("cuda", config, 2048) == 0
+    assert expert_rows_bytes("cuda", sparse, 2048) == 2048 * 8 * (2 * 768 + 4 * 2048 + 16)
+    assert workspace_bytes("cpu", sparse, GIB, 512, 1) == WORKSPACE["cpu"] + 512 * 8 * 4 * (3 * 768 + 2048)
+    # No layer has the dense feed-forward's width, unless it is said to be dense.
+    dense = dataclasses.replace(experts, dense_layers=(0,))
+    more = [
+        workspace_bytes("cuda", dataclasses.replace(sparse, experts=each), GIB, 2048, 1)
+        for each in (experts, dense)
+    ]
+    assert more[0] < more[1]
 
 
 def test_a_draft_model_takes_less_beside_than_alone(config: ModelConfig) -> None:

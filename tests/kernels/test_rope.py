@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,18 @@ def test_yarn_keeps_fast_dimensions_and_interpolates_slow_ones() -> None:
     between = (turns < 20) & (turns > 2)
     assert between.any()
     assert bool((scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all())
+
+
+def test_yarns_limits_are_rounded_outwards_unless_it_says_otherwise() -> None:
+    """The limits are places among the frequencies: where a frequency would turn 32 times, and once."""
+    spec = RopeSpec(dim=64, scaling="yarn", factor=32.0, original_context=4096, base=150000.0)
+    low, high = (32 * math.log(4096 / (turns * 2 * math.pi), 150000.0) for turns in (32, 1))
+    plain = inverse_frequencies(RopeSpec(dim=64, base=150000.0))
+    places = torch.arange(32, dtype=torch.float64)
+    for truncate, first, last in ((True, math.floor(low), math.ceil(high)), (False, low, high)):
+        kept = 1.0 - ((places - first) / (last - first)).clamp(0.0, 1.0)
+        scaled = inverse_frequencies(replace(spec, truncate=truncate))
+        torch.testing.assert_close(scaled, plain * (kept + (1.0 - kept) / 32.0))
 
 
 def test_yarn_multiplies_the_magnitude() -> None:

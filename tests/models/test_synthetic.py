@@ -11,7 +11,7 @@ from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, check_vocabulary
-from quengine.models.synthetic import synthetic
+from quengine.models.synthetic import expert_rows, synthetic
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic import PRESETS, SyntheticModel, tensor_type, write_synthetic
 from quengine.models.synthetic.synthetic_vocabulary import bpe_metadata, mistral_v3_pieces, spm_metadata
@@ -129,6 +129,40 @@ def test_the_mix_of_mistral_7b_is_that_of_llama_cpp():
     assert shapes["blk.31.ffn_down.weight"] == (4096, 14336) and shapes["blk.0.attn_k.weight"] == (1024, 4096)
     total = sum(synthetic._nbytes(shapes[name], types[name]) for name in shapes)
     assert total == pytest.approx(4.37e9, rel=0.01)  # Mistral-7B-v0.3 Q4_K_M as published
+
+
+def types_of(preset):
+    spec = PRESETS[preset]
+    return {name: tensor_type(spec, name, shape) for name, shape in required_tensors(spec.config()).items()}
+
+
+def test_the_mix_of_a_mixture_of_experts_is_that_of_llama_cpp():
+    """ffn_down of experts as of dense layers; with 8 experts more bits for attention; routers are not quantized."""
+    qwen, mixtral = types_of("qwen3-30b-a3b"), types_of("mixtral-8x7b")
+    layers = range(48)
+    more = [i for i in layers if i < 6 or i >= 42 or (i - 6) % 3 == 2]
+    assert [i for i in layers if qwen[f"blk.{i}.ffn_down_exps.weight"] == "Q6_K"] == more
+    assert [i for i in layers if qwen[f"blk.{i}.attn_v.weight"] == "Q6_K"] == more
+    for role in ("attn_k", "attn_output", "ffn_gate_exps", "ffn_up_exps"):
+        assert {qwen[f"blk.{i}.{role}.weight"] for i in layers} == {"Q4_K"}
+    for role, kind in (("attn_k", "Q8_0"), ("attn_v", "Q8_0"), ("attn_output", "Q5_K"), ("attn_q", "Q4_K")):
+        assert {mixtral[f"blk.{i}.{role}.weight"] for i in range(32)} == {kind}
+    for types in (qwen, mixtral):
+        assert {kind for name, kind in types.items() if "ffn_gate_inp" in name} == {"F32"}
+
+
+def test_experts_cut_from_a_pool_differ(tmp_path, monkeypatch):
+    monkeypatch.setattr(expert_rows, "_POOL_BYTES", 100 * 144)
+    spec = replace(SMALL, experts=8, experts_used=2)  # 256 rows of a block: more than the pool has
+    paths = [write_synthetic(tmp_path / name, spec, seed) for name, seed in (("a", 3), ("b", 3), ("c", 4))]
+    first, again, other = (path.read_bytes() for path in paths)
+    assert first == again != other
+    with open_gguf(paths[0]) as file:
+        check_tensors(file, ModelConfig.from_gguf(file))
+        tensor = file.tensors["blk.0.ffn_gate_exps.weight"]
+        matrices = weights(tensor.data, tensor.type_name).reshape(8, -1)
+    assert len(np.unique(matrices, axis=0)) == 8
+    assert matrices.std() == pytest.approx(256**-0.5, rel=0.1)
 
 
 def test_the_two_layer_slice_differs_in_depth_only():

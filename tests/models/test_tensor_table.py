@@ -137,3 +137,84 @@ def test_required_tensors_are_those_the_builder_makes():
         }
     )
     assert required_tensors(config) == sizes.tensor_shapes(300)
+
+
+def mixture(architecture: str = "llama", separate: bool = True) -> GGUFBuilder:
+    return model_builder(ModelSizes(architecture, experts=4, separate=separate))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2moe", "qwen3moe", "olmoe"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_experts_are_in_one_tensor_or_in_one_each(tmp_path, caplog, architecture, separate):
+    check(tmp_path, mixture(architecture, separate))
+    assert not caplog.records
+
+
+def test_layers_may_have_experts_in_different_forms(tmp_path, caplog):
+    builder = mixture()
+    builder.tensors = [t for t in builder.tensors if not t.name.startswith("blk.1.ffn_up.")]
+    check(tmp_path, builder.tensor("blk.1.ffn_up_exps.weight", (4, 96, 64)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["blk.0.ffn_gate.0.weight", "blk.1.ffn_down.3.weight"])
+def test_a_missing_expert_is_named(tmp_path, name):
+    with pytest.raises(GGUFError) as caught:
+        check(tmp_path, without(mixture(), name))
+    assert caught.value.field == f"tensor {name}" and "missing" in str(caught.value)
+
+
+def test_a_layer_without_experts_is_missing_the_tensor_of_all(tmp_path):
+    builder = mixture()
+    builder.tensors = [t for t in builder.tensors if not t.name.startswith("blk.0.ffn_up.")]
+    with pytest.raises(GGUFError) as caught:
+        check(tmp_path, builder)
+    assert caught.value.field == "tensor blk.0.ffn_up_exps.weight" and "missing" in str(caught.value)
+
+
+def test_experts_of_different_types_are_refused(tmp_path):
+    builder = without(mixture(), "blk.0.ffn_up.2.weight").tensor("blk.0.ffn_up.2.weight", (96, 64), "Q8_0")
+    with pytest.raises(GGUFError, match=r"type Q8_0 differs from blk.0.ffn_up.0.weight's, F32"):
+        check(tmp_path, builder)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "separate"),
+    [
+        ("blk.0.ffn_gate_inp.weight", (5, 64), False),
+        ("blk.0.ffn_gate_exps.weight", (5, 96, 64), False),
+        ("blk.0.ffn_up_exps.weight", (4, 95, 64), False),
+        ("blk.0.ffn_down_exps.weight", (4, 96, 64), False),
+        ("blk.0.ffn_down_exps.weight", (256, 96), False),
+        ("blk.0.ffn_down.1.weight", (96, 64), True),
+        ("blk.0.ffn_gate.3.weight", (1, 96, 64), True),
+    ],
+)
+def test_a_wrong_shape_of_experts_is_refused_with_both(tmp_path, name, shape, separate):
+    with pytest.raises(GGUFError) as caught:
+        check(tmp_path, without(mixture(separate=separate), name).tensor(name, shape))
+    assert caught.value.field == f"tensor {name}" and str(list(shape)) in str(caught.value)
+
+
+def test_the_shared_experts_gate_may_be_a_row(tmp_path):
+    name = "blk.0.ffn_gate_inp_shexp.weight"
+    builder = mixture("qwen2moe", separate=False)
+    check(tmp_path, without(builder, name).tensor(name, (1, 64)))
+    with pytest.raises(GGUFError, match=r"shape \[2, 64\]"):
+        check(tmp_path, without(builder, name).tensor(name, (2, 64)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("blk.0.ffn_up_shexp.weight", (96, 64)),
+        ("blk.0.ffn_gate_up_exps.weight", (4, 192, 64)),
+        ("blk.0.ffn_up_exps.bias", (4, 96)),
+        ("blk.0.ffn_up_exps.scale", (4,)),
+        ("blk.1.ffn_gate_inp.bias", (4,)),
+        ("blk.1.exp_probs_b.bias", (4,)),
+    ],
+)
+def test_tensors_of_experts_that_would_change_the_result_are_never_passed_over(tmp_path, name, shape):
+    with pytest.raises(GGUFError, match="is not implemented"):
+        check(tmp_path, mixture(separate=False).tensor(name, shape))

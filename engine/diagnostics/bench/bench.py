@@ -31,6 +31,7 @@ from quengine.llm import LLM
 from quengine.load import choose_device
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.hub.hub import resolve_model
+from quengine.models.parameter_counts import checkpoint_parameters
 from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 from quengine.platform.machine import physical_cores
 
@@ -194,7 +195,14 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
     total = weights.total()
     # Norms are always F32, and are not named.
     named = [kind for kind, count in weights.most_common() if count >= total / 1000]
-    return ModelFacts(checkpoint.path.stem, str(checkpoint.path), checkpoint.nbytes, total, "+".join(named))
+    facts = ModelFacts(checkpoint.path.stem, str(checkpoint.path), checkpoint.nbytes, total, "+".join(named))
+    experts = checkpoint.config.experts
+    if experts is None:
+        return facts
+    counts = checkpoint_parameters(checkpoint)
+    return replace(
+        facts, active_params=counts.active_parameters, active_bytes=counts.active_bytes, experts=experts
+    )
 
 
 def synthetic_model(preset: str, progress: Progress) -> Path:

@@ -6,18 +6,25 @@ from typing import Any
 
 from quengine.diagnostics.bench.bench_plan import BenchTest
 from quengine.diagnostics.bench.profile import Profile
+from quengine.models.config import ExpertConfig
 from quengine.request.output import DraftCounts
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model in numbers: `nbytes` of tensors, `params` weights, and the types they are stored in."""
+    """A model in numbers: `nbytes` of tensors, `params` weights, and the types they are stored in.
+
+    Of a mixture of experts: the parameters that compute a token, the bytes of weights that it reads, and the experts.
+    """
 
     name: str
     path: str
     nbytes: int
     params: int
     types: str
+    active_params: int | None = None
+    active_bytes: int | None = None
+    experts: ExpertConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class BenchRow:
             "model_bytes": self.model.nbytes,
             "model_params": self.model.params,
             "model_types": self.model.types,
+            **self._experts(),
             "device": self.device,
             "backend": self.backend,
             "threads": self.threads,
@@ -139,3 +147,16 @@ class BenchRow:
         if self.profile:
             fields["profile"] = [asdict(profile) for profile in self.profile]
         return fields if machine is None else {**fields, **machine}
+
+    def _experts(self) -> dict[str, Any]:
+        """What only a mixture of experts has; `experts_read` of a layer, as expected, in a step of the test."""
+        model = self.model
+        if model.experts is None:
+            return {}
+        return {
+            "model_active_params": model.active_params,
+            "model_active_bytes": model.active_bytes,
+            "experts": model.experts.count,
+            "experts_used": model.experts.router.used,
+            "experts_read": None if self.test.prompt else model.experts.expected(self.batch),
+        }

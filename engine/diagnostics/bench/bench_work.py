@@ -1,32 +1,37 @@
 """How much work a benchmark's test is, counted from the model's shape: bytes read, floating-point operations."""
 
 from quengine.llm import LLM
+from quengine.models.config import ModelConfig
+from quengine.models.experts import MixtureOfExperts
+from quengine.models.layers import FeedForward
 
 
 def bytes_per_token(llm: LLM, depth: int, generate: int, batch: int = 1) -> int:
     """Weights, and the cache on average, that one of `generate` tokens after `depth` tokens reads.
 
-    `batch` sequences share a pass over the weights.
+    `batch` sequences share a pass over the weights. Of a mixture of experts that pass reads those which so many rows
+    are expected to choose.
     """
     # Token i of the test reads the rows before it and its own.
     context = depth + (generate + 1) // 2
-    return llm.runner.decoder.bytes_per_token // batch + llm.cache_bytes(context)
+    return llm.runner.decoder.step_bytes(batch) // batch + llm.cache_bytes(context)
 
 
 def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     """Floating-point operations, a multiply-add counting two, of a prompt after `depth` tokens.
 
-    Matrices of the layers for every token, the scores and sums of causal attention within the window, and the output
-    matrix and the last layer's matrices behind its attention once a chunk, as only a chunk's last token gets logits.
+    Matrices of the layers for every token (of experts, those that compute it), the scores and sums of causal attention
+    within the window, and the output matrix and the last layer's matrices behind its attention once a chunk, as only a
+    chunk's last token gets logits.
     """
     config, decoder = llm.model_config, llm.runner.decoder
     chunks = -(-prompt // decoder.chunk_size)
     matrices = 0
     for block in decoder.blk:
-        behind = block.attention.attn_output, block.ffn.ffn_gate_up, block.ffn.ffn_down
+        output = block.attention.attn_output
         rows = chunks if block is decoder.blk[-1] else prompt
         matrices += 2 * block.attention.attn_qkv.rows * block.attention.attn_qkv.cols * prompt
-        matrices += sum(2 * weight.rows * weight.cols for weight in behind) * rows
+        matrices += (2 * output.rows * output.cols + _feed_forward_operations(config, block.ffn)) * rows
     seen = sum(
         len(group.layers) * min(position + 1, group.window or position + 1)
         for group in config.cache_groups
@@ -35,3 +40,12 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     attention = 4 * config.head_count * config.head_dim * seen
     logits = 2 * decoder.output.rows * decoder.output.cols * chunks
     return int(matrices + attention + logits)
+
+
+def _feed_forward_operations(config: ModelConfig, ffn: FeedForward | MixtureOfExperts) -> int:
+    """Of the matrices of one layer's feed-forward, for one row."""
+    if isinstance(ffn, FeedForward):
+        return int(sum(2 * weight.rows * weight.cols for weight in (ffn.ffn_gate_up, ffn.ffn_down)))
+    experts = ffn.experts
+    inner = experts.router.used * experts.feed_forward_length + experts.shared_feed_forward_length
+    return 2 * config.embedding_length * (3 * inner + experts.count)

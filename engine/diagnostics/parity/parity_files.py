@@ -25,6 +25,10 @@ SHAPE = (
     "head_count",
     "head_count_kv",
     "head_dim",
+    "experts.count",
+    "experts.feed_forward_length",
+    "experts.shared_feed_forward_length",
+    "experts.dense_layers",
 )
 """What two models must share for each operation of one to have its counterpart in the other."""
 
@@ -41,6 +45,7 @@ ARITHMETIC = (
     "embedding_scale",
     "attention_temperature_scale",
     "attention_temperature_length",
+    "experts.router",
 )
 """What else of a configuration changes the logits."""
 
@@ -104,11 +109,17 @@ def compare_files(a: str | Path, b: str | Path) -> FileComparison:
 
 def _check_shapes(a: ModelConfig, b: ModelConfig) -> None:
     for name in SHAPE:
-        of_a, of_b = getattr(a, name), getattr(b, name)
+        of_a, of_b = _value(a, name), _value(b, name)
         if of_a != of_b:
             raise EngineError(
                 f"the two files cannot be compared: {name} is {of_a} in a and {of_b} in b; both must be the same model"
             )
+
+
+def _value(config: ModelConfig, name: str) -> object:
+    """The field of that name, or that of its experts; None where there are none."""
+    outer, _, inner = name.rpartition(".")
+    return getattr(getattr(config, outer) if outer else config, inner, None)
 
 
 def _check_vocabularies(a: Tokenizer, b: Tokenizer) -> None:
@@ -156,7 +167,7 @@ def _difference(a: QuantTensor, b: QuantTensor) -> TensorDifference | None:
 
 
 def _settings(a: ModelConfig, b: ModelConfig) -> list[str]:
-    values = ((name, str(getattr(a, name)), str(getattr(b, name))) for name in ARITHMETIC)
+    values = ((name, str(_value(a, name)), str(_value(b, name))) for name in ARITHMETIC)
     return [
         f"{name} is {of_a[:_SHOWN_VALUE]} in a and {of_b[:_SHOWN_VALUE]} in b"
         for name, of_a, of_b in values

@@ -2,11 +2,12 @@
 
 Side a runs, and what goes into and comes out of each of its operations is kept. Side b then runs with a's inputs in
 place of its own, so that an error shows where it is made and is not carried on. (Where a backend begins a norm in the
-operation in front, that much is carried into the next one; the first of the two is named.)
+operation in front, that much is carried into the next one; the first of the two is named.) Routers choose the experts
+of side a.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from quengine.diagnostics.parity.parity_operations import Operation, in_the_form
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import Phase
+from quengine.kernels.moe.router import Routing
 
 MAX_POSITIONS = 96
 """Of a prefill chunk, at most: what goes in and out of every operation is held, about 1 GB for a 7B model."""
@@ -26,6 +28,9 @@ CAPTURED = "captured step"
 BUDGETS: Mapping[Phase, float] = {"prefill": 2e-5, "decode": 5e-8}
 """The largest NMSE of an operation at any position, on the same input: activations rounded once to 16-bit floats or to
 16-bit integers a group (docs/parity.md has what healthy models show)."""
+
+ROUTE_BUDGET = BUDGETS["decode"]
+"""Of the weights of a row's experts: a router computes in fp32 in both phases."""
 
 EMBED_BUDGET = 1e-12
 """A stored row has one value."""
@@ -137,6 +142,8 @@ class _Call:
     operation: Operation
     inputs: tuple[Tensor, ...]
     output: Tensor
+    experts: Tensor | None = None
+    """Those that a router chose, int32 [T, k]."""
 
 
 def _calls_of(side: LLMSide, ids: list[int], start: int) -> list[_Call]:
@@ -147,7 +154,8 @@ def _calls_of(side: LLMSide, ids: list[int], start: int) -> list[_Call]:
         # Copied before it runs: an operation may write over what it is given.
         held = tuple(_on_host(value) for value in inputs)
         output = run(*inputs)
-        calls.append(_Call(operation, held, _on_host(output)))
+        experts = _on_host(output.experts) if isinstance(output, Routing) else None
+        calls.append(_Call(operation, held, _on_host(output), experts))
         return output
 
     with watched(side.decoder, keep):
@@ -177,10 +185,11 @@ class _Replay:
         # A residual is added as it is; what is multiplied comes in the form in which side b has it.
         given = [in_the_form_of(call.inputs[0], inputs[0], backend)] if inputs else []
         given += [value.to(backend.device, backend.dtype) for value in call.inputs[1:]]
-        output = run(*given)
+        further = {} if call.experts is None else {"experts": call.experts.to(backend.device)}
+        output = run(*given, **further)
         self._layer += operation == "norm+qkv"
-        self.found.append(self._compared(call, _on_host(output)))
-        return output
+        self.found.append(self._compared(call, _on_host(output).reshape(call.output.shape)))
+        return _weighted_as(call, output) if isinstance(output, Routing) else output
 
     def _compared(self, call: _Call, output: Tensor) -> OperationError:
         nmse = _of_what_is_added(call, output) if len(call.inputs) == 2 else _largest(call.output, output)
@@ -188,12 +197,21 @@ class _Replay:
             budget = EMBED_BUDGET if call.operation == "embed" else BUDGETS[self._phase]
             return OperationError(call.operation, None, nmse, budget)
         cached = self._cached() if call.operation == "attention" else None
-        return OperationError(call.operation, self._layer, nmse, BUDGETS[self._phase], cached)
+        budget = ROUTE_BUDGET if call.operation == "route" else BUDGETS[self._phase]
+        return OperationError(call.operation, self._layer, nmse, budget, cached)
 
     def _cached(self) -> float:
         """How far the rows are apart that this layer's attention has just written."""
         rows_a, rows_b = (_layer_rows(side, self._layer, *self._rows) for side in (self._a, self._b))
         return max(_largest(mine, other) for mine, other in zip(rows_a, rows_b, strict=True))
+
+
+def _weighted_as(call: _Call, routing: Routing) -> Routing:
+    """The routing with the weights that side a had."""
+    weights = call.output.to(routing.weights.device, routing.weights.dtype)
+    used = routing.weights.shape[1]
+    shared = None if routing.shared is None else weights[:, used].contiguous()
+    return replace(routing, weights=weights[:, :used].contiguous(), shared=shared)
 
 
 def _layer_rows(side: LLMSide, layer: int, start: int, end: int) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """The routers of a mixture of experts in parity: both sides on the same tokens, side b with the experts of side a.
 
 One other expert changes a row's logits by far more than rounding does, so that values can only be compared under the
-same routing. Side a chooses; side b is given its choice (`Backend.route`'s `experts`), and what side b would have chosen
-on the same rows is counted beside it, with the margin by which side a's routers made the choice.
+same routing. Side a chooses; side b is given its choice (`Backend.route`'s `experts`). What side b would have chosen on
+the same rows is counted beside it, with the margin by which side a's routers made the choice.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +29,10 @@ class RoutingMetrics:
     """How often side b's routers, on rows behind the same routing, choose other experts than side a's.
 
     places: positions times layers with experts. differing: those where the two sets of experts are not the same.
-    margin: at such a place the difference of two of side a's logits, of the best expert that side b left out and of the
-        worst that it took instead (where the k-th and the next change places, of those two); of all places the one with
-        the largest `relative`, which is the same in units of the standard deviation of that row's logits. 0 without any.
+    margin: at such a place the difference of two of side a's router logits, of the best expert that side b left out and
+        of the worst that it took instead (where the k-th and the next change places, of those two); of all places the
+        one with the largest `relative`. 0 without any.
+    relative: the same in units of the standard deviation of that row's logits.
     layer, position: where that is; -1 without any.
     bound: of `relative`; a difference above it is a failure (`Budget.clear_margin`).
     """
@@ -198,7 +199,8 @@ def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor
         margin = margin / (two * (1 - two)).mean(dim=1)
     margin = margin.nan_to_num(nan=float("inf")).clamp(min=0)
     spread = logits.std(dim=1, correction=0)
-    return margin, torch.where(margin == 0, 0.0, margin / spread)
+    relative = (margin / spread).nan_to_num(nan=float("inf"))
+    return margin, torch.where(margin == 0, 0.0, relative)
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,9 @@ Route = Callable[[int, RouteCall], Routing]
 @contextmanager
 def routed(decoder: Decoder, route: Route) -> Iterator[None]:
     """While it lasts, the routing of every layer of `decoder` comes from `route`."""
-    layers = [(i, block.ffn) for i, block in enumerate(decoder.blk) if isinstance(block.ffn, MixtureOfExperts)]
+    layers = [
+        (i, block.ffn) for i, block in enumerate(decoder.blk) if isinstance(block.ffn, MixtureOfExperts)
+    ]
     own = [ffn.backend for _, ffn in layers]
     for layer, ffn in layers:
         around: Any = _RoutedBackend(ffn.backend, layer, route)

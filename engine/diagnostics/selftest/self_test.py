@@ -1,7 +1,7 @@
 """Checks a backend's kernels on this machine against the float64 definition: every weight format in every use.
 
-Uses small random weights made here, so it needs no model. Attention and sampling: `self_test_attention`,
-`self_test_sampling`.
+Uses small random weights made here, so it needs no model. Attention, sampling and experts: `self_test_attention`,
+`self_test_sampling`, `self_test_experts`.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,7 +131,8 @@ def step_of(ids: Sequence[int], backend: Backend[Any]) -> ForwardBatch:
     return decode_batch(ids, [0] * len(ids), [[[0]]] * len(ids), backend.device)
 
 
-def _norm(backend: Backend[Any], width: int) -> RMSNorm:
+def norm_on(backend: Backend[Any], width: int) -> RMSNorm:
+    """A norm of random weights."""
     values = torch.rand(width, generator=torch.Generator().manual_seed(9)) + 0.5
     return RMSNorm(backend.vector([floats(values)]), EPS)
 
@@ -146,7 +147,7 @@ def _matmul(tokens: int) -> Run:
 
     def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
         weight = backend.weight([random_tensor(fmt, ROWS, COLS, torch.Generator().manual_seed(2))])
-        x, norm = rows_on(backend, tokens, COLS, tokens), _norm(backend, COLS)
+        x, norm = rows_on(backend, tokens, COLS, tokens), norm_on(backend, COLS)
         return backend.logits(step_of(range(tokens), backend), x, norm, weight)
 
     return run
@@ -160,7 +161,7 @@ def _feed_forward(tokens: int) -> Run:
         gate_up = backend.gate_up_weight(*(random_tensor(fmt, GATED, COLS, random) for _ in range(2)))
         down = backend.weight([random_tensor(fmt, COLS, GATED, random)])
         output = backend.weight([floats(torch.randn(ROWS, COLS, generator=random))])
-        x, norm = rows_on(backend, tokens, COLS, 4), _norm(backend, COLS)
+        x, norm = rows_on(backend, tokens, COLS, 4), norm_on(backend, COLS)
         batch = step_of(range(tokens), backend)
         gated = backend.norm_glu(batch, x, norm, gate_up)
         x = backend.linear_add(batch, gated, down, x, norm)

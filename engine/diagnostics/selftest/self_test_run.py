@@ -13,6 +13,14 @@ import torch
 
 from quengine.diagnostics.selftest.self_test import USES, KernelCheck, check_use, failure
 from quengine.diagnostics.selftest.self_test_attention import OPERATIONS, PAGED, check_operation
+from quengine.diagnostics.selftest.self_test_experts import (
+    EXPERT_USES,
+    ROUTER,
+    ROUTERS,
+    SUBJECTS,
+    check_experts,
+    check_router,
+)
 from quengine.kernels.block_formats import FORMATS
 from quengine.platform.machine import usable_cpus
 
@@ -30,6 +38,8 @@ Unit = tuple[str, str]
 GPU_UNITS: tuple[Unit, ...] = (
     *((name, use.name) for name in FORMATS for use in USES),
     *((name, "") for name in (*OPERATIONS, *PAGED)),
+    *((name, use.name) for name in SUBJECTS for use in EXPERT_USES),
+    *((ROUTER, name) for name in ROUTERS),
     *((name, test) for name, tests in SAMPLING.items() for test in tests),
 )
 """In the order of the report."""
@@ -45,6 +55,11 @@ def check_cpu(threads: int) -> Iterator[KernelCheck]:
             yield check_use(backend, name, use)
     for name in OPERATIONS:
         yield from check_operation(backend, name)
+    for name in SUBJECTS:
+        for use in EXPERT_USES:
+            yield check_experts(backend, name, use)
+    for name in ROUTERS:
+        yield from check_router(backend, name)
 
 
 def check_cuda(index: int, free_memory: int) -> Iterator[KernelCheck]:
@@ -86,6 +101,10 @@ def check_on_gpu(index: int, unit: Unit) -> list[KernelCheck]:
         return [check_sampling(backend.device, backend.pdl, test)]
     if subject in FORMATS:
         return [check_use(backend, subject, use) for use in USES if use.name == test]
+    if subject in SUBJECTS:
+        return [check_experts(backend, subject, use) for use in EXPERT_USES if use.name == test]
+    if subject == ROUTER:
+        return list(check_router(backend, test))
     return list(check_operation(backend, subject))
 
 

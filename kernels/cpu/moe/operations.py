@@ -40,6 +40,15 @@ class ExpertRows:
         """[T, k, F], in the order of the routing."""
         return self.values[self.groups.places]
 
+    def of_slots(self, rows: Tensor) -> ExpertRows:
+        """The same with other values, rows fp32 [T, k, F] in the order of the routing."""
+        values, records = torch.empty_like(self.values), None
+        values[self.groups.places] = rows
+        if self.records is not None:
+            records = torch.empty_like(self.records)
+            run([quantize_launch(values, records)])
+        return ExpertRows(values, self.groups, records)
+
 
 def gate_up_experts(
     gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None

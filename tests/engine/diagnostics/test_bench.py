@@ -17,11 +17,16 @@ from quengine.diagnostics.bench.bench_machine import describe_machine
 from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest, expand_tests
 from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
 from quengine.diagnostics.bench.bench_time import time_batch
-from quengine.diagnostics.bench.bench_work import prompt_operations
+from quengine.diagnostics.bench.bench_work import (
+    _feed_forward_operations,
+    bytes_per_token,
+    prompt_operations,
+)
 from quengine.diagnostics.bench.profile import read_profile
 from quengine.diagnostics.bench.profile_run import PROFILED_TOKENS, Traced
 from quengine.errors import CannotRunError
 from quengine.kernels.cpu.runtime.threads import max_threads
+from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -124,6 +129,45 @@ def test_operations_of_a_prompt_are_matrices_attention_and_one_row_of_logits_a_c
     seen = sum(range(6, 18))
     attention = 4 * config.head_count * config.head_dim * seen * config.block_count
     assert operations == matrices + attention + 2 * 2 * config.vocab_size * config.embedding_length
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spec = replace(PRESETS["qwen2moe-tiny"], vocab_size=300, embedding_length=256, context_length=128)
+    return write_synthetic(tmp_path_factory.mktemp("experts") / "experts.gguf", spec)
+
+
+def test_a_step_reads_the_experts_that_its_rows_are_expected_to_choose(experts: Path) -> None:
+    with LLM(experts, "cpu", 64, 1, backend="reference") as llm:
+        decoder, config = llm.runner.decoder, llm.model_config.experts
+        assert config is not None and (config.count, config.router.used) == (16, 4)
+        of_experts = sum(block.ffn.gate_up.nbytes + block.ffn.down.nbytes for block in decoder.blk)
+        assert decoder.step_bytes(1) == decoder.bytes_per_token
+        alone = decoder.bytes_per_token - of_experts // 4
+        for rows in (2, 8, 10**6):
+            share = 1 - (1 - 4 / 16) ** rows
+            assert decoder.step_bytes(rows) == pytest.approx(alone + share * of_experts, rel=1e-6)
+        cache = llm.cache_bytes(3)
+        assert bytes_per_token(llm, 0, 6, 8) == decoder.step_bytes(8) // 8 + cache
+
+
+def test_operations_of_experts_are_those_of_the_chosen_ones(experts: Path) -> None:
+    with LLM(experts, "cpu", 64, 1, backend="reference") as llm:
+        config, ffn = llm.model_config, llm.runner.decoder.blk[0].ffn
+        # Router, four experts of 256, a shared one of 512, each of three matrices.
+        assert _feed_forward_operations(config, ffn) == 2 * 256 * (16 + 3 * (4 * 256 + 512))
+        assert prompt_operations(llm, 0, 3) > 0
+
+
+def test_a_row_of_a_mixture_of_experts_tells_what_is_active(experts: Path) -> None:
+    with LLM(experts, "cpu", 64, 1, backend="reference") as llm:
+        facts = model_facts(llm.loaded.checkpoint)
+    assert facts.active_params is not None and facts.active_params < facts.params
+    measured = replace(row(BenchTest(0, 4), (1.0,)), model=facts, batch=2).as_dict()
+    assert (measured["experts"], measured["experts_used"]) == (16, 4)
+    assert measured["experts_read"] == pytest.approx(16 * (1 - 0.75**2))
+    assert measured["model_active_params"] == facts.active_params
+    assert "experts" not in row(BenchTest(0, 4), (1.0,)).as_dict()
 
 
 def test_a_profile_takes_part_in_a_row_only_when_there_is_one() -> None:

@@ -1,22 +1,27 @@
 """Parity of a mixture of experts: values under the same routing, and the free choices beside them."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from quengine import LLM
-from quengine.diagnostics.parity.parity import ParityReport, compare_sides
+from quengine.diagnostics.parity.parity import ParityReport, Place, compare_sides
+from quengine.diagnostics.parity.parity_locate import Location, locate
 from quengine.diagnostics.parity.parity_metrics import Comparison
+from quengine.diagnostics.parity.parity_operations import EXPERT_OPERATIONS
 from quengine.diagnostics.parity.parity_routing import Pair, choice_margins
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload, plan_workload
 from quengine.kernels.moe.router import Router, chosen
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.experts import MixtureOfExperts
-from quengine.models.synthetic.synthetic import SyntheticModel, write_synthetic
+from quengine.models.gguf import open_gguf
+from quengine.models.synthetic.synthetic import PRESETS, SyntheticModel, write_synthetic
 
 LAYERS, EXPERTS, USED = 3, 16, 4
 MODEL = SyntheticModel(
@@ -74,10 +79,14 @@ def choose_otherwise(size: float) -> Callable[[LLM], None]:
 
 
 def judged(
-    reference: LLMSide, path: Path, workload: Workload, spoil: Callable[[LLM], None] = lambda _: None
+    reference: LLMSide,
+    path: Path,
+    workload: Workload,
+    spoil: Callable[[LLM], None] = lambda _: None,
+    backend: str = "reference",
 ) -> ParityReport:
-    """The reference against itself with `spoil`."""
-    with LLM(path, "cpu", workload.ctx_size, 1, "reference") as llm:
+    """The reference against itself, or another backend, after `spoil`."""
+    with LLM(path, "cpu", workload.ctx_size, 1, backend) as llm:
         spoil(llm)
         return compare_sides(reference, LLMSide("cpu", llm), workload, quiet)
 
@@ -94,6 +103,34 @@ def test_a_healthy_pair_chooses_alike_at_every_place(
         assert found.bound == report.budgets[phase].clear_margin
     # Of the generated text the last token is not computed.
     assert report.routing["greedy"].places == LAYERS * (len(workload.prompts[0]) + 5)
+
+
+@pytest.mark.parametrize("preset", ["glm4moe-tiny", "gpt-oss-tiny", "granitemoe-tiny", "mixtral-tiny"])
+def test_the_cpu_is_within_the_budget_in_every_kind_of_router(preset: str, tmp_path: Path) -> None:
+    spec = replace(PRESETS[preset], vocab_size=512, embedding_length=256, context_length=128)
+    path = write_synthetic(tmp_path / "experts.gguf", spec)
+    short = plan_workload(path, [TEXT[:24]], prompts=1, tokens=3, window=80)
+    with LLM(path, "cpu", short.ctx_size, 1, "reference") as llm:
+        side = LLMSide("reference", llm)
+        report = judged(side, path, short, backend="auto")
+    assert report.failures == []
+    assert set(report.routing) == {"prefill", "decode", "greedy"}
+    # Rounding is there, but other choices are rare.
+    assert report.phases["decode"].nmse_median > 1e-12
+    assert report.routing["decode"].differing <= 0.05 * report.routing["decode"].places
+
+
+def test_on_the_cpu_a_choice_at_a_clear_margin_fails_though_every_value_is_right(
+    reference: LLMSide, model: Path, workload: Workload
+) -> None:
+    def spoil(llm: LLM) -> None:
+        for ffn in routers(llm):
+            bias = 0.05 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(1))
+            ffn.router = replace(ffn.router, selection_bias=bias)
+
+    report = judged(reference, model, workload, spoil, backend="auto")
+    assert {failure.partition(":")[0] for failure in report.failures} == {"prefill", "decode", "greedy"}
+    assert all("another choice of experts" in failure for failure in report.failures)
 
 
 def test_values_are_compared_under_the_same_routing_and_small_margins_are_only_reported(
@@ -136,7 +173,9 @@ def test_a_router_that_is_wrong_in_one_layer_is_named(
     positions = sum(map(len, workload.windows))
     assert found.layer == 1 and found.margin > 0.1
     assert found.differing > 0.5 * positions
-    assert any(failure.startswith("decode: NMSE") for failure in report.failures)  # the weights are wrong as well
+    assert any(
+        failure.startswith("decode: NMSE") for failure in report.failures
+    )  # the weights are wrong as well
 
 
 def test_nan_in_a_router_fails(reference: LLMSide, model: Path, workload: Workload) -> None:
@@ -144,12 +183,9 @@ def test_nan_in_a_router_fails(reference: LLMSide, model: Path, workload: Worklo
         ffn = routers(llm)[0]
         ffn.router = replace(ffn.router, weight=ffn.router.weight * float("nan"))
 
-    assert {
-        failure.partition(":")[0] for failure in judged(reference, model, workload, spoil).failures
-    } >= {
-        "prefill",
-        "decode",
-    }
+    forced = replace(workload, prompts=[])  # no token could be chosen
+    report = judged(reference, model, forced, spoil)
+    assert {failure.partition(":")[0] for failure in report.failures} == {"prefill", "decode"}
 
 
 def test_the_decoder_is_left_as_it_was(reference: LLMSide, workload: Workload) -> None:
@@ -157,6 +193,67 @@ def test_the_decoder_is_left_as_it_was(reference: LLMSide, workload: Workload) -
     before = [block.ffn.backend for block in reference.decoder.blk]
     Pair(reference, reference).span(ids, 0, "prefill")
     assert [block.ffn.backend for block in reference.decoder.blk] == before
+
+
+# -- operation by operation
+# -------------------------------------------------------------------------------
+
+
+def located(
+    reference: LLMSide,
+    path: Path,
+    workload: Workload,
+    spoil: Callable[[LLM], None] = lambda _: None,
+    backend: str = "reference",
+) -> list[Location]:
+    with LLM(path, "cpu", workload.ctx_size, 1, backend) as llm:
+        spoil(llm)
+        b = LLMSide("cpu", llm)
+        place = Place(workload.windows[0], 20)
+        report = ParityReport("a", "b", {}, {}, {"prefill": place, "decode": place}, [], 0, 0, 0)
+        return locate(reference, b, report, quiet)
+
+
+def test_every_operation_of_a_layer_with_experts_is_compared(
+    reference: LLMSide, model: Path, workload: Workload
+) -> None:
+    for location in located(reference, model, workload, choose_otherwise(0.05)):
+        assert location.first is None  # the experts are those of side a
+        found = [(o.operation, o.layer) for o in location.operations]
+        in_layers = [(name, layer) for layer in range(LAYERS) for name in EXPERT_OPERATIONS]
+        assert found[: len(in_layers) + 2] == [("embed", None), *in_layers, ("logits", None)]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "place"),
+    [
+        ("blk.1.ffn_gate_exps.weight", "layer 1, experts+glu"),
+        ("blk.0.ffn_up_exps.weight", "layer 0, experts+glu"),
+        ("blk.2.ffn_down_exps.weight", "layer 2, experts+residual"),
+        ("blk.1.ffn_gate_inp.weight", "layer 1, route"),
+        ("blk.1.ffn_gate_inp_shexp.weight", "layer 1, route"),
+        ("blk.0.ffn_up_shexp.weight", "layer 0, norm+glu"),
+        ("blk.2.ffn_down_shexp.weight", "layer 2, down+residual"),
+    ],
+)
+def test_a_wrong_block_of_experts_or_routers_is_found(
+    tensor: str, place: str, reference: LLMSide, model: Path, workload: Workload, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong.gguf"
+    shutil.copy(model, wrong)
+    with open_gguf(model) as file:
+        found = file.tensors[tensor]
+    rows = np.memmap(wrong, np.uint8, "r+", found.offset, (found.nbytes,))
+    if found.type_name == "F32":
+        rows.view(np.float32)[:] *= 1.01
+    else:  # the fp16 scale of the first block of each row: Q4_K begins with it, Q6_K ends with it
+        at = {"Q4_K": 0, "Q6_K": 208}[found.type_name]
+        size = {"Q4_K": 144, "Q6_K": 210}[found.type_name] * (found.shape[-1] // 256)
+        scales = rows.reshape(-1, size)[:, at : at + 2].view(np.float16)
+        scales *= 1.1
+    rows.flush()
+    for location in located(reference, wrong, workload, backend="auto"):
+        assert [o.place for o in location.operations if not o.within] == [place]
 
 
 # -- margins

@@ -1,10 +1,12 @@
 """Models of an architecture as Hugging Face folders and as the GGUF files that llama.cpp's converter makes of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from quengine import LLM
@@ -12,7 +14,9 @@ from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
+from quengine.models.gguf import StringArray, open_gguf
 from tests.forward import forward
+from tests.gguf_builder import GGUFBuilder
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_sentencepiece, write_tokenizer
 from tests.transformers_models import TOKENS, nmse, our_logits, token_ids, transformers_logits, write_model
 
@@ -22,7 +26,12 @@ TOLERANCE = 1e-9
 CPU_TOLERANCE = 1e-4
 """Of the CPU's kernels at the worst position, over a cache in fp16; a llama of these sizes gives 8e-6."""
 
+FILES = {"folder": "", "gguf": ".gguf", "fused folder": "-fused", "old gguf": "-old.gguf"}
+"""Kind -> what a model's name ends with. The last two hold experts in the other form: a folder all of a layer in one
+tensor, as `transformers` 5 may save them, and a file each in its own, as llama.cpp's first converters wrote them."""
+
 KINDS = ("folder", "gguf")
+MIXTURE_KINDS = tuple(FILES)
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,8 @@ class Case:
     """A model for `write_model`. `tokenizer` is the class that tokenizer_config.json names, "" for SentencePiece.
 
     converts: the converter writes all of it; where not, there is only the folder.
+    mixture: of experts, written in every form. change: alters the weights of the `transformers` model. edit: the folder
+    before anything reads it.
     """
 
     model_type: str
@@ -37,6 +48,14 @@ class Case:
     vision: bool = False
     tokenizer: str = "PreTrainedTokenizerFast"
     converts: bool = True
+    mixture: bool = False
+    change: Callable[[Any], None] | None = None
+    edit: Callable[[Path], Any] | None = None
+
+    @property
+    def kinds(self) -> list[str]:
+        kinds = MIXTURE_KINDS if self.mixture else KINDS
+        return [kind for kind in kinds if self.converts or not kind.endswith("gguf")]
 
     @property
     def vocab(self) -> int:
@@ -49,7 +68,12 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
     jobs = []
     for name, case in cases.items():
         folder = root / name
-        write_model(folder, case.model_type, case.vision, vocab=case.vocab, **case.config)
+        options = {"vocab": case.vocab, "change": case.change, **case.config}
+        write_model(folder, case.model_type, case.vision, **options)
+        if case.mixture:
+            write_model(path_of(root, name, "fused folder"), case.model_type, fused=True, **options)
+        if case.edit is not None:
+            case.edit(folder)
         torch.save(transformers_logits(folder, case.vocab), root / f"{name}.pt")
         if case.tokenizer:
             write_tokenizer(folder, case.tokenizer)
@@ -58,18 +82,35 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
         if case.converts:
             jobs.append(Conversion(folder, root / f"{name}.gguf", "llama-bpe"))
     convert(jobs)
+    for name, case in cases.items():
+        if case.mixture and case.converts:
+            write_old_experts(path_of(root, name, "gguf"), path_of(root, name, "old gguf"))
     return root
+
+
+def write_old_experts(source: Path, path: Path) -> None:
+    """A GGUF file with the metadata and weights of `source`, each expert's in a tensor of its own."""
+    with open_gguf(source) as file:
+        builder = GGUFBuilder()
+        for key, value in file.metadata.items():
+            builder.kv(key, list(value) if isinstance(value, StringArray) else value)
+        for name, tensor in file.tensors.items():
+            base = name.removesuffix("_exps.weight")
+            if base == name:
+                builder.tensor(name, tensor.shape, tensor.type_name, tensor.data)
+                continue
+            for expert, data in enumerate(np.split(tensor.data, tensor.shape[0])):
+                builder.tensor(f"{base}.{expert}.weight", tensor.shape[1:], tensor.type_name, data)
+        builder.write(path)
 
 
 def of_kind(cases: dict[str, Case]) -> list[tuple[str, str]]:
     """(name, kind) of every file."""
-    return [
-        (name, kind) for name, case in cases.items() for kind in KINDS if kind == "folder" or case.converts
-    ]
+    return [(name, kind) for name, case in cases.items() for kind in case.kinds]
 
 
 def path_of(root: Path, name: str, kind: str) -> Path:
-    return root / (name if kind == "folder" else f"{name}.gguf")
+    return root / f"{name}{FILES[kind]}"
 
 
 def opened(root: Path, name: str, kind: str) -> Checkpoint:

@@ -1,6 +1,7 @@
 """HFCheckpoint: GGUF names and order, views without a copy, and one line for each thing that can be wrong."""
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from quengine.errors import EngineError
 from quengine.models.hf.hf_checkpoint import HFCheckpoint, permute_heads
 from tests.gguf_builder import ModelSizes
-from tests.hf_writer import hf_config, hf_name, in_gguf_order, random_weights, write_hf
+from tests.hf_writer import fused, hf_config, hf_name, in_gguf_order, random_weights, write_hf
 
 VOCAB = 48
 BYTES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -296,3 +297,58 @@ def test_a_damaged_file_is_an_error_with_its_name(tmp_path: Path, damage: str) -
         }[damage]
     )
     assert "model.safetensors" in error_of(folder)
+
+
+EXPERTS = ModelSizes("qwen2moe", blocks=1, experts=3, separate=True)
+
+
+def experts_folder(folder: Path, in_one_tensor: bool, change: Any = None) -> dict[str, Tensor]:
+    """Writes a model with experts; returns its weights by GGUF name. `change` alters them by their names there."""
+    weights = random_weights(EXPERTS, VOCAB)
+    named = {hf_name(name): weight for name, weight in weights.items()}
+    named = fused(named) if in_one_tensor else named
+    if change is not None:
+        change(named)
+    write_hf(folder, hf_config(EXPERTS, VOCAB), named, rename=lambda name: name)
+    return weights
+
+
+@pytest.mark.parametrize("in_one_tensor", [False, True])
+def test_experts_are_views_on_the_file_in_either_form(tmp_path: Path, in_one_tensor: bool) -> None:
+    weights = experts_folder(tmp_path, in_one_tensor)
+    checkpoint = HFCheckpoint(tmp_path)
+    assert set(checkpoint.tensors) == set(weights)
+    for name, tensor in checkpoint.tensors.items():
+        assert torch.equal(values(checkpoint, name, torch.float32).view(weights[name].shape), weights[name])
+        assert any(low <= tensor.data.data_ptr() < high for low, high in mapped(tmp_path)), name
+    assert checkpoint.nbytes == sum(w.numel() * w.element_size() for w in weights.values())
+    assert checkpoint.notes == []
+
+
+LAYER = "model.layers.0.mlp"
+
+
+@pytest.mark.parametrize(
+    ("in_one_tensor", "change", "problem"),
+    [
+        (False, lambda t: t.pop(f"{LAYER}.experts.2.up_proj.weight"), "experts.2.up_proj.weight' is missing"),
+        (False, lambda t: t.update({f"{LAYER}.experts.3.up_proj.weight": torch.zeros(1)}), "does not apply"),
+        (True, lambda t: t.pop(f"{LAYER}.experts.down_proj"), "experts.0.down_proj.weight' is missing"),
+        (True, lambda t: t.update({f"{LAYER}.experts.down_proj": torch.zeros(3, 32, 64)}), "has shape"),
+        (True, lambda t: t.update({f"{LAYER}.experts.gate_up_proj": torch.zeros(3, 32, 64)}), "has shape"),
+        (True, lambda t: t.update({f"{LAYER}.gate.weight": torch.zeros(4, 64)}), "has shape"),
+        (True, lambda t: t.update({f"{LAYER}.shared_expert_gate.weight": torch.zeros(64)}), "has shape"),
+        (True, lambda t: t.update({f"{LAYER}.gate.bias": torch.zeros(3)}), "does not apply: .*gate.bias"),
+    ],
+)
+def test_experts_that_are_not_as_the_config_says_are_refused(
+    tmp_path: Path, in_one_tensor: bool, change: Any, problem: str
+) -> None:
+    experts_folder(tmp_path, in_one_tensor, change)
+    assert re.search(problem, error_of(tmp_path))
+
+
+def test_experts_of_different_types_are_refused(tmp_path: Path) -> None:
+    name = f"{LAYER}.experts.1.up_proj.weight"
+    experts_folder(tmp_path, False, lambda tensors: tensors.update({name: tensors[name].half()}))
+    assert "differ in type: F16, F32" in error_of(tmp_path)

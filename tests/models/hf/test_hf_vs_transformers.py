@@ -33,6 +33,7 @@ ROPE_KINDS: dict[str, dict[str, Any]] = {
     "yarn with its own magnitude": {**YARN, "attention_factor": 1.3},
     "yarn with mscale": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     "yarn with betas": {**YARN, "beta_fast": 8.0, "beta_slow": 2.0},
+    "yarn without rounded limits": {**YARN, "truncate": False},
     "yarn with null factor": {**YARN, "factor": None},
     "yarn without an original context": {k: v for k, v in YARN.items() if not k.startswith("original")},
     "yarn under the old name": {"type": "yarn", **{k: v for k, v in YARN.items() if k != "rope_type"}},
@@ -41,7 +42,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "'dynamic'": {**LINEAR, "rope_type": "dynamic"},
     "'longrope'": {**YARN, "rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8},
     "'proportional'": {**LINEAR, "rope_type": "proportional"},
-    "truncate": {**YARN, "truncate": False},
     "blends no frequency": {**YARN, "beta_fast": 1.0, "beta_slow": 32.0},
 }
 # (model type, in a Mistral 3 vision model)

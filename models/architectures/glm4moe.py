@@ -1,0 +1,94 @@
+"""GLM-4.5, 4.6 and Air: half of each head rotated, and sigmoid scores that choose experts with a bias of each.
+
+The first layers are dense; the others have a shared expert beside the chosen ones. GLM-4.5 normalizes queries and keys,
+Air does not. The last layer of released files, which drafts the token after the next, is not computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quengine.kernels.moe.router_kind import RouterKind
+from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.gguf import GGUFFile
+from quengine.models.hf.hf_keys import config_error, integer
+
+_DRAFTS = "nextn_predict_layers"
+_MOST = LIMITS["block_count"][1]
+
+
+def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
+    return range(min(integer(keys, "first_k_dense_replace", 0, _MOST), blocks))
+
+
+def _flag(keys: Keys, key: str) -> bool:
+    value = keys.get(key)
+    if not isinstance(value, bool):
+        raise config_error(key, f"{value!r} is not true or false")
+    return value
+
+
+def _fields(keys: Keys, config: ModelConfig) -> Fields:
+    qk_norm = "head" if _flag(keys, "use_qk_norm") else None
+    block = replace(config.block, qkv_bias=_flag(keys, "attention_bias"), qk_norm=qk_norm)
+    return {"block": block, "draft_layers": integer(keys, f"num_{_DRAFTS}", 0, _MOST)}
+
+
+def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
+    """Biases and norms are told by their tensors; the layers counted include those that draft."""
+    kinds = {name.split(".", 2)[-1] for name in file.tensors}
+    qk_norm = "head" if kinds & {"attn_q_norm.weight", "attn_k_norm.weight"} else None
+    qkv_bias = bool(kinds & {"attn_q.bias", "attn_k.bias", "attn_v.bias"})
+    drafts = file.get_int(f"glm4moe.{_DRAFTS}", 0, config.block_count - 1) or 0
+    return {
+        "block": replace(config.block, qkv_bias=qkv_bias, qk_norm=qk_norm),
+        "block_count": config.block_count - drafts,
+        "draft_layers": drafts,
+    }
+
+
+GLM4MOE = Architecture(
+    name="glm4moe",
+    block=BlockKind(ffn_norm="post_attention_norm", qkv_bias=True, selection_bias=True),
+    router=RouterKind(used=8, scores="sigmoid", normalized=True),
+    model_types={
+        "glm4_moe": ModelType(
+            {
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "partial_rotary_factor": 0.5,
+                "attention_bias": False,
+                "use_qk_norm": False,
+                "n_routed_experts": 128,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 1408,
+                "n_shared_experts": 1,
+                "norm_topk_prob": True,
+                "first_k_dense_replace": 1,
+                f"num_{_DRAFTS}": 1,
+            },
+            reads_partial_rotary_factor=True,
+            expert_keys={
+                "count": "n_routed_experts",
+                "used": "num_experts_per_tok",
+                "feed_forward_length": "moe_intermediate_size",
+                "shared_count": "n_shared_experts",
+                "normalized": "norm_topk_prob",
+                "scale": "routed_scaling_factor",
+                "groups": "n_group",
+                "groups_used": "topk_group",
+            },
+            dense_layers=_dense_layers,
+            fields=_fields,
+        )
+    },
+    hf_modules={
+        "post_attention_norm": "post_attention_layernorm",
+        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
+    gguf_keys=(_DRAFTS,),
+    gguf_fields=_gguf_fields,
+)

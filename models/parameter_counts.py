@@ -1,0 +1,66 @@
+"""How many parameters a model has and how many bytes they take: all of them, and those that compute one token.
+
+Of a mixture of experts a token is computed by a few experts of each layer. Counted from names and shapes alone, for
+files of both kinds; torch is not needed.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from quengine.models.checkpoint import Checkpoint
+from quengine.models.config import ModelConfig
+
+_EXPERTS = re.compile(
+    r"^blk\.\d+\.ffn_\w+_exps\.|^blk\.\d+\.ffn_(gate|up|down)\.\d+\."  # GGUF, merged and old
+    r"|\.experts\.|\.block_sparse_moe\.(input|output)_linear\."  # Hugging Face; the second is Granite's
+)
+"""Names of tensors that hold matrices or biases of experts, not the shared one's and not the router's."""
+
+_EMBEDDING = re.compile(r"^token_embd\.weight$|(^|\.)embed_tokens\.weight$")
+
+
+def count_text(parameters: int) -> str:
+    """A number of parameters as people read it: 30.53 B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if parameters >= size:
+            return f"{parameters / size:.2f} {unit}"
+    return str(parameters)
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """parameters, nbytes: of all tensors. active_parameters: those that compute a token, embedding and output included.
+    active_bytes: what a token reads of the weights, of an embedding that is not the output matrix one row.
+    """
+
+    parameters: int
+    active_parameters: int
+    nbytes: int
+    active_bytes: int
+
+
+def count_parameters(
+    tensors: Iterable[tuple[str, tuple[int, ...], int]], config: ModelConfig | None
+) -> ParameterCounts:
+    """The counts of tensors, given as name, shape and bytes. Without a configuration all are taken to be active."""
+    experts = None if config is None else config.experts
+    tied = config is None or config.tied_output
+    parameters = active_parameters = nbytes = active_bytes = 0
+    for name, shape, size in tensors:
+        count, read = prod(shape), size
+        parameters, nbytes = parameters + count, nbytes + size
+        if experts is not None and _EXPERTS.search(name):
+            count = count * experts.router.used // experts.count
+            read = read * experts.router.used // experts.count
+        elif _EMBEDDING.search(name) and not tied:
+            read //= shape[0]
+        active_parameters, active_bytes = active_parameters + count, active_bytes + read
+    return ParameterCounts(parameters, active_parameters, nbytes, active_bytes)
+
+
+def checkpoint_parameters(checkpoint: Checkpoint) -> ParameterCounts:
+    """The counts of an opened model."""
+    tensors = ((name, tensor.shape, tensor.nbytes) for name, tensor in checkpoint.tensors.items())
+    return count_parameters(tensors, checkpoint.config)

@@ -1,0 +1,133 @@
+"""Granite as a folder and as GGUF: the logits of `transformers`, the four multipliers, refusals by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quengine.errors import EngineError
+from quengine.kernels.reference import ReferenceBackend
+from quengine.kv_cache import KVCache
+from quengine.models.config import ModelConfig
+from quengine.models.decoder import Decoder
+from quengine.models.gguf import GGUFError, open_gguf
+from tests.forward import one_sequence
+from tests.gguf_builder import ModelSizes, model_builder
+from tests.hf_writer import hf_config
+from tests.models.architectures.both_files import (
+    CPU_TOLERANCE,
+    TOLERANCE,
+    Case,
+    cpu_difference,
+    difference,
+    engine_difference,
+    of_kind,
+    opened,
+    write_cases,
+)
+from tests.transformers_models import nmse, token_ids
+
+SCALES = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+CASES = {
+    "plain": Case("granite", SCALES),
+    "tied": Case("granite", {**SCALES, "tie_word_embeddings": True}),
+    "a large epsilon": Case("granite", {**SCALES, "rms_norm_eps": 1e-2}),
+    "without multipliers": Case("granite"),
+    "experts": Case("granitemoe", SCALES),
+    "all experts, tied": Case(
+        "granitemoe", {**SCALES, "num_experts_per_tok": 8, "tie_word_embeddings": True}
+    ),
+    "a shared expert": Case("granitemoeshared", {**SCALES, "shared_intermediate_size": 80}),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cases(tmp_path_factory.mktemp("granite"), CASES)
+
+
+@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
+def test_logits_are_those_of_transformers(root: Path, name: str, kind: str) -> None:
+    assert difference(root, name, kind, CASES[name]) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_the_cpus_kernels_compute_them(root: Path, name: str, kind: str, decode: bool) -> None:
+    assert cpu_difference(root, name, kind, CASES[name], decode) < CPU_TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_the_engine_computes_them_on_the_cpu(root: Path, kind: str, decode: bool) -> None:
+    assert engine_difference(root, "plain", kind, CASES["plain"], decode) < CPU_TOLERANCE
+
+
+def test_embeddings_are_not_divided_as_logits_are(root: Path) -> None:
+    theirs = transformers.AutoModel.from_pretrained(root / "plain", dtype=torch.float64).eval()
+    ids = token_ids(CASES["plain"].vocab)
+    with torch.no_grad():
+        expected = theirs(ids[None]).last_hidden_state[0]
+    checkpoint = opened(root, "plain", "folder")
+    decoder = Decoder(checkpoint.config, checkpoint.tensors, ReferenceBackend(keep=True), 64, 64)
+    cache = KVCache.allocate(checkpoint.config, 64, torch.device("cpu")).layers
+    ours = decoder.hidden(one_sequence(ids, blocks=2), cache)
+    assert nmse(ours, expected) < 1e-5  # the cache is fp16
+
+
+def test_multipliers_go_into_epsilon_and_the_embedding(root: Path) -> None:
+    for kind in ("folder", "gguf"):
+        config = opened(root, "plain", kind).config
+        assert config.rms_eps == pytest.approx(1e-6 / 0.22**2) and config.attention_scale == pytest.approx(
+            0.15
+        )
+        assert config.embedding_scale == pytest.approx(12.0 / 0.22)
+        assert config.logit_scale == pytest.approx(1.0 / 6.0)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, 1e-7, 1e7, "1", [1.0]], ids=str)
+@pytest.mark.parametrize("key", SCALES)
+def test_multipliers_out_of_range_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(EngineError, match=f"^config.json: {key}: ") as caught:
+        ModelConfig.from_hf(hf_config(ModelSizes("granite"), 64, **{key: value}))
+    assert "\n" not in str(caught.value)
+
+
+GGUF_KEYS = ("embedding_scale", "attention.scale", "residual_scale", "logit_scale")
+
+
+def from_metadata(tmp_path: Path, **changes: Any) -> ModelConfig:
+    metadata = {f"granite.{key}": value for key, value in changes.items()}
+    path = model_builder(ModelSizes("granite"), changes=metadata).write(tmp_path / "m.gguf")
+    with open_gguf(path) as file:
+        return ModelConfig.from_gguf(file)
+
+
+def test_multipliers_of_zero_are_not_applied(tmp_path: Path) -> None:
+    assert from_metadata(tmp_path, **dict.fromkeys(GGUF_KEYS, 0.0)) == from_metadata(tmp_path)
+    assert from_metadata(tmp_path).attention_scale is None
+
+
+@pytest.mark.parametrize("value", [-1.0, 1e-7, 1e7, float("nan"), float("inf"), 1, "1"], ids=str)
+@pytest.mark.parametrize("key", GGUF_KEYS)
+def test_bad_metadata_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(GGUFError) as caught:
+        from_metadata(tmp_path, **{key: value})
+    assert caught.value.field == f"granite.{key}"
+
+
+def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"residual_multiplier.*too small beside an epsilon"):
+        ModelConfig.from_hf(hf_config(ModelSizes("granite"), 64, residual_multiplier=0.001))
+    with pytest.raises(GGUFError, match="layers without rotation"):
+        from_metadata(tmp_path, **{"rope.scaling.finetuned": False})
+    for flag in ("attention_bias", "mlp_bias"):
+        with pytest.raises(EngineError, match=flag):
+            ModelConfig.from_hf(hf_config(ModelSizes("granite"), 64, **{flag: True}))
