@@ -73,10 +73,10 @@ class PackGroupsArguments(Arguments):
 
 @dataclass
 class GroupedMatmulArguments(Arguments):
-    """A matmul of each group with its expert's weights, in `tasks` tasks a group.
+    """A matmul of each group with its expert's weights, in `tasks` tasks a group, of `task_rows` weight rows.
 
-    addresses: int64, of the experts' weights. bias: fp32, bias_stride bytes from an expert to the next. matmul: what
-    is not of a group, with `packed` and `y` of the first.
+    addresses: int64, of the experts' weights. bias: fp32, bias_stride bytes from an expert to the next. matmul: what is
+    not of a group, with `packed` and `y` of the first.
     """
 
     table: int
@@ -85,6 +85,7 @@ class GroupedMatmulArguments(Arguments):
     bias: int
     bias_stride: int
     block_bytes: int
+    task_rows: int
     kernel: int
     matmul: MatmulArguments
 
