@@ -1,7 +1,7 @@
 """quengine and llama.cpp on the same file and the same processor, in turns.
 
-    python benchmarks/cpu/cpu_vs_llama_cpp.py [-m MODEL] [-p 512] [-n 64] [-r 5] [-s SECONDS] [-t 2] [--no-mmap]
-        [--llama-bench PATH]
+    python benchmarks/cpu/cpu_vs_llama_cpp.py [-m MODEL | --synthetic PRESET] [-p 512] [-n 64] [-r 5] [-s SECONDS]
+        [-t 2] [--no-mmap] [--llama-bench PATH]
 
 Each engine lives in a process of its own, loaded once, and the parent asks them in turns: a machine whose
 speed drifts slows both. Medians, their ratio, and one JSON line at the end. The peer is the package
@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+from quengine.diagnostics.bench.bench import synthetic_model
 from quengine.errors import EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.machine import cpu_model, peak_memory, physical_cores, simd_features
@@ -319,6 +320,9 @@ def report(measured: dict[str, Any], model: Path, threads: int) -> dict[str, Any
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="quengine and llama.cpp in turns on one processor.")
     parser.add_argument("-m", "--model", default="smollm2-135m", help="alias, hf: name or GGUF file")
+    parser.add_argument(
+        "--synthetic", help="a model with random weights, as `engine bench --synthetic` makes it"
+    )
     parser.add_argument("-p", type=int, nargs="+", default=[512], help="prompt lengths (0: none)")
     parser.add_argument("-n", type=int, nargs="+", default=[64], help="numbers of generated tokens (0: none)")
     parser.add_argument("-r", type=int, default=5, help="rounds")
@@ -335,7 +339,8 @@ def main() -> int:
         print(f"llama.cpp is not here: {INSTALL_PEER}", file=sys.stderr)
         return 2
     try:
-        model = resolve_model(args.model)
+        made = args.synthetic and synthetic_model(args.synthetic, lambda text: print(text, file=sys.stderr))
+        model = made or resolve_model(args.model)
     except EngineError as error:
         print(error, file=sys.stderr)
         return error.exit_code

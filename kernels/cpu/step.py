@@ -3,8 +3,9 @@
 `StepRecorder` does the operations of kernels.backend.Backend by noting kernels over buffers that stay where they are;
 `Step` runs what was noted, with the tokens of one or more sequences, their positions and their blocks. A layer is
 five stages (stage.py), between which the threads meet:
-QKV | attention | output projection | gate and up | down. Norms, rotation, rounding and residuals are parts of them;
-what is too much for one thread when rows are several has stages of its own.
+QKV | attention | output projection | gate and up | down, with experts the router in front of the last two. Norms,
+rotation, rounding and residuals are parts of them; what is too much for one thread when rows are several has stages of
+its own.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ class StepRecorder:
 
     `tokens` and `positions`, int64 [rows], are what a step is run with; `tables`, int64 [groups, rows, blocks], are
     their sequences' blocks for each group of layers, and `batch` is all of them. Buffers are shared by operations of
-    the same kind: a hidden state lasts until the second `linear_add` after the one that made it, any others until the
-    next operation of their kind. With the same `buffers` they are shared by steps too, of which one at a time may run.
+    the same kind: a hidden state lasts until the second `linear_add` or `experts_add` after the one that made it, any
+    others until the next operation of their kind. With the same `buffers` they are shared by steps too, of which one at
+    a time may run.
     """
 
     rows: int

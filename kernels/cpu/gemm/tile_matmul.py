@@ -44,11 +44,13 @@ _TASKS = 4  # a thread should get of a weight, before tasks become longer
 class TileKind:
     """How weights are multiplied with many rows, and how the rows are packed for it.
 
-    block: rows of a block. row_bytes: of a packed row, of DEPTH columns. most: rows of a launch, or None. pack_kernel: the
-    kernel that packs, in a task a block, or with `by_panel` one for each block and each DEPTH columns. product(w, blocks):
-    what multiplies a weight with so many blocks.
+    strip: rows of a strip of weights. block: rows of a block. row_bytes: of a packed row, of DEPTH columns. most: rows
+    of a launch, or None.
+    pack_kernel: packs a block a task, or with `by_panel` DEPTH columns of one. product(w, blocks): what multiplies a
+    weight with so many blocks.
     """
 
+    strip: int
     block: int
     row_bytes: int
     most: int | None
@@ -60,12 +62,12 @@ class TileKind:
 def tile_kind(w: QuantTensor) -> TileKind:
     """The kind for a weight on this processor."""
     if has_amx():
-        return TileKind(BLOCK, 4 * DEPTH, MOST_ROWS, amx_pack_kernel, True, _amx_product)
+        return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, amx_pack_kernel, True, _amx_product)
     if uses_vnni(w):
-        return TileKind(
-            vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS, vnni_pack_kernel, False, _vnni_product
-        )
-    return TileKind(host_tile().rows, 4 * DEPTH, None, pack_kernel, False, _product)
+        sizes = (vnni.TILE.columns, vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS)
+        return TileKind(*sizes, vnni_pack_kernel, False, _vnni_product)
+    tile = host_tile()
+    return TileKind(tile.columns, tile.rows, 4 * DEPTH, None, pack_kernel, False, _product)
 
 
 def tile_matmul_launches(

@@ -25,7 +25,9 @@ from quengine.kernels.cpu.runtime.arguments import size_of
 from quengine.kernels.cpu.runtime.atomics import call_kernel
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
-_matvec_at, _add_at, _glu_at = (arguments_at(kind) for kind in (MatvecArguments, AddArguments, GLUArguments))
+_matvec_at = arguments_at(MatvecArguments)
+_add_at = arguments_at(AddArguments)
+_glu_at = arguments_at(GLUArguments)
 # Room for any of the three.
 _REQUEST_FLOATS = max(size_of(kind) for kind in (MatvecArguments, AddArguments, GLUArguments)) // 4
 _LANES = 16

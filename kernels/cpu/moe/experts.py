@@ -1,7 +1,7 @@
 """The experts of a decode step: q-dot on weights where they lie, each expert found by what the router wrote.
 
-A task is a run of outputs of one expert, for all the rows that have it, so that its weights are read once. A row's result
-does not depend on the other rows.
+A task is a run of outputs of one expert, for all the rows that have it, so that its weights are read once. A row's
+result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -171,9 +171,9 @@ def gate_up_launch(
 ) -> Launch:
     """activation(gate) * up of each slot: out fp32 [T * k, F], by place.
 
-    sources: for gate and up each, what its matrices are multiplied with (`matvec_launch`), of each place; or one
-    row of it, which all places have. between: fp32 [T * k, 2F]. With `records`, uint8 [T * k, quantized_row_bytes(F)], the
-    result is quantized into it as well; F is then a multiple of 32. All are contiguous.
+    sources: for gate and up each, what its matrices are multiplied with (`matvec_launch`), of each place; or one row
+    of it, which all places have. between: fp32 [T * k, 2F]. With `records`, uint8 [T * k, quantized_row_bytes(F)],
+    the result is quantized into it as well; F is then a multiple of 32. All are contiguous.
     """
     gate, up = experts.parts
     width = gate.first.rows
@@ -230,7 +230,10 @@ def down_launches(
 def add_experts_launch(
     groups: Groups, products: Tensor, weights: Tensor, residual: Tensor, y: Tensor
 ) -> Launch:
-    """y fp32 [T, N] = the weighted sum of each row's products, fp32 [T * k, N] by place, plus residual. A task is a row."""
+    """y fp32 [T, N] = the weighted sum of each row's products, fp32 [T * k, N] by place, plus residual.
+
+    A task is a row.
+    """
     assert weights.is_contiguous() and residual.is_contiguous() and y.is_contiguous()
     arguments = AddExpertsArguments(
         products=products.data_ptr(),

@@ -1,8 +1,8 @@
 """Rows by expert: which rows each expert computes, and the prompt kernels run over such groups.
 
-The T rows of a step have k experts each; the T * k slots, numbered row by row, are sorted by expert. Slots of one expert
-are a group, or several where they are many. A kernel over groups has tasks for as many as there can be, and those
-beyond the last end at once.
+The T rows of a step have k experts each; the T * k slots, numbered row by row, are sorted by expert. Slots of one
+expert are a group, or several where they are many. A kernel over groups has tasks for as many as there can be, and
+those beyond the last end at once.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class PackGroupsArguments(Arguments):
 
 @dataclass
 class GroupedMatmulArguments(Arguments):
-    """A matmul of each group with its expert's weights, in `tasks` tasks a group.
+    """A matmul of each group with its expert's weights, in `tasks` tasks a group, of `task_rows` weight rows.
 
-    addresses: int64, of the experts' weights. bias: fp32, bias_stride bytes from an expert to the next. matmul: what
-    is not of a group, with `packed` and `y` of the first.
+    addresses: int64, of the experts' weights. bias: fp32, bias_stride bytes from an expert to the next. matmul: what is
+    not of a group, with `packed` and `y` of the first.
     """
 
     table: int
@@ -85,6 +85,7 @@ class GroupedMatmulArguments(Arguments):
     bias: int
     bias_stride: int
     block_bytes: int
+    task_rows: int
     kernel: int
     matmul: MatmulArguments
 
@@ -113,7 +114,7 @@ class Groups:
     def empty(cls, rows: int, used: int) -> Groups:
         """For so many rows, each with `used` experts."""
         order, places = torch.empty(2, rows, used, dtype=torch.int64)
-        return cls(order, places, torch.empty(rows, HEAD + GROUP * used, dtype=torch.int64))
+        return cls(order, places, torch.empty(HEAD + GROUP * rows * used, dtype=torch.int64))
 
     def launch(self, experts: Tensor, count: int, most: int = 1 << 40, block_rows: int = 1) -> Launch:
         """The kernel that fills this in, one task: of experts int32 [T, k], below `count`.

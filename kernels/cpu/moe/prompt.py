@@ -19,6 +19,8 @@ from quengine.kernels.cpu.runtime.kernel_table import grouped_matmul_kernel, pac
 from quengine.kernels.cpu.runtime.threads import Launch
 from quengine.kernels.moe.router import Routing
 
+_TASK_BYTES = 512 << 10  # of weights: a task reads them into the L2 cache before it multiplies
+
 
 def prompt_expert_launches(
     x: Tensor, routing: Routing, parts: Sequence[ExpertPart], y: Tensor, by_place: bool = False
@@ -36,7 +38,7 @@ def prompt_expert_launches(
     launches: list[Launch] = []
     for kind, placed in by_kind.items():
         groups = Groups.empty(rows, used)
-        most = min(rows, kind.most or rows)
+        most = max(1, min(rows, kind.most or rows))
         launches.append(groups.launch(routing.experts, count, most, kind.block))
         launches += _grouped_launches(x, kind, placed, groups, most, y, by_place)
     return groups, launches
@@ -74,7 +76,9 @@ def _grouped_launches(
     for number, (column, part) in enumerate(placed):
         w = part.first
         bias = torch.zeros(1, w.rows) if part.bias is None else part.bias
-        kernel, panel, task_strips, tasks = kind.product(w, -(-most // kind.block))
+        kernel, panel, task_strips, _ = kind.product(w, -(-most // kind.block))
+        task_strips = min(task_strips, max(1, _TASK_BYTES // (kind.strip * w.data.shape[1])))
+        tasks = -(-w.rows // (task_strips * kind.strip))
         matmul = MatmulArguments(
             *(0, w.data.shape[1], w.rows, w.cols, packed.data_ptr(), 0, 0, 0),
             y=y.data_ptr() + 4 * column,
@@ -88,6 +92,7 @@ def _grouped_launches(
             *(groups.table.data_ptr(), tasks, part.addresses.data_ptr(), bias.data_ptr()),
             bias_stride=0 if part.bias is None else 4 * bias.stride(0),
             block_bytes=packed.stride(0),
+            task_rows=task_strips * kind.strip,
             kernel=kernel,
             matmul=matmul,
         )

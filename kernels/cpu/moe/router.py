@@ -1,7 +1,7 @@
 """The router in compiled code: the twin of kernels/moe/router.py.
 
-The logits are fp32 dot products of a row and an expert's router weights, in an order that follows from the width alone, in
-prefill as in decode; the choice and the weights of a row follow in one kernel.
+The logits are fp32 dot products of a row and an expert's router weights, in an order that follows from the width
+alone, in prefill as in decode; the choice and the weights of a row follow in one kernel.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def route(x: Tensor, router: Router, forced: Tensor | None = None) -> Routing:
     rows, used, count = x.shape[0], router.kind.used, router.weight.shape[0]
     if forced is not None:
         forced = forced.to(torch.int32).contiguous()
-        if not 0 <= int(forced.min()) <= int(forced.max()) < count:
-            raise ValueError(f"a layer has experts 0 to {count - 1}; asked for {forced.unique().tolist()}")
+        asked = sorted(set(forced.flatten().tolist()))
+        if not all(0 <= expert < count for expert in asked):
+            raise ValueError(f"a layer has experts 0 to {count - 1}; asked for {asked}")
     x, logits = x.contiguous(), torch.empty(rows, logits_width(router))
     shared = None if router.shared_gate is None else torch.empty(rows)
     routing = Routing(torch.empty(rows, used, dtype=torch.int32), torch.empty(rows, used), shared)

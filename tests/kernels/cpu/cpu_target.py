@@ -10,8 +10,10 @@ machine of the object files (ELF e_machine); `matrix` compiles the product on AM
 instructions, without running it; `emulate` runs it with those instructions in portable code (tile_emulator.py).
 """
 
+import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,20 +22,28 @@ from llvmlite import binding
 
 from quengine.kernels import sampling
 from quengine.kernels.activations import quantize_activations
-from quengine.kernels.block_formats import dequantize, unpack
+from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import (
     batch_attention,
+    decode_linear,
     embed,
     glu,
     prompt_linear,
     rms_norm,
 )
 from quengine.kernels.cpu.gemm import tile_matmul, tiles
+from quengine.kernels.cpu.moe.operations import down_experts, experts_add, experts_glu, gate_up_experts
+from quengine.kernels.cpu.moe.router import route
 from quengine.kernels.cpu.ops import sampling as cpu_sampling
 from quengine.kernels.cpu.runtime import compiled, kernel_table, target
-from quengine.kernels.forward_batch import decode_batch
+from quengine.kernels.forward_batch import Phase, decode_batch
 from quengine.kernels.glu import glu as definition_of_glu
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
+from quengine.kernels.moe.experts import experts_add as definition_of_experts_add
+from quengine.kernels.moe.experts import experts_glu as definition_of_experts_glu
+from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.moe.router import route as definition_of_route
+from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.q_dot import q_dot
 from tests.kernels.cpu import tile_emulator
 from tests.kernels.cpu.cpu_runs import attend_chunk, attend_token, linear
@@ -69,10 +79,38 @@ def errors() -> Iterator[tuple[str, float]]:
             nmse(batch_attention(q[[20, 31]], layer, newest, 0.125, None), expected[[20, 31]]),
         )
     x, norm = torch.randn(3, 84, generator=generator), torch.randn(84, generator=generator)
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ("silu", "gelu_tanh", "clamped_swish"):
         yield activation, nmse(glu(x, activation), definition_of_glu(x.double(), activation))
     scaled = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     yield "rms_norm", nmse(rms_norm(x, norm, 1e-5), scaled)
+
+
+def errors_of_experts() -> Iterator[tuple[str, float]]:
+    """Of the router against fp64, and of experts against dense layers' matmuls."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(7, 256, generator=generator)
+    router = Router(RouterKind(2), torch.randn(4, 256, generator=generator) / 16)
+    routing, exact = route(x, router), dataclasses.replace(router, weight=router.weight.double())
+    chosen = definition_of_route(x.double(), exact)
+    assert torch.equal(routing.experts, chosen.experts)
+    yield "router", nmse(routing.weights, chosen.weights)
+    for kind in ("Q6_K", "F16"):
+        yield f"{kind} experts of a prompt", experts_error(kind, x, routing, "prefill", prompt_linear)
+        yield f"{kind} experts", experts_error(kind, x, routing, "decode", decode_linear)
+
+
+def experts_error(
+    kind: str, x: torch.Tensor, routing: Routing, phase: Phase, dense: Callable[..., torch.Tensor]
+) -> float:
+    gate, up, down = (
+        [random_weight(kind, 256, 256 // FORMATS[kind].block, 4 * part + i) for i in range(4)]
+        for part in range(3)
+    )
+    gated = experts_glu(x, routing, gate_up_experts(gate, up, None), "silu", phase)
+    y = experts_add(gated, routing, down_experts(down, None), x, phase)
+    rows = definition_of_experts_glu(x, routing, lambda e, r: dense(r, [gate[e], up[e]]), "silu")
+    expected = definition_of_experts_add(rows, routing, lambda e, r: dense(r, [down[e]]), x)
+    return max(nmse(gated.by_slot(), rows), nmse(y, expected))
 
 
 def check_sampling() -> None:
@@ -85,7 +123,7 @@ def check_sampling() -> None:
 
 def check() -> None:
     check_sampling()
-    for name, error in errors():
+    for name, error in chain(errors(), errors_of_experts()):
         assert error <= 1e-11, f"{name}: {error:.1e}"
     tile = target.host_tile()
     print(f"{tile.lanes} lanes, {tile.vectors} x {tile.rows} accumulators")

@@ -53,7 +53,7 @@ def test_rms_norm_of_zeros_and_of_nan() -> None:
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 96), (4, 33), (1, 1536)])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swish"])
 def test_glu_is_its_definition(rows: int, width: int, activation: Activation) -> None:
     gate_up = 4.0 * randn(rows, 2 * width)
     expected = glu(gate_up.double(), activation)
@@ -68,6 +68,15 @@ def test_glu_of_extreme_gates_stays_finite_and_keeps_nan(activation: Activation)
     assert result[0, 7].isnan()
     torch.testing.assert_close(result[:, 2:7], expected[:, 2:7], rtol=1e-6, atol=1e-36)
     assert result[0, 1].abs() < 1e-35
+
+
+def test_clamped_swish_of_extreme_values_is_its_definition() -> None:
+    gate = torch.tensor([-1e30, -200.0, -52.0, -7.0, 0.0, 6.999, 7.0, 7.001, 1e30, torch.inf, torch.nan, 1.0])
+    up = torch.tensor([-1e30, -7.001, -7.0, -1.0, 0.0, 6.999, 7.0, 7.001, 1e30, torch.inf, 1.0, torch.nan])
+    gate_up = torch.cat([gate.repeat_interleave(len(up)), up.repeat(len(gate))]).unsqueeze(0)
+    expected = glu(gate_up.double(), "clamped_swish")
+    made = cpu.glu(gate_up, "clamped_swish").double()
+    torch.testing.assert_close(made, expected, rtol=2e-6, atol=1e-7, equal_nan=True)
 
 
 def test_glu_quantizes_its_result_as_quantizing_by_itself_does() -> None:

@@ -1,4 +1,4 @@
-"""Experts on the CPU against the reference backend: every format, any routing; compiled steps have the eager path's bits."""
+"""Experts on the CPU against the reference backend: every format, any routing, the same bits beside any other rows."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -167,6 +167,12 @@ def test_an_expert_that_no_row_has_is_not_read(phase: Phase) -> None:
         part.addresses[EXPERTS - 1] = 8  # would end the process
     routing = routing_of(20)
     assert experts(randn(20, 256, seed=12), routing, phase)[1].isfinite().all()
+
+
+def test_a_prompt_may_have_no_rows() -> None:
+    experts = Experts(CpuBackend(1), ("Q4_K", "BF16", "Q6_K"), (256, 256))
+    gated, y = experts(torch.empty(0, 256), routing_of(0), "prefill")
+    assert gated.shape == (0, USED, 256) and y.shape == (0, 256)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

@@ -23,7 +23,7 @@ from tests.kernels.weights import nmse
 
 CONTEXT, PROMPT = 96, [(17 * i) % 509 for i in range(45)]
 LENGTHS = [3, 31, 45]  # of sequences in a batch, which are prefixes of the prompt
-MODELS = ["qwen3moe-tiny", "qwen2moe-tiny", "mixtral-tiny", "olmoe-tiny"]
+MODELS = ["qwen3moe-tiny", "qwen2moe-tiny", "mixtral-tiny", "olmoe-tiny", "gpt-oss-tiny", "glm4moe-tiny"]
 KINDS = {"qwen2moe-tiny": "Q8_0", "mixtral-tiny": "BF16"}
 
 
