@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.moe.router import route
 from quengine.kernels.cuda.rms_normed import RmsNormed
@@ -19,10 +20,7 @@ from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
-if TYPE_CHECKING:
-    from quengine.kernels.cuda.aot.aot_cases import MetaBackend
-
-ExpertCase: TypeAlias = tuple[str, bool, tuple[int, ...], "Callable[[MetaBackend], object]"]
+ExpertCase: TypeAlias = tuple[str, bool, tuple[int, ...], Callable[[CudaBackend], object]]
 """The fields of a Case (aot_cases.py)."""
 
 _META = torch.device("meta")
@@ -74,7 +72,7 @@ def expert_cases() -> Iterator[ExpertCase]:
             yield f"router of {model}, {rows} rows", True, archs, partial(_router, experts, rows)
 
 
-def _layer(experts: Experts, types: tuple[str, str, str], backend: "MetaBackend") -> None:
+def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) -> None:
     """Gate, up and down of one row, whose norm was begun by the launch before, and that begins the next one."""
     batch = ForwardBatch("decode", _empty(1), _empty(1), _empty(1, 1, 1))
     hidden, ffn, count = experts.hidden, experts.ffn, experts.count
@@ -94,7 +92,7 @@ def _layer(experts: Experts, types: tuple[str, str, str], backend: "MetaBackend"
     backend.experts_add(batch, gated, routing, down, x)
 
 
-def _router(experts: Experts, rows: int, backend: "MetaBackend") -> None:
+def _router(experts: Experts, rows: int, backend: CudaBackend) -> None:
     """Also with experts that are given."""
     x, norm, router = _empty(rows, experts.hidden), RMSNorm(_empty(experts.hidden), _EPS), _router_of(experts)
     routing = route(x, norm, router, pdl=backend.pdl)

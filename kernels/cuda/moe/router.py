@@ -42,7 +42,7 @@ class RouterProgram:
 
     @property
     def steps(self) -> int:
-        return -(-self.cols // _LANES.value)
+        return -(-self.cols // int(_LANES.value))
 
     @property
     def logits(self) -> int:

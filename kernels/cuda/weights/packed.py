@@ -134,8 +134,8 @@ def _pack_run(run: Sequence[QuantTensor], device: torch.device | str) -> PackedP
     fmt = run[0].format
     data = [tensor.data.view(tensor.rows, -1) for tensor in run]
     if not fmt.is_quantized:
-        rows = torch.cat([block.to(device, non_blocking=True) for block in data])
-        return FloatPart(rows.view(_FLOATS[fmt.name]))
+        stored = torch.cat([block.to(device, non_blocking=True) for block in data])
+        return FloatPart(stored.view(_FLOATS[fmt.name]))
     rows = sum(tensor.rows for tensor in run)
     return pack_blocks(run[0], rows, _tile_rows(data, rows_at_a_time(run[0].cols)), device)
 

@@ -192,6 +192,20 @@ def test_every_expert_of_many_on_one_row(device: torch.device) -> None:
     assert nmse(y, expected_add(x.view(1, 20, 32), routing, down, None, residual)) < FP32_NOISE
 
 
+def test_eight_rows_each_with_an_expert_of_its_own(device: torch.device) -> None:
+    gate, up, down = (experts_of("Q4_0", 8, 32, 32, seed) for seed in range(3))
+    routing = routing_of([[7 - row] for row in range(8)], device)
+    x, residual = ordinary_activations(8, 32) * 0.1, torch.randn(8, 32)
+    gated = matvec_experts_glu(
+        quantize_activations(x.to(device)), routing, pack_gate_up_experts(gate, up, device)
+    )
+    assert_rounded_close(gated, expected_glu(x, routing, gate, up, None, "silu"))
+    y = matvec_experts_add(gated, routing, pack_experts(down, device), residual.to(device))
+    assert isinstance(y, torch.Tensor)
+    exact = gated.dequantize().cpu().view(8, 1, 32)
+    assert nmse(y, expected_add(exact, routing, down, None, residual)) < FP32_NOISE
+
+
 def test_what_is_not_finite_shows_in_its_own_row(device: torch.device) -> None:
     gate, up = experts_of("Q4_K", 2, 32, 256), experts_of("Q4_K", 2, 32, 256, 1)
     x, routing = ordinary_activations(2, 256), routing_of([[0, 1], [0, 1]], device)
