@@ -64,7 +64,7 @@ class WgmmaProgram:
 class WgmmaPlan:
     """grid; tma_block: rows and columns of x that are copied at once; partial: fp32 of scratch; constants."""
 
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     tma_block: tuple[int, int]
     partial: int
     constants: Constants
@@ -110,7 +110,7 @@ def wgmma_plan_grouped(
     """Blocks of rows, of geometry.block each, times the matrices of their experts: see moe/grouped_wgmma.py. cols:
     those of the rows, a multiple of 128."""
     program = _program(geometry, layout, cols, geometry.block, flags)
-    return _plan(geometry, program, (*grid, 1), 0, more={"EARLY": early})
+    return _plan(geometry, program, grid, 0, more={"EARLY": early})
 
 
 def _program(
@@ -142,7 +142,7 @@ def _partial(program: WgmmaProgram, blocks: int) -> int:
 def _plan(
     geometry: WgmmaGeometry,
     program: WgmmaProgram,
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     partial: int,
     second: WgmmaProgram | None = None,
     more: dict[str, object] | None = None,

@@ -56,8 +56,10 @@ def scheduled(number, weight_blocks):
 @triton.jit
 def expert_of(blocks_ptr, block, end):
     """The expert of a block of rows, -1 where there is no such block or it is not below `end`."""
-    used = block < tl.minimum(tl.load(blocks_ptr), end)
-    return tl.load(blocks_ptr + 1 + block, mask=used, other=-1)
+    expert = tl.load(
+        blocks_ptr + 1 + block, mask=block < end, other=-1
+    )  # beside the next load, not behind it
+    return tl.where(block < tl.load(blocks_ptr), expert, -1)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ ROUTINGS = {
 }
 MANY = {
     "more than a program counts": (chosen(700, 4, 32), 32),
-    "more than are numbered at once": (chosen(1500, 6, 160), 160),
+    "more than are numbered at once": (chosen(1500, 6, 20), 20),
 }
 
 
