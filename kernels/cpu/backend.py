@@ -140,7 +140,7 @@ class CpuBackend:
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         routing: Routing,
         gate_up: CpuExperts,
         activation: Activation = "silu",

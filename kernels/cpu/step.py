@@ -181,7 +181,7 @@ class StepRecorder:
         return routing
 
     def experts_glu(
-        self, x: Rows, norm: RMSNorm, routing: Routing, gate_up: CpuExperts, activation: Activation
+        self, x: Rows, norm: RMSNorm | None, routing: Routing, gate_up: CpuExperts, activation: Activation
     ) -> ExpertRows:
         source, used, parts = self._normed(x, norm), routing.experts.shape[1], gate_up.parts
         order, places = (self._buffer(role, used, torch.int64) for role in ("slot order", "slot places"))

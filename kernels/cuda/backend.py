@@ -188,7 +188,7 @@ class CudaBackend:
         self,
         batch: ForwardBatch,
         x: Residual,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         routing: Routing,
         gate_up: ExpertWeights,
         activation: Activation = "silu",

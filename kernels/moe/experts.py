@@ -23,7 +23,7 @@ def experts_glu(x: Tensor, routing: Routing, gate_up: Linear, activation: Activa
     """
     slots = routing.experts
     out: Tensor | None = None
-    for expert in slots.unique().tolist():
+    for expert in sorted(set(slots.flatten().tolist())):
         rows, slot = (slots == expert).nonzero(as_tuple=True)
         gated = glu(gate_up(expert, x[rows]), activation)
         if out is None:
@@ -42,7 +42,7 @@ def experts_add(gated: Tensor, routing: Routing, down: Linear, residual: Tensor)
     for slot in range(routing.experts.shape[1]):
         chosen = routing.experts[:, slot]
         product = torch.zeros_like(residual)
-        for expert in chosen.unique().tolist():
+        for expert in sorted(set(chosen.tolist())):
             rows = chosen == expert
             product[rows] = down(expert, gated[rows, slot])
         total = total + routing.weights[:, slot, None] * product

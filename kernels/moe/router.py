@@ -76,7 +76,7 @@ def chosen(scores: Tensor, router: Router) -> Tensor:
 
 def _of_best_groups(scores: Tensor, kind: RouterKind) -> Tensor:
     """The scores, -inf where an expert's group is not among the best; of equal groups the lower is better."""
-    by_group = scores.unflatten(1, (kind.groups, -1))
+    by_group = scores.view(len(scores), kind.groups, -1)
     best_two = by_group.topk(min(2, by_group.shape[2]), dim=-1).values.sum(-1)
     order = best_two.sort(dim=-1, descending=True, stable=True).indices[:, : kind.groups_used]
     used = torch.zeros_like(best_two, dtype=torch.bool).scatter(1, order, True)
