@@ -96,7 +96,7 @@ def load_model(
     made = _Machine(config, device, threads, free, progress, _host_layers(config, checkpoint, device))
     runner = made.runner(checkpoint, ctx_size, pools)
     notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
-    if made.host_layers:
+    if config.cpu_moe or config.n_cpu_moe:
         notes.append(_host_note(checkpoint, made.host_layers))
     if config.draft_ngram:
         notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
@@ -214,6 +214,8 @@ def _host_experts(backend: Backend[Any], threads: int, layers: int) -> HostExper
 
 
 def _host_note(checkpoint: Checkpoint, layers: int) -> str:
+    if not layers:
+        return "the whole model runs on the CPU, its experts too: --cpu-moe and --n-cpu-moe change nothing"
     sizes = expert_bytes(checkpoint.tensors)
     held = sum(size for layer, size in sizes.items() if layer < layers)
     return (

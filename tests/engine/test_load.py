@@ -9,9 +9,11 @@ import torch
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.load import _make_backend, choose_device, load_model
-from quengine.memory import WORKSPACE
+from quengine.load import _choose_cache, _make_backend, choose_device, load_model
+from quengine.memory import WORKSPACE, workspace_bytes
 from quengine.models.checkpoint import open_checkpoint
+from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.platform.host_experts import expert_bytes
 from tests.tiny_models import write_tiny
 
 
@@ -124,3 +126,30 @@ def test_a_cache_for_many_holds_one_of_them_whole_and_a_padding_block_or_is_refu
         return
     with pytest.raises(CannotRunError, match="not enough memory"):
         load_model(path, config)
+
+
+def test_experts_on_the_host_are_no_choice_where_all_is_on_the_cpu(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path / "m.gguf", "mixtral-tiny")
+    loaded = load_model(path, EngineConfig("cpu", 64, 1, n_cpu_moe=1))
+    loaded.close()
+    assert loaded.notes[-1].endswith("--cpu-moe and --n-cpu-moe change nothing")
+
+
+def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is taken for a GPU with room for all but a byte of a layer's experts."""
+    checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", "mixtral-tiny"))
+    sizes = expert_bytes(checkpoint.tensors)
+    device, shape = torch.device("cuda"), checkpoint.config
+    config = EngineConfig(ctx_size=64)
+    workspace = workspace_bytes("cuda", shape, checkpoint.nbytes, 64, 1) + 4 * shape.kv_cache_bytes(32)
+    free = checkpoint.nbytes + workspace - sizes[0]
+    with pytest.raises(CannotRunError, match=r"not enough memory.*--n-cpu-moe [12]$"):
+        _choose_cache(config, checkpoint, None, device, free)
+    kept = EngineConfig(ctx_size=64, cpu_moe=True)
+    assert _choose_cache(kept, checkpoint, None, device, free)[0] == 64
+    monkeypatch.setattr("quengine.load.available_memory", lambda: sum(sizes.values()) - 1)
+    with pytest.raises(CannotRunError, match="not enough host memory: the experts of the first"):
+        _choose_cache(kept, checkpoint, None, device, free)
+    checkpoint.close()
