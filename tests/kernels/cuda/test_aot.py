@@ -115,8 +115,11 @@ def test_a_kernel_that_never_waits_is_told_apart() -> None:
 NAMES = {0: "out_ptr", 1: "x_high", 2: "low_a", 3: "scales_a"}
 
 
-def faults(waits: bool, reads: set[int], writes: set[int], names: dict[int, str] = NAMES) -> list[str]:
-    launch: Any = SimpleNamespace(pointers=names)
+def faults(
+    waits: bool, reads: set[int], writes: set[int], names: dict[int, str] = NAMES, early: bool | None = None
+) -> list[str]:
+    """early: the constant of a grouped matmul's launch."""
+    launch: Any = SimpleNamespace(pointers=names, arguments={} if early is None else {"EARLY": early})
     return overlap_faults(launch, Early(waits, frozenset(reads), frozenset(writes)))
 
 
@@ -127,6 +130,14 @@ def test_reading_weights_early_is_right_and_all_else_a_fault() -> None:
     assert faults(True, set(), set()) == ["reads no weights before it waits"]
     assert faults(False, {2}, set()) == ["does not wait for the kernel in front"]
     assert faults(True, set(), set(), {0: "out_ptr", 1: "x_ptr"}) == []
+
+
+def test_a_grouped_matmul_reads_early_which_experts_there_are_only_where_that_is_known() -> None:
+    names = {0: "out_ptr", 1: "of_block_ptr", 2: "low"}
+    assert faults(True, {1, 2}, set(), names, early=True) == []
+    assert faults(True, {1}, set(), names, early=True) == ["reads no weights before it waits"]
+    assert faults(True, set(), set(), names, early=False) == []
+    assert faults(True, {1}, set(), names, early=False) == ["reads of_block_ptr before it waits"]
 
 
 def test_every_type_is_compiled_in_decode_and_in_prefill_and_common_ones_for_every_gpu() -> None:
