@@ -44,12 +44,13 @@ Load = Callable[..., Any]
 def load(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     """The model with layers 1 and 3 seeing WINDOW positions; their cache is released behind it, or kept."""
 
-    def block(self: Decoder, tensors: LayerTensors, shared: AttentionSpec) -> Block:
-        layer = int(tensors.prefix.split(".")[1])
+    made = Decoder._block
+
+    def block(self: Decoder, layer: int, tensors: LayerTensors, shared: AttentionSpec) -> Block:
         if layer % 2:
             band = causal_mask_band(CHUNK, CTX, WINDOW)
             shared = replace(shared, window=WINDOW, mask_band=band, cache_group=1)
-        return Block(self.config, tensors, shared)
+        return made(self, layer, tensors, shared)
 
     monkeypatch.setattr(Decoder, "_block", block)
 

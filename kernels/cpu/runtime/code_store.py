@@ -31,7 +31,17 @@ _log = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
 # Of kernels/, what code generators read besides the modules of this package.
 _OTHER_SOURCES = tuple(
-    f"{name}.py" for name in ("activations", "backend", "block_formats", "kv/cache_types", "rope", "sampling")
+    f"{name}.py"
+    for name in (
+        "activations",
+        "block_formats",
+        "glu",
+        "kv/cache_types",
+        "moe/router",
+        "moe/router_kind",
+        "rope",
+        "sampling",
+    )
 )
 _NO_MATTER = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
 
