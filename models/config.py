@@ -10,7 +10,7 @@ from math import isfinite, log, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 from quengine.kernels.kv.cache_types import CacheType, row_bytes
-from quengine.kernels.moe.router_kind import RouterKind
+from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
 
 if TYPE_CHECKING:
     from quengine.kernels.rope import RopeSpec
@@ -31,9 +31,6 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "head_dim": (2, 4096),
     "rope_dim": (2, 4096),
 }
-
-MOST_EXPERTS, MOST_EXPERTS_USED = 1024, 64
-"""Experts of a layer, and those of a row: limits as above, and of the kernels that choose them."""
 
 
 def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
