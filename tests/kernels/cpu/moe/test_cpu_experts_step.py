@@ -39,7 +39,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GGUFCheck
     for name in MODELS:
         model = PRESETS[name]
         kind = KINDS.get(name, model.quant)
-        path: Path = write_synthetic(folder / name, replace(model, vocab_size=512, quant=kind))
+        sizes = {
+            "vocab_size": 512,
+            "embedding_length": 256,
+            "head_count": 4,
+            "experts": 2 * model.experts_used,
+        }
+        path: Path = write_synthetic(folder / name, replace(model, quant=kind, **sizes))
         files[name] = GGUFCheckpoint(path)
     return files
 
