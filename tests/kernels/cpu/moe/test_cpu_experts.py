@@ -1,7 +1,6 @@
 """Experts on the CPU against the reference backend: every format, any routing, the same bits beside any other rows."""
 
 import dataclasses
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -18,20 +17,10 @@ from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rms_norm import RMSNorm
-from tests.kernels.weights import nmse, random_weight
+from tests.kernels.weights import nmse, randn, random_weight
 
 EXPERTS, USED, EPS = 5, 3, 1e-6
 Phase = Literal["prefill", "decode"]
-
-
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    cpu.set_threads(cpu.max_threads())
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def matrices(

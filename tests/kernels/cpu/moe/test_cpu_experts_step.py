@@ -1,6 +1,5 @@
 """Whole decoders with experts on the CPU: compiled steps have the eager path's bits, and all are near the reference."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,6 @@ CONTEXT, PROMPT = 96, [(17 * i) % 509 for i in range(45)]
 LENGTHS = [3, 31, 45]  # of sequences in a batch, which are prefixes of the prompt
 MODELS = ["qwen3moe-tiny", "qwen2moe-tiny", "mixtral-tiny", "olmoe-tiny", "gpt-oss-tiny", "glm4moe-tiny"]
 KINDS = {"qwen2moe-tiny": "Q8_0", "mixtral-tiny": "BF16"}
-
-
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    cpu.set_threads(cpu.max_threads())
 
 
 @pytest.fixture(scope="module")
