@@ -26,7 +26,7 @@ class SyntheticModel:
     shared_feed_forward_length: of the shared expert; 0: `feed_forward_length` where the architecture gates one, else
         there is none.
     dense_layers: how many layers in front have no experts.
-    yarn_factor, yarn_context: how far YaRN stretches a context, and of how many positions; 1: no YaRN.
+    yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
 
     name: str
