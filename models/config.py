@@ -10,7 +10,7 @@ from math import isfinite, log, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 from quengine.kernels.kv.cache_types import CacheType, row_bytes
-from quengine.kernels.moe.router_kind import RouterKind
+from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
 
 if TYPE_CHECKING:
     from quengine.kernels.rope import RopeSpec
@@ -31,9 +31,6 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "head_dim": (2, 4096),
     "rope_dim": (2, 4096),
 }
-
-MOST_EXPERTS, MOST_EXPERTS_USED = 1024, 64
-"""Experts of a layer, and those of a row: limits as above, and of the kernels that choose them."""
 
 
 def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
@@ -60,10 +57,10 @@ class RopeScaling:
     """How rotary positions are stretched beyond the context that the model was first trained on.
 
     kind: "none"; "linear" divides every frequency by `factor`; "yarn" those that turn slowly (between
-        `beta_slow` and `beta_fast` turns over `original_context_length` blended; `truncate` rounds
-        those two limits, as places among the frequencies, outwards to integers); "llama3" divides each by its own entry
-        of `freq_factors`; "longrope" by that of `freq_factors`, or of `long_freq_factors` where a run's context is
-        longer than `original_context_length`.
+        `beta_slow` and `beta_fast` turns over `original_context_length` blended); "llama3" divides each by its own
+        entry of `freq_factors`; "longrope" by that of `freq_factors`, or of `long_freq_factors` where a run's context
+        is longer than `original_context_length`.
+    truncate: yarn's limits, as places among the frequencies, are rounded outwards to integers.
     attention_factor: multiplies cos and sin, so attention scores grow by its square.
     freq_factors, long_freq_factors: rope_dim / 2 divisors each, or None.
     """

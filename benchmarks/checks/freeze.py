@@ -178,7 +178,7 @@ def _instructions(code: bytes) -> bytes:
 
 
 def _kernels() -> Iterator[tuple[str, Callable[[], bytes], tuple[str | bool, ...]]]:
-    """Every kernel of the table, what compiles it, and its variant, for every value of its arguments."""
+    """Every kernel of the table, what compiles it, and its variant: its arguments but those that are the default."""
     from functools import partial
     from inspect import signature
     from itertools import product
@@ -192,14 +192,19 @@ def _kernels() -> Iterator[tuple[str, Callable[[], bytes], tuple[str | bool, ...
         "q8_0": [False, True],
         "layout": ["pairs", "halves"],
         "cache_type": ["f16", "q8_0"],
-        "activation": ["silu", "gelu_tanh"],
+        "activation": ["silu", "gelu_tanh", "clamped_swish"],
+        "sinks": [False, True],
+        "scores_kind": ["softmax", "softmax_of_chosen", "sigmoid"],
     }
     for found in vars(kernel_table).values():
         if isinstance(found, partial):
             module, name = found.args
             function = getattr(import_module(f"quengine.kernels.cpu.{module}"), name)
-            for chosen in product(*(values[parameter] for parameter in signature(function).parameters)):
-                yield name, partial(function, *chosen), chosen
+            parameters = signature(function).parameters.values()
+            for chosen in product(*(values[parameter.name] for parameter in parameters)):
+                given = zip(chosen, parameters, strict=True)
+                variant = tuple(value for value, parameter in given if value != parameter.default)
+                yield name, partial(function, *chosen), variant
 
 
 def openapi(_device: str, _only: str) -> Record:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.backend import CpuBackend
-from quengine.kernels.cpu.step import Buffers, Step
+from quengine.kernels.cpu.step import Step
+from quengine.kernels.cpu.step_recorder import Buffers
 from quengine.kernels.forward_batch import BlockTables, Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache

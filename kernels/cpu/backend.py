@@ -16,7 +16,8 @@ from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.moe.experts import CpuExperts
 from quengine.kernels.cpu.moe.operations import down_experts, experts_add, experts_glu, gate_up_experts
 from quengine.kernels.cpu.moe.router import route
-from quengine.kernels.cpu.step import Buffers, CpuWeight, Step, StepRecorder
+from quengine.kernels.cpu.step import Step
+from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
@@ -54,7 +55,7 @@ class CpuBackend:
         """
         self._recorder = recorder = StepRecorder(rows, blocks, buffers, groups)
         try:
-            return recorder.finish(forward(recorder.batch))
+            return Step(recorder, forward(recorder.batch))
         finally:
             self._recorder = None
 

@@ -1,1 +1,1 @@
-"""Mixture of experts: the router and the experts' matmuls, defined in torch."""
+"""Mixture of experts for every backend: router and experts defined in torch, experts in host memory."""

@@ -6,6 +6,9 @@ from typing import Literal, TypeAlias
 Scores: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 """What becomes of a row's logits: softmax over all experts; softmax over the chosen ones alone; sigmoid of each."""
 
+MOST_EXPERTS, MOST_EXPERTS_USED = 1024, 64
+"""Experts of a layer, and those of a row: kernels have the scores of a row's experts on their stack."""
+
 
 @dataclass(frozen=True)
 class RouterKind:

@@ -36,10 +36,10 @@ def no_layers(_keys: Keys, _blocks: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class HFPart:
-    """Where a Hugging Face folder has a tensor of a layer, if within another.
+    """A tensor of a layer that a Hugging Face folder holds within another, the holder.
 
-    name: of that other, below the layer; `hf.hf_parts` says how it may be packed. rows: which of its rows, or of a
-    bias's elements, per expert. transposed: its last two dimensions are exchanged.
+    name: of the holder, below the layer; `hf.hf_parts` says how it may be packed. rows: which of the holder's rows, or
+    of a bias's elements, per expert. transposed: the holder's last two dimensions are exchanged.
     """
 
     name: str

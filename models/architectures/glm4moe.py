@@ -11,7 +11,7 @@ from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.config import LIMITS, BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
-from quengine.models.hf.hf_keys import config_error, integer
+from quengine.models.hf.hf_keys import flag, integer
 
 _DRAFTS = "nextn_predict_layers"
 _MOST = LIMITS["block_count"][1]
@@ -21,15 +21,8 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
     return range(min(integer(keys, "first_k_dense_replace", 0, _MOST), blocks))
 
 
-def _flag(keys: Keys, key: str) -> bool:
-    value = keys.get(key)
-    if not isinstance(value, bool):
-        raise config_error(key, f"{value!r} is not true or false")
-    return value
-
-
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
-    biases, norms = _flag(keys, "attention_bias"), _flag(keys, "use_qk_norm")
+    biases, norms = flag(keys, "attention_bias"), flag(keys, "use_qk_norm")
     block = replace(config.block, qkv_bias=biases, qk_norm="head" if norms else None)
     return {"block": block, "draft_layers": integer(keys, f"num_{_DRAFTS}", 0, _MOST)}
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, Scores
 from quengine.models.architectures.architecture import Architecture
-from quengine.models.config import LIMITS, MOST_EXPERTS, MOST_EXPERTS_USED, ExpertConfig
+from quengine.models.config import LIMITS, ExpertConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.gguf.layer_values import uniform_int
 
@@ -25,7 +26,8 @@ EXPERT_KEYS: Mapping[str, str] = {
 }
 """Field of an ExpertConfig or its RouterKind -> the key, after the architecture's prefix, that an error names."""
 
-_SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}
+SCORES: Mapping[int, Scores] = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}
+"""What `expert_gating_func` stands for."""
 
 
 def read_experts(file: GGUFFile, declared: Architecture, length: int, blocks: int) -> ExpertConfig | None:
@@ -68,10 +70,10 @@ def _router_fields(file: GGUFFile, prefix: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     gating_key = f"{prefix}.expert_gating_func"
     if gating := file.get_int(gating_key):
-        if gating not in _SCORES:
-            known = ", ".join(f"{number} ({scores})" for number, scores in _SCORES.items())
+        if gating not in SCORES:
+            known = ", ".join(f"{number} ({scores})" for number, scores in SCORES.items())
             raise file.error(gating_key, f"{gating} is not implemented; {known} are")
-        fields["scores"] = _SCORES[gating]
+        fields["scores"] = SCORES[gating]
     normalized = file.get_bool(f"{prefix}.expert_weights_norm")
     if normalized is not None:
         fields["normalized"] = normalized

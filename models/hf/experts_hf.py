@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
-from quengine.models.config import LIMITS, MOST_EXPERTS, MOST_EXPERTS_USED, ExpertConfig
+from quengine.models.config import LIMITS, ExpertConfig
 from quengine.models.hf.hf_keys import flag, integer, number
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -138,27 +138,27 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.within: dict[str, StoredPart] = {}
         declared = ARCHITECTURES[config.architecture]
         self._names = HFNames(declared, shards.files.keys())
-        output = f"{self._names.head}lm_head.weight"
+        self._output = f"{self._names.head}lm_head.weight"
         for name, shape in required_tensors(config).items():
-            if name in _COMPUTED:
-                continue
-            if name.split(".", 2)[-1] in declared.hf_parts:
-                self._take_part(name, shape, declared.hf_parts[name.split(".", 2)[-1]])
-                continue
-            if name.endswith("_exps.weight"):
+            if part := declared.hf_parts.get(name.split(".", 2)[-1]):
+                self._take_part(name, shape, part)
+            elif name.endswith("_exps.weight"):
                 self._take_experts(name, shape)
-                continue
-            hf_name = self._names(name)
-            if name == "token_embd.weight" and config.tied_output and hf_name not in shards.files:
-                hf_name = output  # of two tied tensors either may be the one that is stored
-            tensor = name.split(".")[-2]
-            self.stored[name] = shards.stored(hf_name, _ROW.get(tensor, ()) + shape)
-            if tensor in HEADS and config.block.rope_layout == "pairs":
-                self.heads[name] = getattr(config, HEADS[tensor])
+            elif name not in _COMPUTED:
+                self._take(name, shape, config)
             if declared.hf_norm_offset and name.endswith("norm.weight"):
                 self.offsets[name] = declared.hf_norm_offset
         self.drafts = draft_tensors(config, shards.files, f"{self._names.body}.layers.")
-        self.unused = self._unused(self._names.body, output)
+        self.unused = self._unused()
+
+    def _take(self, name: str, shape: tuple[int, ...], config: ModelConfig) -> None:
+        hf_name = self._names(name)
+        if name == "token_embd.weight" and config.tied_output and hf_name not in self._shards.files:
+            hf_name = self._output  # of two tied tensors either may be the one that is stored
+        tensor = name.split(".")[-2]
+        self.stored[name] = self._shards.stored(hf_name, _ROW.get(tensor, ()) + shape)
+        if tensor in HEADS and config.block.rope_layout == "pairs":
+            self.heads[name] = getattr(config, HEADS[tensor])
 
     def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart) -> None:
         of_layer = f"{self._names.body}.layers.{name.split('.')[1]}."
@@ -186,7 +186,8 @@ class HFTensors(Mapping[str, QuantTensor]):
             )
         self.stored |= stored
 
-    def _unused(self, body: str, output: str) -> list[str]:
+    def _unused(self) -> list[str]:
+        body, output = self._names.body, self._output
         # An output matrix that is the embedding again needs no mention.
         known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
         known |= {name for part in self.within.values() for name in part.names}

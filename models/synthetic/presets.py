@@ -20,11 +20,13 @@ _EXPERTS = 8
 class SyntheticModel:
     """What to write. `quant` is one type for every matrix, or llama.cpp's mix of that name.
 
-    Of a mixture of experts: `experts` a layer, of which `experts_used` compute a row (0: as many as the architecture
-    has by default), of `expert_feed_forward_length` (0: `feed_forward_length`), a shared one of
-    `shared_feed_forward_length` (0: `feed_forward_length` where the architecture gates one, else none), and layers in
-    front that have no experts, `dense_layers`. `yarn_factor` is that of
-    YaRN, over a context of `yarn_context` positions.
+    experts: of a layer; 0: none, or 8 where the architecture has no dense models.
+    experts_used: how many of them compute a row; 0: as many as the architecture has by default.
+    expert_feed_forward_length: 0: `feed_forward_length`.
+    shared_feed_forward_length: of the shared expert; 0: `feed_forward_length` where the architecture gates one, else
+        there is none.
+    dense_layers: how many layers in front have no experts.
+    yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
 
     name: str

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ExpertConfig, ModelConfig
+from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.synthetic.expert_rows import ExpertRows
 from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel
@@ -185,7 +186,7 @@ def _expert_metadata(experts: ExpertConfig) -> Metadata:
         "expert_feed_forward_length": experts.feed_forward_length,
         "expert_weights_norm": router.normalized,
         "expert_weights_scale": router.scale,
-        "expert_gating_func": {"softmax": 1, "sigmoid": 2, "softmax_of_chosen": 3}[router.scores],
+        "expert_gating_func": next(number for number, scores in SCORES.items() if scores == router.scores),
     }
     if experts.shared_feed_forward_length:
         sizes["expert_shared_feed_forward_length"] = experts.shared_feed_forward_length

@@ -25,6 +25,11 @@ def random_weight(name: str, rows: int, blocks: int, seed: int = 0) -> QuantTens
     return QuantTensor(f"random {name}", fmt, (rows, blocks * fmt.block), data.view(rows, -1))
 
 
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal fp32."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def nmse(value: Tensor, reference: Tensor) -> float:
     """Squared error over squared reference."""
     reference = reference.double()

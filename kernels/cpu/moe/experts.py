@@ -145,7 +145,7 @@ class AddExpertsArguments(Arguments):
 
 @dataclass
 class DownAddArguments(Arguments):
-    """Both."""
+    """Of a single row: the products of its experts, and their weighted sum."""
 
     down: DownArguments
     add: AddExpertsArguments

@@ -13,13 +13,13 @@ from quengine.kernels.cpu.moe.groups import (
     PackGroupsArguments,
     SpreadArguments,
 )
-from quengine.kernels.cpu.moe.router import MOST_EXPERTS
 from quengine.kernels.cpu.moe.router_kernels import int32_at
 from quengine.kernels.cpu.ops.sampling_kernels import put_int64
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
 from quengine.kernels.cpu.runtime.arguments import size_of
 from quengine.kernels.cpu.runtime.atomics import atomic_load, call_kernel
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
+from quengine.kernels.moe.router_kind import MOST_EXPERTS
 
 _MOST_BLOCK_ROWS = 32
 

@@ -17,10 +17,9 @@ from quengine.kernels.cpu.runtime.arguments import Arguments, Fp64
 from quengine.kernels.cpu.runtime.kernel_table import router_kernel
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
 from quengine.kernels.quant_tensor import QuantTensor
 
-MOST_EXPERTS, MOST_USED = 1024, 64
-"""Experts of a layer and of a row, whose scores the kernel has on its stack."""
 _TASKS = 4  # of a thread
 
 
@@ -70,10 +69,10 @@ def router_launch(logits: Tensor, router: Router, routing: Routing, forced: Tens
     forced: int32 [T, k], contiguous: the experts of each row, ascending, read when the kernel runs, not checked.
     """
     kind, count = router.kind, router.weight.shape[0]
-    if count > MOST_EXPERTS or not 1 <= kind.used <= min(MOST_USED, count):
+    if count > MOST_EXPERTS or not 1 <= kind.used <= min(MOST_EXPERTS_USED, count):
         raise ValueError(
             f"{kind.used} of {count} experts; a router has at most {MOST_EXPERTS}, "
-            f"and 1 to {MOST_USED} of them compute a row"
+            f"and 1 to {MOST_EXPERTS_USED} of them compute a row"
         )
     arguments = RouterArguments(
         *(logits.data_ptr(), 4 * logits.stride(0), count, kind.used, int(kind.normalized), kind.scale),

@@ -12,17 +12,17 @@ from quengine.kernels.cpu.ir.row_ir import float_at
 from quengine.kernels.cpu.ir.tile_ir import copy_floats, stack_floats
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I32, I64, Emitter, vec
-from quengine.kernels.cpu.moe.router import MOST_EXPERTS, MOST_USED, RouterArguments
+from quengine.kernels.cpu.moe.router import RouterArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 from quengine.kernels.moe.router import SUM_EPS
-from quengine.kernels.moe.router_kind import Scores
+from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, Scores
 
 _MOST = 88.0  # exp of more overflows
 
 
 def router_kernel(scores_kind: Scores) -> bytes:
     """Task i is row i."""
-    most_experts, most_used, head_floats = MOST_EXPERTS, MOST_USED, 2
+    most_experts, most_used, head_floats = MOST_EXPERTS, MOST_EXPERTS_USED, 2
     softmax, sigmoid = scores_kind == "softmax", scores_kind == "sigmoid"
     of_chosen = scores_kind == "softmax_of_chosen"
 

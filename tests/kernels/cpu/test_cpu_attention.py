@@ -1,7 +1,5 @@
 """CPU attention of one token over fp16 and q8_0 caches, against fp64."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,12 +24,6 @@ SHAPES = [  # heads, kv_heads, head_dim, length, first
     (4, 2, 96, 300, 0),
     (4, 1, 256, 300, 33),
 ]
-
-
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    set_threads(MANY)
 
 
 def random_cache(ctx: int, kv_heads: int, width: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
 """All variants of the backend's operations in compiled decode steps: the bits of the eager path, near the reference."""
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +26,6 @@ WIDTH, FEED_FORWARD, VOCABULARY, EPS = 128, 160, 60, 1e-6
 HEADS, KV_HEADS = 4, 2
 CONTEXT, BLOCKS = 352, 12  # of the cache; a sequence has 11
 POSITIONS = [3, 300, 0, 41, 258]
-
-
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    cpu.set_threads(cpu.max_threads())
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """CPU matmuls and embeddings on weights as stored, against the torch definitions."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,12 +20,6 @@ from tests.kernels.weights import nmse, random_weight
 
 QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.is_quantized]
 MANY = max_threads()
-
-
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    set_threads(MANY)
 
 
 def activations(rows: int, cols: int, seed: int = 3) -> Tensor:

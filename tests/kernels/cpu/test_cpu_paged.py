@@ -15,13 +15,10 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, slot_mapping, write_rows
 from quengine.kernels.rope import RopeSpec, rope_table
 from tests.kernels.cpu.cpu_runs import attend_chunk, attend_token
+from tests.kernels.weights import randn
 
 LENGTHS = (1, 32, 33, 255, 256, 257, 700)
 BLOCKS = 60
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def unwritten(rows: int, kv_heads: int, width: int, cache_type: CacheType) -> KVLayer:

@@ -1,7 +1,5 @@
 """CPU attention of a prompt's tokens over fp16 and q8_0 caches, against fp64."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,12 +16,6 @@ from tests.kernels.cpu.test_cpu_attention import SINKS, definition, sinks_near
 from tests.kernels.weights import nmse
 
 MANY = max_threads()
-
-
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    set_threads(MANY)
 
 
 def queries(tokens: int, heads: int, width: int) -> Tensor:

@@ -1,11 +1,9 @@
 """The small kernels of the CPU against their torch definitions, and stages of kernels."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from quengine.kernels import cpu
 from quengine.kernels.attention import causal_mask_band
@@ -24,17 +22,7 @@ from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table
 from quengine.kernels.rope_store import rope_store
 from tests.forward import one_sequence
 from tests.kernels.cpu.cpu_runs import linear
-from tests.kernels.weights import nmse, random_weight
-
-
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    cpu.set_threads(cpu.max_threads())
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.kernels.weights import nmse, randn, random_weight
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (1, 576), (3, 33), (2, 7), (5, 4096)])

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,12 +27,6 @@ from quengine.kernels.cpu.runtime.threads import _Team as Team
 from tests.forward import one_sequence
 from tests.kernels.cpu.cpu_runs import attend_token, linear
 from tests.kernels.weights import random_weight
-
-
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    set_threads(max_threads())
 
 
 def test_threads_are_set_for_kernels_and_torch() -> None:

@@ -1,13 +1,15 @@
 """Models of an architecture as Hugging Face folders and as the GGUF files that llama.cpp's converter makes of them."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -111,22 +113,12 @@ def write_old_experts(source: Path, path: Path) -> None:
         builder.write(path)
 
 
-def of_kind(cases: dict[str, Case]) -> list[tuple[str, str]]:
-    """(name, kind) of every file."""
-    return [(name, kind) for name, case in cases.items() for kind in case.kinds]
-
-
 def path_of(root: Path, name: str, kind: str) -> Path:
     return root / f"{name}{FILES[kind]}"
 
 
 def opened(root: Path, name: str, kind: str) -> Checkpoint:
     return open_checkpoint(path_of(root, name, kind))
-
-
-def difference(root: Path, name: str, kind: str, case: Case) -> float:
-    """Of the reference backend's logits to those of `transformers`."""
-    return nmse(our_logits(opened(root, name, kind), case.vocab), torch.load(root / f"{name}.pt"))
 
 
 class ChoosingReference(ReferenceBackend):
@@ -156,22 +148,31 @@ class CpuWithGivenExperts(CpuBackend):
         return super().route(batch, *arguments, next(self._chosen)[batch.positions])
 
 
-def reference_choice(checkpoint: Checkpoint, vocab: int) -> list[Tensor]:
-    """The experts of each token [TOKENS, k], a tensor for each layer with experts."""
+@dataclass(frozen=True)
+class ReferenceRun:
+    """difference: of the reference backend's logits to those of `transformers`. chosen: the experts of each token
+    [TOKENS, k], a tensor for each layer with experts."""
+
+    difference: float
+    chosen: list[Tensor]
+
+
+@cache
+def reference_run(root: Path, name: str, kind: str, vocab: int) -> ReferenceRun:
     backend = ChoosingReference()
-    our_logits(checkpoint, vocab, backend)
-    return backend.chosen
+    logits = our_logits(opened(root, name, kind), vocab, backend)
+    return ReferenceRun(nmse(logits, torch.load(root / f"{name}.pt")), backend.chosen)
 
 
 def cpu_difference(root: Path, name: str, kind: str, case: Case, decode: bool) -> float:
-    """The same of the CPU's kernels, operation by operation: a prompt of 40 tokens, or of 20, then token by token.
+    """Of the logits of the CPU's kernels, operation by operation: a prompt of 40 tokens, or of 20, then one by one.
 
     Rows of a mixture of experts have those that the reference backend chooses.
     """
     checkpoint, ids = opened(root, name, kind), token_ids(case.vocab)
     backend = CpuBackend(1)
     if checkpoint.config.experts is not None:
-        backend = CpuWithGivenExperts(reference_choice(checkpoint, case.vocab))
+        backend = CpuWithGivenExperts(reference_run(root, name, kind, case.vocab).chosen)
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, 64, 64)
     cache = KVCache.allocate(checkpoint.config, 64, torch.device("cpu")).layers
     cuts = [0, 20, *range(21, TOKENS + 1)] if decode else [0, TOKENS]
@@ -185,3 +186,42 @@ def engine_difference(root: Path, name: str, kind: str, case: Case, decode: bool
     with LLM(path, device="cpu", threads=1, ctx_size=64, chunk_size=16) as llm:
         logits = llm.logits(token_ids(case.vocab).tolist(), decode=decode)
     return nmse(logits.double(), torch.load(root / f"{name}.pt"))
+
+
+class SameLogits:
+    """The logits of every file of a module's CASES are those of `transformers`. A module derives its test class.
+
+    main: the cases that the whole engine runs too, of every kind of `engine_kinds`. The CPU's kernels compute every
+    kind of those, and of the others the folder and the GGUF file.
+    """
+
+    main: ClassVar[Sequence[str]] = ("plain",)
+    engine_kinds: ClassVar[Sequence[str]] = KINDS
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        cases: dict[str, Case] = metafunc.module.CASES
+        every = [(name, kind) for name, case in cases.items() for kind in case.kinds]
+        files = {
+            "file": every,
+            "cpu_file": [(name, kind) for name, kind in every if name in self.main or kind in KINDS],
+            "engine_file": [(name, kind) for name in self.main for kind in self.engine_kinds],
+        }
+        for argument, found in files.items():
+            if argument in metafunc.fixturenames:
+                values = [pytest.param(file, cases[file[0]], id="-".join(file)) for file in found]
+                metafunc.parametrize((argument, "case"), values)
+
+    def test_the_reference_backend_has_them(self, root: Path, file: tuple[str, str], case: Case) -> None:
+        assert reference_run(root, *file, case.vocab).difference < TOLERANCE
+
+    @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+    def test_the_cpus_kernels_compute_them(
+        self, root: Path, cpu_file: tuple[str, str], case: Case, decode: bool
+    ) -> None:
+        assert cpu_difference(root, *cpu_file, case, decode) < CPU_TOLERANCE
+
+    @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+    def test_the_engine_computes_them_on_the_cpu(
+        self, root: Path, engine_file: tuple[str, str], case: Case, decode: bool
+    ) -> None:
+        assert engine_difference(root, *engine_file, case, decode) < CPU_TOLERANCE

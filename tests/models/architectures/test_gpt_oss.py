@@ -16,17 +16,7 @@ from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.model_summary import summarize
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config, packed
-from tests.models.architectures.both_files import (
-    CPU_TOLERANCE,
-    TOLERANCE,
-    Case,
-    cpu_difference,
-    difference,
-    engine_difference,
-    of_kind,
-    opened,
-    write_cases,
-)
+from tests.models.architectures.both_files import Case, SameLogits, opened
 from tests.transformers_models import edit, edit_tensors
 
 SIZES = {
@@ -58,26 +48,8 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cases(tmp_path_factory.mktemp("gpt_oss"), CASES)
-
-
-@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
-def test_logits_are_those_of_transformers(root: Path, name: str, kind: str) -> None:
-    assert difference(root, name, kind, CASES[name]) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_the_cpus_kernels_compute_them(root: Path, name: str, kind: str, decode: bool) -> None:
-    assert cpu_difference(root, name, kind, CASES[name], decode) < CPU_TOLERANCE
-
-
-@pytest.mark.parametrize("kind", ["folder", "gguf"])
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_the_engine_computes_them_on_the_cpu(root: Path, kind: str, decode: bool) -> None:
-    assert engine_difference(root, "packed", kind, CASES["packed"], decode) < CPU_TOLERANCE
+class TestLogits(SameLogits):
+    main = ("packed",)
 
 
 def test_packed_experts_are_those_of_gguf_to_the_byte(root: Path) -> None:

@@ -10,18 +10,7 @@ from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from tests.gguf_builder import ModelSizes
 from tests.hf_writer import hf_config
-from tests.models.architectures.both_files import (
-    CPU_TOLERANCE,
-    TOLERANCE,
-    Case,
-    cpu_difference,
-    difference,
-    engine_difference,
-    of_kind,
-    opened,
-    reference_choice,
-    write_cases,
-)
+from tests.models.architectures.both_files import MIXTURE_KINDS, Case, SameLogits, reference_run
 from tests.transformers_models import TOKENS
 
 OF_FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
@@ -66,34 +55,17 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cases(tmp_path_factory.mktemp("mixtral"), CASES)
-
-
-@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
-def test_logits_are_those_of_transformers(root: Path, name: str, kind: str) -> None:
-    assert difference(root, name, kind, CASES[name]) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_the_cpus_kernels_compute_them(root: Path, name: str, kind: str, decode: bool) -> None:
-    assert cpu_difference(root, name, kind, CASES[name], decode) < CPU_TOLERANCE
-
-
-@pytest.mark.parametrize("kind", CASES["two of four"].kinds)
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_the_engine_computes_them_on_the_cpu(root: Path, kind: str, decode: bool) -> None:
-    assert engine_difference(root, "two of four", kind, CASES["two of four"], decode) < CPU_TOLERANCE
+class TestLogits(SameLogits):
+    main = ("two of four",)
+    engine_kinds = MIXTURE_KINDS
 
 
 def rows_of_experts(root: Path, name: str) -> list[list[int]]:
     """How many rows each expert computes, a list for each layer."""
-    case, checkpoint = CASES[name], opened(root, name, "gguf")
+    case = CASES[name]
     counts = [
         torch.bincount(experts.flatten(), minlength=case.config["num_local_experts"]).tolist()
-        for experts in reference_choice(checkpoint, case.vocab)
+        for experts in reference_run(root, name, "gguf", case.vocab).chosen
     ]
     assert len(counts) == 2
     return counts

@@ -9,17 +9,7 @@ from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config
-from tests.models.architectures.both_files import (
-    CPU_TOLERANCE,
-    TOLERANCE,
-    Case,
-    cpu_difference,
-    difference,
-    engine_difference,
-    of_kind,
-    opened,
-    write_cases,
-)
+from tests.models.architectures.both_files import Case, SameLogits, opened
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES = {
@@ -30,26 +20,8 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cases(tmp_path_factory.mktemp("olmo2"), CASES)
-
-
-@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
-def test_logits_are_those_of_transformers(root: Path, name: str, kind: str) -> None:
-    assert difference(root, name, kind, CASES[name]) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_the_cpus_kernels_compute_them(root: Path, name: str, kind: str, decode: bool) -> None:
-    assert cpu_difference(root, name, kind, CASES[name], decode) < CPU_TOLERANCE
-
-
-@pytest.mark.parametrize("kind", ["folder", "gguf"])
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_the_engine_computes_them_on_the_cpu(root: Path, kind: str, decode: bool) -> None:
-    assert engine_difference(root, "plain", kind, CASES["plain"], decode) < CPU_TOLERANCE
+class TestLogits(SameLogits):
+    pass
 
 
 def test_norms_are_behind_the_blocks_and_over_whole_rows(root: Path) -> None:

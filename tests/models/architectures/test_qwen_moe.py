@@ -10,17 +10,7 @@ from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config
-from tests.models.architectures.both_files import (
-    CPU_TOLERANCE,
-    TOLERANCE,
-    Case,
-    cpu_difference,
-    difference,
-    engine_difference,
-    of_kind,
-    opened,
-    write_cases,
-)
+from tests.models.architectures.both_files import Case, SameLogits, opened
 
 SIZES = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED = {"shared_expert_intermediate_size": 48}
@@ -52,27 +42,8 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cases(tmp_path_factory.mktemp("qwen"), CASES)
-
-
-@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
-def test_logits_are_those_of_transformers(root: Path, name: str, kind: str) -> None:
-    assert difference(root, name, kind, CASES[name]) < TOLERANCE
-
-
-@pytest.mark.parametrize(("name", "kind"), of_kind(CASES))
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_the_cpus_kernels_compute_them(root: Path, name: str, kind: str, decode: bool) -> None:
-    assert cpu_difference(root, name, kind, CASES[name], decode) < CPU_TOLERANCE
-
-
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", ["folder", "gguf"])
-@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
-def test_the_engine_computes_them_on_the_cpu(root: Path, name: str, kind: str, decode: bool) -> None:
-    assert engine_difference(root, name, kind, CASES[name], decode) < CPU_TOLERANCE
+class TestLogits(SameLogits):
+    main = ("qwen2", "qwen3")
 
 
 def test_dense_layers_are_those_that_the_folder_names(root: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from quengine.errors import EngineError
-from quengine.kernels.moe.router_kind import RouterKind
-from quengine.models.config import MOST_EXPERTS, MOST_EXPERTS_USED, ExpertConfig, ModelConfig
+from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
+from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from tests.gguf_builder import GGUFBuilder, ModelSizes, spm_vocabulary
 

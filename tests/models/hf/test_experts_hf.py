@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from quengine.errors import EngineError
-from quengine.kernels.moe.router_kind import RouterKind
+from quengine.kernels.moe.router_kind import MOST_EXPERTS, RouterKind
 from quengine.models.architectures import MODEL_TYPES
-from quengine.models.config import MOST_EXPERTS, ExpertConfig, ModelConfig
+from quengine.models.config import ExpertConfig, ModelConfig
 from tests.gguf_builder import ModelSizes
 from tests.hf_writer import hf_config
 

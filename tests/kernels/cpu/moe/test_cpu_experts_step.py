@@ -1,6 +1,5 @@
 """Whole decoders with experts on the CPU: compiled steps have the eager path's bits, and all are near the reference."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,19 @@ MODELS = ["qwen3moe-tiny", "qwen2moe-tiny", "mixtral-tiny", "olmoe-tiny", "gpt-o
 KINDS = {"qwen2moe-tiny": "Q8_0", "mixtral-tiny": "BF16"}
 
 
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    cpu.set_threads(cpu.max_threads())
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GGUFCheckpoint]:
     folder, files = tmp_path_factory.mktemp("models"), dict[str, GGUFCheckpoint]()
     for name in MODELS:
         model = PRESETS[name]
         kind = KINDS.get(name, model.quant)
-        path: Path = write_synthetic(folder / name, replace(model, vocab_size=512, quant=kind))
+        sizes = {
+            "vocab_size": 512,
+            "embedding_length": 256,
+            "head_count": 4,
+            "experts": 2 * model.experts_used,
+        }
+        path: Path = write_synthetic(folder / name, replace(model, quant=kind, **sizes))
         files[name] = GGUFCheckpoint(path)
     return files
 

@@ -1,7 +1,6 @@
 """The CPU's router against its torch definition: every kind, ties, NaN, extreme values, forced experts."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,18 +12,9 @@ from quengine.kernels.cpu.moe.router import route
 from quengine.kernels.moe import router as definition
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.moe.router_kind import RouterKind
+from tests.kernels.weights import randn
 
 WIDTH, EXPERTS = 72, 24
-
-
-@pytest.fixture(autouse=True)
-def all_threads_afterwards() -> Iterator[None]:
-    yield
-    cpu.set_threads(cpu.max_threads())
-
-
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_router(kind: RouterKind, experts: int = EXPERTS, width: int = WIDTH, **parts: Any) -> Router:

@@ -1,0 +1,343 @@
+"""Records a decode step: the operations of kernels.backend.Backend, as kernels over buffers that stay where they are.
+
+A layer is five stages (runtime/stage.py), between which the threads meet: QKV | attention | output projection | gate
+and up | down, with experts the router in front of the last two. Norms, rotation, rounding and residuals are parts of
+them; what is too much for one thread when rows are several has stages of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
+from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
+from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
+from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_launch, spread_launch
+from quengine.kernels.cpu.moe.groups import GROUP, HEAD, Groups
+from quengine.kernels.cpu.moe.operations import ExpertRows
+from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
+from quengine.kernels.cpu.ops.add import add_launch, scale_launch
+from quengine.kernels.cpu.ops.glu import glu_launch
+from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
+from quengine.kernels.cpu.ops.rope_store import rope_store_launches
+from quengine.kernels.cpu.runtime.stage import Stage
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import Activation
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
+
+# A stage has so many tasks for each thread, where a matrix has the rows, so that threads end close together.
+_SHARES = 4
+
+
+Buffers: TypeAlias = dict[tuple[str, int], Tensor]
+"""By what they are for and their width."""
+
+
+@dataclass(frozen=True)
+class CpuWeight:
+    """Matrices on one input, each where it lies in the file."""
+
+    parts: tuple[QuantTensor, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def cols(self) -> int:
+        return self.parts[0].cols
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass
+class Rows:
+    """Activations while a step is compiled: where they will lie, and the stage that writes them.
+
+    values: fp32 [B, K]. records: the same rounded, where the stage rounds them as it goes.
+    """
+
+    values: Tensor
+    stage: Stage
+    records: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RecordedAttention:
+    """A recorded attention: its stage, whose tasks follow from what is visible."""
+
+    stage: Stage
+    kv_heads: int
+    window: int | None
+    visible: Visible
+
+
+@dataclass
+class StepRecorder:
+    """Notes the operations of a decode step of `rows` tokens.
+
+    `tokens` and `positions`, int64 [rows], are what a step is run with; `tables`, int64 [groups, rows, blocks], are
+    their sequences' blocks for each group of layers, and `batch` is all of them. Buffers are shared by operations of
+    the same kind: a hidden state lasts until the second `linear_add` or `experts_add` after the one that made it, any
+    others until the next operation of their kind. With the same `buffers` they are shared by steps too, of which one at
+    a time may run.
+    """
+
+    rows: int
+    blocks: int
+    buffers: Buffers
+    groups: int = 1
+    vocabulary: int = 0
+    context: int = 0
+    stages: list[Stage] = field(default_factory=list)
+    attentions: list[RecordedAttention] = field(default_factory=list)
+    _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
+    _row_stage: Stage | None = None  # the newest one with a task a row
+    # A hidden state, the norm that was last computed of it, and its result: router and experts read the same.
+    _latest: tuple[Rows, RMSNorm, Rows] | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = torch.zeros(self.rows, dtype=torch.int64)
+        self.positions = torch.zeros(self.rows, dtype=torch.int64)
+        # The rows of the cache where the tokens' keys and values go, in each group's layers.
+        self.slots = torch.zeros(self.groups, self.rows, dtype=torch.int64)
+        self.tables = torch.zeros(self.groups, self.rows, self.blocks, dtype=torch.int64)
+        self.batch = ForwardBatch("decode", self.tokens, self.positions, self.tables)
+
+    def embed(self, weight: CpuWeight, ids: Tensor, scale: float) -> Rows:
+        assert ids is self.tokens
+        (part,) = weight.parts
+        self.vocabulary = part.rows
+        out = self._fp32("hidden 0", part.cols)
+        return Rows(out, self._stage([embed_launch(part, ids, out, scale)]))
+
+    def norm_linear(self, x: Rows, norm: RMSNorm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
+        source = self._normed(x, norm)
+        y = self._fp32("linear", weight.rows)
+        return Rows(y, self._matvecs(source, weight, y, bias))
+
+    def norm_glu(self, x: Rows, norm: RMSNorm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
+        source = self._normed(x, norm)
+        gate, up = gate_up.parts
+        between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
+        records = None if gate.rows % 32 else self._records("gated", gate.rows)
+        # Whole groups of 32, as a task rounds what it makes; half the usual rows, as it makes two of each.
+        step = max(32, min(task_rows(gate) // 2, _fair_rows(gate.rows)) // 32 * 32)
+        stage = self._stage(
+            [
+                matvec_launch(self._input(source, gate), gate, between, 0, step=step),
+                matvec_launch(self._input(source, up), up, between, gate.rows, step=step),
+                glu_launch(between, out, records, step, activation),
+            ]
+        )
+        return Rows(out, stage, records)
+
+    def linear_add(
+        self,
+        x: Rows,
+        weight: CpuWeight,
+        residual: Rows,
+        post_norm: RMSNorm | None,
+        bias: Tensor | None,
+        row_scale: Rows | Tensor | None,
+    ) -> Rows:
+        y = self._hidden(weight.rows, residual)
+        scales = row_scale.values if isinstance(row_scale, Rows) else row_scale
+        if post_norm is None:
+            return Rows(y, self._matvecs(x, weight, y, bias, scales, residual.values))
+        product = self._fp32("product", weight.rows)
+        stage = self._matvecs(x, weight, product, bias, scales)
+        stage = self._after(stage, rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
+        # As one long row, so that a task is a row.
+        flat = y.view(1, -1)
+        add = add_launch(flat, residual.values.view(1, -1), 0, flat.shape[1], y.shape[1])
+        return Rows(y, self._after(stage, add))
+
+    def route(self, x: Rows, norm: RMSNorm, router: Router, experts: Tensor | None) -> Routing:
+        source, used = self._normed(x, norm), router.kind.used
+        logits = self._fp32("router logits", logits_width(router))
+        shared = None if router.shared_gate is None else self._fp32("shared weight", 1)[:, 0]
+        chosen = self._buffer("experts", used, torch.int32)
+        routing = Routing(chosen, self._fp32("expert weights", used), shared)
+        stage = self._stage(*([launch] for launch in logits_launches(source.values, router, logits)))
+        self._after(stage, router_launch(logits, router, routing, experts))
+        return routing
+
+    def experts_glu(
+        self, x: Rows, norm: RMSNorm | None, routing: Routing, gate_up: CpuExperts, activation: Activation
+    ) -> ExpertRows:
+        source, used, parts = self._normed(x, norm), routing.experts.shape[1], gate_up.parts
+        order, places = (self._buffer(role, used, torch.int64) for role in ("slot order", "slot places"))
+        groups = Groups(order, places, self._buffer("expert groups", HEAD + GROUP * used, torch.int64))
+        self._after(self.stages[-1], groups.launch(routing.experts, len(parts[0].matrices)))
+        inputs = [self._input(source, part.first) for part in parts]
+        if self.rows > 1:
+            inputs = self._spread(inputs, groups)
+        width = parts[0].first.rows
+        between = self._by_place("experts' gate_up", 2 * width, groups)
+        out = self._by_place("experts' gated", width, groups)
+        records = None
+        if width % 32 == 0:
+            records = self._by_place("experts' gated", quantized_row_bytes(width), groups, torch.uint8)
+        self._stage([gate_up_launch(gate_up, groups, inputs, between, out, records, activation)])
+        return ExpertRows(out, groups, records)
+
+    def experts_add(self, gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Rows) -> Rows:
+        w, groups = down.parts[0].first, gated.groups
+        if w.cols != gated.values.shape[1]:
+            raise ValueError(f"{w.name} has width {w.cols}; the activations have {gated.values.shape[1]}")
+        y = self._hidden(w.rows, residual)
+        source = gated.records if w.format.is_quantized else gated.values
+        assert source is not None
+        products = self._by_place("experts' products", w.rows, groups)
+        product, *sums = down_launches(down, groups, source, products, routing.weights, residual.values, y)
+        stage = self._stage([product])
+        for launch in sums:
+            stage = self._after(stage, launch)
+        return Rows(y, stage)
+
+    def _spread(self, inputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+        """Rows by place, each source once."""
+        spread: dict[int, Tensor] = {}
+        for rows in inputs:
+            if rows.data_ptr() not in spread:
+                out = self._by_place("experts' input", rows.shape[1], groups, rows.dtype)
+                self._after(self.stages[-1], spread_launch(rows, groups, out))
+                spread[rows.data_ptr()] = out
+        return [spread[rows.data_ptr()] for rows in inputs]
+
+    def _by_place(self, role: str, width: int, groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[slots, width]."""
+        return self._buffer(f"{role} {dtype}", groups.used * width, dtype).view(groups.slots, width)
+
+    def attention(self, qkv: Rows, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Rows:
+        assert batch is self.batch
+        context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
+        self.context = min(context, self.context or context)
+        queries = qkv.values[:, : spec.heads * spec.head_dim].view(self.rows, spec.heads, spec.head_dim)
+        check_caches(queries, layer)
+        slots, tables = self.slots[spec.cache_group], self.tables[spec.cache_group]
+        stage = qkv.stage
+        for launch in rope_store_launches(qkv.values, spec, layer, self.positions, slots):
+            stage = self._after(stage, launch)
+        seen = (context, spec.window, spec.cache_group)
+        visible = self._visible.get(seen)
+        if visible is None:
+            visible = self._visible[seen] = Visible(min(context, spec.window or context), tables)
+        size = part_bytes(visible, spec.heads, spec.head_dim)
+        parts = self._buffer("parts", size // self.rows, torch.uint8)
+        out = self._fp32("attended", spec.heads * spec.head_dim)
+        splits, combine = attention_launches(queries, layer, visible, spec.scale, out, parts, spec.sinks)
+        stage = self._stage([splits])
+        self.attentions.append(RecordedAttention(stage, spec.kv_heads, spec.window, visible))
+        return Rows(out, self._after(stage, combine))
+
+    def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
+        y = self._fp32("logits", weight.rows)
+        self._matvecs(self._normed(x, norm), weight, y)
+        return y
+
+    def _stage(self, *parts: list[Launch]) -> Stage:
+        self.stages.append(Stage(list(parts)))
+        return self.stages[-1]
+
+    def _matvecs(
+        self,
+        x: Rows,
+        weight: CpuWeight,
+        y: Tensor,
+        bias: Tensor | None = None,
+        row_scale: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Stage:
+        """row_scale * (products + bias) + residual."""
+        parts, column = [], 0
+        fair = _fair_rows(weight.rows)
+        for w in weight.parts:
+            step = min(task_rows(w), fair)
+            part = [matvec_launch(self._input(x, w), w, y, column, step=step)]
+            if bias is not None:
+                part.append(add_launch(y, bias, column, w.rows, step))
+            if row_scale is not None:
+                part.append(scale_launch(y, row_scale, column, w.rows, step))
+            if residual is not None:
+                part.append(add_launch(y, residual, column, w.rows, step))
+            parts.append(part)
+            column += w.rows
+        return self._stage(*parts)
+
+    def _normed(self, x: Rows, norm: RMSNorm | None) -> Rows:
+        if norm is None:
+            return Rows(x.values, x.stage)
+        if self._latest is not None and self._latest[0] is x and self._latest[1] is norm:
+            return self._latest[2]
+        out = self._fp32("normed", x.values.shape[1])
+        stage = self._after(x.stage, rms_norm_launch(x.values, norm.weight, norm.eps, out))
+        self._latest = x, norm, Rows(out, stage)
+        return self._latest[2]
+
+    def _input(self, x: Rows, w: QuantTensor) -> Tensor:
+        """What a matvec with w reads: x itself, or x rounded, once, behind the stage that makes it."""
+        if w.cols != x.values.shape[1]:
+            raise ValueError(f"{w.name} has width {w.cols}; the activations have {x.values.shape[1]}")
+        if not w.format.is_quantized:
+            return x.values
+        if x.records is None:
+            if self._latest is not None and self._latest[2] is not x:
+                self._latest = None  # its quantized rows are written over
+            x.records = self._records("input", w.cols)
+            x.stage = self._after(x.stage, quantize_launch(x.values, x.records))
+        return x.records
+
+    def _after(self, stage: Stage, launch: Launch) -> Stage:
+        """Add a kernel that needs all of a stage: the stage that then makes the result.
+
+        For one row it is run by the thread that ends the stage. For several there is a stage of their own, in which
+        kernels with a task a row follow each other.
+        """
+        if self.rows == 1:
+            stage.finals.append(launch)
+            return stage
+        if launch.tasks == self.rows and self.stages[-1] is self._row_stage:
+            self._row_stage.parts[0].append(launch)
+            return self._row_stage
+        stage = self._stage([launch])
+        if launch.tasks == self.rows:
+            self._row_stage = stage
+        return stage
+
+    def _hidden(self, width: int, residual: Rows) -> Tensor:
+        """The buffer for a hidden state that is not the residual's."""
+        y = self._fp32("hidden 0", width)
+        return self._fp32("hidden 1", width) if y.data_ptr() == residual.values.data_ptr() else y
+
+    def _fp32(self, role: str, width: int) -> Tensor:
+        return self._buffer(role, width, torch.float32)
+
+    def _records(self, role: str, width: int) -> Tensor:
+        return self._buffer(f"{role} rounded", quantized_row_bytes(width), torch.uint8)
+
+    def _buffer(self, role: str, width: int, dtype: torch.dtype) -> Tensor:
+        """[rows, width], in memory that has room for a power of two of rows."""
+        held = self.buffers.get((role, width))
+        if held is None or held.shape[0] < self.rows:
+            room = 1 << (self.rows - 1).bit_length()
+            held = self.buffers[role, width] = torch.empty(room, width, dtype=dtype)
+        return held[: self.rows]
+
+
+def _fair_rows(rows: int) -> int:
+    """Rows of a task, an even number, of which there are _SHARES tasks a thread."""
+    return -(-rows // (2 * _SHARES * get_threads())) * 2
