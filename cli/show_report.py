@@ -121,7 +121,8 @@ def _expert_lines(summary: ModelSummary) -> list[str]:
         if experts.shared_feed_forward_length
         else ""
     )
-    dense = f"; {len(experts.dense_layers)} layers without" if experts.dense_layers else ""
+    without = len(experts.dense_layers)
+    dense = f"; {without} layer{'s' * (without > 1)} without" if without else ""
     active = f"active        {count_text(counts.active_parameters)} parameters a token, {gib(counts.active_bytes)} read"
     return [
         f"experts       {experts.count} of {experts.feed_forward_length} a layer, {router.used} a token{shared}{dense}",
