@@ -163,6 +163,9 @@ def test_a_checkpoint_folder(capsys, tmp_path):
         {"name": "model.norm.weight", "type": "F16", "count": 1, "parameters": 64, "nbytes": 128}
     ]
     assert value["templates"] == {"default": "{{ messages }}"}
+    assert "tokenizer     none: the folder has no tokenizer.json" in shown(capsys, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer     tokenizer.json" in shown(capsys, tmp_path).splitlines()
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
