@@ -9,7 +9,7 @@ from quengine.errors import CannotRunError
 from quengine.memory import CacheNeeds, choose_context, gib, workspace_bytes
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.errors import shown
-from quengine.models.model_summary import ModelSummary, TokenizerSummary
+from quengine.models.model_summary import ModelSummary
 from quengine.models.parameter_counts import count_text
 from quengine.models.tensor_table import draft_note
 from quengine.platform.machine import available_memory, cuda_devices
@@ -64,7 +64,7 @@ def lines_of(summary: ModelSummary, devices: list[dict[str, Any]], tensors: bool
         lines += _expert_lines(summary)
     lines += [f"note          {note}" for note in draft_note(summary.drafts)]
     lines += _device_lines(summary, devices)
-    lines += _tokenizer_lines(summary.tokenizer)
+    lines += _tokenizer_lines(summary)
     for name, text in summary.templates.items():
         lines.append(f"template      {shown(name)}, {len(text)} characters")
     if not summary.templates:
@@ -121,7 +121,8 @@ def _expert_lines(summary: ModelSummary) -> list[str]:
         if experts.shared_feed_forward_length
         else ""
     )
-    dense = f"; {len(experts.dense_layers)} layers without" if experts.dense_layers else ""
+    without = len(experts.dense_layers)
+    dense = f"; {without} layer{'s' * (without > 1)} without" if without else ""
     active = f"active        {count_text(counts.active_parameters)} parameters a token, {gib(counts.active_bytes)} read"
     return [
         f"experts       {experts.count} of {experts.feed_forward_length} a layer, {router.used} a token{shared}{dense}",
@@ -153,7 +154,13 @@ def _device_lines(summary: ModelSummary, devices: list[dict[str, Any]]) -> list[
     return lines
 
 
-def _tokenizer_lines(tokenizer: TokenizerSummary | None) -> list[str]:
+def _tokenizer_lines(summary: ModelSummary) -> list[str]:
+    tokenizer = summary.tokenizer
+    if summary.path.is_dir():
+        held = (summary.path / "tokenizer.json").is_file()
+        return [
+            "tokenizer     tokenizer.json" if held else "tokenizer     none: the folder has no tokenizer.json"
+        ]
     if tokenizer is None:
         return ["tokenizer     none in this file"]
     pre = f" ({shown(tokenizer.pre)})" if tokenizer.pre else ""

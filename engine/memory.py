@@ -99,8 +99,8 @@ def choose_context(
     trained = needs.config.context_length
     if requested is not None and requested > trained:
         raise EngineError(
-            f"context of {requested} tokens is more than the {trained} that {needs.config.architecture} model "
-            f"was made for; use -c {trained} or less"
+            f"context of {requested} tokens is more than the {trained} that this {needs.config.architecture} "
+            f"model was made for; use -c {trained} or less"
         )
     room = free - weight_bytes - workspace
     wanted = trained if requested is None else requested

@@ -17,7 +17,7 @@ from quengine.models.gguf.vocab_checks import CHAT_TEMPLATE, MERGES, TOKENS, che
 from quengine.models.parameter_counts import ParameterCounts, count_parameters
 from quengine.models.tensor_table import DEQUANTIZED_TYPES, check_tensors, draft_tensors
 
-_LAYER = re.compile(r"^blk\.\d+\.(.*)$")
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, or of an expert
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,10 @@ class ModelSummary:
         return self.counts.nbytes
 
     def groups(self) -> list[TensorGroup]:
-        """Tensors by role and type, in file order of the first of each."""
+        """Tensors by role and type, those of all layers and experts together, in file order of the first of each."""
         found: dict[tuple[str, str], TensorGroup] = {}
         for row in self.tensors:
-            layer = _LAYER.match(row.name)
-            name = f"blk.*.{layer[1]}" if layer else row.name
+            name = _INDEX.sub("*", row.name)
             group = found.setdefault((name, row.type), TensorGroup(name, row.type))
             group.count += 1
             group.parameters += prod(row.shape)

@@ -83,13 +83,14 @@ def bench(flags: BenchFlags, plan: BenchPlan) -> None:
     if not flags.models and not flags.synthetic:
         raise EngineError("no model: give -m MODEL or --synthetic mistral-7b")
     tests = expand_tests(flags.prompts, flags.generated, flags.pairs, flags.depths)
+    plan = replace(plan, tests=tests)  # checks them before a model is written
     from quengine.cli.bench_table import write_rows
     from quengine.diagnostics.bench.bench import run_bench, synthetic_model
 
     collector.working()
     progress = ProgressLine()
     made = [synthetic_model(name, _announce) for name in flags.synthetic]
-    plan = replace(plan, models=[*flags.models, *made], tests=tests)
+    plan = replace(plan, models=[*flags.models, *made])
     try:
         write_rows(_cleared(run_bench(plan, progress), progress), flags.output)
     finally:

@@ -109,13 +109,14 @@ def print_table(device: str, checks: "Iterable[KernelCheck]") -> "list[KernelChe
     failures and the verdict; returns the checks."""
     began = time.perf_counter()
     done: list[KernelCheck] = []
-    tests: list[str] = []
+    tests, wide = list[str](), 0
     for subject, group in groupby(checks, key=lambda check: check.subject):
         row = list(group)
         if [check.test for check in row] != tests:
             tests = [check.test for check in row]
-            typer.echo(" " * 20 + "".join(f"{test:>18}" for test in tests))
-        typer.echo(f"{subject:20}" + "".join(f"{_shown(check):>18}" for check in row))
+            wide = max(18, 2 + max(map(len, tests)))
+            typer.echo(" " * 20 + "".join(f"{test:>{wide}}" for test in tests))
+        typer.echo(f"{subject:20}" + "".join(f"{_shown(check):>{wide}}" for check in row))
         done += row
     failed = [check for check in done if not check.passed]
     for check in failed:

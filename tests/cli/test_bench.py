@@ -91,6 +91,15 @@ def test_a_synthetic_model_needs_no_file_and_says_where_it_lies(
     assert {json.loads(line)["model_path"] for line in captured.out.splitlines()} == {str(path)}
 
 
+def test_flags_are_checked_before_a_synthetic_model_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run(["bench", "--synthetic", "tiny", "-d", "100"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "-d 100" in line and not list(tmp_path.rglob("*.gguf"))
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

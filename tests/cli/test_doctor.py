@@ -1,9 +1,11 @@
 """`engine doctor`: what it prints, and that a wrong kernel makes it exit with 2."""
 
 import json
+import re
 
 import pytest
 
+from quengine.cli.commands.doctor import print_table
 from quengine.cli.main import run
 from quengine.diagnostics.selftest.self_test import USES, KernelCheck
 from quengine.diagnostics.selftest.self_test_attention import OPERATIONS
@@ -117,3 +119,11 @@ def test_every_usable_gpu_is_tested_and_one_that_fails_is_named(monkeypatch, cap
     out = capsys.readouterr().out
     assert asked == [(0, 7 << 30)]
     assert "FAIL cuda:0 sampling, greedy: error 5.0e-01 is over 0e+00" in out
+
+
+def test_names_of_tests_stand_apart_above_their_results(capsys):
+    names = ["softmax, 1", "of the chosen, 160", "sigmoid, bias, 1"]
+    print_table("cpu", [KernelCheck("router", name, 1e-15, 1e-10) for name in names])
+    head, row = capsys.readouterr().out.splitlines()[:2]
+    assert re.split(" {2,}", head.strip()) == names and len(head) == len(row)
+    assert all(row[: head.index(name) + len(name)].endswith("ok") for name in names)

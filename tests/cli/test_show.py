@@ -14,6 +14,7 @@ from quengine.errors import EngineError
 from quengine.models.parameter_counts import count_text
 from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder, spm_vocabulary
+from tests.hf_writer import hf_config, random_weights, write_hf
 
 
 def shown(capsys, path, **flags) -> str:
@@ -162,6 +163,9 @@ def test_a_checkpoint_folder(capsys, tmp_path):
         {"name": "model.norm.weight", "type": "F16", "count": 1, "parameters": 64, "nbytes": 128}
     ]
     assert value["templates"] == {"default": "{{ messages }}"}
+    assert "tokenizer     none: the folder has no tokenizer.json" in shown(capsys, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "tokenizer     tokenizer.json" in shown(capsys, tmp_path).splitlines()
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
@@ -194,3 +198,28 @@ def test_a_mixture_of_experts_has_total_and_active_parameters(capsys, tmp_path):
     assert 0 < value["active_bytes"] < value["weight_bytes"]
     assert f"active        {count_text(value['active_parameters'])} parameters a token" in text
     assert value["config"]["experts"]["router"]["used"] == 4
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_the_tensors_of_all_layers_and_experts_are_one_line_a_role(capsys, tmp_path, kind):
+    sizes = ModelSizes(architecture="qwen3moe", blocks=3, experts=12, separate=True)
+    path = tmp_path / "old.gguf"
+    if kind == "gguf":
+        model_builder(sizes, bpe_vocabulary()).write(path)
+    else:
+        path = write_hf(tmp_path / "folder", hf_config(sizes, 64), random_weights(sizes, 64))
+    value = as_json(capsys, path)
+    assert value["problem"] is None
+    groups = {group["name"]: group for group in value["tensor_groups"]}
+    up = groups["blk.*.ffn_up.*.weight" if kind == "gguf" else "model.layers.*.mlp.experts.*.up_proj.weight"]
+    assert (up["count"], up["parameters"]) == (3 * 12, 3 * 12 * 32 * 64)
+    assert not any(character.isdigit() for name in groups for character in name)
+    assert sum(group["nbytes"] for group in groups.values()) == value["weight_bytes"]
+
+
+@pytest.mark.parametrize(("dense", "words"), [(1, "; 1 layer without"), (2, "; 2 layers without")])
+def test_layers_without_experts_are_counted(capsys, tmp_path, dense, words):
+    model = replace(PRESETS["glm4moe-tiny"], dense_layers=dense)
+    text = shown(capsys, write_synthetic(tmp_path / "tiny.gguf", model))
+    (line,) = (line for line in text.splitlines() if line.startswith("experts "))
+    assert line.endswith(words)

@@ -108,7 +108,7 @@ def test_weights_that_do_not_fit_are_refused_with_both_numbers(config: ModelConf
 
 
 def test_more_context_than_the_model_was_made_for_is_an_error(config: ModelConfig) -> None:
-    with pytest.raises(EngineError, match="40000 tokens is more than the 32768"):
+    with pytest.raises(EngineError, match="40000 tokens is more than the 32768 that this llama model"):
         choose_context(needs(config), 40000, 4 * GIB, 24 * GIB, "cpu")
 
 

@@ -116,7 +116,8 @@ class BenchPlan:
         for test in self.tests:
             if test.prompt and test.depth % BLOCK_SIZE:
                 raise EngineError(
-                    f"-d {test.depth}: must be a multiple of {BLOCK_SIZE}, whole blocks of the cache"
+                    f"-d {test.depth}: must be a multiple of {BLOCK_SIZE}, whole blocks of the cache, "
+                    "where prompts are timed; -p 0 times generation alone"
                 )
 
     @property

@@ -229,7 +229,7 @@ def test_kernels_cannot_be_timed_on_the_cpu_and_that_is_said_before_anything_run
     [
         (BenchTest(1, 0), {"batches": (1, 0)}, "-b 0: must be at least 1"),
         (BenchTest(1, 0), {"batches": (1, 2), "profile": True}, "time the kernels of one sequence"),
-        (BenchTest(4, 0, 5), {"batches": (2,)}, "-d 5: must be a multiple of 32"),
+        (BenchTest(4, 0, 5), {"batches": (2,)}, "-d 5: must be a multiple of 32.*-p 0 times generation"),
     ],
 )
 def test_what_cannot_be_timed_of_several_sequences_is_refused(
