@@ -25,7 +25,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("model", 28, lambda row: row.model.name),
     ("size", 10, lambda row: gib(row.model.nbytes)),
     ("params", 9, lambda row: count_text(row.model.params)),
-    ("type", 12, lambda row: row.model.types),
+    ("type", 13, lambda row: row.model.types),
     ("device", 9, lambda row: _device(row)),
     ("threads", 7, lambda row: str(row.threads)),
     ("test", 14, lambda row: row.name),

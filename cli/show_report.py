@@ -6,7 +6,7 @@ from typing import Any
 
 from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError
-from quengine.memory import CacheNeeds, choose_context, gib, workspace_bytes
+from quengine.memory import CacheNeeds, DeviceMemory, choose_context, gib, workspace_bytes
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.errors import shown
 from quengine.models.model_summary import ModelSummary
@@ -30,7 +30,7 @@ def devices_of(summary: ModelSummary) -> list[dict[str, Any]]:
         needs = CacheNeeds(config, DEFAULT_CHUNK[kind])
         workspace = workspace_bytes(kind, config, summary.weight_bytes, DEFAULT_CHUNK[kind], 1)
         try:
-            context = choose_context(needs, None, summary.weight_bytes, free, name, workspace=workspace)
+            context = choose_context(needs, None, DeviceMemory(name, free, summary.weight_bytes, workspace))
         except CannotRunError as error:
             context, problem = 0, str(error)
         found.append(
@@ -38,7 +38,7 @@ def devices_of(summary: ModelSummary) -> list[dict[str, Any]]:
                 "device": name,
                 "free_bytes": free,
                 "weight_bytes": summary.weight_bytes,
-                "kv_cache_bytes": needs.nbytes(config.context_length),
+                "kv_cache_bytes": needs.cache_bytes(config.context_length),
                 "context_that_fits": context,
                 "problem": problem,
             }
@@ -135,14 +135,14 @@ def _device_lines(summary: ModelSummary, devices: list[dict[str, Any]]) -> list[
     if config is None or not summary.tensors:
         return []
     needs = CacheNeeds(config, DEFAULT_CHUNK["cpu"])
-    cache = needs.nbytes(config.context_length)
+    cache = needs.cache_bytes(config.context_length)
     smaller = ""
     if needs.can_store("q8_0"):
-        smaller = f" ({gib(needs.nbytes(1024, 'q8_0'))} with --cache-type q8_0)"
+        smaller = f" ({gib(needs.cache_bytes(1024, 'q8_0'))} with --cache-type q8_0)"
     lines = [
         f"memory        weights {gib(summary.weight_bytes)} + KV cache {gib(cache)} (fp16, "
         f"{config.context_length} tokens) = {gib(summary.weight_bytes + cache)}; "
-        f"{gib(needs.nbytes(1024))} of cache for a context of 1024 tokens{smaller}"
+        f"{gib(needs.cache_bytes(1024))} of cache for a context of 1024 tokens{smaller}"
     ]
     for device in devices:
         context = device["context_that_fits"]

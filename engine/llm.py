@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,8 +21,8 @@ from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
 from quengine.load import load_model
 from quengine.memory import attended_bytes
-from quengine.models.template.chat_template import encode_chat
 from quengine.platform.machine import peak_memory
+from quengine.request.chat_format import ChatFormat
 from quengine.request.output import Completion
 from quengine.request.pooling import Pool, Pooling
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
@@ -31,9 +31,7 @@ from quengine.request.sequence import Sequence
 from quengine.request.sequence_factory import SequenceFactory
 from quengine.sampler import Result, Sample, Verified
 from quengine.scheduler import Scheduler
-from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.speculation import Speculation
-from quengine.structured.answer_format import AnswerFormat, answer_format, effort_variables
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import ToolUse
 
@@ -65,18 +63,19 @@ class LLM:
         self.tokenizer = self.loaded.checkpoint.tokenizer()
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template()
+        missing = f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)"
+        self._chat = ChatFormat(self.tokenizer, self.chat_template, missing)
+        self.answer_format = self._chat.answers
         self.model_config = self.loaded.checkpoint.config
         self.ctx_size = self.loaded.cache.ctx_size
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
-        self.speculation = self._make_speculation()
+        self.speculation = Speculation.of(config, self.scheduler, self.loaded.draft, self.loaded.device.type)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
         )
-        template = self.chat_template
-        has = (
-            "no chat template" if template is None else f"chat template of {len(template.source)} characters"
-        )
+        source = self._chat.source
+        has = "no chat template" if source is None else f"chat template of {len(source)} characters"
         logger.info("tokenizer of %d tokens, %s", self.tokenizer.vocab_size, has)
         self._lock = EngineLock()
         # Sequences that were cancelled and are still to be taken out. Finalizers add to it, at any time, in any thread.
@@ -148,7 +147,7 @@ class LLM:
         `params.constraint` holds the answer's text; the model may reason before it.
 
         Raises:
-            EngineError: as `stream`; or a tool's schema is none.
+            EngineError: as `stream`; or a tool's schema is no JSON schema.
         """
         self._lock.check_process()
         form, use, params = self.answer_format, use or ToolUse(), params or SamplingParams()
@@ -188,7 +187,7 @@ class LLM:
             while not all(sequence.finished for sequence in sequences):
                 self.step()
             self._end_step()
-            return [_embedding(sequence) for sequence in sequences]
+            return [sequence.embedding() for sequence in sequences]
         finally:
             for sequence in sequences:
                 self._cancel(sequence)
@@ -209,17 +208,10 @@ class LLM:
         check_text(text, "the prompt")
         return self.tokenizer.encode(text, bos=self.tokenizer.add_bos, special=special)
 
-    @cached_property
-    def answer_format(self) -> AnswerFormat:
-        """How the model writes its answers: reasoning, text, tool calls."""
-        template = self.chat_template
-        return answer_format(None if template is None else template.source, self.tokenizer)
-
     def effort_variables(self, effort: str | None) -> dict[str, str]:
         """`variables` of `encode_chat` for a reasoning effort. Raises EngineError where the template takes no such."""
-        template = None if self.chat_template is None else self.chat_template.source
         try:
-            return effort_variables(self.answer_format, template, effort)
+            return self._chat.effort_variables(effort)
         except EngineError as error:
             raise EngineError(f"reasoning effort {error}") from None
 
@@ -240,10 +232,7 @@ class LLM:
         """
         self._lock.check_process()
         check_messages(messages)
-        if self.chat_template is None:
-            raise EngineError(f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)")
-        given = self.answer_format.messages(messages)
-        return encode_chat(self.tokenizer, self.chat_template, given, tools=tools, variables=variables)
+        return self._chat.encode(messages, tools, variables)
 
     def step(self) -> list[tuple[Sequence, str]]:
         """Compute one batch; returns its sequences and the text it made visible of each, nothing when none waits.
@@ -409,17 +398,3 @@ class LLM:
             packed,
             config.reuse_prefix or config.parallel > 1,
         )
-
-    def _make_speculation(self) -> Speculation | None:
-        config, kind = self.config, self.loaded.device.type
-        if not config.speculates:
-            return None
-        most, rows = draft_tokens(config, kind), draft_rows(config, kind)
-        return Speculation(self.scheduler, config.draft_ngram, self.loaded.draft, most, rows)
-
-
-def _embedding(sequence: Sequence) -> list[float]:
-    if sequence.error is not None:
-        raise sequence.error
-    assert sequence.pool is not None
-    return sequence.pool.embedding()

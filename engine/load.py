@@ -5,7 +5,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,18 @@ import torch
 
 from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
-from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import Backend
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
-from quengine.memory import CacheNeeds, choose_context, choose_pools, gib, workspace_bytes
+from quengine.memory import CacheNeeds, DeviceMemory, choose_context, choose_pools, gib, workspace_bytes
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
-from quengine.platform.host_experts import (
-    check_host_memory,
-    expert_bytes,
-    host_layers,
-    split_tensors,
-)
-from quengine.platform.machine import available_memory, cpu_model, simd_features, thread_count
+from quengine.platform.device import choose_device, device_name
+from quengine.platform.host_experts import ExpertPlacement, split_tensors
+from quengine.platform.machine import available_memory, thread_count
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
@@ -39,7 +33,6 @@ from quengine.speculative.load_draft import open_draft
 logger = logging.getLogger(__name__)
 
 REFERENCE_BYTES_A_WEIGHT = 8
-MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -91,13 +84,15 @@ def load_model(
     device, why = choose_device(config)
     torch.set_num_threads(threads)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    logger.info("device %s: %s; %s of memory free", device, _device_name(device), gib(free))
-    ctx_size, pools = _choose_cache(config, checkpoint, draft, device, free)
-    made = _Machine(config, device, threads, free, progress, _host_layers(config, checkpoint, device))
+    logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
+    experts = ExpertPlacement.choose(config, checkpoint, device.type)
+    experts.check_host_memory(available_memory())
+    ctx_size, pools = _choose_cache(config, checkpoint, draft, device, free, experts)
+    made = _Machine(config, device, threads, free, progress, experts)
     runner = made.runner(checkpoint, ctx_size, pools)
     notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
     if config.cpu_moe or config.n_cpu_moe:
-        notes.append(_host_note(checkpoint, made.host_layers))
+        notes.append(experts.note())
     if config.draft_ngram:
         notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
     drafts = None
@@ -127,22 +122,16 @@ def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:
     )
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_model()} ({', '.join(simd_features())})"
-
-
 @dataclass(frozen=True)
 class _Machine:
-    """The device that models are loaded onto, and how. host_layers: those whose experts stay in host memory."""
+    """The device that models are loaded onto, and how. experts: where those of the model lie."""
 
     config: EngineConfig
     device: torch.device
     threads: int
     free: int
     progress: Callable[[str], None] | None
-    host_layers: int = 0
+    experts: ExpertPlacement
 
     def runner(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], drafts: bool = False
@@ -152,17 +141,17 @@ class _Machine:
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
-        layers = 0 if drafts else self.host_layers
-        with _weights(checkpoint, device, config.mmap, self.progress, layers) as tensors:
-            host = _host_experts(backend, self.threads, layers)
+        experts = ExpertPlacement() if drafts else self.experts
+        with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
+            host = experts.operations(backend, self.threads)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
-        if self.host_layers:
+        if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts)
 
     def draft_steps(self, runner: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a draft model."""
-        if self.device.type != "cuda" or self.host_layers:
+        if self.device.type != "cuda" or self.experts.layers:
             return HostDraftSteps(runner)
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.speculative.device_drafts import DeviceDraftSteps
@@ -172,7 +161,12 @@ class _Machine:
 
 
 def _choose_cache(
-    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device, free: int
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    device: torch.device,
+    free: int,
+    experts: ExpertPlacement,
 ) -> tuple[int, list[CachePool]]:
     """Positions of a sequence, and the pools of the cache's blocks."""
     shape, cache_type = checkpoint.config, config.cache_type
@@ -180,48 +174,17 @@ def _choose_cache(
     if config.parallel == 1:
         chunk = min(chunk, config.ctx_size or shape.context_length)
     rows = max(config.parallel, draft_rows(config, device.type))
-    sizes = expert_bytes(checkpoint.tensors) if device.type == "cuda" else {}
-    kept = _host_layers(config, checkpoint, device)
-    on_host = sum(size for layer, size in sizes.items() if layer < kept)
-    check_host_memory(on_host, kept, available_memory())
-    weights = checkpoint.nbytes - on_host
+    weights = checkpoint.nbytes - sum(experts.host.values())
     workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
     needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
-    room = free - weights - workspace
-    workspace += 2 * sum(needs.block_bytes(cache_type))  # the padding blocks, and as much again
-    further = {layer: size for layer, size in sizes.items() if layer >= kept}
-    ctx_size = choose_context(
-        needs, config.ctx_size, weights, free, str(device), cache_type, workspace, further
-    )
-    return ctx_size, choose_pools(needs, ctx_size, config.parallel, room, cache_type)
-
-
-def _host_layers(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> int:
-    """Layers whose experts stay in host memory; none where everything runs on the CPU."""
-    layers = host_layers(config, checkpoint.config)
-    return layers if device.type == "cuda" else 0
-
-
-def _host_experts(backend: Backend[Any], threads: int, layers: int) -> HostExperts | None:
-    if not layers:
-        return None
-    from quengine.kernels.cpu.backend import CpuBackend
-
-    return HostExperts(backend, CpuBackend(threads), layers)
-
-
-def _host_note(checkpoint: Checkpoint, layers: int) -> str:
-    if not layers:
-        return "the whole model runs on the CPU, its experts too: --cpu-moe and --n-cpu-moe change nothing"
-    sizes = expert_bytes(checkpoint.tensors)
-    held = sum(size for layer, size in sizes.items() if layer < layers)
-    return (
-        f"experts of {sum(layer < layers for layer in sizes)} of {len(sizes)} layers, {gib(held)}, stay in host memory "
-        f"and are computed by the CPU"
-    )
+    memory = DeviceMemory(str(device), free, weights, workspace, experts.device)
+    # Beside the context are the padding blocks, and as much again.
+    padded = replace(memory, workspace=workspace + 2 * sum(needs.block_bytes(cache_type)))
+    ctx_size = choose_context(needs, config.ctx_size, padded, cache_type)
+    return ctx_size, choose_pools(needs, ctx_size, config.parallel, memory.room, cache_type)
 
 
 def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) -> str:
@@ -239,46 +202,6 @@ def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:
     """What the draft model takes, and where it ends before the other does."""
     short = "" if cache.ctx_size == ctx_size else f", up to position {cache.ctx_size} only, its own context"
     return f"drafts by {draft.path.name}: weights {gib(draft.nbytes)}, cache {gib(cache.nbytes)}{short}"
-
-
-def choose_device(config: EngineConfig) -> tuple[torch.device, list[str]]:
-    """The device to run on, and a line for the user where "auto" had to choose against a GPU.
-
-    Raises:
-        CannotRunError: a CUDA device was requested and cannot be used; the message says why.
-        EngineError: the reference backend was requested on a CUDA device.
-    """
-    requested = config.device.startswith("cuda")
-    if config.backend == "reference":
-        if requested:
-            raise EngineError(f"backend reference runs on the CPU, not on {config.device}; use --device cpu")
-        return torch.device("cpu"), []
-    if config.device == "cpu":
-        return torch.device("cpu"), []
-    problem = _cuda_problem(config.device)
-    if problem is None:
-        index = int(config.device.partition(":")[2] or 0) if requested else 0
-        return torch.device("cuda", index), []
-    if requested:
-        raise CannotRunError(f"device {config.device} cannot be used: {problem}; use --device cpu")
-    logger.info("device auto takes the CPU: %s", problem)
-    # A machine without any GPU needs no explanation; one whose GPU is left idle does.
-    return torch.device("cpu"), [f"device auto took the CPU: {problem}"] if torch.cuda.is_available() else []
-
-
-def _cuda_problem(device: str) -> str | None:
-    if torch.version.cuda is None:
-        return f"this torch ({torch.__version__}) is built without CUDA"
-    if not torch.cuda.is_available():
-        return "torch finds no CUDA device and driver here (see nvidia-smi)"
-    index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else 0
-    if index >= torch.cuda.device_count():
-        return f"there are {torch.cuda.device_count()} CUDA devices, numbered from 0"
-    major, minor = torch.cuda.get_device_capability(index)
-    if (major, minor) < MIN_CAPABILITY:
-        name = torch.cuda.get_device_name(index)
-        return f"{name} has compute capability {major}.{minor}, and the kernels need 8.0"
-    return None
 
 
 @contextmanager

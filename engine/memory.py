@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import mul
 
 from quengine.block_manager import CachePool
@@ -31,7 +31,7 @@ def gib(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """What the caches of a model take, and of the one that drafts for it, if any.
+    """What a context takes of a model, and of the one that drafts for it, if any: blocks of the cache, rotary tables.
 
     The draft model's layers belong to the first group of layers, which then keeps all positions: a draft model may have
     computed less of a sequence than the model has. chunk: most tokens of a sequence that a step computes.
@@ -56,10 +56,23 @@ class CacheNeeds:
             sizes[0] += self.draft.kv_cache_bytes(BLOCK_SIZE, cache_type)
         return sizes
 
-    def nbytes(self, positions: int, cache_type: CacheType = "f16") -> int:
+    def cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
         """Bytes of the blocks that a sequence of so many positions owns at once."""
         blocks = [pool.most_blocks(positions) for pool in self.pools()]
         return sum(map(mul, blocks, self.block_bytes(cache_type)))
+
+    def table_bytes(self, positions: int) -> int:
+        """Bytes of the rotary tables: for each group of layers cos and sin, fp32 [positions, rope_dim / 2] each."""
+        total = 0
+        for config in (self.config, self.draft):
+            if config is not None:
+                rows = min(positions, config.context_length)
+                total += len(config.cache_groups) * rows * 4 * config.rope_dim
+        return total
+
+    def nbytes(self, positions: int, cache_type: CacheType = "f16") -> int:
+        """Bytes that a sequence of so many positions takes: its blocks and the rotary tables."""
+        return self.cache_bytes(positions, cache_type) + self.table_bytes(positions)
 
     def fitting(self, room: int, most: int, cache_type: CacheType) -> int:
         """Positions of a sequence that `room` bytes hold, a multiple of the step; not more than make up `most`."""
@@ -70,27 +83,36 @@ class CacheNeeds:
         return all(can_store(cache_type, m.head_dim) for m in (self.config, self.draft) if m is not None)
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device before a model is loaded onto it.
+
+    where: its name, for messages. free: bytes available. weights: bytes that the weights take of them. workspace: bytes
+    to leave beside weights and cache. experts: bytes of each layer's experts that may go to host memory (--n-cpu-moe).
+    """
+
+    where: str
+    free: int
+    weights: int
+    workspace: int = WORKSPACE["cpu"]
+    experts: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def room(self) -> int:
+        """Bytes for the context."""
+        return self.free - self.weights - self.workspace
+
+
 def choose_context(
-    needs: CacheNeeds,
-    requested: int | None,
-    weight_bytes: int,
-    free: int,
-    where: str,
-    cache_type: CacheType = "f16",
-    workspace: int = WORKSPACE["cpu"],
-    experts: Mapping[int, int] | None = None,
+    needs: CacheNeeds, requested: int | None, memory: DeviceMemory, cache_type: CacheType = "f16"
 ) -> int:
     """Positions of a sequence: what was requested, or the model's own context cut to what fits.
 
     Args:
         needs: what the cache takes.
         requested: the user's context size, or None.
-        weight_bytes: what the weights take on the same memory.
-        free: bytes available there, before the weights are loaded.
-        where: the name of that memory, for the message.
+        memory: where it must fit.
         cache_type: how keys and values are stored.
-        workspace: bytes to leave beside weights and cache.
-        experts: bytes of the experts of each layer, where these can stay in host memory (--n-cpu-moe).
 
     Raises:
         EngineError: more positions were requested than the model was made for, or its heads cannot be stored so.
@@ -102,21 +124,19 @@ def choose_context(
             f"context of {requested} tokens is more than the {trained} that this {needs.config.architecture} "
             f"model was made for; use -c {trained} or less"
         )
-    room = free - weight_bytes - workspace
     wanted = trained if requested is None else requested
-    fitting = needs.fitting(room, wanted, cache_type)
-    if fitting >= wanted:
+    if needs.nbytes(wanted, cache_type) <= memory.room:
         return wanted
+    fitting = needs.fitting(memory.room, wanted, cache_type)
     if requested is None and fitting >= _STEP:
         return fitting
     least = wanted if requested is not None else _STEP
-    cache = needs.nbytes(least, cache_type)
-    ways = _ways(needs, room, least, fitting, cache_type)
-    if (layers := layers_that_free(experts or {}, cache - room)) is not None:
-        ways.append(f"--n-cpu-moe {layers}")
+    context = needs.nbytes(least, cache_type)
+    ways = _ways(needs, memory, least, fitting, cache_type)
     raise CannotRunError(
-        f"not enough memory on {where}: needs {gib(weight_bytes + workspace + cache)} (weights "
-        f"{gib(weight_bytes)}, cache {gib(cache)} for {least} tokens in {cache_type}), free {gib(free)}; "
+        f"not enough memory on {memory.where}: needs {gib(memory.weights + memory.workspace + context)} (weights "
+        f"{gib(memory.weights)}, cache and rotary tables {gib(context)} for {least} tokens in {cache_type}), "
+        f"free {gib(memory.free)}; "
         + ("try " + " or ".join(ways) if ways else "use a smaller model or a smaller quantization")
     )
 
@@ -127,9 +147,9 @@ def choose_pools(
     """The pools of the cache, one per group of layers: for `parallel` sequences of `ctx_size` positions, or what `room`
     bytes hold.
 
-    `room` is also for the padding blocks. Where it is short, all groups have the same number of blocks, as the
-    sequences of a short context want it, but for those that need no more. At least the blocks of one sequence:
-    `choose_context` has seen to it that they fit.
+    `room` is also for the padding blocks and the rotary tables. Where it is short, all groups have the same number of
+    blocks, as the sequences of a short context want it, but for those that need no more. At least the blocks of one
+    sequence: `choose_context` has seen to it that they fit.
     """
     sizes = needs.block_bytes(cache_type)
     one = [pool.most_blocks(ctx_size) for pool in needs.pools()]
@@ -140,7 +160,8 @@ def choose_pools(
     def nbytes(most: int) -> int:
         return sum(map(mul, blocks(most), sizes))
 
-    most = bisect_right(range(1, parallel * max(one) + 1), room - sum(sizes), key=nbytes)
+    room -= needs.table_bytes(ctx_size) + sum(sizes)
+    most = bisect_right(range(1, parallel * max(one) + 1), room, key=nbytes)
     return [replace(pool, num_blocks=count) for pool, count in zip(needs.pools(), blocks(most), strict=True)]
 
 
@@ -224,15 +245,20 @@ def layers_that_free(experts: Mapping[int, int], missing: int) -> int | None:
     return None
 
 
-def _ways(needs: CacheNeeds, room: int, wanted: int, fitting: int, cache_type: CacheType) -> list[str]:
-    """What would let the run start: fewer positions, a smaller cache type, no draft model."""
+def _ways(
+    needs: CacheNeeds, memory: DeviceMemory, wanted: int, fitting: int, cache_type: CacheType
+) -> list[str]:
+    """What would let the run start: fewer positions, a smaller cache type, no draft model, experts in host memory."""
     ways = [f"-c {fitting}"] if fitting >= _STEP else []
     if cache_type == "f16" and needs.can_store("q8_0"):
-        smaller = needs.fitting(room, wanted, "q8_0")
-        if needs.nbytes(wanted, "q8_0") <= room:
+        smaller = needs.fitting(memory.room, wanted, "q8_0")
+        if needs.nbytes(wanted, "q8_0") <= memory.room:
             ways.append("--cache-type q8_0")
         elif smaller >= _STEP:
             ways.append(f"--cache-type q8_0 -c {smaller}")
     if needs.draft is not None:
         ways.append("no --draft-model")
+    missing = needs.nbytes(wanted, cache_type) - memory.room
+    if (layers := layers_that_free(memory.experts, missing)) is not None:
+        ways.append(f"--n-cpu-moe {layers}")
     return ways

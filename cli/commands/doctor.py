@@ -53,7 +53,7 @@ def doctor(
 def self_tests(found: "Diagnosis") -> "Iterator[tuple[str, Iterator[KernelCheck]]]":
     """The CPU's tests, and those of every GPU that the engine can use."""
     from quengine.diagnostics.selftest.self_test_run import check_cpu, check_cuda
-    from quengine.load import MIN_CAPABILITY
+    from quengine.platform.device import MIN_CAPABILITY
 
     collector.working()
     yield "cpu", check_cpu(found.threads)

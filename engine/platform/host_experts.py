@@ -2,19 +2,82 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.backend import Backend
+from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.memory import gib
+from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 
 _EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|down)(?:_exps|\.\d+)\.(?:weight|bias)")
 
 
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """The experts of the first `layers` layers are in host memory, all others where the model runs.
+
+    sizes: bytes of each layer's experts as stored, on a CUDA device; layers without experts are not there.
+    """
+
+    layers: int = 0
+    sizes: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def choose(cls, config: EngineConfig, checkpoint: Checkpoint, kind: str) -> "ExpertPlacement":
+        """By the options, for a device of this kind. Raises EngineError as `host_layers`."""
+        layers = host_layers(config, checkpoint.config)
+        return cls(layers, expert_bytes(checkpoint.tensors)) if kind == "cuda" else cls()
+
+    @property
+    def host(self) -> dict[int, int]:
+        """Bytes by layer of the experts in host memory."""
+        return {layer: size for layer, size in self.sizes.items() if layer < self.layers}
+
+    @property
+    def device(self) -> dict[int, int]:
+        """Bytes by layer of the experts on the device."""
+        return {layer: size for layer, size in self.sizes.items() if layer >= self.layers}
+
+    def check_host_memory(self, free: int) -> None:
+        """Raises CannotRunError where `free` bytes of host memory do not hold its experts."""
+        nbytes = sum(self.host.values())
+        if nbytes > free:
+            raise CannotRunError(
+                f"not enough host memory: the experts of the first {self.layers} layers need {gib(nbytes)}, free "
+                f"{gib(free)}; lower --n-cpu-moe, or use a smaller model or a smaller quantization"
+            )
+
+    def operations(self, device: Backend[Any], threads: int) -> HostExperts | None:
+        """What computes the experts in host memory; None: there are none."""
+        if not self.layers:
+            return None
+        from quengine.kernels.cpu.backend import CpuBackend
+
+        return HostExperts(device, CpuBackend(threads), self.layers)
+
+    def note(self) -> str:
+        """For the user who asked for experts in host memory, what came of it."""
+        if not self.layers:
+            return (
+                "the whole model runs on the CPU, its experts too: --cpu-moe and --n-cpu-moe change nothing"
+            )
+        host = self.host
+        return (
+            f"experts of {len(host)} of {len(self.sizes)} layers, {gib(sum(host.values()))}, stay in host memory and "
+            f"are computed by the CPU"
+        )
+
+
 def host_layers(config: EngineConfig, model: ModelConfig) -> int:
-    """The first so many layers have their experts in host memory, by the options. Raises EngineError where the model
-    has no experts."""
+    """The first so many layers have their experts in host memory, by the options.
+
+    Raises EngineError where the model has no experts.
+    """
     asked = model.block_count if config.cpu_moe else config.n_cpu_moe
     if asked and model.experts is None:
         flag = "--cpu-moe" if config.cpu_moe else f"--n-cpu-moe {config.n_cpu_moe}"
@@ -26,8 +89,7 @@ def expert_bytes(tensors: Mapping[str, QuantTensor]) -> dict[int, int]:
     """Bytes of the experts' weights as stored, by layer; layers without experts are not there."""
     sizes: dict[int, int] = {}
     for name, tensor in tensors.items():
-        if (found := _EXPERT_TENSOR.fullmatch(name)) is not None:
-            layer = int(found[1])
+        if (layer := _expert_layer(name)) is not None:
             sizes[layer] = sizes.get(layer, 0) + tensor.nbytes
     return sizes
 
@@ -36,19 +98,15 @@ def split_tensors(
     tensors: Mapping[str, QuantTensor], layers: int
 ) -> tuple[dict[str, QuantTensor], dict[str, QuantTensor]]:
     """The experts of the first `layers` layers, and all other tensors."""
-    host = {name: tensor for name, tensor in tensors.items() if _is_host_tensor(name, layers)}
-    return host, {name: tensor for name, tensor in tensors.items() if name not in host}
+    host: dict[str, QuantTensor] = {}
+    rest: dict[str, QuantTensor] = {}
+    for name, tensor in tensors.items():
+        layer = _expert_layer(name)
+        (rest if layer is None or layer >= layers else host)[name] = tensor
+    return host, rest
 
 
-def check_host_memory(nbytes: int, layers: int, free: int) -> None:
-    """Raises CannotRunError where the experts of the first `layers` layers do not fit host memory."""
-    if nbytes > free:
-        raise CannotRunError(
-            f"not enough host memory: the experts of the first {layers} layers need {gib(nbytes)}, free {gib(free)}; "
-            f"lower --n-cpu-moe, or use a smaller model or a smaller quantization"
-        )
-
-
-def _is_host_tensor(name: str, layers: int) -> bool:
+def _expert_layer(name: str) -> int | None:
+    """The layer of a tensor of experts; None: another tensor."""
     found = _EXPERT_TENSOR.fullmatch(name)
-    return found is not None and int(found[1]) < layers
+    return None if found is None else int(found[1])

@@ -89,6 +89,13 @@ class Sequence:
         self.first_token = self.last_token = time.perf_counter()
         self.finish_reason = "stop"
 
+    def embedding(self) -> list[float]:
+        """The vector of a pooled prompt that has ended. Raises what the sequence failed with."""
+        if self.error is not None:
+            raise self.error
+        assert self.pool is not None
+        return self.pool.embedding()
+
     def advance(self, sample: Sample) -> str:
         """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""
         now = time.perf_counter()

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from quengine.batch import Batch
+from quengine.config import EngineConfig
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sample, Verified
 from quengine.scheduler import Scheduler
-from quengine.speculative.draft_length import DraftLength, divide
+from quengine.speculative.draft_length import DraftLength, divide, draft_rows, draft_tokens
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.draft_ngram import NgramIndex
 
@@ -60,6 +61,15 @@ class Speculation:
         self._rows = rows
         self._draftings: WeakKeyDictionary[Sequence, _Drafting] = WeakKeyDictionary()
         self._lengths: WeakKeyDictionary[Sequence, DraftLength] = WeakKeyDictionary()  # of drafts under way
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, scheduler: Scheduler, model: DraftModel | None, kind: str
+    ) -> "Speculation | None":
+        """By the options, on a device of this kind; None: they ask for no drafts."""
+        if not config.speculates:
+            return None
+        return cls(scheduler, config.draft_ngram, model, draft_tokens(config, kind), draft_rows(config, kind))
 
     def propose(self, batch: Batch) -> None:
         """Set the drafts of a step's sequences; of prompts' chunks, let the draft model compute them too."""

@@ -55,7 +55,8 @@ class AnswerFormat(Protocol):
         """What the answer as it is generated has to be: calls where `use` requires one, else a text of `text`.
 
         Raises:
-            EngineError: a tool's schema is none, or all together are too large; or the model has no form of calls.
+            EngineError: a tool's schema is no JSON schema, or all together are too large; or the model has no form of
+                calls.
         """
         ...
 

@@ -88,7 +88,7 @@ class HarmonyFormat:
         """The grammar of the whole answer: reasoning, then a required call or a text that `text` asks for.
 
         Raises:
-            EngineError: a tool's schema is none, or all together are too large.
+            EngineError: a tool's schema is no JSON schema, or all together are too large.
         """
         if use.choice == "required":
             calls = [self._call(n, tool) for n, tool in enumerate(use.callable)]

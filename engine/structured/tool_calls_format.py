@@ -77,7 +77,7 @@ class ToolFormat:
         """The grammar of an answer that must be calls, their arguments valid under the tools' schemas; else None.
 
         Raises:
-            EngineError: a tool's schema is none, or all together are too large.
+            EngineError: a tool's schema is no JSON schema, or all together are too large.
         """
         if use.choice != "required":
             return None

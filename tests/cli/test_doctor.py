@@ -59,6 +59,8 @@ def test_json_has_the_machine_the_models_and_every_kernel(capsys):
     assert found["healthy"] is True
     assert found["memory_bandwidth"] == 12.5e9
     assert found["threads"] == 1
+    # A column's width, or headings run together.
+    assert max(len(kernel["test"]) for kernel in found["kernels"]) < 18
     assert 0 < found["available_memory"] <= found["total_memory"]
     assert found["physical_cores"] >= 1
     assert {"python", "quengine", "torch", "triton", "numba", "tokenizers"} <= set(found["versions"])

@@ -9,11 +9,12 @@ import torch
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.load import _choose_cache, _make_backend, choose_device, load_model
+from quengine.load import _choose_cache, _make_backend, load_model
 from quengine.memory import WORKSPACE, workspace_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
-from quengine.platform.host_experts import expert_bytes
+from quengine.platform.device import choose_device
+from quengine.platform.host_experts import ExpertPlacement
 from tests.tiny_models import write_tiny
 
 
@@ -100,7 +101,7 @@ def test_a_cache_for_many_takes_what_memory_holds_and_says_so(
     path = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0")
     checkpoint = open_checkpoint(path)
     cache = checkpoint.config.kv_cache_bytes(cached_blocks * 32)
-    free = checkpoint.nbytes + WORKSPACE["cpu"] + cache
+    free = checkpoint.nbytes + WORKSPACE["cpu"] + cache + 64 * 4 * checkpoint.config.rope_dim
     checkpoint.close()
     monkeypatch.setattr("quengine.load.available_memory", lambda: free)
     loaded = load_model(path, EngineConfig("cpu", 64, 1, parallel=8))
@@ -117,7 +118,8 @@ def test_a_cache_for_many_holds_one_of_them_whole_and_a_padding_block_or_is_refu
 ) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0")
     checkpoint = open_checkpoint(path)
-    free = checkpoint.nbytes + WORKSPACE["cpu"] + checkpoint.config.kv_cache_bytes(256 + 2 * 32)
+    context = checkpoint.config.kv_cache_bytes(128 + 2 * 32) + 128 * 4 * checkpoint.config.rope_dim
+    free = checkpoint.nbytes + WORKSPACE["cpu"] + context
     checkpoint.close()
     monkeypatch.setattr("quengine.load.available_memory", lambda: free - missing)
     config = EngineConfig("cpu", 128, 1, parallel=4)
@@ -135,21 +137,34 @@ def test_experts_on_the_host_are_no_choice_where_all_is_on_the_cpu(tmp_path: Pat
     assert loaded.notes[-1].endswith("--cpu-moe and --n-cpu-moe change nothing")
 
 
-def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(
+def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tmp_path: Path) -> None:
+    """The device is taken for a GPU with room for all but the first layer's experts."""
+    checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", "mixtral-tiny"))
+    device, shape = torch.device("cuda"), checkpoint.config
+    workspace = workspace_bytes("cuda", shape, checkpoint.nbytes, 64, 1)
+    context = 4 * shape.kv_cache_bytes(32) + 64 * 4 * shape.rope_dim  # of the blocks two are for padding
+
+    def choose(config: EngineConfig, missing: int) -> int:
+        experts = ExpertPlacement.choose(config, checkpoint, "cuda")
+        free = checkpoint.nbytes + workspace + context - missing
+        return _choose_cache(config, checkpoint, None, device, free, experts)[0]
+
+    first = ExpertPlacement.choose(EngineConfig(), checkpoint, "cuda").sizes[0]
+    assert choose(EngineConfig(ctx_size=64), 0) == 64
+    for missing, layers in ((first, 1), (first + 1, 2)):
+        with pytest.raises(CannotRunError, match=rf"not enough memory.*--n-cpu-moe {layers}$"):
+            choose(EngineConfig(ctx_size=64), missing)
+        assert choose(EngineConfig(ctx_size=64, n_cpu_moe=layers), missing) == 64
+    checkpoint.close()
+
+
+def test_experts_that_host_memory_does_not_hold_are_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device is taken for a GPU with room for all but a byte of a layer's experts."""
-    checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", "mixtral-tiny"))
-    sizes = expert_bytes(checkpoint.tensors)
-    device, shape = torch.device("cuda"), checkpoint.config
-    config = EngineConfig(ctx_size=64)
-    workspace = workspace_bytes("cuda", shape, checkpoint.nbytes, 64, 1) + 4 * shape.kv_cache_bytes(32)
-    free = checkpoint.nbytes + workspace - sizes[0]
-    with pytest.raises(CannotRunError, match=r"not enough memory.*--n-cpu-moe [12]$"):
-        _choose_cache(config, checkpoint, None, device, free)
-    kept = EngineConfig(ctx_size=64, cpu_moe=True)
-    assert _choose_cache(kept, checkpoint, None, device, free)[0] == 64
-    monkeypatch.setattr("quengine.load.available_memory", lambda: sum(sizes.values()) - 1)
-    with pytest.raises(CannotRunError, match="not enough host memory: the experts of the first"):
-        _choose_cache(kept, checkpoint, None, device, free)
-    checkpoint.close()
+    path = write_synthetic(tmp_path / "m.gguf", "mixtral-tiny")
+    monkeypatch.setattr("quengine.load.choose_device", lambda _: (torch.device("cuda"), []))
+    monkeypatch.setattr("quengine.load.device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**34, 2**34))
+    monkeypatch.setattr("quengine.load.available_memory", lambda: 1000)
+    with pytest.raises(CannotRunError, match="not enough host memory: the experts of the first 1 layers"):
+        load_model(path, EngineConfig(ctx_size=64, n_cpu_moe=1))

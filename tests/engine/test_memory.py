@@ -1,11 +1,13 @@
 """How a context is chosen, and how a run that cannot fit is refused."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
 from quengine.block_manager import CachePool
+from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
@@ -16,9 +18,11 @@ from quengine.kernels.cuda.weights.layout import packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 from quengine.kernels.moe.router_kind import RouterKind
+from quengine.load import load_model
 from quengine.memory import (
     WORKSPACE,
     CacheNeeds,
+    DeviceMemory,
     attended_bytes,
     choose_context,
     choose_pools,
@@ -27,6 +31,7 @@ from quengine.memory import (
     workspace_bytes,
 )
 from quengine.models.config import CacheGroup, ExpertConfig, ModelConfig
+from quengine.models.synthetic.synthetic import write_synthetic
 from tests.tiny_models import small_config
 
 GIB = 2**30
@@ -43,31 +48,36 @@ def needs(config: ModelConfig) -> CacheNeeds:
     return CacheNeeds(config, chunk=512)
 
 
+def memory(free: int) -> DeviceMemory:
+    """With 4 GiB of weights to come."""
+    return DeviceMemory("cpu", free, 4 * GIB)
+
+
 def test_the_models_own_context_is_taken_when_it_fits(config: ModelConfig) -> None:
-    assert choose_context(needs(config), None, 4 * GIB, 24 * GIB, "cpu") == 32768
+    assert choose_context(needs(config), None, memory(24 * GIB)) == 32768
 
 
 def test_blocks_are_those_of_all_sequences_or_what_fits_beside_a_padding_block(config: ModelConfig) -> None:
-    block = config.kv_cache_bytes(32)
-    assert choose_pools(needs(config), 100, 3, 13 * block, "f16") == [CachePool(12, None, 512)]
-    assert choose_pools(needs(config), 100, 3, 13 * block - 1, "f16") == [CachePool(11, None, 512)]
+    room = 13 * config.kv_cache_bytes(32) + needs(config).table_bytes(100)
+    assert choose_pools(needs(config), 100, 3, room, "f16") == [CachePool(12, None, 512)]
+    assert choose_pools(needs(config), 100, 3, room - 1, "f16") == [CachePool(11, None, 512)]
     assert choose_pools(needs(config), 100, 3, 24 * GIB, "q8_0") == [CachePool(12, None, 512)]
     assert choose_pools(needs(config), 100, 3, 0, "f16") == [CachePool(4, None, 512)]
 
 
 def test_the_context_is_cut_to_what_fits(config: ModelConfig) -> None:
-    chosen = choose_context(needs(config), None, 4 * GIB, 6 * GIB, "cpu")
+    chosen = choose_context(needs(config), None, memory(6 * GIB))
     assert 0 < chosen < 32768
     assert config.kv_cache_bytes(chosen) <= 2 * GIB
     assert config.kv_cache_bytes(chosen) > 1.5 * GIB
 
 
 def test_a_context_that_was_asked_for_is_never_cut(config: ModelConfig) -> None:
-    assert choose_context(needs(config), 1000, 4 * GIB, 24 * GIB, "cpu") == 1000
+    assert choose_context(needs(config), 1000, memory(24 * GIB)) == 1000
     with pytest.raises(
         CannotRunError, match=r"needs 8\.25 GiB .* 32768 tokens in f16.* free 6\.00 GiB; try -c \d+"
     ):
-        choose_context(needs(config), 32768, 4 * GIB, 6 * GIB, "cpu")
+        choose_context(needs(config), 32768, memory(6 * GIB))
 
 
 @pytest.mark.parametrize("free", [5 * GIB, 6 * GIB, 7 * GIB])
@@ -75,41 +85,41 @@ def test_a_context_that_was_asked_for_is_never_cut(config: ModelConfig) -> None:
 def test_every_way_out_that_is_advised_works(config: ModelConfig, free: int, head_dim: int) -> None:
     config = dataclasses.replace(config, head_dim=head_dim, context_length=1 << 20)
     with pytest.raises(CannotRunError) as refused:
-        choose_context(needs(config), 60000, 4 * GIB, free, "cpu")
+        choose_context(needs(config), 60000, memory(free))
     ways = str(refused.value).rsplit("; try ", 1)[1].split(" or ")
     assert len(ways) == (2 if head_dim == 128 else 1)
     for way in ways:
         cache_type: CacheType = "q8_0" if "q8_0" in way else "f16"
         asked = int(way.split("-c ")[1]) if "-c " in way else 60000
-        assert choose_context(needs(config), asked, 4 * GIB, free, "cpu", cache_type) == asked
+        assert choose_context(needs(config), asked, memory(free), cache_type) == asked
 
 
 def test_q8_0_is_advised_alone_where_no_context_fits_in_f16(config: ModelConfig) -> None:
-    room = 256 * 2**20 + config.kv_cache_bytes(256, "q8_0")
+    room = WORKSPACE["cpu"] + needs(config).nbytes(256, "q8_0")
     with pytest.raises(CannotRunError, match=r"; try --cache-type q8_0$"):
-        choose_context(needs(config), None, 4 * GIB, 4 * GIB + room, "cpu")
-    assert choose_context(needs(config), None, 4 * GIB, 4 * GIB + room, "cpu", "q8_0") == 256
+        choose_context(needs(config), None, memory(4 * GIB + room))
+    assert choose_context(needs(config), None, memory(4 * GIB + room), "q8_0") == 256
 
 
 def test_q8_0_is_not_advised_where_it_is_chosen(config: ModelConfig) -> None:
     with pytest.raises(CannotRunError, match=r"tokens in q8_0\), free 5\.00 GiB; try -c \d+$"):
-        choose_context(needs(config), 32768, 4 * GIB, 5 * GIB, "cpu", "q8_0")
+        choose_context(needs(config), 32768, memory(5 * GIB), "q8_0")
 
 
 def test_nearly_twice_the_context_fits_in_q8_0(config: ModelConfig) -> None:
     config = dataclasses.replace(config, context_length=1 << 20)
-    plain, smaller = (choose_context(needs(config), None, 4 * GIB, 6 * GIB, "cpu", t) for t in CACHE_TYPES)
+    plain, smaller = (choose_context(needs(config), None, memory(6 * GIB), t) for t in CACHE_TYPES)
     assert smaller == pytest.approx(plain * 32 / 17, rel=0.02)
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_numbers(config: ModelConfig) -> None:
     with pytest.raises(CannotRunError, match=r"weights 4\.00 GiB.*free 2\.00 GiB; use a smaller"):
-        choose_context(needs(config), None, 4 * GIB, 2 * GIB, "cpu")
+        choose_context(needs(config), None, memory(2 * GIB))
 
 
 def test_more_context_than_the_model_was_made_for_is_an_error(config: ModelConfig) -> None:
     with pytest.raises(EngineError, match="40000 tokens is more than the 32768 that this llama model"):
-        choose_context(needs(config), 40000, 4 * GIB, 24 * GIB, "cpu")
+        choose_context(needs(config), 40000, memory(24 * GIB))
 
 
 def test_room_beside_weights_and_cache_grows_with_the_model_and_the_chunk_on_a_gpu(
@@ -196,21 +206,48 @@ def windowed(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
 
 def test_a_window_needs_its_own_positions_and_those_of_a_chunk(windowed: ModelConfig) -> None:
     layer = 2 * 2 * 256 * 2  # bytes a position
-    assert needs(windowed).nbytes(512) == windowed.kv_cache_bytes(512) == 36 * layer * 512
-    assert needs(windowed).nbytes(32768) == 6 * layer * 32768 + 30 * layer * (1024 + 512 + 32)
-    assert needs(windowed).nbytes(32768) < windowed.kv_cache_bytes(32768) / 4
+    assert needs(windowed).cache_bytes(512) == windowed.kv_cache_bytes(512) == 36 * layer * 512
+    assert needs(windowed).cache_bytes(32768) == 6 * layer * 32768 + 30 * layer * (1024 + 512 + 32)
+    assert needs(windowed).cache_bytes(32768) < windowed.kv_cache_bytes(32768) / 4
     assert attended_bytes(windowed, 1000, "f16") == windowed.kv_cache_bytes(1000)
     assert attended_bytes(windowed, 5000, "f16") == layer * (6 * 5000 + 30 * 1024)
+
+
+def test_each_group_of_layers_has_rotary_tables_of_its_own(windowed: ModelConfig) -> None:
+    gemma = dataclasses.replace(windowed, rope_dim=256)
+    assert needs(gemma).table_bytes(131072) == 2 * 134_217_728
+    assert needs(gemma).nbytes(131072) == needs(gemma).cache_bytes(131072) + 2 * 134_217_728
+    shorter = dataclasses.replace(gemma, context_length=8192, rope_dim=64)
+    assert CacheNeeds(gemma, 512, shorter).table_bytes(131072) == 2 * 134_217_728 + 2 * 8192 * 64 * 4
+
+
+@pytest.mark.parametrize("name", ["gemma3-tiny", "qwen3moe-tiny"])
+def test_rotary_tables_are_counted_as_the_decoder_holds_them(tmp_path: Path, name: str) -> None:
+    loaded = load_model(write_synthetic(tmp_path / "m.gguf", name), EngineConfig("cpu", 100, 1))
+    specs = [block.attention.spec for block in loaded.decoder.blk]
+    tables = {id(table): table.nbytes for spec in specs for table in (spec.cos, spec.sin)}
+    assert CacheNeeds(loaded.checkpoint.config, 64).table_bytes(100) == sum(tables.values())
+    loaded.close()
+
+
+def test_rotary_tables_decide_what_fits_and_are_in_the_numbers_of_a_refusal(windowed: ModelConfig) -> None:
+    wide = dataclasses.replace(windowed, rope_dim=256)
+    room = needs(wide).cache_bytes(131072) + 2**28
+    assert room == 6 * 2048 * 131072 + 30 * 2048 * (1024 + 512 + 32) + 2**28
+    free = 4 * GIB + WORKSPACE["cpu"] + room
+    assert choose_context(needs(wide), 131072, memory(free)) == 131072
+    with pytest.raises(CannotRunError, match=r"cache and rotary tables 1\.84 GiB for 131072 tokens in f16\)"):
+        choose_context(needs(wide), 131072, memory(free - 1))
 
 
 def test_the_context_that_fits_follows_from_the_windows(windowed: ModelConfig) -> None:
     room = needs(windowed).nbytes(32768)
     free = 4 * GIB + WORKSPACE["cpu"] + room
-    assert choose_context(needs(windowed), None, 4 * GIB, free, "cpu") == 32768
-    assert choose_context(needs(windowed), None, 4 * GIB, free - 1, "cpu") == 32768 - 256
-    assert choose_context(needs(windowed), 32768, 4 * GIB, free, "cpu") == 32768
+    assert choose_context(needs(windowed), None, memory(free)) == 32768
+    assert choose_context(needs(windowed), None, memory(free - 1)) == 32768 - 256
+    assert choose_context(needs(windowed), 32768, memory(free)) == 32768
     with pytest.raises(CannotRunError, match=r"; try -c 32512 or --cache-type q8_0$"):
-        choose_context(needs(windowed), 32768, 4 * GIB, free - 1, "cpu")
+        choose_context(needs(windowed), 32768, memory(free - 1))
 
 
 def test_groups_have_as_many_blocks_where_memory_is_short_and_what_they_need_where_it_is_not(
@@ -224,12 +261,13 @@ def test_groups_have_as_many_blocks_where_memory_is_short_and_what_they_need_whe
         return [pool.num_blocks for pool in made]
 
     one = (1024, 49)
-    padding = full + window
+    padding = full + window + needs(windowed).table_bytes(32768)
     assert pools(padding + 4 * (one[0] * full + one[1] * window)) == [4 * 1024, 4 * 49]
     assert pools(padding + 1500 * full + 4 * 49 * window) == [1500, 4 * 49]
     assert pools(padding + 1500 * full + 4 * 49 * window - 1) == [1499, 4 * 49]
     assert pools(0) == [1024, 49]
-    short = choose_pools(needs(windowed), 1024, 64, padding + 100 * (full + window), "f16")
+    room = 101 * (full + window) + needs(windowed).table_bytes(1024)
+    short = choose_pools(needs(windowed), 1024, 64, room, "f16")
     assert [pool.num_blocks for pool in short] == [100, 100]
 
 
@@ -237,7 +275,7 @@ def test_with_a_draft_model_the_first_group_keeps_all_positions(windowed: ModelC
     draft = dataclasses.replace(windowed, block_count=2)
     both = CacheNeeds(windowed, 512, draft)
     assert [pool.window for pool in both.pools()] == [None, 1024]
-    assert both.nbytes(32768) == needs(windowed).nbytes(32768) + draft.kv_cache_bytes(32768)
+    assert both.cache_bytes(32768) == needs(windowed).cache_bytes(32768) + draft.kv_cache_bytes(32768)
 
 
 def test_a_window_of_all_layers_is_kept_with_a_draft_model(config: ModelConfig) -> None:

@@ -28,12 +28,12 @@ from quengine.diagnostics.bench.profile_run import (
 )
 from quengine.errors import CannotRunError, EngineError
 from quengine.llm import LLM
-from quengine.load import choose_device
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.hub.hub import resolve_model
 from quengine.models.parameter_counts import checkpoint_parameters
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.platform.device import choose_device
 from quengine.platform.machine import physical_cores
 
 Progress = Callable[[str], None]

@@ -42,10 +42,10 @@ LAYER_OPERATIONS: tuple[Operation, ...] = (
 """Of a dense layer."""
 
 EXPERT_OPERATIONS: tuple[Operation, ...] = (
-    *("norm+qkv", "attention", "output+residual", "route", "experts+glu"),
-    *("norm+glu", "down+residual", "experts+residual"),
+    *(*LAYER_OPERATIONS[:3], "route", "experts+glu"),
+    *(*LAYER_OPERATIONS[3:], "experts+residual"),
 )
-"""Of a layer with experts; "norm+glu" and "down+residual" are the shared expert's."""
+"""Of a layer with experts; "norm+glu" and "down+residual" are the shared expert's, where it has one."""
 
 _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "embed": ("embed", ()),

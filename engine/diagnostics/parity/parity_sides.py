@@ -15,7 +15,7 @@ from quengine.errors import EngineError
 from quengine.kernels.forward_batch import Phase, decode_batch, prefill_batch
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.llm import LLM
-from quengine.load import choose_device
+from quengine.platform.device import choose_device
 from quengine.request.sampling_params import SamplingParams
 
 REFERENCE = "reference"

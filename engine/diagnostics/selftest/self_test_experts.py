@@ -46,8 +46,8 @@ ROUTER = "router"
 ROUTER_EXPERTS = 128
 ROUTERS = {
     "softmax": RouterKind(used=8),
-    "of the chosen": RouterKind(used=4, scores="softmax_of_chosen", normalized=False),
-    "sigmoid, bias": RouterKind(used=8, scores="sigmoid", scale=2.5),
+    "of chosen": RouterKind(used=4, scores="softmax_of_chosen", normalized=False),
+    "sigmoid": RouterKind(used=8, scores="sigmoid", scale=2.5),
     "groups": RouterKind(used=6, scores="sigmoid", groups=8, groups_used=3),
 }
 """What is checked of a router, by the names of the report's columns."""

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quengine.errors import EngineError
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
-from quengine.models.template.chat_template import ChatTemplate, encode_chat
+from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.chat_format import ChatFormat
 from quengine.request.sampling_params import SamplingParams
-from quengine.structured.answer_format import AnswerFormat, answer_format
 from quengine.structured.constraint import ConstraintCompiler
 
 
@@ -53,13 +52,15 @@ class ServedModel:
         self, text: TextSide, ctx_size: int, notes: Sequence[str], device: str, cache_type: str
     ) -> None:
         self._text = text
-        config, template = text.checkpoint.config, text.chat_template
+        config = text.checkpoint.config
+        missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions"
+        self._chat = ChatFormat(text.tokenizer, text.chat_template, missing)
         self.ctx_size = ctx_size
         self.vocab_size = config.vocab_size
-        self.template: str | None = None if template is None else template.source
+        self.template = self._chat.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id
-        self.answer_format: AnswerFormat = answer_format(self.template, text.tokenizer)
+        self.answer_format = self._chat.answers
         self.eos_ids = text.tokenizer.eos_ids
         self.token_length = text.tokenizer.token_length
         self.source: Path | None = text.checkpoint.path
@@ -93,20 +94,10 @@ class ServedModel:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> str:
         """The prompt of a conversation as text. Raises EngineError where the template refuses it."""
-        template = self._chat_template()
-        given = self.answer_format.messages(messages)
-        return template.render(given, tools=tools, variables=variables)
+        return self._chat.render(messages, tools, variables)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> list[int]:
         """The prompt of a conversation as token ids, in which messages hold no control tokens."""
-        template = self._chat_template()
-        given = self.answer_format.messages(messages)
-        return encode_chat(self._text.tokenizer, template, given, tools=tools, variables=variables)
-
-    def _chat_template(self) -> ChatTemplate:
-        template = self._text.chat_template
-        if template is None:
-            raise EngineError(f"{self._text.checkpoint.path.name} has no chat template; use /v1/completions")
-        return template
+        return self._chat.encode(messages, tools, variables)

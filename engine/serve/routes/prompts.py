@@ -11,8 +11,8 @@ from quengine.errors import EngineError
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.messages import Content, Message
 from quengine.serve.schemas.reading import read_part, token_ids, whole_number
-from quengine.serve.schemas.requests import Content, Message
 from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables
 

@@ -11,8 +11,8 @@ from typing import Any
 from quengine.serve.routes.answers import new_id
 from quengine.serve.routes.prompts import content_text, template_message
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.messages import FunctionCallItem, InputItem, MessageItem, ReasoningItem
 from quengine.serve.schemas.reading import read_part
-from quengine.serve.schemas.requests import FunctionCallItem, InputItem, MessageItem, ReasoningItem
 from quengine.structured.answer_parser import BETWEEN, AnswerParser
 from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta
 

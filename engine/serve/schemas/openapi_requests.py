@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
-from quengine.serve.schemas.requests import BODIES, REF, InputItem, Message
+from quengine.serve.schemas.messages import InputItem, Message
+from quengine.serve.schemas.requests import BODIES, REF
 from quengine.serve.settings import Limits
 
 Schema = dict[str, Any]

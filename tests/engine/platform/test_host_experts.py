@@ -14,7 +14,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.memory import layers_that_free
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ExpertConfig, ModelConfig
-from quengine.platform.host_experts import check_host_memory, expert_bytes, host_layers, split_tensors
+from quengine.platform.host_experts import ExpertPlacement, expert_bytes, host_layers, split_tensors
 from tests.tiny_models import write_tiny
 
 
@@ -73,8 +73,8 @@ def test_layers_follow_the_flags(dense: ModelConfig) -> None:
 
 
 def test_host_memory_that_is_too_small_is_refused_with_numbers() -> None:
-    check_host_memory(100, 1, 100)
+    ExpertPlacement(1, {0: 100, 1: 50}).check_host_memory(100)
     with pytest.raises(
         CannotRunError, match=r"first 7 layers need 2\.00 GiB, free 1\.00 GiB; lower --n-cpu-moe"
     ):
-        check_host_memory(2 << 30, 7, 1 << 30)
+        ExpertPlacement(7, {3: 1 << 30, 6: 1 << 30, 7: 1 << 30}).check_host_memory(1 << 30)

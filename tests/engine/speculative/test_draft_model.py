@@ -230,6 +230,7 @@ def test_weights_and_caches_of_both_models_are_counted_before_anything_is_alloca
     checkpoints = [open_checkpoint(path) for path in (target, draft)]
     positions = 256 + 2 * BLOCK_SIZE
     needed = sum(c.nbytes + c.config.kv_cache_bytes(positions) for c in checkpoints)
+    needed += sum(4 * c.config.rope_dim * min(256, c.config.context_length) for c in checkpoints)
     needed += WORKSPACE["cpu"] + DRAFT_WORKSPACE["cpu"]
     for path, enough in ((draft, True), (draft, False), (None, True)):
         monkeypatch.setattr("quengine.load.available_memory", lambda enough=enough: needed - (not enough))

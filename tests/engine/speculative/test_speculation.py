@@ -86,7 +86,7 @@ def limit_blocks(llm: LLM, blocks: int) -> None:
     """As if there were memory for so few blocks."""
     llm.loaded.cache.pools = (CachePool(blocks),)
     llm.scheduler = llm._make_scheduler()
-    llm.speculation = llm._make_speculation()
+    llm.speculation = Speculation.of(llm.config, llm.scheduler, llm.loaded.draft, "cpu")
 
 
 class Drafter:

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.messages import InputItem, Message
 from quengine.serve.schemas.reading import read_body, read_part
 from quengine.serve.schemas.requests import (
     BODIES,
     Body,
     ChatRequest,
     EmbeddingRequest,
-    InputItem,
-    Message,
     ResponseRequest,
     TokenizeRequest,
 )

@@ -1,0 +1,60 @@
+"""Which device a model runs on, and why not on another."""
+
+import logging
+
+import torch
+
+from quengine.config import EngineConfig
+from quengine.errors import CannotRunError, EngineError
+from quengine.platform.machine import cpu_model, simd_features
+
+logger = logging.getLogger(__name__)
+
+MIN_CAPABILITY = (8, 0)
+
+
+def choose_device(config: EngineConfig) -> tuple[torch.device, list[str]]:
+    """The device to run on, and a line for the user where "auto" had to choose against a GPU.
+
+    Raises:
+        CannotRunError: a CUDA device was requested and cannot be used; the message says why.
+        EngineError: the reference backend was requested on a CUDA device.
+    """
+    requested = config.device.startswith("cuda")
+    if config.backend == "reference":
+        if requested:
+            raise EngineError(f"backend reference runs on the CPU, not on {config.device}; use --device cpu")
+        return torch.device("cpu"), []
+    if config.device == "cpu":
+        return torch.device("cpu"), []
+    problem = _cuda_problem(config.device)
+    if problem is None:
+        index = int(config.device.partition(":")[2] or 0) if requested else 0
+        return torch.device("cuda", index), []
+    if requested:
+        raise CannotRunError(f"device {config.device} cannot be used: {problem}; use --device cpu")
+    logger.info("device auto takes the CPU: %s", problem)
+    # A machine without any GPU needs no explanation; one whose GPU is left idle does.
+    return torch.device("cpu"), [f"device auto took the CPU: {problem}"] if torch.cuda.is_available() else []
+
+
+def _cuda_problem(device: str) -> str | None:
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) is built without CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device and driver here (see nvidia-smi)"
+    index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else 0
+    if index >= torch.cuda.device_count():
+        return f"there are {torch.cuda.device_count()} CUDA devices, numbered from 0"
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) < MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(index)
+        return f"{name} has compute capability {major}.{minor}, and the kernels need 8.0"
+    return None
+
+
+def device_name(device: torch.device) -> str:
+    """As people know it: the GPU, or the processor with its vector extensions."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_model()} ({', '.join(simd_features())})"

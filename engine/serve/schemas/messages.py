@@ -1,0 +1,93 @@
+"""Messages of a conversation, and items of a response's input, as structs; read as the bodies are (`requests`).
+
+Other fields of a message are the template's.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    type: Annotated[
+        Literal["text", "input_text", "output_text"],
+        Meta(extra={"rule": "must be text, input_text or output_text: this model reads text only"}),
+    ]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class Call(msgspec.Struct, frozen=True):
+    function: CalledFunction
+
+
+class _OfText(msgspec.Struct, frozen=True, tag_field="role"):
+    content: Content
+    tool_calls: Annotated[
+        None, Meta(extra={"rule": "must be an array of calls, in a message of the assistant's"})
+    ] = None
+
+
+class SystemMessage(_OfText, frozen=True, tag="system"): ...
+
+
+class DeveloperMessage(_OfText, frozen=True, tag="developer"): ...
+
+
+class UserMessage(_OfText, frozen=True, tag="user"): ...
+
+
+class ToolMessage(_OfText, frozen=True, tag="tool"): ...
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):
+    """Text, calls, or both."""
+
+    content: Content | None = None
+    tool_calls: list[Call] | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("content is missing")
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+class MessageItem(msgspec.Struct, frozen=True, tag="message"):
+    """An item without a type is one."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content
+
+
+class FunctionCallItem(msgspec.Struct, frozen=True, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutputItem(msgspec.Struct, frozen=True, tag="function_call_output"):
+    call_id: str
+    output: Content
+
+
+class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text"):
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning"):
+    """What an earlier answer thought, before the message or the calls that follow it."""
+
+    content: list[ReasoningText]
+
+
+InputItem = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem
