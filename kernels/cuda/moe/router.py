@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.router_choice import RouterConstants, choose
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.rms_norm import RMSNorm
@@ -102,6 +103,7 @@ def _logits(x_ptr, w_ptr, norm_ptr, line, live, row, rows, eps, P: tl.constexpr)
     return tl.sum(acc, axis=2) * tl.rsqrt(tl.sum(squares, axis=2) / P.cols + eps)
 
 
+@DirectLaunch
 @triton.jit
 def _route_kernel(
     x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, logits_ptr, arrivals_ptr,
