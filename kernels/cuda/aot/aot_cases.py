@@ -118,7 +118,6 @@ HEADS = {
     "mistral-7b v0.1 32/8x128, window": Heads(32, 8, 128, window=4096),
     "gpt-oss 64/8x64, sinks": Heads(64, 8, 64, "halves", sinks=True),
     "gpt-oss 64/8x64, sinks, window": Heads(64, 8, 64, "halves", 128, sinks=True),
-    "32/8x128, sinks, window": Heads(32, 8, 128, window=1024, sinks=True),
 }
 _EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
 """The attentions that are compiled for every GPU; the others for the newest only."""
@@ -275,6 +274,9 @@ def _attention_cases() -> Iterator[Case]:
                 # Rows of one sequence, as drafts have them: written by a launch of its own, read by one that waits.
                 call = partial(_attention, heads, cache_type, _decode(BATCH, shares_sequences=True))
                 yield Case(f"{case}, rows of one sequence", True, (90,), call)
+    with_sinks = Heads(32, 8, 128, window=1024, sinks=True)  # of a head size that Hopper's kernel takes
+    call = partial(_attention, with_sinks, "f16", _prefill(LONG_CHUNK))
+    yield Case(f"attention 32/8x128, sinks, window f16, prompt of {LONG_CHUNK}", False, (90,), call)
 
 
 def _fixed_cases() -> Iterator[Case]:

@@ -157,8 +157,7 @@ def route(
     count, rows, used = router.weight.shape[0], x.shape[0], router.kind.used
     _check(x, norm, router, experts)
     program = _program(rows, router, pdl)
-    room = QuantizationScratch.empty(scratch_width(rows, router), x.device) if scratch is None else scratch
-    room.check(scratch_width(rows, router))
+    room = QuantizationScratch.of(scratch, scratch_width(rows, router), x.device)
     routing = Routing(
         torch.empty(rows, used, dtype=torch.int32, device=x.device) if experts is None else experts,
         torch.empty(rows, used, dtype=torch.float32, device=x.device),

@@ -43,8 +43,17 @@ def test_gate_and_up_of_every_format(name: str, device: torch.device) -> None:
     assert_rounded_close(y, expected_glu(x, routing, gate, up, None, "silu"))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swish"])
-@pytest.mark.parametrize("formats", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("BF16", "BF16"), ("F32", "Q4_K")])
+@pytest.mark.parametrize(
+    ("formats", "activation"),
+    [
+        (("Q4_K", "Q4_K"), "silu"),
+        (("Q4_K", "Q4_K"), "gelu_tanh"),
+        (("Q4_K", "Q4_K"), "clamped_swish"),
+        (("Q4_K", "Q6_K"), "clamped_swish"),
+        (("BF16", "BF16"), "gelu_tanh"),
+        (("F32", "Q4_K"), "silu"),
+    ],
+)
 def test_gate_and_up_with_biases(
     formats: tuple[str, str], activation: Activation, device: torch.device
 ) -> None:
