@@ -55,7 +55,6 @@ def test_every_format(name: str, device: torch.device) -> None:
 
 ROUTINGS = {
     "one row": chosen(1, 2, 5),
-    "two rows": chosen(2, 2, 5),
     "an expert never chosen": chosen(13, 2, 4),
     "all rows to one expert": torch.full((21, 1), 3, dtype=torch.int32),
     "all experts": torch.arange(5, dtype=torch.int32).repeat(4, 1),
@@ -68,10 +67,9 @@ def test_every_routing(name: str, device: torch.device) -> None:
     assert_right(Layer(("Q4_0", "Q4_0", "Q8_0"), (64, 8, 16), 5, width=32), ROUTINGS[name], device)
 
 
-@pytest.mark.parametrize("rows", [5, 12])
-def test_gpt_oss_has_biases_a_clamp_and_columns_that_fill_no_block(rows: int, device: torch.device) -> None:
+def test_gpt_oss_has_biases_a_clamp_and_columns_that_fill_no_block(device: torch.device) -> None:
     layer = Layer(("MXFP4", "MXFP4", "MXFP4"), (192, 16, 24), 2, bias=True, width=160)
-    assert_right(layer, chosen(rows, 1, 2), device, "clamped_swish")
+    assert_right(layer, chosen(12, 1, 2), device, "clamped_swish")
 
 
 PAIRED, UNPAIRED = ("Q4_0", "Q4_0", "Q8_0"), ("Q4_0", "Q8_0", "Q4_1")
@@ -82,9 +80,7 @@ PAIRED, UNPAIRED = ("Q4_0", "Q4_0", "Q8_0"), ("Q4_0", "Q8_0", "Q4_1")
     [
         (PAIRED, "gelu_tanh", False),
         (PAIRED, "silu", True),
-        (PAIRED, "clamped_swish", False),
         (PAIRED, "clamped_swish", True),
-        (UNPAIRED, "silu", False),
         (UNPAIRED, "clamped_swish", True),
         (("F16", "F16", "Q8_0"), "gelu_tanh", True),
         (("BF16", "Q8_0", "F32"), "clamped_swish", False),
