@@ -18,9 +18,10 @@ from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.glu import CLAMP, SWISH_SLOPE, Activation
 
 BIAS, ROWS, RESIDUAL = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)
-SILU, GELU_TANH, CLAMPED_SWISH = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+SILU, GELU_TANH = tl.constexpr(2), tl.constexpr(3)
+CLAMPED_SWISH, BIASED_SWISH = tl.constexpr(4), tl.constexpr(5)
 """Epilogues of a matmul: its rows plus a bias, its rows, its rows plus a residual, or those of a gated linear unit by
-its activation."""
+its activation; BIASED_SWISH: the clamped swish of products plus a bias."""
 
 EPILOGUES: dict[Activation, int] = {
     "silu": SILU.value,
@@ -45,7 +46,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == GELU_TANH:
         z = gate * (1.0 + 0.044715 * gate * gate) * _TWICE_SQRT_2_OVER_PI
         y = gate / (1.0 + tl.exp(-z)) * up
-    elif ACTIVATION == CLAMPED_SWISH:
+    elif ACTIVATION >= CLAMPED_SWISH:
         # Compared, a NaN stays one.
         gate = tl.where(gate > _CLAMP, _CLAMP, gate)
         up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up))
@@ -89,7 +90,7 @@ def product_scales(row_scale, bound, ACTIVATION: tl.constexpr = SILU):
     """
     above = ((row_scale * bound).to(tl.int32, bitcast=True) >> 23) - 126
     above = tl.minimum(tl.maximum(above, -55), 70)
-    if ACTIVATION == CLAMPED_SWISH:
+    if ACTIVATION >= CLAMPED_SWISH:
         power = tl.minimum(above + 1 + tl.maximum(above, 0), 6)
         scale = ((15 - power + 127) << 23).to(tl.float32, bitcast=True)
         return scale, ((power - 15 + 127) << 23).to(tl.float32, bitcast=True)

@@ -1,7 +1,7 @@
 """What is compiled ahead of time of a mixture of experts in decode, at the shapes of released models."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -51,25 +51,31 @@ ROUTERS = {
     "glm-4.5": Experts(5120, 1536, 160, RouterKind(8, "sigmoid", scale=2.5)),
     "deepseek-v3": Experts(7168, 2048, 256, RouterKind(8, "sigmoid", scale=2.5, groups=8, groups_used=4)),
 }
-TYPES = ("Q4_K", "Q6_K", "Q8_0", "MXFP4", "IQ4_XS")
+_TYPES = {"qwen3-30b-a3b": ("Q4_K", "Q6_K"), "gpt-oss-20b": ("MXFP4",)}
+"""What files of these models have; every type is compiled at _TYPES_WIDTH columns. (Mixtral's wide matrices take the
+longest to compile, and fewer registers than these.)"""
+
 _TYPES_WIDTH = 1024
+_BATCHED = ("qwen3-30b-a3b", "deepseek-v3")
+"""The routers, of few and of many experts, that are compiled for more than a row."""
 
 
 def expert_cases() -> Iterator[ExpertCase]:
-    for model, experts in MODELS.items():
-        for name in TYPES:
-            if experts.ffn % FORMATS[name].block == 0 and experts.hidden % FORMATS[name].block == 0:
-                call = partial(_layer, experts, (name, name, name))
-                yield f"{model}, experts of {name}, decode", True, (80, 90), call
-    small = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, RouterKind(6), bias=True)
+    for model, names in _TYPES.items():
+        for name in names:
+            archs = (80, 90) if name == "Q4_K" else (90,)
+            call = partial(_layer, MODELS[model], (name, name, name))
+            yield f"{model}, experts of {name}, decode", True, archs, call
+    small = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, RouterKind(2), bias=True)
     for name in FORMATS:
         call = partial(_layer, small, (name, name, name))
         yield f"experts of {name}, decode", True, (90,), call
+    uneven = replace(small, router=RouterKind(6))
+    yield "6 experts of 8, decode", True, (90,), partial(_layer, uneven, ("Q4_K", "Q4_K", "Q4_K"))
     yield "unpaired experts, decode", True, (90,), partial(_layer, small, ("Q4_K", "Q6_K", "F16"))
     for model, experts in ROUTERS.items():
-        for rows in (1, 16, 64):
-            archs = (80, 90) if model in MODELS else (90,)
-            yield f"router of {model}, {rows} rows", True, archs, partial(_router, experts, rows)
+        for rows in (1, 16, 64) if model in _BATCHED else (1,):
+            yield f"router of {model}, {rows} rows", True, (90,), partial(_router, experts, rows)
 
 
 def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) -> None:
@@ -89,7 +95,8 @@ def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) 
     routing = backend.route(batch, x, norm, _router_of(experts))
     gated = backend.experts_glu(batch, x, norm, routing, gate_up, experts.activation)
     backend.experts_add(batch, gated, routing, down, x, norm)
-    backend.experts_add(batch, gated, routing, down, x)
+    if experts.router.used == 6:  # once also without a norm behind it
+        backend.experts_add(batch, gated, routing, down, x)
 
 
 def _router(experts: Experts, rows: int, backend: CudaBackend) -> None:

@@ -43,41 +43,37 @@ class Experts:
 
 MODELS = {
     "qwen3-30b-a3b": Experts(2048, 768, 128, 8),
-    "qwen3-30b-a3b, down Q4_K": Experts(2048, 768, 128, 8, ("Q4_K", "Q4_K", "Q4_K")),
     "mixtral-8x7b": Experts(4096, 14336, 8, 2),
     "gpt-oss-20b": Experts(2880, 2880, 32, 4, ("MXFP4", "MXFP4", "MXFP4"), "clamped_swish", True),
 }
-ROWS = {
-    8: "8 rows",
-    64: "64 rows",
-    128: "128 rows",
-    512: "512 rows",
-    2048: "prompt of 2048",
-    4096: "prompt of 4096",
-}
+ROWS = {"qwen3-30b-a3b": (8, 128, 512), "mixtral-8x7b": (64, 2048), "gpt-oss-20b": (8, 64, 512, 4096)}
+"""So that blocks have all numbers of rows. Prompts are those of more than 512."""
+
+_WITHOUT_WGMMA = (("gpt-oss-20b", 8), ("mixtral-8x7b", 2048))
+"""Compiled without Hopper's instruction too: the smallest and the largest blocks."""
+
+_MMA_TYPES = ("F16", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")
+"""Compiled without it: types whose scales and codes lie differently. The dense matmul is compiled for all."""
 
 
 def grouped_cases() -> Iterator[GroupedCase]:
     for name, experts in MODELS.items():
-        for rows, words in ROWS.items():
-            # Decode runs as many rows as sequences; blocks of 8 rows and more of them are other kernels.
-            archs = (80, 90) if rows in (8, 128, 2048) else (90,)
+        for rows in ROWS[name]:
+            words = f"{rows} rows" if rows <= 512 else f"prompt of {rows}"
+            archs = (80, 90) if (name, rows) in _WITHOUT_WGMMA else (90,)
             call = partial(_layer, experts, rows, rows > 512)
             yield (f"experts of {name}, {words}", rows <= 512, archs, call)
     for name in FORMATS:
         of_type = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2, (name, name, name))
-        for rows in (16, 512):
-            archs = (80, 90) if rows == 16 else (90,)
-            yield (f"experts of {name}, {rows} rows", False, archs, partial(_layer, of_type, rows, False))
-        yield (f"experts of {name}, a prompt of 16", False, (80, 90), partial(_layer, of_type, 16, True))
+        if name in _MMA_TYPES:
+            yield (f"experts of {name}, 16 rows", False, (80,), partial(_layer, of_type, 16, False))
+        yield (f"experts of {name}, 512 rows", False, (90,), partial(_layer, of_type, 512, False))
+    of_type = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2)
+    yield ("experts, a prompt of 16", False, (80, 90), partial(_layer, of_type, 16, True))
     unpaired = Experts(1024, 1024, 8, 2, ("Q4_K", "Q6_K", "F16"), "gelu_tanh", True)
-    for rows in (16, 512):
-        yield (
-            f"experts of gate Q4_K and up Q6_K, {rows} rows",
-            False,
-            (80, 90),
-            partial(_layer, unpaired, rows, False),
-        )
+    for rows, arch in ((16, 80), (512, 90)):
+        call = partial(_layer, unpaired, rows, False)
+        yield (f"experts of gate Q4_K and up Q6_K, {rows} rows", False, (arch,), call)
 
 
 def _layer(experts: Experts, rows: int, exact: bool, backend: CudaBackend) -> None:

@@ -47,7 +47,7 @@ def _wgmma_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     block = gl.program_id(0)
     matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
-    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound, out_ptr)
+    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
     few_rows_program(
         matrix, x_rows, output, partial_ptr, arrivals_ptr, block, gl.program_id(1), block, gl.num_programs(0), P
     )  # fmt: skip
@@ -67,13 +67,13 @@ def _wgmma_two_parts_kernel(
     blocks = (tiles + P.warps - 1) // P.warps
     if place < blocks:
         matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
-        output = Output(row_scale_ptr, out_ptr, out_ptr, out_ptr, 0, N, T, 0.0, out_ptr)
+        output = Output(row_scale_ptr, out_ptr, out_ptr, out_ptr, 0, N, T, 0.0)
         few_rows_program(
             matrix, x_rows, output, partial_ptr, arrivals_ptr, place, gl.program_id(1), place, gl.num_programs(0), P
         )  # fmt: skip
     else:
         matrix_2 = Matrix((low_2, high_2, scales_2, supers_2), tiles_2, rows_2, weight_scale_2)
-        output_2 = Output(row_scale_ptr, out_ptr, out_ptr, out_ptr, rows, N, T, 0.0, out_ptr)
+        output_2 = Output(row_scale_ptr, out_ptr, out_ptr, out_ptr, rows, N, T, 0.0)
         few_rows_program(
             matrix_2, x_rows, output_2, partial_ptr, arrivals_ptr, place - blocks, gl.program_id(1), place,
             gl.num_programs(0), P_2,
@@ -113,7 +113,7 @@ def _wgmma_blocks_kernel(
             acc += one
     if P.flags.pdl and P.flags.consumer:
         tl.extra.cuda.gdc_wait()
-    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound, out_ptr)
+    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
     store_block(
         acc, block * (16 * P.warps), token0, output, rows, weight_scale, P, P.block,
         64 if P.flags.epilogue >= SILU else 32,

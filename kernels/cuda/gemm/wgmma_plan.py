@@ -14,7 +14,7 @@ class WgmmaFlags(NamedTuple):
     """What a launch does, beside its shapes.
 
     exact: weights are rounded to fp16 once, not their scales and minimums before. producer, consumer: see
-    `launch_wgmma`. epilogue: see glu.py. bias: see wgmma_store.py.
+    `launch_wgmma`. epilogue: see glu.py.
     """
 
     epilogue: int
@@ -23,7 +23,6 @@ class WgmmaFlags(NamedTuple):
     pdl: bool
     producer: bool = False
     consumer: bool = False
-    bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.glu import BIAS, CLAMPED_SWISH, RESIDUAL, SILU, gated, product_scales
+from quengine.kernels.cuda.glu import BIAS, BIASED_SWISH, CLAMPED_SWISH, RESIDUAL, SILU, gated, product_scales
 
 
 class Output(NamedTuple):
-    """Where results go: pointers (row scales of x, residual, result, its row scales), the first column that is written,
-    the distance of rows, rows of x, a bound on the products (see glu.py), and a pointer to what is added to each row of
-    products, before the gated unit, where the flags say so."""
+    """Where results go: pointers (row scales of x, residual or bias, result, its row scales), the first column that is
+    written, the distance of rows, rows of x, and a bound on the products (see glu.py)."""
 
     row_scale_ptr: Any
     residual_ptr: Any
@@ -28,7 +27,6 @@ class Output(NamedTuple):
     stride: Any
     rows: Any
     bound: Any
-    bias_ptr: Any
 
 
 @gluon.jit
@@ -73,8 +71,8 @@ def _pair_bias(block_row, output, rows, P: gl.constexpr, L: gl.constexpr):
     tile = tile_of(block_row // (16 * WARPS), gl.arange(0, WARPS, layout=OF_WARP), P)
     column = gl.expand_dims(tile, 1) * 8 + gl.expand_dims(gl.arange(0, 8, layout=OF_ROW), 0)
     inside = column < rows // 2
-    gate = gl.load(output.bias_ptr + column, mask=inside, other=0.0)
-    up = gl.load(output.bias_ptr + rows // 2 + column, mask=inside, other=0.0)
+    gate = gl.load(output.residual_ptr + column, mask=inside, other=0.0)
+    up = gl.load(output.residual_ptr + rows // 2 + column, mask=inside, other=0.0)
     return gl.expand_dims(gate, 2), gl.expand_dims(up, 2)
 
 
@@ -91,20 +89,19 @@ def _store_gated(y, block_row, token0, output, rows, weight_scale, P: gl.constex
     OF_TOKEN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gate.type.layout))
     near = scale / weight_scale
     of_gate = gl.convert_layout(near, OF_TOKEN)
-    if P.flags.epilogue == CLAMPED_SWISH:  # up is clamped before it is scaled
+    if P.flags.epilogue >= CLAMPED_SWISH:  # up is clamped before it is scaled
         of_up = of_gate
     else:
         of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
     gate = gate * gl.expand_dims(gl.expand_dims(of_gate, 0), 0)
     up = up * gl.expand_dims(gl.expand_dims(of_up, 0), 0)
-    if P.flags.bias:
-        gl.static_assert(P.flags.epilogue == CLAMPED_SWISH)  # for others the bound says nothing of biases
+    if P.flags.epilogue == BIASED_SWISH:  # of other activations the bound says nothing of biases
         OF_GATE: gl.constexpr = gate.type.layout
         gate_bias, up_bias = _pair_bias(block_row, output, rows, P, OF_GATE)
         gate += gate_bias
         up += up_bias
     result = gated(gate, up, P.flags.epilogue)
-    if P.flags.epilogue == CLAMPED_SWISH:
+    if P.flags.epilogue >= CLAMPED_SWISH:
         result *= gl.expand_dims(gl.expand_dims(gl.convert_layout(out_scale, OF_TOKEN), 0), 0)
     result = result.to(gl.float16)
     _store_wgmma_layout(result, block_row // 2, token0, output, WARPS, TB)
@@ -119,17 +116,12 @@ def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr):
     token = gl.expand_dims(token, 0)
     if P.flags.paired:
         column = (row >> 4) * 8 + (row & 7)
-        live = column < rows // 2
+        inside = gl.expand_dims(column < rows // 2, 1) & (token < output.rows)
         column = column + ((row >> 3) & 1) * (rows // 2)
     else:
         column = row
-        live = row < rows
-    inside = gl.expand_dims(live, 1) & (token < output.rows)
+        inside = gl.expand_dims(row < rows, 1) & (token < output.rows)
     at = token * output.stride + (output.first + gl.expand_dims(column, 1))
-    if P.flags.bias:
-        at_bias = output.bias_ptr + output.first + column
-        of_row = gl.load(at_bias, mask=live, other=0.0)
-        y += gl.expand_dims(of_row, 1)
     if P.flags.epilogue == RESIDUAL:
         y += gl.load(output.residual_ptr + at, mask=inside, other=0.0)
     elif P.flags.epilogue == BIAS:

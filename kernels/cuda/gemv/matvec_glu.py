@@ -81,8 +81,7 @@ def matvec_glu(
     result = QuantizedActivations.empty(1, width, x.high.device) if out is None else out
     if (result.rows, result.cols) != (1, width):
         raise ValueError(f"out holds {[result.rows, result.cols]}, not {[1, width]}")
-    room = QuantizationScratch.empty(2 * width, x.high.device) if scratch is None else scratch
-    room.check(2 * width)
+    room = QuantizationScratch.of(scratch, 2 * width, x.high.device)
     part = gate_up.parts[0]
     if not gate_up.paired or not isinstance(part, PackedPart):
         both = matvec(x, gate_up, out=room.values[: 2 * width].view(1, -1), pdl=pdl)

@@ -112,8 +112,7 @@ def matvec_norm(
         raise ValueError(f"residual must be contiguous {[1, weight.rows]}, not {list(residual.shape)}")
     if bias is not None and (bias.shape != (weight.rows,) or bias.dtype != torch.float32):
         raise ValueError(f"bias must be fp32 {[weight.rows]}, not {bias.dtype} {list(bias.shape)}")
-    room = QuantizationScratch.empty(weight.rows, residual.device) if scratch is None else scratch
-    room.check(weight.rows)
+    room = QuantizationScratch.of(scratch, weight.rows, residual.device)
     geometry = matvec_geometry([part], "norm")
     programs = triton.cdiv(part.tiles, geometry.tiles)
     hidden = torch.empty_like(residual)

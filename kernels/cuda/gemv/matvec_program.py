@@ -140,10 +140,16 @@ class QuantizationScratch:
             torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
         )
 
-    def check(self, width: int) -> None:
-        """Raises ValueError where there is no room for `width` values."""
-        if self.values.numel() < width or self.arrivals.numel() * 32 < width:
-            raise ValueError(f"scratch holds {self.values.numel()} values, needs {width}")
+    @classmethod
+    def of(
+        cls, given: "QuantizationScratch | None", width: int, device: torch.device
+    ) -> "QuantizationScratch":
+        """What is given, or else one for `width` values. Raises ValueError where that has no room for them."""
+        if given is None:
+            return cls.empty(width, device)
+        if given.values.numel() < width or given.arrivals.numel() * 32 < width:
+            raise ValueError(f"scratch holds {given.values.numel()} values, needs {width}")
+        return given
 
 
 def check_row(x: QuantizedActivations, weight: PackedWeight) -> None:

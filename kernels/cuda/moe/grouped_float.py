@@ -24,7 +24,7 @@ def _grouped_float_kernel(
     weight_ptr, x_ptr, row_scale_ptr, bias_ptr, out_ptr, of_block_ptr, rows, weight_blocks, first_block, end_block,
     first, outputs, stride, K, x_stride,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of x, or BLOCK_T of them, times a block of its expert's weight rows."""
     PARTS: tl.constexpr = (BLOCK + BLOCK_T - 1) // BLOCK_T
@@ -46,7 +46,7 @@ def _grouped_float_kernel(
             x = tl.load(x_ptr + at, mask=live[None, :] & (k < K)[:, None], other=0.0)
             acc = tl.dot(weight.to(tl.float16), x, acc)
         y = acc * tl.load(row_scale_ptr + place, mask=live, other=0.0)[None, :]
-        if BIAS:
+        if bias_ptr is not None:
             y += tl.load(bias_ptr + expert * outputs + first + n, mask=n < rows, other=0.0)[:, None]
         inside = live[None, :] & (n < rows)[:, None]
         tl.store(out_ptr + place[None, :] * stride + first + n[:, None], y, mask=inside)
@@ -60,11 +60,10 @@ def launch_grouped_float(
     block = 16 if blocks.rows <= 16 else 64
     weight_blocks = -(-weights.part_rows // _BLOCK_WEIGHTS)
     grid = blocks.grid(weight_blocks * -(-blocks.rows // block))
-    bias = output.bias
     _grouped_float_kernel[grid](
-        part.weight, x.values, x.row_scale, output.out if bias is None else bias, output.out, blocks.of_block,
+        part.weight, x.values, x.row_scale, output.bias, output.out, blocks.of_block,
         weights.part_rows, weight_blocks, blocks.first, blocks.end, output.first, weights.expert_rows,
         output.out.stride(0), part.cols, x.stride,
         BLOCK=blocks.rows, BLOCK_N=_BLOCK_WEIGHTS, BLOCK_T=block, BLOCK_K=_BLOCK_COLUMNS, LAYOUT=int(x.layout),
-        BIAS=bias is not None, PDL=pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+        PDL=pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip

@@ -12,13 +12,14 @@ from torch import Tensor
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_offset
 from quengine.kernels.cuda.gemm.matmul_fused import FusedProgram, MatmulMode, accumulate, add_warps
 from quengine.kernels.cuda.gemm.mma import uses_assembly
-from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, gated, product_bound, product_scales
+from quengine.kernels.cuda.glu import BIAS, BIASED_SWISH, SILU, gated, product_bound, product_scales
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped_program import (
     UNBOUNDED,
     Blocks,
     GroupedOutput,
+    epilogue_of,
     expert_of,
     expert_planes,
     scheduled,
@@ -31,59 +32,6 @@ _MMA = tl.constexpr(int(OperandLayout.MMA))
 
 
 @triton.jit
-def _bias(bias_ptr, column, inside, BIAS: tl.constexpr):
-    """Of an expert's outputs, zeros where there is none."""
-    if BIAS:
-        added = tl.load(bias_ptr + column, mask=inside, other=0.0)
-    else:
-        added = 0.0
-    return added
-
-
-@triton.jit
-def _store_rows(
-    y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, first, stride, BIAS: tl.constexpr, P: tl.constexpr
-):  # fmt: skip
-    """Store products fp32, as `add_warps` gives those of tile w of each warp, in columns first .. of their rows."""
-    tile = tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None, None] * P.tiles + w
-    r = tl.arange(0, 8)[None, :, None, None, None, None]
-    q = tl.arange(0, 4)[None, None, :, None, None, None]
-    n = tl.arange(0, P.token_tiles)[None, None, None, :, None, None]
-    rh = tl.arange(0, 2)[None, None, None, None, :, None]
-    token = token0 + n * 8 + q * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
-    if P.paired:
-        column = tile * 8 + r
-        inside = column < rows // 2
-        column = column + rh * (rows // 2)
-    else:
-        column = tile * 16 + rh * 8 + r
-        inside = column < rows
-    y += _bias(bias_ptr + first, column, inside, BIAS)
-    tl.store(out_ptr + token.to(tl.int64) * stride + (first + column), y, mask=inside)
-
-
-@triton.jit
-def _store_gated(
-    y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, stride, factor, BIAS: tl.constexpr, P: tl.constexpr
-):  # fmt: skip
-    """Store activation(gate) * up of products as scaled fp16 in the MMA layout."""
-    gate, up = tl.split(tl.permute(y, [0, 1, 2, 3, 5, 4]))
-    column = (tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None] * P.tiles + w) * 8 + (
-        tl.arange(0, 8)[None, :, None, None, None]
-    )
-    token = token0 + (
-        tl.arange(0, P.token_tiles)[None, None, None, :, None] * 8
-        + tl.arange(0, 4)[None, None, :, None, None] * 2
-        + tl.arange(0, 2)[None, None, None, None, :]
-    )
-    inside = column < rows // 2
-    gate += _bias(bias_ptr, column, inside, BIAS)
-    up += _bias(bias_ptr + rows // 2, column, inside, BIAS)
-    out = (gated(gate, up, P.epilogue) * factor).to(tl.float16)
-    tl.store(out_ptr + operand_offset(token.to(tl.int64), column, stride, _MMA), out, mask=inside)
-
-
-@triton.jit
 def _places(token0, P: tl.constexpr):
     """The places of `add_warps`' products: [1, 1, 4, token tile, 1, 2]."""
     return token0 + (
@@ -93,12 +41,49 @@ def _places(token0, P: tl.constexpr):
     )
 
 
+@triton.jit
+def _store_rows(
+    y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, first, stride, P: tl.constexpr
+):  # fmt: skip
+    """Store products fp32, as `add_warps` gives those of tile w of each warp, in columns first .. of their rows."""
+    tile = tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None, None] * P.tiles + w
+    r = tl.arange(0, 8)[None, :, None, None, None, None]
+    rh = tl.arange(0, 2)[None, None, None, None, :, None]
+    if P.paired:
+        column = tile * 8 + r
+        inside = column < rows // 2
+        column = column + rh * (rows // 2)
+    else:
+        column = tile * 16 + rh * 8 + r
+        inside = column < rows
+    if P.epilogue == BIAS:
+        y += tl.load(bias_ptr + (first + column), mask=inside, other=0.0)
+    tl.store(out_ptr + _places(token0, P).to(tl.int64) * stride + (first + column), y, mask=inside)
+
+
+@triton.jit
+def _store_gated(
+    y, w: tl.constexpr, tile0, place, rows, bias_ptr, out_ptr, stride, factor, P: tl.constexpr
+):  # fmt: skip
+    """Store activation(gate) * up of products as scaled fp16 in the MMA layout. place: [1, 1, 4, token tile, 2]."""
+    gate, up = tl.split(tl.permute(y, [0, 1, 2, 3, 5, 4]))
+    column = (tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None] * P.tiles + w) * 8 + (
+        tl.arange(0, 8)[None, :, None, None, None]
+    )
+    inside = column < rows // 2
+    if P.epilogue == BIASED_SWISH:
+        gate += tl.load(bias_ptr + column, mask=inside, other=0.0)
+        up += tl.load(bias_ptr + (rows // 2 + column), mask=inside, other=0.0)
+    out = (gated(gate, up, P.epilogue) * factor).to(tl.float16)
+    tl.store(out_ptr + operand_offset(place.to(tl.int64), column, stride, _MMA), out, mask=inside)
+
+
 @DirectLaunch
 @triton.jit(do_not_specialize=["first_block", "end_block"])
 def _grouped_mma_kernel(
     low, high, scales, supers, x_ptr, row_scale_ptr, bias_ptr, out_ptr, out_row_scale_ptr, of_block_ptr,
     tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, weight_scale, bound,
-    P: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
+    P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of x times a block of its expert's weight rows. outputs: of an expert, in all parts."""
     TILES: tl.constexpr = P.tiles
@@ -118,18 +103,18 @@ def _grouped_mma_kernel(
         of_expert = bias_ptr + expert * outputs
         scale = tl.load(row_scale_ptr + _places(token0, P))
         if P.epilogue >= SILU:
+            place = tl.reshape(_places(token0, P), [1, 1, 4, P.token_tiles, 2])
             one_scale = tl.reshape(scale, [1, 1, 4, P.token_tiles, 2])
             factor, out_row_scale = product_scales(one_scale, bound, P.epilogue)
             if weight_block == 0:
-                place = tl.reshape(_places(token0, P), [1, 1, 4, P.token_tiles, 2])
                 tl.store(out_row_scale_ptr + place, out_row_scale)
             for w in tl.static_range(TILES):
                 y = add_warps(acc, w, P) * (scale / weight_scale)
-                _store_gated(y, w, tile0, token0, rows, of_expert, out_ptr, stride, factor, BIAS, P)
+                _store_gated(y, w, tile0, place, rows, of_expert, out_ptr, stride, factor, P)
         else:
             for v in tl.static_range(TILES):
                 y = add_warps(acc, v, P) * (scale / weight_scale)
-                _store_rows(y, v, tile0, token0, rows, of_expert, out_ptr, first, stride, BIAS, P)
+                _store_rows(y, v, tile0, token0, rows, of_expert, out_ptr, first, stride, P)
 
 
 def launch_grouped_mma(
@@ -141,7 +126,7 @@ def launch_grouped_mma(
     mode: MatmulMode,
 ) -> None:
     """Rows x in the MMA layout, in blocks, times a part of their experts' matrices."""
-    _launch(x, weights, part, blocks, (output.out, output.out), output, ROWS.value, mode)
+    _launch(x, weights, part, blocks, (output.out, output.out), output, None, mode)
 
 
 def launch_grouped_mma_glu(
@@ -156,7 +141,7 @@ def launch_grouped_mma_glu(
     part = weights.parts[0]
     assert isinstance(part, PackedPart) and weights.paired and out.is_mma
     output = GroupedOutput(out.values, 0, weights.bias)
-    _launch(x, weights, part, blocks, (out.values, out.row_scale), output, EPILOGUES[activation], mode)
+    _launch(x, weights, part, blocks, (out.values, out.row_scale), output, activation, mode)
 
 
 def _launch(
@@ -166,23 +151,23 @@ def _launch(
     blocks: Blocks,
     results: tuple[Tensor, Tensor],
     output: GroupedOutput,
-    epilogue: int,
+    activation: Activation | None,
     mode: MatmulMode,
 ) -> None:
-    """results: the products, and the row scales of a gated unit's (anything where there are none)."""
-    geometry = grouped_fused_geometry(part, weights.expert_tiles, blocks.rows)
+    """results: the products, or of a gated unit with an `activation` its values and row scales."""
+    geometry, bias = grouped_fused_geometry(part, weights.expert_tiles, blocks.rows), output.bias
     program = FusedProgram(
         part.layout, part.cols, geometry.token_tiles, geometry.tiles, geometry.n_warps, geometry.k_warps, 1,
-        geometry.ahead, weights.paired, epilogue, mode.exact or mode.batch_invariant, mode.pdl, uses_assembly(),
+        geometry.ahead, weights.paired, epilogue_of(activation, bias), mode.exact or mode.batch_invariant, mode.pdl,
+        uses_assembly(),
     )  # fmt: skip
     assert x.is_mma and 8 * geometry.token_tiles == blocks.rows
     weight_blocks = -(-weights.expert_tiles // (geometry.tiles * geometry.n_warps))
-    bias = output.bias
     bound = product_bound(part) if bias is None else UNBOUNDED
     _grouped_mma_kernel[blocks.grid(weight_blocks)](
         *part.planes, x.values, x.row_scale, results[0] if bias is None else bias, *results, blocks.of_block,
         weights.expert_tiles, weights.part_rows, weight_blocks, blocks.first, blocks.end, output.first,
         weights.expert_rows, results[0].stride(0), part.weight_scale, bound,
-        P=program, BIAS=bias is not None, EARLY=blocks.early, num_warps=geometry.n_warps * geometry.k_warps,
+        P=program, EARLY=blocks.early, num_warps=geometry.n_warps * geometry.k_warps,
         maxnreg=geometry.registers or None, launch_pdl=mode.pdl,
     )  # fmt: skip

@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quengine.kernels.cuda.glu import BIAS, BIASED_SWISH, EPILOGUES, ROWS
+from quengine.kernels.glu import Activation
+
 SIDE = tl.constexpr(8)
 """Blocks of rows that run side by side over all weights: of one expert, they read the same weights from the L2 cache,
 and those of different experts read rows that it holds."""
@@ -45,6 +48,14 @@ class GroupedOutput(NamedTuple):
     bias: Tensor | None
 
 
+def epilogue_of(activation: Activation | None, bias: Tensor | None) -> int:
+    """The epilogue (glu.py) of products, or of a gated linear unit, which takes a bias where it clamps."""
+    if activation is None:
+        return int((ROWS if bias is None else BIAS).value)
+    assert bias is None or activation == "clamped_swish"
+    return EPILOGUES[activation] if bias is None else int(BIASED_SWISH.value)
+
+
 @triton.jit
 def scheduled(number, weight_blocks):
     """The block of rows and the block of weights of program `number`."""
@@ -56,10 +67,9 @@ def scheduled(number, weight_blocks):
 @triton.jit
 def expert_of(blocks_ptr, block, end):
     """The expert of a block of rows, -1 where there is no such block or it is not below `end`."""
-    expert = tl.load(
-        blocks_ptr + 1 + block, mask=block < end, other=-1
-    )  # beside the next load, not behind it
-    return tl.where(block < tl.load(blocks_ptr), expert, -1)
+    # Blocks.early: not from what this multiprocessor's cache may hold of an earlier layer's. One load beside the other.
+    expert = tl.load(blocks_ptr + 1 + block, mask=block < end, other=-1, cache_modifier=".cg")
+    return tl.where(block < tl.load(blocks_ptr, cache_modifier=".cg"), expert, -1)
 
 
 @triton.jit

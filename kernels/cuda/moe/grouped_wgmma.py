@@ -20,13 +20,14 @@ from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan_grouped
 from quengine.kernels.cuda.gemm.wgmma_program import Matrix, begin_block
 from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block, store_sums
-from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, product_bound
+from quengine.kernels.cuda.glu import SILU, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped_program import (
     UNBOUNDED,
     Blocks,
     GroupedOutput,
+    epilogue_of,
     expert_of,
     expert_planes,
     scheduled,
@@ -62,8 +63,7 @@ def _grouped_wgmma_kernel(
             weight_scale, P, MMA, A,
         )  # fmt: skip
         output = Output(
-            row_scale_ptr, out_ptr, out_ptr, out_row_scale_ptr, first, stride, places, bound,
-            bias_ptr + expert * outputs,
+            row_scale_ptr, bias_ptr + expert * outputs, out_ptr, out_row_scale_ptr, first, stride, places, bound,
         )  # fmt: skip
         block_row = weight_block * (16 * P.warps)
         if P.flags.epilogue >= SILU or P.block > 64:
@@ -84,7 +84,7 @@ def launch_grouped_wgmma(
     mode: MatmulMode,
 ) -> None:
     """Rows x in the WGMMA layout, in blocks, times a part of their experts' matrices."""
-    _launch(x, weights, part, blocks, (output.out, output.out), output, ROWS.value, mode)
+    _launch(x, weights, part, blocks, (output.out, output.out), output, None, mode)
 
 
 def launch_grouped_wgmma_glu(
@@ -100,7 +100,7 @@ def launch_grouped_wgmma_glu(
     part = weights.parts[0]
     assert isinstance(part, PackedPart) and weights.paired and out.is_wgmma
     output = GroupedOutput(out.values, 0, weights.bias)
-    _launch(x, weights, part, blocks, (out.values, out.row_scale), output, EPILOGUES[activation], mode)
+    _launch(x, weights, part, blocks, (out.values, out.row_scale), output, activation, mode)
 
 
 def _launch(
@@ -110,17 +110,15 @@ def _launch(
     blocks: Blocks,
     results: tuple[Tensor, Tensor],
     output: GroupedOutput,
-    epilogue: int,
+    activation: Activation | None,
     mode: MatmulMode,
 ) -> None:
-    """results: the products, and the row scales of a gated unit's (anything where there are none)."""
+    """results: the products, or of a gated unit with an `activation` its values and row scales."""
     geometry, bias = grouped_wgmma_geometry(blocks.rows), output.bias
-    exact = mode.exact or mode.batch_invariant
-    flags = WgmmaFlags(
-        epilogue, weights.paired, exact, mode.pdl, producer=not blocks.early, bias=bias is not None
-    )
+    exact, epilogue = mode.exact or mode.batch_invariant, epilogue_of(activation, bias)
+    flags = WgmmaFlags(epilogue, weights.paired, exact, mode.pdl, producer=not blocks.early)
     # Of a gated unit a tile is 8 columns of the result, whose padding is written too.
-    tiles = results[0].shape[1] // 8 if epilogue >= SILU.value else weights.expert_tiles
+    tiles = results[0].shape[1] // 8 if activation else weights.expert_tiles
     weight_blocks = -(-tiles // geometry.warps)
     plan = wgmma_plan_grouped(
         geometry, part.layout, x.values.shape[1], blocks.grid(weight_blocks), flags, blocks.early

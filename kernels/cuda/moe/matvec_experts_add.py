@@ -203,8 +203,7 @@ def matvec_experts_add(
     if next_norm is None or width % 32:
         _launch(gated, routing, down, part, residual, hidden, None, pdl)
         return hidden
-    room = QuantizationScratch.empty(rows * width, device) if scratch is None else scratch
-    room.check(rows * width)
+    room = QuantizationScratch.of(scratch, rows * width, device)
     return _launch(gated, routing, down, part, residual, hidden, (next_norm, room), pdl)
 
 

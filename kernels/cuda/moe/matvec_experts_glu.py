@@ -108,8 +108,7 @@ def matvec_experts_glu(
         both = matvec_expert_rows(x, routing, gate_up, pdl=pdl)
         return quantize_activations(glu_rows(both, activation, pdl), pdl=pdl)
     out = QuantizedActivations.empty(rows * used, width, device)
-    room = QuantizationScratch.empty(rows * used * width, device) if scratch is None else scratch
-    room.check(rows * used * width)
+    room = QuantizationScratch.of(scratch, rows * used * width, device)
     _launch(x, routing, gate_up, part, activation, out, room, pdl)
     return out
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.router_choice import RouterConstants, choose
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.rms_norm import RMSNorm
@@ -102,6 +103,7 @@ def _logits(x_ptr, w_ptr, norm_ptr, line, live, row, rows, eps, P: tl.constexpr)
     return tl.sum(acc, axis=2) * tl.rsqrt(tl.sum(squares, axis=2) / P.cols + eps)
 
 
+@DirectLaunch
 @triton.jit
 def _route_kernel(
     x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, logits_ptr, arrivals_ptr,
@@ -155,8 +157,7 @@ def route(
     count, rows, used = router.weight.shape[0], x.shape[0], router.kind.used
     _check(x, norm, router, experts)
     program = _program(rows, router, pdl)
-    room = QuantizationScratch.empty(scratch_width(rows, router), x.device) if scratch is None else scratch
-    room.check(scratch_width(rows, router))
+    room = QuantizationScratch.of(scratch, scratch_width(rows, router), x.device)
     routing = Routing(
         torch.empty(rows, used, dtype=torch.int32, device=x.device) if experts is None else experts,
         torch.empty(rows, used, dtype=torch.float32, device=x.device),
