@@ -1,6 +1,7 @@
 """The rooms of the house: how many files a folder has, and which way imports point."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,17 @@ def test_no_folder_has_more_files_than_one_takes_in() -> None:
     for folder in folders:
         most = 20 if folder.relative_to(ROOT).parts[0] == "tests" else 15
         assert len(list(folder.glob("*.py"))) <= most, folder
+
+
+def test_every_room_is_installed() -> None:
+    """A room that pyproject.toml does not list is in a checkout's import root, and in no installation."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    rooms = {
+        ".".join(("quengine", *path.parent.relative_to(ROOT).parts)).replace("quengine.engine", "quengine")
+        for layer in LAYERS
+        for path in sources(layer)
+    }
+    assert len(rooms) > 30 and set(packages) == rooms
 
 
 def test_imports_point_down() -> None:
