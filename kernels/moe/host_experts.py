@@ -5,6 +5,7 @@ layers' hidden rows cross the bus, 8 bytes a column and token, never the weights
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
 _HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """What each row's experts make of it, in the host backend's form, and the routing, copied there once a layer."""
+
+    gated: Hidden
+    routing: Routing
 
 
 class HostExperts:
@@ -48,23 +57,24 @@ class HostExperts:
         routing: Routing,
         gate_up: Any,
         activation: Activation = "silu",
-    ) -> Hidden:
-        rows = self.device.rms_norm(x, norm).to(_HOST, self.host.dtype)
-        return self.host.experts_glu(batch, rows, None, self._routing(routing), gate_up, activation)
+    ) -> HostRows:
+        rows, on_host = self.device.rms_norm(x, norm).to(_HOST, self.host.dtype), self._routing(routing)
+        gated = self.host.experts_glu(batch, rows, None, on_host, gate_up, activation)
+        return HostRows(gated, on_host)
 
     def experts_add(
         self,
         batch: ForwardBatch,
-        gated: Hidden,
-        routing: Routing,
+        gated: HostRows,
+        routing: Routing,  # noqa: ARG002 (`gated` has it on the host)
         down: Any,
         residual: Hidden,
         next_norm: RMSNorm | None = None,  # noqa: ARG002 (the operation that reads the sum begins it)
     ) -> Hidden:
-        tokens = routing.experts.shape[0]
+        tokens = gated.routing.experts.shape[0]
         stream = self.device.gather_rows(residual, torch.arange(tokens, device=self.device.device))
         nothing = torch.zeros(stream.shape, dtype=self.host.dtype)
-        sums = self.host.experts_add(batch, gated, self._routing(routing), down, nothing)
+        sums = self.host.experts_add(batch, gated.gated, gated.routing, down, nothing)
         return stream + sums.to(stream.device, stream.dtype)
 
     def _routing(self, routing: Routing) -> Routing:
