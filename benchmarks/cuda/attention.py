@@ -1,6 +1,6 @@
 """Decode and prefill attention at Mistral-7B's shapes: 32 query heads over 8 of 128, against bytes and SDPA.
 
-    python benchmarks/cuda/attention.py [decode|prefill|batch] [--json FILE] [--sweep]
+    python -m benchmarks.cuda.attention [decode|prefill|batch] [--json FILE] [--sweep]
 
 Times are per launch inside a CUDA graph of 16 layers, each with its own cache.
 """
@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 
 import torch
-from timing import COPY_BYTES_PER_SECOND, graph_us
 
 import quengine.kernels.cuda.attention.attention_arguments as arguments
 import quengine.kernels.cuda.attention.attention_prefill as prefill
 import quengine.kernels.cuda.attention.attention_tiles as tiles
+from benchmarks.cuda.cuda_timing import COPY_BYTES_PER_SECOND, launch_time
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
@@ -86,7 +86,7 @@ def time_decode(
         else:
             attention_decode(qkv, spec, layer, positions, tables, workspace, half, True, pdl)
 
-    return graph_us([lambda layer=layer: launch(layer) for layer in layers])
+    return launch_time([lambda layer=layer: launch(layer) for layer in layers])
 
 
 def decode_table(spec: AttentionSpec, pdl: bool) -> list[dict[str, float | bool]]:
@@ -163,8 +163,8 @@ def time_prefill(spec: AttentionSpec, rows: int, start: int) -> tuple[float, flo
         return rope_store(qkv, spec, layer, batch.positions, tables, tiles_.sequences)
 
     q = rotate()
-    attend = graph_us([lambda: prefill.attention_prefill(q, spec, layer, tables, tiles_, out)] * 4)
-    return attend, graph_us([rotate] * 8)
+    attend = launch_time([lambda: prefill.attention_prefill(q, spec, layer, tables, tiles_, out)] * 4)
+    return attend, launch_time([rotate] * 8)
 
 
 def time_sdpa(rows: int, keys: int) -> float:
@@ -172,7 +172,7 @@ def time_sdpa(rows: int, keys: int) -> float:
     q = torch.randn(1, HEADS, rows, HEAD_DIM, device=DEVICE, dtype=torch.float16)
     k, v = torch.randn(2, 1, KV_HEADS, keys, HEAD_DIM, device=DEVICE, dtype=torch.float16)
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    return graph_us([lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)] * 4)
+    return launch_time([lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)] * 4)
 
 
 def prefill_table(spec: AttentionSpec) -> list[dict[str, float]]:

@@ -10,11 +10,14 @@ from quengine.kernels.cuda.weights.layout import packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 L2_BYTES = 64 << 20
+COPY_BYTES_PER_SECOND = 4.3e12
+"""What a large device-to-device copy reaches on an H200, bytes read and written counted."""
 
 
 def graph_time(launches: Sequence[Callable[[], object]], replays: int = 7) -> float:
     """Median microseconds for all of `launches`, in order, replayed from one CUDA graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which makes what the launches read
     with torch.cuda.stream(stream):
         for launch in launches:
             launch()
@@ -36,6 +39,11 @@ def graph_time(launches: Sequence[Callable[[], object]], replays: int = 7) -> fl
     return statistics.median(times)
 
 
+def launch_time(launches: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of one of `launches`, run one after the other; several on different data pass the caches."""
+    return graph_time(launches, 20) / len(launches)
+
+
 def random_part(name: str, rows: int, cols: int, device: str = "cuda") -> PackedPart:
     """A packed part with random codes and scales of ordinary size, made on the device."""
     layout = packed_layout(FORMATS[name], cols)
@@ -46,7 +54,7 @@ def random_part(name: str, rows: int, cols: int, device: str = "cuda") -> Packed
 
     scales, supers = random_bytes(layout.scale_bytes), random_bytes(layout.super_bytes)
     for plane, halves in ((scales, layout.scales in (0, 1)), (supers, True)):
-        if halves:
+        if halves and plane.numel():
             plane.view(torch.float16).uniform_(1e-4, 1e-3)
     if layout.scales == 2:
         scales.random_(112, 120)

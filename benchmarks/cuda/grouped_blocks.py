@@ -10,6 +10,10 @@ each number of rows that an expert has on average, the best block to the launch 
 
 import argparse
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,10 +29,31 @@ from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.rms_norm import RMSNorm
 
+GEOMETRIES: dict[int, list[list[int]]] = {
+    8: [
+        [4, 1, 2, True, 0, 256], [4, 1, 2, False, 128, 256], [4, 1, 2, False, 96, 256], [4, 1, 2, False, 80, 256],
+        [4, 1, 2, True, 128, 256], [8, 1, 2, False, 128, 256], [4, 1, 4, False, 128, 128], [4, 1, 3, True, 104, 128],
+    ],
+    32: [
+        [4, 1, 3, False, 128, 128], [4, 1, 2, False, 128, 256], [4, 1, 2, False, 104, 256], [4, 1, 3, True, 128, 128],
+        [8, 1, 2, False, 128, 256],
+    ],
+    64: [
+        [4, 1, 3, True, 0, 128], [4, 1, 3, False, 128, 128], [4, 1, 3, True, 168, 128], [8, 1, 2, False, 128, 256],
+        [8, 1, 3, True, 0, 128],
+    ],
+    128: [[4, 1, 3, True, 0, 128], [8, 1, 3, True, 0, 128], [4, 1, 4, True, 0, 128]],
+}  # fmt: skip
+"""WgmmaGeometry without its block, which is the key; blocks of 16 have those of 8."""
+
+GEOMETRY_ROWS = {8: (8, 32, 64), 16: (64, 128), 32: (128, 256), 64: (512, 1024), 128: (2048, 4096)}
+"""The rows that each block's geometries are timed with."""
+
 ROWS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 BLOCKS = (8, 16, 32, 64, 128, 256)
 BYTES_PER_US = 4.2e6
 LAYERS = 4
+WORKERS = 14
 
 
 def experts_of(model: Experts) -> tuple[ExpertWeights, ExpertWeights]:
@@ -72,28 +97,107 @@ def layer_time(
     return time, chosen / model.count * sum(each.nbytes for each in layers[0])
 
 
+def tried_blocks(model: Experts, rows: int) -> list[int]:
+    mean = -(-rows * model.used // model.count)
+    return [block for block in BLOCKS if mean / 4 <= block <= max(16, 4 * mean)]
+
+
+def geometries(block: int) -> list[list[int]]:
+    return GEOMETRIES.get(8 if block == 16 else block, [])
+
+
+@contextmanager
+def geometry_of(block: int, geometry: list[int]) -> Iterator[None]:
+    """Blocks of so many rows are launched with `geometry`."""
+    entries = launch_table._table().setdefault(launch_table.device_name(), {}).setdefault("grouped_wgmma", {})
+    before = entries.get(str(block))
+    entries[str(block)] = geometry
+    try:
+        yield
+    finally:
+        del entries[str(block)]
+        if before is not None:
+            entries[str(block)] = before
+
+
+def tune_geometries(names: list[str]) -> dict[str, list[int]]:
+    """By block: the geometry that is best over the models and numbers of rows."""
+    relative: dict[int, list[list[float]]] = {}
+    for name in names:
+        layers = [experts_of(MODELS[name]) for _ in range(LAYERS)]
+        for block, rows in ((block, rows) for block, some in GEOMETRY_ROWS.items() for rows in some):
+            times = []
+            for geometry in geometries(block):
+                with geometry_of(block, geometry):
+                    times.append(layer_time(MODELS[name], layers, rows, block, 0)[0])
+            print(f"{name}, {rows} rows, geometries of {block}: {[round(t, 1) for t in times]}", flush=True)
+            relative.setdefault(block, []).append([time / min(times) for time in times])
+    best = {}
+    for block, found in relative.items():
+        means = [sum(column) for column in zip(*found, strict=True)]
+        best[str(block)] = geometries(block)[means.index(min(means))]
+    return best
+
+
+def compile_share(names: list[str], worker: int) -> None:
+    runs = [
+        (MODELS[name], rows, block, mma)
+        for name in names
+        for rows in ROWS
+        for block in tried_blocks(MODELS[name], rows)
+        for mma in (0, block)
+        if mma <= 8
+    ]
+    for model, rows, block, mma in runs[worker::WORKERS]:
+        layer_time(model, [experts_of(model)], rows, block, mma)
+    tried = [
+        (MODELS[name], rows, block, geometry)
+        for name in names
+        for block, some in GEOMETRY_ROWS.items()
+        for rows in (some[0], some[-1])
+        for geometry in geometries(block)
+    ]
+    for model, rows, block, geometry in tried[worker::WORKERS]:
+        with geometry_of(block, geometry):
+            layer_time(model, [experts_of(model)], rows, block, 0)
+
+
+def compile_all(names: list[str]) -> None:
+    """Compile everything in several processes, so that timing does not wait."""
+    command = [sys.executable, "-m", "benchmarks.cuda.grouped_blocks", "-m", *names, "--compile"]
+    running = [subprocess.Popen([*command, str(i)]) for i in range(WORKERS)]
+    if any(process.wait() for process in running):
+        raise SystemExit("a compile worker failed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-m", "--model", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("-o", "--out", type=Path)
+    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.compile is not None:
+        compile_share(arguments.model, arguments.compile)
+        return
+    compile_all(arguments.model)
+    found = tune_geometries(arguments.model)
+    print(json.dumps({"grouped_wgmma": found}), flush=True)
+    launch_table._table().setdefault(launch_table.device_name(), {})["grouped_wgmma"] = found
     relative: dict[int, dict[int, list[float]]] = {}
     for name in arguments.model:
         model = MODELS[name]
         layers = [experts_of(model) for _ in range(LAYERS)]
         for rows in ROWS:
-            mean = -(-rows * model.used // model.count)
-            tried = [block for block in BLOCKS if mean / 4 <= block <= max(16, 4 * mean)]
-            times = {}
-            for block in tried:
+            mean, times = -(-rows * model.used // model.count), {}
+            for block in tried_blocks(model, rows):
                 times[block], nbytes = layer_time(model, layers, rows, block, 0)
                 part = nbytes / BYTES_PER_US / times[block]
                 print(
                     f"{name}, {rows} rows, blocks of {block}: {times[block]:.1f} us, {part:.0%}", flush=True
                 )
-                if block <= 64:
+                if block <= 16:
                     mma, _ = layer_time(model, layers, rows, block, block)
                     print(f"{name}, {rows} rows, blocks of {block} on m16n8k16: {mma:.1f} us", flush=True)
             for block, time in times.items():
@@ -105,7 +209,8 @@ def main() -> None:
     print(json.dumps({"device": torch.cuda.get_device_name(), "grouped_blocks": best}))
     if arguments.out:
         table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-        table.setdefault(launch_table.device_name(), {})["grouped_blocks"] = best
+        entries = table.setdefault(launch_table.device_name(), {})
+        entries["grouped_blocks"], entries["grouped_wgmma"] = best, found
         arguments.out.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 

@@ -1,6 +1,6 @@
 """RMSNorm against torch, torch.compile and liger-kernel, and against the speed of a copy.
 
-    python benchmarks/cuda/rms_norm.py [--dtype float16] [--json FILE] [--sweep]
+    python -m benchmarks.cuda.rms_norm [--dtype float16] [--json FILE] [--sweep]
 
 A call is timed inside a CUDA graph of 24 calls on rotating buffers. `--sweep` times launch shapes instead.
 """
@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from timing import COPY_BYTES_PER_SECOND, graph_us
 
 import quengine.kernels.cuda.rms_norm as ours
+from benchmarks.cuda.cuda_timing import COPY_BYTES_PER_SECOND, launch_time
 
 ROWS = (1, 10, 100, 200, 2048, 65536)
 WIDTHS = (576, 4096, 8192)
@@ -54,7 +54,7 @@ def candidates(
 
 def time_calls(function: Callable[[torch.Tensor], object], inputs: list[torch.Tensor]) -> float:
     calls = min(CALLS, max(4, 2**32 // inputs[0].nbytes // 2))
-    return graph_us([partial(function, inputs[i % len(inputs)]) for i in range(calls)])
+    return launch_time([partial(function, inputs[i % len(inputs)]) for i in range(calls)])
 
 
 def compare(dtype: torch.dtype, compiled: bool) -> list[dict[str, float]]:

@@ -1,6 +1,6 @@
 """Device time of choosing a token for 1 row and for 64: greedy, llama.cpp's defaults, with no top-k; two vocabularies.
 
-python benchmarks/cuda/sampling.py [--json FILE]
+python -m benchmarks.cuda.sampling [--json FILE]
 """
 
 import argparse
@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 import torch
-from timing import graph_us
 
+from benchmarks.cuda.cuda_timing import launch_time
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
 
@@ -35,7 +35,7 @@ def time_case(rows: int, vocab: int, settings: Settings, device: torch.device) -
     for row in range(rows):
         buffers.set(row, settings, [1, 2, 3], {})
     pdl = has_dependent_launch(device)
-    return graph_us([lambda: sample_step(logits, state, buffers, pdl)] * 16)
+    return launch_time([lambda: sample_step(logits, state, buffers, pdl)] * 16)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ is multiplied by one expert's matrix. How many blocks there are is known on the 
 
 from bisect import bisect_left
 
-BLOCKS = ((4, 8), (9, 16), (20, 32), (45, 64), (384, 128), (1 << 30, 256))
+BLOCKS = ((4, 8), (9, 16), (20, 32), (64, 64), (384, 128), (1 << 30, 256))
 """(pairs of an expert on average, up to; rows of a block). A block holds the mean and two standard deviations of it, so
 that nearly every expert has one block: a second one dequantizes the expert again. Blocks of 256 rows dequantize half as
 often as those of 128, and pay where fewer than every fourth row is padding."""

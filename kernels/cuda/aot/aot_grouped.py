@@ -67,7 +67,8 @@ def grouped_cases() -> Iterator[GroupedCase]:
         of_type = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2, (name, name, name))
         if name in _MMA_TYPES:
             yield (f"experts of {name}, 16 rows", False, (80,), partial(_layer, of_type, 16, False))
-        yield (f"experts of {name}, 512 rows", False, (90,), partial(_layer, of_type, 512, False))
+        for rows in (64, 512):
+            yield (f"experts of {name}, {rows} rows", False, (90,), partial(_layer, of_type, rows, False))
     of_type = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2)
     yield ("experts, a prompt of 16", False, (80, 90), partial(_layer, of_type, 16, True))
     unpaired = Experts(1024, 1024, 8, 2, ("Q4_K", "Q6_K", "F16"), "gelu_tanh", True)

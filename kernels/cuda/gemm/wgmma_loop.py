@@ -23,18 +23,42 @@ def copy_set(x_rows, stages, ready, n, slot, begin, count, token0, P: gl.constex
 
 
 @gluon.jit
+def load_turn(planes, tile, chunk, end, lane, P: gl.constexpr):
+    """The words of the chunks of a turn, from number `chunk` of a tile on; past the last one, that one again: as cheap
+    as a mask is not, whose zeros are an instruction a word."""
+    FMT: gl.constexpr = P.layout
+    TOGETHER: gl.constexpr = P.together
+    words = ()
+    for i in gl.static_range(TOGETHER):
+        at = tile * P.chunks + gl.minimum(chunk + i, end - 1)
+        words = words + load_chunk(planes, at, 0, lane, True, FMT, False)
+    return words
+
+
+@gluon.jit
+def _of_chunk(words, i: gl.constexpr, P: gl.constexpr):
+    """The words of chunk i of a turn."""
+    COUNT: gl.constexpr = len(words) // P.together
+    one = ()
+    for number in gl.static_range(COUNT):
+        one = one + (words[i * COUNT + number],)
+    return one
+
+
+@gluon.jit
 def multiply(
     planes, words, x_rows, stages, ready, tile, lane, begin, first, last, end, token0, weight_scale,
     P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """Chunks first .. last - 1 of a program's begin .. end - 1: fp32 [16*P.warps, P.block], and the words of the chunk
+    """Chunks first .. last - 1 of a program's begin .. end - 1: fp32 [16*P.warps, P.block], and the words of the turn
     that follows.
 
-    `words`: those of chunk `first`. All splits of a program are one queue of copied sets.
+    `words`: those of the turn from chunk `first` on. All splits of a program are one queue of copied sets. In a turn of
+    two chunks the second may be past the last one: it counts as zeros, times the set before, and copies nothing.
     """
     SETS: gl.constexpr = P.sets
-    FMT: gl.constexpr = P.layout
     HALVES: gl.constexpr = P.columns // 128
+    TOGETHER: gl.constexpr = P.together
     first_set = begin * SETS
     count = (end - begin) * SETS
     WARPS: gl.constexpr = P.warps
@@ -42,16 +66,24 @@ def multiply(
     acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
     n = (first - begin) * SETS
     slot, turn, before = n % P.stages, (n // P.stages) & 1, (n + P.stages - 1) % P.stages
-    for c in range(first, last):
-        # The last chunk is read twice: as cheap as a mask is not, whose zeros are an instruction a word.
-        at = tile * P.chunks + gl.minimum(c + 1, end - 1)
-        later = load_chunk(planes, at, 0, lane, True, FMT, False)
-        for number in gl.static_range(SETS):
-            rows = stages.index(slot)
+    for c in range(first, last, TOGETHER):
+        if TOGETHER == 1:
+            later = load_turn(planes, tile, c + 1, end, lane, P)
+        else:
+            later = load_turn(planes, tile, gl.minimum(c + TOGETHER, last), end, lane, P)
+        for number in gl.static_range(TOGETHER * SETS):
+            chunk = _of_chunk(words, number // SETS, P)
+            live, scale, copied, at = True, weight_scale, count, slot
+            if number >= SETS:
+                live = c + 1 < last
+                scale = gl.where(live, weight_scale, 0.0)
+                copied = gl.where(live, count, 0)
+                at = gl.where(live, slot, before)
+            rows = stages.index(at)
             for half in gl.static_range(HALVES):
-                a = weights_operand(words, number * HALVES + half, weight_scale, P, A)
+                a = weights_operand(chunk, number % SETS * HALVES + half, scale, P, A)
                 if half == 0:
-                    mbarrier.wait(ready.index(slot), turn)
+                    mbarrier.wait(ready.index(at), turn, pred=live)
                 x = rows if HALVES == 1 else rows.slice(half * 128, 128, 1)
                 acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=P.overlap)
                 if P.overlap:
@@ -60,11 +92,11 @@ def multiply(
                         tl.debug_barrier()  # all warps have read the set before this, which the next is copied over
                         if n > 0:
                             copy_set(
-                                x_rows, stages, ready, n - 1 + P.stages, before, first_set, count, token0, P
+                                x_rows, stages, ready, n - 1 + P.stages, before, first_set, copied, token0, P
                             )
             if not P.overlap:
                 tl.debug_barrier()
-                copy_set(x_rows, stages, ready, n + P.stages, slot, first_set, count, token0, P)
+                copy_set(x_rows, stages, ready, n + P.stages, slot, first_set, copied, token0, P)
             n += 1
             before = slot
             if P.stages & (P.stages - 1) == 0:

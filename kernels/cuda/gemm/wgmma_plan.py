@@ -58,6 +58,12 @@ class WgmmaProgram:
         """Sets of columns a chunk."""
         return self.layout.chunk // self.columns
 
+    @property
+    def together(self) -> int:
+        """Chunks of a turn of the loop. A turn that overlaps has two matrix instructions or more: the operand of one is
+        in registers until the next one has begun, and one alone would be written over by the next turn's."""
+        return 2 if self.layout.chunk == 128 and self.split_chunks > 2 else 1
+
 
 @dataclass(frozen=True)
 class WgmmaPlan:
@@ -118,12 +124,13 @@ def _program(
     chunks, block = cols // layout.chunk, geometry.block or wgmma_block(rows)
     split_chunks = -(-chunks // geometry.splits)
     splits = -(-chunks // split_chunks)  # each has some chunks
-    # Where the loop has one turn at most, the compiler may copy sums in front of the wait that is behind it.
-    overlap = geometry.overlap and split_chunks > 1
-    return WgmmaProgram(
+    program = WgmmaProgram(
         layout, cols, block, geometry.warps, splits, _sums_at_once(splits, block, geometry), geometry.stages,
-        min(geometry.columns, layout.chunk), overlap, flags,
+        min(geometry.columns, layout.chunk), geometry.overlap, flags,
     )  # fmt: skip
+    # Where the loop has one turn at most, the compiler may copy sums in front of the wait that is behind it.
+    columns = program.together * layout.chunk
+    return replace(program, overlap=geometry.overlap and split_chunks > program.together and columns > 128)
 
 
 def _sums_at_once(splits: int, block: int, geometry: WgmmaGeometry) -> int:

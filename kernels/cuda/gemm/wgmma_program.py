@@ -12,8 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from quengine.kernels.cuda.gemm.fragments import load_chunk
-from quengine.kernels.cuda.gemm.wgmma_loop import copy_set, multiply
+from quengine.kernels.cuda.gemm.wgmma_loop import copy_set, load_turn, multiply
 from quengine.kernels.cuda.gemm.wgmma_store import store_sums, tile_of
 
 
@@ -56,8 +55,7 @@ def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
     thread = gl.arange(0, 32 * P.warps, layout=gl.BlockedLayout([1], [32], [P.warps], [0]))
     lane = thread & 31
     tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # what is beyond is not stored
-    FMT: gl.constexpr = P.layout
-    words = load_chunk(matrix.planes, tile * P.chunks + begin, 0, lane, True, FMT, False)
+    words = load_turn(matrix.planes, tile, begin, end, lane, P)
     stages, ready = _allocate_stages(x_rows, P)
     if P.flags.pdl and not P.flags.consumer:
         tl.extra.cuda.gdc_wait()

@@ -1,8 +1,9 @@
-"""The router of a mixture of experts in one launch: norm, router matmul, choice and weights, all fp32.
+"""The router of a mixture of experts: norm, router matmul, choice and weights, all fp32, for few rows in one launch.
 
-Programs share the experts of some rows: each gives the logits of a few experts, and the last one of a block of rows to
-arrive chooses. A logit is added up over 512 lanes, lane j taking columns j, j + 512, ..., then over the lanes: in an
-order that the width alone decides, so that a row's bits are the same among any number of rows.
+Programs share the experts of some rows: each gives the logits of a few experts. The last one of a block of rows to
+arrive chooses; where rows are many, that is a launch of its own, in which all rows are chosen for at once.
+A logit is added up over 512 lanes, lane j taking columns j, j + 512, ..., then over the lanes: in an order that the
+width alone decides, so that a row's bits are the same among any number of rows.
 Definition: kernels/moe/router.py, kernels/rms_norm.py.
 """
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.router_choice import RouterConstants, choose
+from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.rms_norm import RMSNorm
 
@@ -26,19 +28,21 @@ _MOST_PREFETCHED = tl.constexpr(16)
 """Steps of 512 columns whose weights a program holds before it waits: 4 registers each, and as many for the rows."""
 
 _FEW_ROWS = 16
-"""Rows up to which there are programs of few logits, for latency; of more, those that read less."""
+"""Rows up to which there are programs of few logits, for latency, and one launch; of more, programs that read less."""
 
 
 @dataclass(frozen=True)
 class RouterProgram:
     """A compile-time constant of the kernel: logits of `rows` rows by `experts` experts of `cols` columns a program.
-    gate: there is a shared expert's gate, whose logit stands behind those of the `count` experts."""
+    gate: there is a shared expert's gate, whose logit stands behind those of the `count` experts. chooses: the last
+    program of a block of rows does."""
 
     rows: int
     experts: int
     cols: int
     count: int
     gate: bool
+    chooses: bool
     pdl: bool
 
     @property
@@ -130,15 +134,30 @@ def _route_kernel(
     column = (tl.where(of_gate, P.count, 0) + line)[None, :]
     at = row0 + tl.arange(0, ROWS)[:, None]
     tl.store(logits_ptr + at * LOGITS + column, y, mask=(at < rows) & (line < end)[None, :])
-    tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-    arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
-    if arrived == P.blocks - 1:
-        for number in range(tl.minimum(ROWS, rows - row0)):
-            choose(
-                logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr,
-                row0 + number, LOGITS, P.gate, C,
-            )  # fmt: skip
-        tl.store(arrivals_ptr + tl.program_id(0), 0)
+    if P.chooses:
+        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        if arrived == P.blocks - 1:
+            for number in range(tl.minimum(ROWS, rows - row0)):
+                choose(
+                    logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr,
+                    row0 + number, LOGITS, P.gate, C,
+                )  # fmt: skip
+            tl.store(arrivals_ptr + tl.program_id(0), 0)
+
+
+@DirectLaunch
+@triton.jit
+def _choose_kernel(
+    logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr,
+    P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A program a row."""
+    launch_then_wait(P.pdl)
+    choose(
+        logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr, tl.program_id(0),
+        P.logits, P.gate, C,
+    )  # fmt: skip
 
 
 def route(
@@ -149,7 +168,7 @@ def route(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
 ) -> Routing:
-    """The routing of the norm of fp32 rows x [T, K]; see kernels/moe/router.py. Takes one launch.
+    """The routing of the norm of fp32 rows x [T, K]; see kernels/moe/router.py. Takes one launch, two of many rows.
 
     The router's tensors are fp32. `experts`, int32 [T, k], ascending: weighted without a choice. `scratch`, for
     `scratch_width` values, avoids an allocation. Raises ValueError on other shapes.
@@ -163,11 +182,17 @@ def route(
         torch.empty(rows, used, dtype=torch.float32, device=x.device),
         None if router.shared_gate is None else torch.empty(rows, dtype=torch.float32, device=x.device),
     )
+    constants = RouterConstants.of(router.kind, count)
     _route_kernel[(triton.cdiv(rows, program.rows), program.blocks)](
         x, norm.weight, router.weight, router.shared_gate, router.bias, router.selection_bias, experts, room.values,
-        room.arrivals, routing.experts, routing.weights, routing.shared, rows, norm.eps, P=program,
-        C=RouterConstants.of(router.kind, count), num_warps=_WARPS, launch_pdl=pdl,
+        room.arrivals, routing.experts, routing.weights, routing.shared, rows, norm.eps, P=program, C=constants,
+        num_warps=_WARPS, launch_pdl=pdl,
     )  # fmt: skip
+    if not program.chooses:
+        _choose_kernel[(rows,)](
+            room.values, router.bias, router.selection_bias, experts, routing.experts, routing.weights,
+            routing.shared, P=program, C=constants, num_warps=_WARPS, launch_pdl=pdl,
+        )  # fmt: skip
     return routing
 
 
@@ -178,8 +203,9 @@ def scratch_width(rows: int, router: Router) -> int:
 
 def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
     count, cols = router.weight.shape
-    tile = (1, 1) if rows == 1 else (2, 2) if rows <= _FEW_ROWS else (4, 8)
-    return RouterProgram(*tile, cols, count, router.shared_gate is not None, pdl)
+    few = rows <= _FEW_ROWS
+    tile = (1, 1) if rows == 1 else (1, 4) if few else (4, 8)
+    return RouterProgram(*tile, cols, count, router.shared_gate is not None, few, pdl)
 
 
 def _check(x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> None:

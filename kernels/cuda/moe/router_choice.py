@@ -71,8 +71,9 @@ def _order(score):
 def _highest(keys, COUNT: tl.constexpr):
     """Which are the COUNT highest of distinct int64 keys [N]."""
     if keys.shape[0] <= _MOST_COMPARED:
-        above = (keys[None, :] > keys[:, None]).to(tl.int32)
-        return tl.sum(above, axis=1) < COUNT
+        # Added up down the columns, which a thread has to itself but for the warps; along rows all lanes would meet.
+        above = (keys[:, None] > keys[None, :]).to(tl.int32)
+        return tl.sum(above, axis=0) < COUNT
     else:
         best = tl.max(keys, axis=0)
         for _ in range(COUNT - 1):

@@ -18,6 +18,7 @@ from quengine.kernels.moe.grouping import default_block
 
 _TABLE = Path(__file__).with_name("launch_table.json")
 _MOST_ROUNDS = 16
+_MANY_TILES = 1024
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
@@ -129,7 +130,7 @@ def experts_key(part: PackedPart, kind: str, tiles: int, used: int) -> str:
 def experts_glu_geometry(part: PackedPart, tiles: int, used: int) -> Geometry:
     """Geometry for `used` experts, of `tiles` tiles each, on one row; programs have tiles of one expert."""
     entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "glu", tiles, used))
-    return Geometry(*entry) if entry else _default_experts_glu(part, tiles, used)
+    return Geometry(*entry) if entry else _one_tile(part, 4, 72)
 
 
 def experts_add_geometry(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
@@ -194,11 +195,12 @@ def grouped_fused_geometry(part: PackedPart, expert_tiles: int, block: int) -> F
 def grouped_wgmma_geometry(block: int) -> WgmmaGeometry:
     """Geometry of the grouped matmul on Hopper for blocks of 8 to 256 rows. No columns are split: experts and blocks
     make programs enough."""
-    if block <= 16:
-        return WgmmaGeometry(4, 1, 2, True, 0, 256, block)
-    if block <= 64:
-        return WgmmaGeometry(4, 1, 3, block == 64, 128 if block == 32 else 0, 128, block)
-    return WgmmaGeometry(4 if block == 128 else 8, 1, 3, True, 0, 128, block)
+    entry = _table().get(device_name(), {}).get("grouped_wgmma", {}).get(str(block))
+    if entry:
+        return WgmmaGeometry(*entry, block=block)
+    if block <= 32:
+        return WgmmaGeometry(4, 1, 2, False, 128, 256, block)
+    return WgmmaGeometry(8 if block > 128 else 4, 1, 3, True, 0, 128, block)
 
 
 def wgmma_block(rows: int) -> int:
@@ -292,29 +294,33 @@ def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
 
 
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
-    """Small programs, of 4 warps or fewer; K split so that a warp has about 4 chunks, more where rows are many."""
-    rounds = 4 if part.tiles < 1024 else 8
+    """One tile a program and a chunk or two a warp, where rows are few; where they are many, programs of 4 warps or
+    fewer with more chunks each."""
+    if kind == "swiglu":
+        return _one_tile(part, 4, 72)
+    if kind == "norm" or part.tiles < _MANY_TILES:
+        return _one_tile(part, 16 if part.chunks > 32 else 8, 80)
     k_warps = 1
-    while k_warps < 32 and part.chunks > (rounds if k_warps < 8 else _MOST_ROUNDS) * k_warps:
+    while k_warps < 32 and part.chunks > (8 if k_warps < 8 else _MOST_ROUNDS) * k_warps:
         k_warps *= 2
-    if kind == "norm":
-        while k_warps < 4 and k_warps < part.chunks:
-            k_warps *= 2
-        return Geometry(2, min(k_warps, 16), 1)
-    return Geometry(4 // k_warps if kind == "rows" and k_warps < 4 else 1, k_warps, 2)
+    return Geometry(max(1, 4 // k_warps), k_warps, 2)
 
 
-def _default_experts_glu(part: PackedPart, tiles: int, used: int) -> Geometry:
-    """One tile a program. Where all programs run at once every chunk is under way at once; up to 4 a warp elsewhere."""
-    rounds = 2 if tiles * used <= 8 * _MULTIPROCESSORS else 4
+def _one_tile(part: PackedPart, most_warps: int, registers: int) -> Geometry:
+    """A tile by up to so many warps, each of which has a chunk or more. Warps that check for the edge take more
+    registers than the limit with which more programs share a multiprocessor."""
     k_warps = 1
-    while k_warps < 8 and part.chunks > rounds * k_warps:
+    while k_warps < most_warps and 2 * k_warps <= part.chunks:
         k_warps *= 2
-    return Geometry(1, k_warps, 2 if part.layout.chunk == 256 else 4)
+    while k_warps < 32 and part.chunks > _MOST_ROUNDS * k_warps:
+        k_warps *= 2
+    even = part.chunks % k_warps == 0 and part.layout.chunk == 256
+    return Geometry(1, k_warps, 1, registers if even else 0, True)
 
 
 def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
-    """Up to 16 warps a program, experts first, then columns; 8 where a warp has few chunks, which it reads at once."""
+    """Up to 16 warps a program, experts first, then columns. Where a warp has few chunks, it reads them all at once;
+    where it has many, two programs share a multiprocessor."""
     slots = 1
     while slots < 8 and 2 * slots <= used:
         slots *= 2
@@ -322,5 +328,6 @@ def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geome
     k_warps = 1
     while in_program * slots * k_warps < 16 and part.chunks > 3 * k_warps:
         k_warps *= 2
-    few = part.layout.chunk == 256 and part.chunks > 3 * k_warps
-    return Geometry(in_program, k_warps, 2 if few else 3), slots
+    if part.chunks > 3 * k_warps:
+        return Geometry(in_program, k_warps, 1, 64, True), slots
+    return Geometry(in_program, k_warps, 3), slots

@@ -151,5 +151,9 @@ def test_only_whole_groups_of_one_packed_part_can_begin_a_norm(device: torch.dev
 
 
 def test_the_default_geometry_keeps_groups_whole(device: torch.device) -> None:
-    part = pack(ordinary_weight("Q4_K", 64, 256), device).parts[0]
-    assert launch_table.default_geometry(part, "norm").tiles % 2 == 0
+    """Whole groups of 32 outputs a program, or half of one, which the kernel puts together."""
+    for cols in (256, 576, 4096, 14336):
+        part = pack(ordinary_weight("Q4_0", 64, cols), device).parts[0]
+        geometry = launch_table.default_geometry(part, "norm")
+        assert geometry.tiles == 1 or geometry.tiles % 2 == 0
+        assert geometry.k_warps <= part.chunks
