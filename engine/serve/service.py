@@ -178,4 +178,5 @@ def _join(group: list[Piece]) -> Piece:
         "".join(piece.text for piece in group),
         tuple(entry for piece in group for entry in piece.logprobs),
         tuple(entry for piece in group for entry in piece.prompt_logprobs),
+        tuple(entry for piece in group for entry in piece.progress),
     )

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.logprob_forms import chat_logprobs
+from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import chat_ids, read_messages, template_variables
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
@@ -37,10 +38,11 @@ async def chat_completions(service: Service, request: Request) -> Response:
     body = await read_request(request, ChatRequest, service.limits)
     requests, answers = await unless_gone(request.receive, _prepared(service, body))
     if body.stream:
-        chunks = _Chunks(service, requests, answers, body.stream_options.include_usage)
+        chunks = _Chunks(service, requests, answers, body.stream_options.include_usage, body.verbose)
         return await stream_answer(service, request, requests, chunks)
     outputs = await whole_answer(service, request, requests)
-    return json_response(_body(service, requests, answers, outputs))
+    answer = _body(service, requests, answers, outputs)
+    return json_response(answer | (verbose_result(service, requests, outputs) if body.verbose else {}))
 
 
 async def _prepared(
@@ -68,7 +70,8 @@ async def _prepared(
     prompt = await chat_ids(service, messages, form.tools(use), variables, "messages")
     special = not body.skip_special_tokens or form.shown(use)
     answers = [ChatAnswer(model, use) for _ in range(body.n)]
-    return requests_of([prompt], body.n, params, special), answers
+    progress = body.stream and body.return_progress
+    return requests_of([prompt], body.n, params, special, progress=progress), answers
 
 
 class ChatAnswer:
@@ -150,6 +153,7 @@ class _Chunks(ChunkForm):
     requests: Sequence[GenerationRequest]
     answers: Sequence[ChatAnswer]
     include_usage: bool
+    verbose: bool
 
     def __post_init__(self) -> None:
         self._head = answer_head(self.service, "chatcmpl-", "chat.completion.chunk")
@@ -161,24 +165,36 @@ class _Chunks(ChunkForm):
         return b"".join(self._chunk(index, first, None) for index in range(len(self.requests)))
 
     def piece(self, choice: int, piece: Piece) -> bytes:
+        progress = b"".join(
+            self._chunk(choice, {}, None, more={"prompt_progress": each}) for each in piece.progress
+        )
         deltas = self.answers[choice].push(piece)
-        if self._with_logprobs and not deltas:
+        if self._with_logprobs and piece.tokens and not deltas:
             deltas = [{}]
-        return b"".join(self._chunk(choice, d, None, None if i else piece) for i, d in enumerate(deltas))
+        return progress + b"".join(
+            self._chunk(choice, d, None, None if i else piece) for i, d in enumerate(deltas)
+        )
 
     def finished(self, choice: int, end: Finished) -> bytes:
         answer = self.answers[choice]
         held = b"".join(self._chunk(choice, delta, None) for delta in answer.finish())
-        return held + self._chunk(choice, {}, answer.reason(end))
+        more = verbose_chunk(self.service, choice, self.requests[choice], end) if self.verbose else None
+        return held + self._chunk(choice, {}, answer.reason(end), more=more)
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         reasoning = sum(answer.reasoning_tokens for answer in self.answers) if self.include_usage else 0
         return stream_end(self._head, self.requests, ends, self.include_usage, reasoning)
 
     def _chunk(
-        self, choice: int, delta: dict[str, Any], reason: str | None, piece: Piece | None = None
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        reason: str | None,
+        piece: Piece | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> bytes:
         entry: dict[str, Any] = {"index": choice, "delta": delta, "finish_reason": reason, "logprobs": None}
         if piece is not None and self._with_logprobs:
             entry["logprobs"] = chat_logprobs(piece.logprobs, self._model)
-        return data({**self._head, "choices": [entry], **({"usage": None} if self.include_usage else {})})
+        usage = {"usage": None} if self.include_usage else {}
+        return data({**self._head, "choices": [entry], **usage, **(more or {})})

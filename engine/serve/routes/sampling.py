@@ -25,7 +25,8 @@ from quengine.serve.service import Service
 from quengine.serve.settings import Limits
 from quengine.structured.constraint_spec import ConstraintSpec
 
-_ID = re.compile("[0-9]{1,9}")
+_DIGITS = re.compile("[0-9]+")
+_ID_DIGITS = 9
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
 _NAMES = Sampling.__struct_fields__[len(Accepted.__struct_fields__) :]
 """Fields of a request that are sampling parameters as they are."""
@@ -82,11 +83,12 @@ def requests_of(
     params: SamplingParams,
     show_special: bool | frozenset[int] = False,
     score_prompt: bool = False,
+    progress: bool = False,
 ) -> list[GenerationRequest]:
     """`n` completions of each prompt, in order; all under one seed."""
     seeded = params.with_seed()
     return [
-        GenerationRequest(prompt, seeded, index, show_special, score_prompt)
+        GenerationRequest(prompt, seeded, index, show_special, score_prompt, progress)
         for prompt in prompts
         for index in range(n)
     ]
@@ -131,11 +133,11 @@ def _stop_ids(ids: list[Any] | None, limits: Limits, model: ServedModel) -> tupl
 
 
 def _biases(value: Any, limits: Limits, model: ServedModel) -> dict[int, float] | None:
-    """OpenAI's {"id": bias}, or llama-server's [[id or text, bias or false]]."""
+    """OpenAI's {"id": bias}, llama-server's {text: bias} and [[id or text, bias or false]]: each token of a text."""
     if value is None:
         return None
     if isinstance(value, dict):
-        pairs = [[int(key) if _ID.fullmatch(key) else key, v] for key, v in value.items()]
+        pairs = [[_key(key), bias] for key, bias in value.items()]
     elif all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         pairs = value
     else:
@@ -151,8 +153,18 @@ def _biases(value: Any, limits: Limits, model: ServedModel) -> dict[int, float] 
             raise bad_request(
                 f"logit_bias of {shown(token, 40)} = {shown(bias, 40)}: {rule}", "logit_bias", "invalid_value"
             )
-        text = isinstance(token, str) and isinstance(value, list)
-        ids = model.encode(token, bos=False, special=False) if text else [token]
+        ids = model.encode(token, bos=False, special=False) if isinstance(token, str) else [token]
         for token_id in token_ids(ids, "logit_bias", model.vocab_size):
             biases[token_id] = float(number)
     return biases
+
+
+def _key(key: str) -> int | str:
+    """A key of logit_bias: a token id or a text. Raises ApiError for more digits than an id has."""
+    if not _DIGITS.fullmatch(key):
+        return key
+    if len(key) > _ID_DIGITS:
+        raise bad_request(
+            f"logit_bias of {shown(key, 40)}: there is no such token", "logit_bias", "invalid_value"
+        )
+    return int(key)

@@ -48,10 +48,10 @@ class Operation:
 _HEALTH = Operation("Whether requests are taken.", ref("Health"), errors=(503,))
 _MODELS = Operation("The names of the model.", ref("ModelList"), errors=(503,))
 _CHAT = Operation("Answer a conversation.", ref("ChatCompletion"), "ChatRequest", "ChatChunk", _COMPUTES)
-_SEVERAL = {"type": "array", "items": ref("NativeCompletion")}
+_ONE = {"anyOf": [ref("NativeCompletion"), ref("NativeFields")]}
 _NATIVE = Operation(
     "Complete a prompt, with llama-server's names.",
-    {"anyOf": [ref("NativeCompletion"), _SEVERAL]},
+    {"anyOf": [_ONE, {"type": "array", "items": _ONE}]},
     "NativeRequest",
     "NativeChunk",
     _COMPUTES,

@@ -43,6 +43,10 @@ def _head(kind: str) -> dict[str, Schema]:
 
 
 _TAIL = {"usage": ref("Usage"), "seed": _COUNT, "timings": ref("Timings")}
+_VERBOSE = {
+    "__verbose": {"anyOf": [ref("NativeCompletion"), {"type": "array", "items": ref("NativeCompletion")}]}
+}
+_PROGRESS = {"prompt_progress": ref("PromptProgress")}
 _REASON = _enum("stop", "length")
 _CHAT_REASON = _enum("stop", "length", "tool_calls")
 
@@ -59,6 +63,9 @@ def answer_schemas() -> dict[str, Schema]:
             prompt_tokens_details=_object(cached_tokens=_COUNT),
         ),
         "Timings": _timings(),
+        "PromptProgress": _object(
+            total=_COUNT, cache=_COUNT, processed=_COUNT, time_ms={"type": "number", "minimum": 0}
+        ),
         **_chat(),
         **_completions(),
         **_native(),
@@ -127,9 +134,9 @@ def _chat() -> dict[str, Schema]:
     choice = _object(index=_COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
     piece = _object(index=_COUNT, delta=delta, logprobs=logprobs, finish_reason=_or_null(_CHAT_REASON))
     return {
-        "ChatCompletion": _object(**_head("chat.completion"), choices=_array(choice), **_TAIL),
+        "ChatCompletion": _object(_VERBOSE, **_head("chat.completion"), choices=_array(choice), **_TAIL),
         "ChatChunk": _object(
-            {**_TAIL, "usage": _or_null(ref("Usage"))},
+            {**_TAIL, **_PROGRESS, **_VERBOSE, "usage": _or_null(ref("Usage"))},
             **_head("chat.completion.chunk"),
             choices=_array(piece),
         ),
@@ -146,10 +153,13 @@ def _completions() -> dict[str, Schema]:
     choice = {"index": _COUNT, "text": STRING, "logprobs": _or_null(logprobs)}
     return {
         "Completion": _object(
-            **_head("text_completion"), choices=_array(_object(**choice, finish_reason=_REASON)), **_TAIL
+            _VERBOSE,
+            **_head("text_completion"),
+            choices=_array(_object(**choice, finish_reason=_REASON)),
+            **_TAIL,
         ),
         "CompletionChunk": _object(
-            _TAIL,
+            {**_TAIL, **_PROGRESS, **_VERBOSE},
             **_head("text_completion"),
             choices=_array(_object(**choice, finish_reason=_or_null(_REASON))),
         ),
@@ -186,7 +196,18 @@ def _native() -> dict[str, Schema]:
         "GenerationSettings": _generation_settings(),
         "NativeCompletion": last,
         "NativeChunk": {
-            "anyOf": [_object(probabilities, **shared, stop=_const(False)), ref("NativeCompletion")]
+            "anyOf": [
+                _object(probabilities | _PROGRESS, **shared, stop=_const(False)),
+                ref("NativeCompletion"),
+                ref("NativeFields"),
+            ]
+        },
+        "NativeFields": {
+            "type": "object",
+            "properties": last["properties"],
+            "patternProperties": {"/": ANY},
+            "additionalProperties": False,
+            "description": "What response_fields names.",
         },
     }
 

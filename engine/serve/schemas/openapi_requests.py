@@ -134,7 +134,6 @@ def _logit_bias(limits: Limits) -> Schema:
     pair = {"type": "array", "prefixItems": [_PROMPT_PART, bias], "minItems": 2, "maxItems": 2}
     biases = {
         "type": "object",
-        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": bias,
         "maxProperties": limits.biases,
     }
@@ -143,9 +142,18 @@ def _logit_bias(limits: Limits) -> Schema:
 
 def _prompt() -> Schema:
     one = _array(_PROMPT_PART, least=1)
-    several = _array({"anyOf": [_SOME_TEXT, one]}, least=1)
-    about = "A text; or token ids, in which text may stand; or an array of either, a prompt each."
-    return {"anyOf": [_SOME_TEXT, one, several], "description": about}
+    part = {"type": {"const": "text"}, "text": _SOME_TEXT}
+    parts = _array({"type": "object", "required": list(part), "properties": part}, least=1)
+    no_media = {"multimodal_data": {"enum": [None, []]}}
+    of_text = {"prompt_string": _SOME_TEXT, **no_media}
+    of_parts = {"prompt_string": _NULL, "content": parts, **no_media}
+    objects: list[Schema] = [
+        {"type": "object", "required": ["prompt_string"], "properties": of_text},
+        {"type": "object", "required": ["content"], "properties": of_parts},
+    ]
+    several = _array({"anyOf": [_SOME_TEXT, one, *objects]}, least=1)
+    about = "A text, also in an object; or token ids, in which text may stand; or an array of these, a prompt each."
+    return {"anyOf": [_SOME_TEXT, one, *objects, several], "description": about}
 
 
 def _tool() -> Schema:

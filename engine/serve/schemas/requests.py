@@ -42,6 +42,7 @@ def _of(name: str) -> Meta:
 
 _ABOUT = {
     "temperature": "0 takes the likeliest token.",
+    "min_tokens": "No end token before so many tokens.",
     "top_k": "Keep so many of the likeliest tokens; 0 or -1: all.",
     "top_p": "Keep the likeliest tokens that together reach this probability.",
     "min_p": "Drop tokens less likely than this share of the likeliest one.",
@@ -76,7 +77,9 @@ Seed = Annotated[
 SomeText = Annotated[str, Meta(min_length=1)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
 Token = Annotated[Any, _ref("Token")]
-Prompt = Annotated[str | list[Any], _ref("Prompt", "must be a string, token ids, or an array of these")]
+Prompt = Annotated[
+    str | list[Any] | dict[str, Any], _ref("Prompt", "must be a string, token ids, or an array of these")
+]
 Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh"],
     Meta(
@@ -86,6 +89,8 @@ Effort = Annotated[
     ),
 ]
 JSONSchema = Annotated[Any, _ref("JSONSchema")]
+Progress = Annotated[bool, Meta(description="Events of a stream say how much of the prompt is processed.")]
+Verbose = Annotated[bool, Meta(description="Adds __verbose: the prompt and more, as /completion answers.")]
 
 
 class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,7 +113,6 @@ class Accepted(Body, frozen=True):
     top_n_sigma: Annotated[Any, _only(-1, 0)] = None
     tfs_z: Annotated[Any, _only(1)] = None
     min_keep: Annotated[Any, _only(0, 1)] = None
-    min_tokens: Annotated[Any, _only(0)] = None
     best_of: Annotated[Any, _only(1)] = None
     use_beam_search: Annotated[Any, _only(False)] = None
     t_max_predict_ms: Annotated[Any, _only(-1, 0)] = None
@@ -171,6 +175,7 @@ class Accepted(Body, frozen=True):
 class Sampling(Accepted, frozen=True):
     """Sampling parameters of one value each, under the engine's names."""
 
+    min_tokens: Annotated[int, _of("min_tokens")] | None = None
     temperature: Annotated[float, _of("temperature")] | None = None
     top_k: Annotated[int, _of("top_k")] | None = None
     top_p: Annotated[float, _of("top_p")] | None = None
@@ -196,7 +201,7 @@ class Generation(Sampling, frozen=True):
     logit_bias: (
         Annotated[
             dict[str, Any] | list[Any],
-            _ref("LogitBias", "must be an object {token id: bias} or an array of [token, bias]"),
+            _ref("LogitBias", "must be an object {token id or text: bias} or an array of [token, bias]"),
         ]
         | None
     ) = None
@@ -257,7 +262,8 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
     reasoning_format: Any = None
     add_generation_prompt: Annotated[Any, _only(True)] = None
     continue_final_message: Annotated[Any, _only(False)] = None
-    return_progress: Annotated[Any, _only(False)] = None
+    return_progress: Progress = False
+    verbose: Verbose = False
     audio: Annotated[Any, _only()] = None
     web_search_options: Annotated[Any, _only()] = None
     chat_template: Annotated[Any, _only()] = None
@@ -277,6 +283,8 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     suffix: Annotated[Any, _only("")] = None
     skip_special_tokens: bool = True
     parse_special: bool = True
+    return_progress: Progress = False
+    verbose: Verbose = False
 
 
 class NativeRequest(Generation, frozen=True, kw_only=True):
@@ -292,9 +300,11 @@ class NativeRequest(Generation, frozen=True, kw_only=True):
     return_tokens: bool = False
     parse_special: bool = True
     post_sampling_probs: Annotated[Any, _only(False)] = None
-    return_progress: Annotated[Any, _only(False)] = None
+    return_progress: Progress = False
     image_data: Annotated[Any, _only([])] = None
-    response_fields: Annotated[Any, _only([])] = None
+    response_fields: Annotated[
+        list[str], Meta(description="Answer with these alone; a/b is b in a. None: with all.")
+    ] = []
 
 
 class TextOptions(Fields, frozen=True):

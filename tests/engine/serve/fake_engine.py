@@ -25,6 +25,7 @@ from quengine.serve.processes.shared_engine import (
     Finished,
     GenerationRequest,
     Piece,
+    PromptProgress,
     SlotStats,
 )
 from quengine.serve.processes.shared_model import ServedModel
@@ -156,7 +157,7 @@ class FakeEngine:
         missing = len(request.prompt) - sequence.computed
         if missing > self._chunk:
             sequence.computed += self._chunk
-            return []
+            return self._progress(sequence, sequence.computed)
         if sequence.generated == 0:
             text = self.model.decode(request.prompt[-20:])
             if text.endswith(CRASHING_PROMPT):
@@ -170,7 +171,17 @@ class FakeEngine:
                 vector = expected_embedding(request.prompt, request.pooling)
                 return [Finished(request.id, "stop", None, _timings(sequence), _seed(request.params), vector)]
         token = _token(sequence.key, _seed(request.params), request.index, sequence.generated)
-        return self._take(sequence, token)
+        done = self._progress(sequence, len(request.prompt)) if sequence.generated == 0 else []
+        return done + self._take(sequence, token)
+
+    def _progress(self, sequence: _Sequence, processed: int) -> list[Event]:
+        """Of a prompt of which nothing was in the cache."""
+        request, begins = sequence.request, processed <= self._chunk
+        reports = tuple(
+            PromptProgress(len(request.prompt), 0, each, 1.0)
+            for each in ((0, processed) if begins else (processed,))
+        )
+        return [Piece(request.id, (), "", progress=reports)] if request.progress else []
 
     def _take(self, sequence: _Sequence, token: int) -> list[Event]:
         request, params = sequence.request, sequence.request.params

@@ -88,7 +88,15 @@ INSIDE: dict[str, tuple[str, ...]] = {
         '[{"role": "user", "content": %s}]',
         '[{"type": "function_call", "call_id": %s, "name": "f", "arguments": "{}"}]',
     ),
-    "prompt": ("[%s]", "[[%s]]", '["a", %s]'),
+    "prompt": (
+        "[%s]",
+        "[[%s]]",
+        '["a", %s]',
+        '{"prompt_string": %s}',
+        '{"content": [{"type": "text", "text": %s}]}',
+        '{"prompt_string": "a", "multimodal_data": %s}',
+    ),
+    "response_fields": ("[%s]",),
     "stop": ("[%s]",),
     "logit_bias": ('{"1": %s}', "[[1, %s]]", "[[%s, 1]]"),
     "response_format": (

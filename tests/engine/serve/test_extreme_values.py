@@ -25,6 +25,9 @@ SECONDS = 20
 ORDINARY = b'{"prompt": "an ordinary one", "max_tokens": 2, "ignore_eos": true}'
 REACHED = [
     "max_tokens",
+    "min_tokens",
+    "response_fields",
+    "return_progress",
     "n_predict",
     "max_output_tokens",
     "top_k",

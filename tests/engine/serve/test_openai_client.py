@@ -201,7 +201,7 @@ def test_a_completion_that_fails_is_a_500_of_its_own(client: OpenAI) -> None:
         {"stop": ["a"] * 17},
         {"stop": ""},
         {"logit_bias": {"99999": 1}},
-        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"x": "y"}},
         {"max_tokens": 0},
         {"seed": 2**70},
         {"top_logprobs": 3},
