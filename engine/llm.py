@@ -175,6 +175,8 @@ class LLM:
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
         """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.
 
+        With pooling "none" the rows themselves, one behind the other.
+
         Raises:
             EngineError: a prompt does not fit the context, or hidden values were not finite.
         """

@@ -90,7 +90,7 @@ class ServerSettings:
     port: Annotated[int, Range(0, 65535), Flag("--port", "Port to listen on; 0: any free one.")] = 8080
     parallel: Annotated[int, Range(1), Flag("--parallel -np", "Most sequences computed at once.")] = 4
     access_log: Annotated[bool, Flag("--access-log/--no-access-log", "Log a line for each request.")] = True
-    pooling: Annotated[Pooling, Flag("--pooling", "Of embeddings: mean or last.")] = "mean"
+    pooling: Annotated[Pooling, Flag("--pooling", "Of embeddings: mean, last or none.")] = "mean"
     api_keys: Annotated[tuple[str, ...], Flag("--api-key", "A key that opens it; repeatable.", _ACCESS)] = ()
     api_key_file: Annotated[
         Path | None, Flag("--api-key-file", "A file with a key on each line.", _ACCESS)

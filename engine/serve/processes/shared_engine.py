@@ -79,7 +79,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """The end of a completion: `reason` "stop" (end token, stop token or stop string) or "length".
 
     `stop_text` is the stop string that ended it, if one did. `seed` gives the same text again. `embedding` is the
-    prompt's, a vector of unit length, where that was wanted instead of a text.
+    prompt's, a vector of unit length or unpooled rows [T * n], where that was wanted instead of a text.
     """
 
     request_id: int

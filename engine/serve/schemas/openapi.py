@@ -56,6 +56,12 @@ _NATIVE = Operation(
     "NativeChunk",
     _COMPUTES,
 )
+_ROWS = Operation(
+    "Rows of each text, in llama-server's form.",
+    ref("NativeEmbeddings"),
+    "NativeEmbeddingRequest",
+    errors=_COMPUTES,
+)
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/"): Operation("The chat page.", "text/html; charset=utf-8"),
@@ -79,6 +85,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/embeddings"): Operation(
         "A vector for each text.", ref("EmbeddingList"), "EmbeddingRequest", errors=_COMPUTES
     ),
+    ("POST", "/embeddings"): _ROWS,
+    ("POST", "/embedding"): _ROWS,
     ("POST", "/completion"): _NATIVE,
     ("POST", "/completions"): _NATIVE,
     ("POST", "/tokenize"): Operation("Text to tokens.", ref("Tokens"), "TokenizeRequest", errors=_READS),

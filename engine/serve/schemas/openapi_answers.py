@@ -83,6 +83,7 @@ def answer_schemas() -> dict[str, Schema]:
             model=STRING,
             usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
         ),
+        "NativeEmbeddings": _array(_object(index=_COUNT, embedding=_array(_array({"type": "number"})))),
         "Tokens": _object(tokens=_array({"anyOf": [TOKEN, _object(id=TOKEN, piece=_piece())]})),
         "DetokenizedText": _object(content=STRING),
         "RenderedPrompt": _object(prompt=STRING),

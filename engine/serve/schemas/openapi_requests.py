@@ -49,6 +49,10 @@ def request_schemas(
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}},
     ]
+    schemas["NativeEmbeddingRequest"]["anyOf"] = [
+        {"required": [key], "properties": {key: ref("Prompt"), other: _NULL}}
+        for key, other in (("input", "content"), ("content", "input"))
+    ]
     for schema in schemas.values():
         _limit(schema.get("properties", {}), limits, model_names)
     return schemas

@@ -53,9 +53,9 @@ def read_part(kind: Callable[..., T], value: object, name: str) -> T:
     return _converted(kind, value, (name,))
 
 
-def wrong_value(kind: type[Fields], key: str, value: object) -> ApiError:
-    """The error of a field's value that its type in the struct lets through."""
-    return _wrong((key,), value, _rule(_at(inspect.type_info(kind), (key,))))
+def wrong_value(kind: type[Fields], key: str, value: object, rule: str | None = None) -> ApiError:
+    """The error of a field's value that its type in the struct lets through; `rule`: another than that of the type."""
+    return _wrong((key,), value, rule or _rule(_at(inspect.type_info(kind), (key,))))
 
 
 def shown(value: Any, most: int = 60) -> str:

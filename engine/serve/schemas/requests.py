@@ -346,22 +346,39 @@ class ResponseRequest(Tools, frozen=True, kw_only=True):
     max_tool_calls: Annotated[Any, _only()] = None
 
 
+PoolingField = Annotated[
+    Pooling,
+    Meta(
+        description="Of the hidden rows; --pooling says which if the request does not.",
+        extra={"rule": f"must be {' or '.join(POOLINGS)}"},
+    ),
+]
+
+
+class NativeEmbeddingRequest(Body, frozen=True, kw_only=True):
+    """llama-server's; `content` is another name of `input`."""
+
+    input: Prompt | None = None
+    content: Prompt | None = None
+    pooling: PoolingField | None = None
+    embd_normalize: Annotated[Any, _only(2)] = None
+    encoding_format: Annotated[Any, _only("float")] = None
+    dimensions: Annotated[Any, _only()] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
+    parse_special: bool = True
+
+
 class EmbeddingRequest(Body, frozen=True, kw_only=True):
     input: Prompt
-    pooling: (
-        Annotated[
-            Pooling,
-            Meta(
-                description="Of the hidden rows; --pooling says which if the request does not.",
-                extra={"rule": f"must be {' or '.join(POOLINGS)}"},
-            ),
-        ]
-        | None
-    ) = None
+    pooling: PoolingField | None = None
     encoding_format: Annotated[
         Literal["float", "base64"], Meta(extra={"rule": "must be float or base64"})
     ] = "float"
-    dimensions: Annotated[Any, _only()] = None
+    dimensions: Annotated[int, Meta(ge=1, description="The first so many values, of unit length.")] | None = (
+        None
+    )
+    embd_normalize: Annotated[Any, _only(2)] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
     parse_special: bool = True
     user: Any = None
 
@@ -396,6 +413,7 @@ BODIES: tuple[type[Body], ...] = (
     NativeRequest,
     ResponseRequest,
     EmbeddingRequest,
+    NativeEmbeddingRequest,
     TokenizeRequest,
     DetokenizeRequest,
     TemplateRequest,

@@ -32,6 +32,8 @@ from quengine.serve.processes.shared_model import ServedModel
 from quengine.structured.answer_format import AnswerFormat, TextFormat
 
 WORDS = 10_000
+EMBEDDING = 8
+"""Values of a vector."""
 FIRST_BYTE = WORDS
 """Token FIRST_BYTE + b is the byte b; prompts consist of these."""
 FAILING_PROMPT = "please fail"
@@ -65,7 +67,7 @@ class FakeModel(ServedModel):
         self.eos_ids = frozenset()
         self.token_length = TokenLength(1)
         self.source = None
-        self.facts = {"n_ctx_train": ctx_size, "n_vocab": self.vocab_size}
+        self.facts = {"n_ctx_train": ctx_size, "n_vocab": self.vocab_size, "n_embd": EMBEDDING}
 
     def encode(self, text: str, bos: bool, special: bool) -> list[int]:
         del bos, special
@@ -211,8 +213,10 @@ class FakeEngine:
 
 
 def expected_embedding(prompt: Sequence[int], pooling: Pooling) -> tuple[float, ...]:
-    """The vector of a prompt: a hash, of unit length."""
-    raw = hashlib.blake2b(repr((list(prompt), pooling)).encode(), digest_size=8).digest()
+    """The vector of a prompt: a hash, of unit length; without pooling a row a token."""
+    if pooling == "none":
+        return tuple(float(token + each) for token in prompt for each in range(EMBEDDING))
+    raw = hashlib.blake2b(repr((list(prompt), pooling)).encode(), digest_size=EMBEDDING).digest()
     length = math.hypot(*raw)
     return tuple(byte / length for byte in raw)
 

@@ -18,6 +18,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a", "max_output_tokens": 3},
     "/completion": {"prompt": "a", "n_predict": 3},
     "/v1/embeddings": {"input": "a"},
+    "/embeddings": {"input": "a"},
     "/tokenize": {"content": "a"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}]},

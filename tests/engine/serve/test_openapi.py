@@ -33,7 +33,7 @@ from tests.engine.serve.serving import Served, serving
 SETTINGS = ServerSettings(("fake",))
 DOCUMENT = document(SETTINGS, FakeModel.vocab_size)
 SCHEMAS = DOCUMENT["components"]["schemas"]
-TWINS = ("/chat/completions", "/completions")
+TWINS = ("/chat/completions", "/completions", "/embedding")
 """Paths whose operation is another path's too: they get fewer requests."""
 UNSAID = re.compile(
     "only one of them can hold|too small a number for a schema|requires a call"  # two fields
@@ -41,6 +41,7 @@ UNSAID = re.compile(
     "|no tool is named|there are no tools|two functions are named|no function_call before it has this id"
     "|tokens and the context holds|the prompt has no tokens|completions in one request"  # lengths and sums
     "|must be a token id from|it is no JSON|are more than the .* that are accepted"  # what a value means
+    "|dimensions = .*: must be at most|pooling none gives a row"
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
 )
 BODIES: dict[str, dict[str, Any]] = {
@@ -49,6 +50,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a"},
     "/completion": {"prompt": "a"},
     "/v1/embeddings": {"input": "a"},
+    "/embeddings": {"input": "a"},
     "/tokenize": {"content": "a"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
@@ -177,6 +179,7 @@ def test_the_document_names_every_route_and_no_other() -> None:
     endpoints = {path: endpoint for _, path, endpoint in ROUTES}
     assert endpoints[TWINS[0]] is endpoints["/v1/chat/completions"]
     assert endpoints[TWINS[1]] is endpoints["/completion"]
+    assert endpoints[TWINS[2]] is endpoints["/embeddings"]
 
 
 def test_the_document_names_every_field_that_a_route_reads_and_no_other(
