@@ -21,9 +21,11 @@ from quengine.serve.http import Catch, error_response, json_response
 from quengine.serve.routes import status_routes, token_routes
 from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
+from quengine.serve.routes.infill import infill
 from quengine.serve.routes.native import completion
 from quengine.serve.routes.responses import responses
 from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
+from quengine.serve.routes.vectors.rerank import rerank
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
 from quengine.serve.service import Service
@@ -83,6 +85,11 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/embeddings", embeddings),
     ("POST", "/embeddings", native_embeddings),
     ("POST", "/embedding", native_embeddings),
+    ("POST", "/v1/rerank", rerank),
+    ("POST", "/rerank", rerank),
+    ("POST", "/v1/reranking", rerank),
+    ("POST", "/reranking", rerank),
+    ("POST", "/infill", infill),
     ("POST", "/completion", completion),
     ("POST", "/completions", completion),
     ("POST", "/tokenize", token_routes.tokenize),

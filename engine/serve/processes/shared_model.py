@@ -85,6 +85,10 @@ class ServedModel:
     def token_bytes(self, token: int) -> bytes:
         return self._text.tokenizer.token_bytes(token)
 
+    def fim_id(self, role: str) -> int | None:
+        """The token of a role of fill-in-the-middle, such as fim_pre; None for a model without."""
+        return self._text.tokenizer.fim_id(role)
+
     def prepare(self, params: SamplingParams) -> None:
         """Compile the constraint, so that no step waits for it. Raises EngineError where that cannot be done."""
         if params.constraint is not None:

@@ -12,6 +12,7 @@ from quengine.serve.processes.shared_engine import Finished, GenerationRequest, 
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
 from quengine.serve.routes.constraints import read_constraint
+from quengine.serve.routes.infill import suffix_prompt
 from quengine.serve.routes.logprob_forms import completion_logprobs, echoed_logprobs, joined_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import read_prompts
@@ -47,7 +48,9 @@ async def _prepared(service: Service, body: CompletionRequest) -> list[Generatio
         constraint=read_constraint(body),
         max_tokens=service.settings.defaults.max_tokens or DEFAULT_MAX_TOKENS,
     )
-    prompts = await read_prompts(service, body.prompt, "prompt", body.parse_special)
+    given: Any = suffix_prompt(service.model, body) if body.suffix else body.prompt
+    special = body.parse_special and not body.suffix
+    prompts = await read_prompts(service, given, "prompt", special)
     scored = body.echo and body.logprobs is not None
     progress = body.stream and body.return_progress
     return requests_of(prompts, body.n, params, not body.skip_special_tokens, scored, progress)

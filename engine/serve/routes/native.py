@@ -16,7 +16,7 @@ from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
-from quengine.serve.schemas.requests import NativeRequest
+from quengine.serve.schemas.requests import Native, NativeRequest
 from quengine.serve.service import Service
 
 _ABSENT = object()
@@ -24,7 +24,14 @@ _ABSENT = object()
 
 async def completion(service: Service, request: Request) -> Response:
     body = await read_request(request, NativeRequest, service.limits)
-    requests = await unless_gone(request.receive, _prepared(service, body))
+    return await native_answer(service, request, body, body.prompt, body.parse_special)
+
+
+async def native_answer(
+    service: Service, request: Request, body: Native, prompt: Any, parse_special: bool
+) -> Response:
+    """The answer, or the stream, in llama-server's own form. Raises ApiError, and ClientGoneError."""
+    requests = await unless_gone(request.receive, _prepared(service, body, prompt, parse_special))
     form = _Form(service, requests, body.response_fields)
     if body.stream:
         return await stream_answer(service, request, requests, form)
@@ -36,13 +43,15 @@ async def completion(service: Service, request: Request) -> Response:
     return json_response(answers if len(answers) > 1 else answers[0])
 
 
-async def _prepared(service: Service, body: NativeRequest) -> list[GenerationRequest]:
+async def _prepared(
+    service: Service, body: Native, prompt: Any, parse_special: bool
+) -> list[GenerationRequest]:
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     params = await sampling_params(
         service, body, logprobs=body.n_probs or None, constraint=read_constraint(body)
     )
-    prompts = await read_prompts(service, body.prompt, "prompt", body.parse_special)
+    prompts = await read_prompts(service, prompt, "prompt", parse_special)
     return requests_of(prompts, body.n, params, progress=body.stream and body.return_progress)
 
 

@@ -18,7 +18,7 @@ from quengine.serve.schemas.requests import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    NativeRequest,
+    Native,
     Sampling,
 )
 from quengine.serve.service import Service
@@ -69,11 +69,11 @@ async def sampling_params(
     return params
 
 
-def check_choices(body: ChatRequest | CompletionRequest | NativeRequest, limits: Limits) -> None:
+def check_choices(body: ChatRequest | CompletionRequest | Native, limits: Limits) -> None:
     """Raises ApiError for more completions of a prompt than the server takes, or stream options without a stream."""
     if body.n > limits.n:
         raise _too_many("n", body.n, limits.n, "--max-n")
-    if not isinstance(body, NativeRequest) and body.stream_options.include_usage and not body.stream:
+    if not isinstance(body, Native) and body.stream_options.include_usage and not body.stream:
         raise bad_request("stream_options is for streams: set stream to true", "stream_options")
 
 

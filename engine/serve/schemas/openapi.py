@@ -4,7 +4,7 @@ The limits in it are those of the running server. The schema of a stream (text/e
 the use before OpenAPI 3.2 has a word of its own for it. A test holds the paths to the application's routes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -27,6 +27,7 @@ _MEANINGS = {
     413: "The body is too large.",
     429: "The queue is full.",
     500: "This request failed; others go on.",
+    501: "The model has no tokens for this.",
     503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
@@ -62,6 +63,12 @@ _ROWS = Operation(
     "NativeEmbeddingRequest",
     errors=_COMPUTES,
 )
+_RERANK = Operation(
+    "Documents by the cosine of their embeddings with a query's.",
+    ref("RankedDocuments"),
+    "RerankRequest",
+    errors=_COMPUTES,
+)
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/"): Operation("The chat page.", "text/html; charset=utf-8"),
@@ -87,6 +94,13 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/embeddings"): _ROWS,
     ("POST", "/embedding"): _ROWS,
+    ("POST", "/v1/rerank"): _RERANK,
+    ("POST", "/rerank"): _RERANK,
+    ("POST", "/v1/reranking"): _RERANK,
+    ("POST", "/reranking"): _RERANK,
+    ("POST", "/infill"): replace(
+        _NATIVE, summary="Fill the gap in a text.", request="InfillRequest", errors=(*_COMPUTES, 501)
+    ),
     ("POST", "/completion"): _NATIVE,
     ("POST", "/completions"): _NATIVE,
     ("POST", "/tokenize"): Operation("Text to tokens.", ref("Tokens"), "TokenizeRequest", errors=_READS),

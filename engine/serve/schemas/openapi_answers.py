@@ -84,10 +84,24 @@ def answer_schemas() -> dict[str, Schema]:
             usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
         ),
         "NativeEmbeddings": _array(_object(index=_COUNT, embedding=_array(_array({"type": "number"})))),
+        "RankedDocuments": {
+            "anyOf": [_ranked(), _array(_object({"text": STRING}, index=_COUNT, score=_NUMBER))]
+        },
         "Tokens": _object(tokens=_array({"anyOf": [TOKEN, _object(id=TOKEN, piece=_piece())]})),
         "DetokenizedText": _object(content=STRING),
         "RenderedPrompt": _object(prompt=STRING),
     }
+
+
+def _ranked() -> Schema:
+    entry = _object({"document": _object(text=STRING)}, index=_COUNT, relevance_score=_NUMBER)
+    return _object(
+        model=STRING,
+        object=_const("list"),
+        method=STRING,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+        results=_array(entry),
+    )
 
 
 def _error() -> Schema:

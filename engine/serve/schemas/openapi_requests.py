@@ -53,6 +53,10 @@ def request_schemas(
         {"required": [key], "properties": {key: ref("Prompt"), other: _NULL}}
         for key, other in (("input", "content"), ("content", "input"))
     ]
+    schemas["RerankRequest"]["anyOf"] = [
+        {"required": [key], "properties": {key: {"type": "array"}, other: _NULL}}
+        for key, other in (("documents", "texts"), ("texts", "documents"))
+    ]
     for schema in schemas.values():
         _limit(schema.get("properties", {}), limits, model_names)
     return schemas

@@ -280,19 +280,20 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     stream_options: Annotated[StreamOptions, Meta(description="With stream: true only.")] = StreamOptions()
     logprobs: Logprobs | None = None
     echo: bool = False
-    suffix: Annotated[Any, _only("")] = None
+    suffix: Annotated[
+        str, Meta(description="What follows the gap after the prompt, which is then one text.")
+    ] = ""
     skip_special_tokens: bool = True
     parse_special: bool = True
     return_progress: Progress = False
     verbose: Verbose = False
 
 
-class NativeRequest(Generation, frozen=True, kw_only=True):
+class Native(Generation, frozen=True, kw_only=True):
     """llama-server's names."""
 
     MAX_TOKENS = ("n_predict", "max_tokens")
 
-    prompt: Prompt
     n: Annotated[int, Meta(ge=1)] = 1
     n_predict: UntilFull | None = None
     max_tokens: UntilFull | None = None
@@ -305,6 +306,26 @@ class NativeRequest(Generation, frozen=True, kw_only=True):
     response_fields: Annotated[
         list[str], Meta(description="Answer with these alone; a/b is b in a. None: with all.")
     ] = []
+
+
+class NativeRequest(Native, frozen=True, kw_only=True):
+    prompt: Prompt
+
+
+class ExtraFile(msgspec.Struct, frozen=True):
+    """A file of the same project."""
+
+    text: str
+    filename: SomeText = "tmp"
+
+
+class InfillRequest(Native, frozen=True, kw_only=True):
+    """`prompt` is more of the text before the gap, behind `input_prefix`."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    prompt: str = ""
+    input_extra: list[ExtraFile] = []
 
 
 class TextOptions(Fields, frozen=True):
@@ -383,6 +404,25 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     user: Any = None
 
 
+Documents = Annotated[
+    list[SomeText], Meta(min_length=1, extra={"rule": "must be an array of at least one text"})
+]
+
+
+class RerankRequest(Body, frozen=True, kw_only=True):
+    """Jina's fields, and those of text-embeddings-inference: `texts` and `return_text`."""
+
+    query: SomeText
+    documents: Documents | None = None
+    texts: Documents | None = None
+    top_n: Annotated[int, Meta(ge=1, description="Answer with so many of the best.")] | None = None
+    return_documents: bool = False
+    return_text: bool = False
+    raw_scores: Annotated[Any, _only(False)] = None
+    truncate: Annotated[Any, _only(False)] = None
+    max_tokens_per_doc: Annotated[Any, _only()] = None
+
+
 class TokenizeRequest(Body, frozen=True, kw_only=True):
     content: Annotated[str, Meta(extra={"rule": "must be a string"})]
     add_special: bool = False
@@ -414,6 +454,8 @@ BODIES: tuple[type[Body], ...] = (
     ResponseRequest,
     EmbeddingRequest,
     NativeEmbeddingRequest,
+    RerankRequest,
+    InfillRequest,
     TokenizeRequest,
     DetokenizeRequest,
     TemplateRequest,

@@ -34,6 +34,7 @@ from quengine.structured.answer_format import AnswerFormat, TextFormat
 WORDS = 10_000
 EMBEDDING = 8
 """Values of a vector."""
+FIM = {"fim_pre": 1, "fim_suf": 2, "fim_mid": 3}
 FIRST_BYTE = WORDS
 """Token FIRST_BYTE + b is the byte b; prompts consist of these."""
 FAILING_PROMPT = "please fail"
@@ -80,6 +81,9 @@ class FakeModel(ServedModel):
         if not 0 <= token < self.vocab_size:
             raise EngineError(f"token {token} is not from 0 to {self.vocab_size - 1}")
         return b"w%d " % token if token < WORDS else bytes([token - FIRST_BYTE])
+
+    def fim_id(self, role: str) -> int | None:
+        return FIM.get(role)
 
     def prepare(self, params: SamplingParams) -> None:
         if params.constraint is not None:

@@ -19,6 +19,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "a", "n_predict": 3},
     "/v1/embeddings": {"input": "a"},
     "/embeddings": {"input": "a"},
+    "/rerank": {"query": "a", "documents": ["b", "c"]},
+    "/infill": {"input_prefix": "a", "input_suffix": "b", "n_predict": 3},
     "/tokenize": {"content": "a"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
@@ -98,6 +100,9 @@ INSIDE: dict[str, tuple[str, ...]] = {
         '{"prompt_string": "a", "multimodal_data": %s}',
     ),
     "response_fields": ("[%s]",),
+    "documents": ("[%s]",),
+    "texts": ("[%s]",),
+    "input_extra": ("[%s]", '[{"text": %s}]', '[{"text": "a", "filename": %s}]'),
     "stop": ("[%s]",),
     "logit_bias": ('{"1": %s}', "[[1, %s]]", "[[%s, 1]]"),
     "response_format": (

@@ -33,7 +33,7 @@ from tests.engine.serve.serving import Served, serving
 SETTINGS = ServerSettings(("fake",))
 DOCUMENT = document(SETTINGS, FakeModel.vocab_size)
 SCHEMAS = DOCUMENT["components"]["schemas"]
-TWINS = ("/chat/completions", "/completions", "/embedding")
+TWINS = ("/chat/completions", "/completions", "/embedding", "/v1/reranking", "/rerank", "/reranking")
 """Paths whose operation is another path's too: they get fewer requests."""
 UNSAID = re.compile(
     "only one of them can hold|too small a number for a schema|requires a call"  # two fields
@@ -42,6 +42,7 @@ UNSAID = re.compile(
     "|tokens and the context holds|the prompt has no tokens|completions in one request"  # lengths and sums
     "|must be a token id from|it is no JSON|are more than the .* that are accepted"  # what a value means
     "|dimensions = .*: must be at most|pooling none gives a row"
+    "|suffix needs a prompt that is one text"
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
 )
 BODIES: dict[str, dict[str, Any]] = {
@@ -51,6 +52,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/completion": {"prompt": "a"},
     "/v1/embeddings": {"input": "a"},
     "/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b", "c"]},
+    "/infill": {"input_prefix": "a", "input_suffix": "b"},
     "/tokenize": {"content": "a"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
@@ -98,7 +101,9 @@ def statuses() -> Iterator[Counter[tuple[str, int]]]:
 def driven(shared_fields: bool, coverage: bool) -> Any:
     """The document as schemathesis drives it. Fields that every text route reads in one function are driven on one."""
     given = copy.deepcopy(DOCUMENT)
-    for name in () if shared_fields else ("CompletionRequest", "NativeRequest", "ResponseRequest"):
+    for name in (
+        () if shared_fields else ("CompletionRequest", "NativeRequest", "InfillRequest", "ResponseRequest")
+    ):
         for key in Sampling.__struct_fields__[len(Body.__struct_fields__) :]:
             del given["components"]["schemas"][name]["properties"][key]
     config = {"generation": {"deterministic": True}, "phases": {"coverage": {"enabled": coverage}}}
@@ -180,6 +185,7 @@ def test_the_document_names_every_route_and_no_other() -> None:
     assert endpoints[TWINS[0]] is endpoints["/v1/chat/completions"]
     assert endpoints[TWINS[1]] is endpoints["/completion"]
     assert endpoints[TWINS[2]] is endpoints["/embeddings"]
+    assert all(endpoints[path] is endpoints["/v1/rerank"] for path in TWINS[3:])
 
 
 def test_the_document_names_every_field_that_a_route_reads_and_no_other(
