@@ -16,8 +16,8 @@ from starlette.routing import Route
 
 from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
-from quengine.serve.guard import Guard
-from quengine.serve.http import Catch, error_response, json_response
+from quengine.serve.guard import LOOPBACK_ORIGIN, Guard, cors_origins
+from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
 from quengine.serve.routes import status_routes, token_routes
 from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
@@ -109,19 +109,22 @@ def make_app(service: Service) -> Starlette:
 
     routes = [Route(path, partial(endpoint, service), methods=[method]) for method, path, endpoint in ROUTES]
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
-    if settings.cors_origins:
+    if origins := cors_origins(settings):
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=settings.cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_origins=origins,
+                allow_origin_regex=LOOPBACK_ORIGIN.pattern if "localhost" in origins else None,
+                allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
                 allow_headers=("*",),
+                allow_credentials=True,
+                allow_private_network=True,
             )
         )
     middleware.append(Middleware(Guard, settings))
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Catch, answered), *middleware],
+        middleware=[Middleware(WithoutTrailingSlash), Middleware(Catch, answered), *middleware],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
 
@@ -136,6 +139,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(
+            status_code=204, headers={"Allow": f"{(error.headers or {}).get('Allow', 'GET')}, OPTIONS"}
+        )
     what = f"{request.method} {request.url.path[:80]}"
     message = f"there is no {what} here" if error.status_code in (404, 405) else f"{what}: {error.detail}"
     response = error_response(ApiError(error.status_code, message))

@@ -139,6 +139,18 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class WithoutTrailingSlash:
+    """Middleware under which a path with slashes at its end is the path without."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self.app(scope, receive, send)
+
+
 class Catch:
     """The outermost middleware: every failure becomes an answer and a line in the log, and ends with its request.
 

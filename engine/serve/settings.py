@@ -71,8 +71,9 @@ class ServerSettings:
     """Everything of the server that is not the engine's; each flag says what it is.
 
     The first of `model_names` is what answers call the model. Any of `api_keys`, to which those of `api_key_file` are
-    added, opens every route; without one no key is needed. "*" allows any host, or any origin; without origins CORS is
-    off. `pooling` and `defaults` hold where a request names no other.
+    added, opens every route; without one no key is needed. "*" allows any host, or any origin, and "localhost" the
+    origins of this machine; without origins CORS is on for all of them where a key is needed, and else off. `pooling`
+    and `defaults` hold where a request names no other.
 
     Raises:
         EngineError: a value is out of range, the keys cannot be read, or the address is not loopback and there is no
@@ -100,7 +101,8 @@ class ServerSettings:
         tuple[str, ...], Flag("--allowed-host", "One more name of this server; * for any.", _ACCESS)
     ] = ()
     cors_origins: Annotated[
-        tuple[str, ...], Flag("--cors-origin", "An origin whose pages may use it; * for any.", _ACCESS)
+        tuple[str, ...],
+        Flag("--cors-origin", "An origin whose pages may use it; localhost, or * for any.", _ACCESS),
     ] = ()
     limits: Limits = field(default_factory=Limits)
     defaults: Annotated[
