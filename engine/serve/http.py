@@ -77,7 +77,7 @@ async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
         read = read_body(kind, bytes(body), record.ignored)
     if record.ignored and logger.isEnabledFor(logging.DEBUG):
         names = one_line(", ".join(record.ignored[:_NAMED_FIELDS]), _NAMED_LENGTH)
-        logger.debug("%s: %d unknown fields ignored: %s", request.url.path, len(record.ignored), names)
+        logger.debug("%s: unknown fields ignored (%d): %s", request.url.path, len(record.ignored), names)
     return read
 
 

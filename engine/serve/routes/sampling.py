@@ -11,6 +11,7 @@ from quengine.request.sampling_params import MAX_BIAS, MAX_SEED, Range, Sampling
 from quengine.serve.http import off_loop
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.processes.shared_text import utf8_size
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.reading import shown, token_ids, wrong_value
 from quengine.serve.schemas.requests import (
@@ -28,6 +29,8 @@ from quengine.structured.constraint_spec import ConstraintSpec
 _DIGITS = re.compile("[0-9]+")
 _ID_DIGITS = 9
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
+_BIAS_BYTES = 8 << 10
+"""Of all texts of logit_bias together, which are tokenized in the event loop."""
 _NAMES = Sampling.__struct_fields__[len(Accepted.__struct_fields__) :]
 """Fields of a request that are sampling parameters as they are."""
 
@@ -144,6 +147,10 @@ def _biases(value: Any, limits: Limits, model: ServedModel) -> dict[int, float] 
         raise wrong_value(Generation, "logit_bias", value)
     if len(pairs) > limits.biases:
         raise _too_many("logit_bias", len(pairs), limits.biases, "--max-logit-bias")
+    size = sum(utf8_size(token) for token, _ in pairs if isinstance(token, str))
+    if size > _BIAS_BYTES:
+        message = f"logit_bias: its texts have {size} bytes, at most {_BIAS_BYTES} are taken"
+        raise bad_request(message, "logit_bias", "over_limit")
     biases: dict[int, float] = {}
     for token, bias in pairs:
         number = float("-inf") if bias is False else bias

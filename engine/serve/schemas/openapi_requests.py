@@ -152,7 +152,7 @@ def _prompt() -> Schema:
     one = _array(_PROMPT_PART, least=1)
     part = {"type": {"const": "text"}, "text": _SOME_TEXT}
     parts = _array({"type": "object", "required": list(part), "properties": part}, least=1)
-    no_media = {"multimodal_data": {"enum": [None, []]}}
+    no_media: Schema = {"multimodal_data": {"enum": [None, []]}}
     of_text = {"prompt_string": _SOME_TEXT, **no_media}
     of_parts = {"prompt_string": _NULL, "content": parts, **no_media}
     objects: list[Schema] = [

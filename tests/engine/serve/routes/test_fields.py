@@ -44,7 +44,7 @@ def test_unknown_fields_are_ignored_counted_and_named_with_v(
     assert given.status_code == 200 and given.json()["content"] == plain["content"]
     assert metric(client, "quengine_ignored_fields_total") == before + 3
     (line,) = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
-    assert "3 unknown fields" in line and "other" in line and "\n" not in line
+    assert "(3)" in line and "other" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_bias_may_be_of_a_text_in_both_forms(client: httpx.Client) -> None:
     for biases in ({"ab": -5, "7": 1}, [["ab", -5], [7, 1]]):
         answer = client.post("/completion", json={"prompt": "a", "logit_bias": biases}).json()
         assert sorted(answer["generation_settings"]["logit_bias"]) == sorted([[a, -5.0], [b, -5.0], [7, 1.0]])
-    for biases in ({"9" * 12: 1}, {"99999": 1}, {"a": "b"}, {"a": True}, [["a"]]):
+    for biases in ({"9" * 12: 1}, {"99999": 1}, {"a": "b"}, {"a": True}, [["a"]], {"a" * 9000: 1}):
         assert client.post("/completion", json={"prompt": "a", "logit_bias": biases}).status_code == 400, (
             biases
         )
