@@ -15,6 +15,7 @@ from quengine.errors import EngineError
 from quengine.platform import collector
 from quengine.serve import access_log
 from quengine.serve.connections import SlowReaderError
+from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.reading import read_body
 from quengine.serve.schemas.requests import Body
@@ -43,7 +44,9 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(to_json(value), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
+def error_response(error: ApiError, path: str) -> Response:
+    """The answer to a request of `path`, in the form of its dialect."""
+    error = in_dialect(error, path)
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     response = json_response(error.body, error.status, headers)
     if error.status == 401:  # a line each: browsers read no list, and then prompt for a password
@@ -163,7 +166,7 @@ class Catch:
             answer = error if isinstance(error, ApiError) else _internal(error, scope)
             record.error = answer.message
             if not status:  # else it is too late for an answer: uvicorn closes what has no end
-                await error_response(answer)(scope, receive, noting_send)
+                await error_response(answer, scope["path"])(scope, receive, noting_send)
         finally:
             record.write(status)
             self.done(scope["path"], status)

@@ -35,7 +35,7 @@ _FORMATS = ("auto", "deepseek")
 
 async def chat_completions(service: Service, request: Request) -> Response:
     body = await read_request(request, ChatRequest, service.limits)
-    requests, answers = await unless_gone(request.receive, _prepared(service, body))
+    requests, answers = await unless_gone(request.receive, prepare_chat(service, body))
     if body.stream:
         chunks = _Chunks(service, requests, answers, body.stream_options.include_usage)
         return await stream_answer(service, request, requests, chunks)
@@ -43,9 +43,10 @@ async def chat_completions(service: Service, request: Request) -> Response:
     return json_response(_body(service, requests, answers, outputs))
 
 
-async def _prepared(
+async def prepare_chat(
     service: Service, body: ChatRequest
 ) -> tuple[list[GenerationRequest], "list[ChatAnswer]"]:
+    """The requests for the engine, and what takes the answer of each apart. Raises ApiError."""
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     if body.top_logprobs and not body.logprobs:
@@ -61,14 +62,21 @@ async def _prepared(
         logprobs=body.top_logprobs if body.logprobs else None,
         constraint=answer_constraint(use, model, read_constraint(body)),
     )
+    prompt = await chat_prompt(service, body, use)
+    special = not body.skip_special_tokens or form.shown(use)
+    answers = [ChatAnswer(model, use) for _ in range(body.n)]
+    return requests_of([prompt], body.n, params, special), answers
+
+
+async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited: bool = True) -> list[int]:
+    """The ids of a conversation; `limited`: checked against the limits. Raises ApiError."""
+    model = service.model
     messages = read_messages(body.messages)
     variables = template_variables(
         model, body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort"
     )
-    prompt = await chat_ids(service, messages, form.tools(use), variables, "messages")
-    special = not body.skip_special_tokens or form.shown(use)
-    answers = [ChatAnswer(model, use) for _ in range(body.n)]
-    return requests_of([prompt], body.n, params, special), answers
+    tools = model.answer_format.tools(use)
+    return await chat_ids(service, messages, tools, variables, "messages", limited)
 
 
 class ChatAnswer:
@@ -86,22 +94,27 @@ class ChatAnswer:
 
     def push(self, piece: Piece) -> list[dict[str, Any]]:
         """The `delta` of each chunk that this piece becomes."""
-        return [_delta(part) for part in self._read(piece)]
+        return [_delta(part) for part in self.read(piece)]
 
-    def _read(self, piece: Piece) -> list[Delta]:
+    def read(self, piece: Piece) -> list[Delta]:
+        """What this piece makes certain."""
         self._tokens += piece.tokens
         return self._parser.push(piece.text)
 
     def finish(self) -> list[dict[str, Any]]:
+        """The `delta` of each chunk of what was held back."""
+        return [_delta(part) for part in self.rest()]
+
+    def rest(self) -> list[Delta]:
         """What was held back."""
-        return [_delta(part) for part in self._parser.finish()]
+        return self._parser.finish()
 
     def reason(self, end: Finished) -> str:
         return "tool_calls" if self._parser.calls and end.reason == "stop" else end.reason
 
     def message(self, piece: Piece) -> dict[str, Any]:
         """The whole answer."""
-        deltas = self._read(piece) + self._parser.finish()
+        deltas = self.read(piece) + self.rest()
         spoken, calls = collect(deltas)
         message: dict[str, Any] = {"role": "assistant", "content": spoken, "refusal": None}
         if reasoning := reasoning_of(deltas):

@@ -28,21 +28,25 @@ _MEANINGS = {
     429: "The queue is full.",
     500: "This request failed; others go on.",
     503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
+    529: "The queue is full, or any cause of a 503 of other routes.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
 _READS = (400, 404, 408, 413, 503)
 _COMPUTES = (*_READS, 429, 500)
+_ANTHROPICS = (400, 404, 408, 413, 500, 529)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A route. `answer` is a schema, or a media type for what is no JSON; `event` that of a stream's events."""
+    """A route. `answer` is a schema, or a media type for what is no JSON; `event` that of a stream's events,
+    `error` that of an error."""
 
     summary: str
     answer: Schema | str
     request: str | None = None
     event: str | None = None
     errors: tuple[int, ...] = ()
+    error: str = "Error"
 
 
 _HEALTH = Operation("Whether requests are taken.", ref("Health"), errors=(503,))
@@ -76,6 +80,21 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/responses"): Operation(
         "Answer items with items.", ref("Response"), "ResponseRequest", "ResponseEvent", _COMPUTES
     ),
+    ("POST", "/v1/messages"): Operation(
+        "Answer a conversation, with Anthropic's names.",
+        ref("AnthropicMessage"),
+        "MessagesRequest",
+        "AnthropicEvent",
+        _ANTHROPICS,
+        "AnthropicError",
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "Tokens of a conversation's prompt.",
+        ref("TokenCount"),
+        "CountTokensRequest",
+        errors=_ANTHROPICS,
+        error="AnthropicError",
+    ),
     ("POST", "/v1/embeddings"): Operation(
         "A vector for each text.", ref("EmbeddingList"), "EmbeddingRequest", errors=_COMPUTES
     ),
@@ -100,7 +119,8 @@ def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[st
     info = {
         "title": "quengine",
         "version": __version__,
-        "description": "OpenAI's API and llama-server's over one model. Errors have OpenAI's shape.",
+        "description": "OpenAI's API, Anthropic's and llama-server's over one model. "
+        "Errors have OpenAI's shape, those of Anthropic's routes Anthropic's.",
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }
     schemas = {**request_schemas(settings.limits, settings.model_names, vocab_size), **answer_schemas()}
@@ -121,7 +141,7 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
         "summary": operation.summary,
         "responses": {
             "200": _success(operation),
-            **{str(status): _failure(status) for status in errors},
+            **{str(status): _failure(status, operation.error) for status in errors},
         },
     }
     if "{name}" in path:
@@ -146,13 +166,14 @@ def _success(operation: Operation) -> dict[str, Any]:
     else:
         content = {JSON: {"schema": operation.answer}}
     if operation.event is not None:
-        content[EVENTS] = {"schema": _event(operation.event)}
+        content[EVENTS] = {"schema": _event(operation)}
     return {"description": operation.summary, "content": content}
 
 
-def _event(name: str) -> Schema:
+def _event(operation: Operation) -> Schema:
     """An event whose data is JSON, or the end of the stream."""
-    inner = {"anyOf": [ref(name), ref("Error")]}
+    assert operation.event is not None
+    inner = {"anyOf": [ref(operation.event), ref(operation.error)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": inner}
     return {
         "type": "object",
@@ -161,9 +182,9 @@ def _event(name: str) -> Schema:
     }
 
 
-def _failure(status: int) -> dict[str, Any]:
+def _failure(status: int, error: str) -> dict[str, Any]:
     failure: dict[str, Any] = {
         "description": _MEANINGS[status],
-        "content": {JSON: {"schema": ref("Error")}},
+        "content": {JSON: {"schema": ref(error)}},
     }
-    return {**failure, "headers": _RETRY} if status in (429, 503) else failure
+    return {**failure, "headers": _RETRY} if status in (429, 503, 529) else failure

@@ -63,6 +63,7 @@ def answer_schemas() -> dict[str, Schema]:
         **_completions(),
         **_native(),
         **_responses(),
+        **_anthropic(),
         **_status(),
         "EmbeddingList": _object(
             object=_const("list"),
@@ -91,6 +92,48 @@ def _error() -> Schema:
         code=_TEXT_OR_NULL,
     )
     return _object(error=inner)
+
+
+def _anthropic() -> dict[str, Schema]:
+    text = _object(type=_const("text"), text=STRING)
+    thinking = _object(type=_const("thinking"), thinking=STRING, signature=STRING)
+    call = _object(type=_const("tool_use"), id=STRING, name=STRING, input=OBJECT)
+    counts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+    usage = _object(**dict.fromkeys(counts, _COUNT))
+    reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
+    stop = {"stop_reason": _or_null(_enum(*reasons)), "stop_sequence": _TEXT_OR_NULL}
+    message = _object(
+        id=STRING,
+        type=_const("message"),
+        role=_const("assistant"),
+        model=STRING,
+        content=_array(ref("AnthropicBlock")),
+        **stop,
+        usage=usage,
+    )
+    deltas = {"text_delta": "text", "thinking_delta": "thinking"}
+    deltas |= {"signature_delta": "signature", "input_json_delta": "partial_json"}
+    delta = {"anyOf": [_object(type=_const(kind), **{key: STRING}) for kind, key in deltas.items()]}
+
+    def event(kind: str, **fields: Schema) -> Schema:
+        return _object(type=_const(kind), **fields)
+
+    events = [
+        event("message_start", message=ref("AnthropicMessage")),
+        event("ping"),
+        event("content_block_start", index=_COUNT, content_block=ref("AnthropicBlock")),
+        event("content_block_delta", index=_COUNT, delta=delta),
+        event("content_block_stop", index=_COUNT),
+        event("message_delta", delta=_object(**stop), usage=usage),
+        event("message_stop"),
+    ]
+    return {
+        "AnthropicBlock": {"anyOf": [text, thinking, call]},
+        "AnthropicError": _object(type=_const("error"), error=_error()["properties"]["error"]),
+        "AnthropicEvent": {"anyOf": events},
+        "AnthropicMessage": message,
+        "TokenCount": _object(input_tokens=_COUNT),
+    }
 
 
 def _piece() -> Schema:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
+from quengine.serve.schemas.anthropic import ANTHROPIC_BODIES
 from quengine.serve.schemas.messages import InputItem, Message
 from quengine.serve.schemas.requests import BODIES, REF
 from quengine.serve.settings import Limits
@@ -34,7 +35,7 @@ def request_schemas(
 ) -> dict[str, Schema]:
     """Every schema of a body and of its parts, by component name. `vocab_size` is None while there is no model."""
     unions: list[Any] = [Message, InputItem]
-    made, components = msgspec.json.schema_components((*unions, *BODIES), ref_template=REF)
+    made, components = msgspec.json.schema_components((*unions, *BODIES, *ANTHROPIC_BODIES), ref_template=REF)
     token = {"type": "integer", "minimum": 0}
     schemas: dict[str, Schema] = {
         "Token": token if vocab_size is None else {**token, "maximum": vocab_size - 1},
@@ -69,6 +70,8 @@ def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ..
     if "stop" in fields:
         fields["stop"]["anyOf"][-1]["maxItems"] = limits.stops
         fields["stop_token_ids"]["maxItems"] = limits.stops
+    if "stop_sequences" in fields:
+        fields["stop_sequences"]["maxItems"] = limits.stops
 
 
 def _tidied(schema: Any) -> Any:

@@ -16,6 +16,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
     "/v1/responses": {"input": "a", "max_output_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/completion": {"prompt": "a", "n_predict": 3},
     "/v1/embeddings": {"input": "a"},
     "/tokenize": {"content": "a"},

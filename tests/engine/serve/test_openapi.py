@@ -39,6 +39,7 @@ UNSAID = re.compile(
     "only one of them can hold|too small a number for a schema|requires a call"  # two fields
     "|top_logprobs needs|stream_options is for streams"
     "|no tool is named|there are no tools|two functions are named|no function_call before it has this id"
+    "|no tool_use before it has this id|does not continue an answer"
     "|tokens and the context holds|the prompt has no tokens|completions in one request"  # lengths and sums
     "|must be a token id from|it is no JSON|are more than the .* that are accepted"  # what a value means
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
@@ -48,6 +49,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/responses": {"input": "a"},
     "/completion": {"prompt": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/embeddings": {"input": "a"},
     "/tokenize": {"content": "a"},
     "/detokenize": {"tokens": [1]},
@@ -93,10 +96,13 @@ def statuses() -> Iterator[Counter[tuple[str, int]]]:
             assert counts[label, 200] > 2 * counts[label, 400], label
 
 
+_SHARING = ("CompletionRequest", "NativeRequest", "ResponseRequest", "MessagesRequest", "CountTokensRequest")
+
+
 def driven(shared_fields: bool, coverage: bool) -> Any:
     """The document as schemathesis drives it. Fields that every text route reads in one function are driven on one."""
     given = copy.deepcopy(DOCUMENT)
-    for name in () if shared_fields else ("CompletionRequest", "NativeRequest", "ResponseRequest"):
+    for name in () if shared_fields else _SHARING:
         for key in Sampling.__struct_fields__[len(Body.__struct_fields__) :]:
             del given["components"]["schemas"][name]["properties"][key]
     config = {"generation": {"deterministic": True}, "phases": {"coverage": {"enabled": coverage}}}

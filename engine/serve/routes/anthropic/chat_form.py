@@ -1,0 +1,178 @@
+"""A request of Anthropic's as the request of chat completions that has the same prompt and the same answer.
+
+| Anthropic's | chat completions' |
+|---|---|
+| `system`, text blocks | system messages, `content` joined by line breaks |
+| `thinking` blocks of earlier answers | `reasoning_content`, of which the template takes what it needs |
+| `tool_use`, `tool_result` | `tool_calls`, messages of role tool |
+| consecutive turns of one role | one message |
+| `tool_choice` any, tool | required, a named function |
+| `thinking` | the template's variable `enable_thinking`, where it has that |
+| `output_config` | `reasoning_effort`, `response_format` |
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.prompts import content_text
+from quengine.serve.schemas.anthropic import (
+    AnyChoice,
+    AssistantBlock,
+    AssistantTurn,
+    CountTokensRequest,
+    CustomTool,
+    MessagesRequest,
+    NamedChoice,
+    NoChoice,
+    SystemTurn,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.messages import Content
+from quengine.serve.schemas.requests import ChatRequest, Sampling
+from quengine.serve.settings import Limits
+
+Message = dict[str, Any]
+
+_EFFORTS = {"xhigh": "high", "max": "high"}
+"""Values that are Anthropic's alone, and the nearest that templates have."""
+
+
+def chat_request(body: CountTokensRequest, model: ServedModel, limits: Limits) -> ChatRequest:
+    """Raises ApiError for turns that make no prompt, and for a tool choice without its tool."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in Sampling.__struct_fields__}
+    if isinstance(body, MessagesRequest):
+        given |= {"max_tokens": body.max_tokens, "stream": body.stream, "stop": _stops(body, limits)}
+    choice, config = body.tool_choice, body.output_config
+    if config.format is not None:
+        schema = {"schema": config.format.schema}
+        given["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return ChatRequest(
+        **given,
+        messages=_system(body.system) + _messages(body),
+        tools=[_tool(tool) for tool in body.tools] if body.tools else None,
+        tool_choice=None if choice is None else _tool_choice(choice, body.tools or ()),
+        parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+        reasoning_effort=_effort(config.effort, model),
+        chat_template_kwargs=_thinking_variables(body.thinking, model),
+    )
+
+
+def _stops(body: MessagesRequest, limits: Limits) -> list[str] | None:
+    if body.stop_sequences and len(body.stop_sequences) > limits.stops:
+        raise bad_request(
+            f"stop_sequences: {len(body.stop_sequences)} given, this server takes at most {limits.stops} (--max-stops)",
+            "stop_sequences",
+            "over_limit",
+        )
+    return body.stop_sequences
+
+
+def _system(content: Content | None) -> list[Message]:
+    return [{"role": "system", "content": text}] if (text := content_text(content)) else []
+
+
+def _messages(body: CountTokensRequest) -> list[Message]:
+    messages: list[Message] = []
+    called: dict[str, str] = {}
+    for i, turn in enumerate(body.messages):
+        blocks = [TextBlock(turn.content)] if isinstance(turn.content, str) else turn.content
+        if isinstance(turn, AssistantTurn):
+            called |= {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
+            messages.append(_answer(blocks))  # type: ignore[arg-type]
+        elif isinstance(turn, SystemTurn):
+            messages += _system(turn.content)
+        else:
+            for j, block in enumerate(blocks):
+                at = f"messages[{i}].content[{j}]"
+                messages.append(_asked(block, called, at))  # type: ignore[arg-type]
+    if isinstance(body.messages[-1], AssistantTurn):
+        raise bad_request(
+            "messages: the last one is the assistant's; this server does not continue an answer",
+            "messages",
+            "unsupported",
+        )
+    return _joined(messages)
+
+
+def _answer(blocks: Sequence[AssistantBlock]) -> Message:
+    message: Message = {
+        "role": "assistant",
+        "content": "\n".join(block.text for block in blocks if isinstance(block, TextBlock)),
+    }
+    if thought := [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]:
+        message["reasoning_content"] = "\n\n".join(thought)
+    if calls := [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    return {
+        "id": block.id,
+        "type": "function",
+        "function": {"name": block.name, "arguments": block.input},
+    }
+
+
+def _asked(block: TextBlock | ToolResultBlock, called: Mapping[str, str], at: str) -> Message:
+    if isinstance(block, TextBlock):
+        return {"role": "user", "content": block.text}
+    key = block.tool_use_id
+    if key not in called:
+        raise bad_request(
+            f"{at}.tool_use_id = {key[:40]!r}: no tool_use before it has this id", "messages", "invalid_value"
+        )
+    return {"role": "tool", "tool_call_id": key, "name": called[key], "content": content_text(block.content)}
+
+
+def _joined(messages: Sequence[Message]) -> list[Message]:
+    """Messages of the user, or of the assistant, that follow each other as one."""
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else {"role": None}
+        if message["role"] != last["role"] or message["role"] not in ("user", "assistant"):
+            joined.append(message)
+            continue
+        texts = [each["content"] for each in (last, message) if each["content"]]
+        calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
+        joined[-1] = {**last, **message, "content": "\n".join(texts)}
+        if calls:
+            joined[-1]["tool_calls"] = calls
+    return joined
+
+
+def _tool(tool: CustomTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice, tools: Sequence[CustomTool]) -> Any:
+    if isinstance(choice, NamedChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AnyChoice) and not tools:
+        raise bad_request("tool_choice.type = any: there are no tools", "tool_choice")
+    if isinstance(choice, NoChoice):
+        return "none"
+    return "required" if isinstance(choice, AnyChoice) else "auto"
+
+
+def _effort(effort: str | None, model: ServedModel) -> str | None:
+    """The value that the template takes; none where it has no reasoning effort."""
+    if effort is None or "reasoning_effort" not in (model.template or ""):
+        return None
+    known, nearest = model.answer_format.efforts, _EFFORTS.get(effort, effort)
+    return nearest if known is None or nearest in known else None
+
+
+def _thinking_variables(thinking: Thinking | None, model: ServedModel) -> dict[str, Any]:
+    decided = thinking is not None and thinking.type in ("enabled", "disabled")
+    if not decided or "enable_thinking" not in (model.template or ""):
+        return {}
+    return {"enable_thinking": thinking is not None and thinking.type == "enabled"}
