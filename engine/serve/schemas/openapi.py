@@ -103,7 +103,8 @@ def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[st
         "description": "OpenAI's API and llama-server's over one model. Errors have OpenAI's shape.",
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }
-    schemas = {**request_schemas(settings.limits, settings.model_names, vocab_size), **answer_schemas()}
+    names = settings.model_names if settings.strict_model else ()
+    schemas = {**request_schemas(settings.limits, names, vocab_size), **answer_schemas()}
     components: dict[str, Any] = {"schemas": schemas}
     if settings.api_keys:
         components["securitySchemes"] = {
