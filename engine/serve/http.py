@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quengine.errors import EngineError
 from quengine.platform import collector
+from quengine.platform.log_lines import one_line
 from quengine.serve import access_log
 from quengine.serve.connections import SlowReaderError
 from quengine.serve.schemas.error_forms import in_dialect
@@ -23,6 +24,9 @@ from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")
 
+_NAMED_FIELDS = 20
+"""Fields that a line of the log names."""
+_NAMED_LENGTH = 500
 _encode = msgspec.json.Encoder().encode
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -71,8 +75,13 @@ async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
         raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s (--read-timeout)") from None
     except ClientDisconnect:
         raise ClientGoneError from None
+    record = access_log.current()
     with collector.paused():  # a million small objects need no collections between them
-        return read_body(kind, bytes(body))
+        read = read_body(kind, bytes(body), record.ignored)
+    if record.ignored and logger.isEnabledFor(logging.DEBUG):
+        names = one_line(", ".join(record.ignored[:_NAMED_FIELDS]), _NAMED_LENGTH)
+        logger.debug("%s: %d unknown fields ignored: %s", request.url.path, len(record.ignored), names)
+    return read
 
 
 def _too_large(limits: Limits) -> ApiError:

@@ -123,7 +123,8 @@ def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[st
         "Errors have OpenAI's shape, those of Anthropic's routes Anthropic's.",
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }
-    schemas = {**request_schemas(settings.limits, settings.model_names, vocab_size), **answer_schemas()}
+    names = settings.model_names if settings.strict_model else ()
+    schemas = {**request_schemas(settings.limits, names, vocab_size), **answer_schemas()}
     components: dict[str, Any] = {"schemas": schemas}
     if settings.api_keys:
         components["securitySchemes"] = {

@@ -50,12 +50,16 @@ REACHED = [
     "response_format",
     "text",
     "pooling",
+    "system",
+    "stop_sequences",
+    "output_config",
 ]
 """Fields whose values go further than the reader of requests: to the engine, a tokenizer, a template, a compiler."""
 REQUESTS = {
     "/v1/completions": "CompletionRequest",
     "/v1/chat/completions": "ChatRequest",
     "/v1/responses": "ResponseRequest",
+    "/v1/messages": "MessagesRequest",
     "/completion": "NativeRequest",
 }
 GENERATING = tuple(REQUESTS)
@@ -189,6 +193,7 @@ def test_a_real_engine_answers_whatever_a_field_holds_idle_and_busy(real: Served
         ("/v1/completions", "repeat_last_n", "18446744073709551616"),
         ("/completion", "n_predict", "18446744073709551616"),
         ("/v1/responses", "max_output_tokens", "18446744073709551616"),
+        ("/v1/messages", "max_tokens", "18446744073709551616"),
     ],
 )
 def test_a_number_out_of_range_is_a_400_with_field_value_and_range(

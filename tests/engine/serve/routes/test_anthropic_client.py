@@ -51,7 +51,7 @@ def ask(client: Anthropic, **more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Anthropic]:
-    with serving() as served, connected(served) as made:
+    with serving(settings={"strict_model": True}) as served, connected(served) as made:
         yield made
 
 
@@ -203,7 +203,7 @@ def test_a_required_call_has_an_input_of_its_schema_and_the_cache_is_in_the_usag
 ) -> None:
     tool: Any = {"name": "look", "input_schema": SCHEMA}
     asked: Any = [{"role": "user", "content": "hi " * 30}]
-    with serving_tools(tmp_path_factory.mktemp("anthropic")) as served, connected(served) as client:
+    with serving_tools(tmp_path_factory.mktemp("tools"), 2) as served, connected(served) as client:
         counted = client.messages.count_tokens(model="tiny", messages=asked, tools=[tool]).input_tokens
         for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "look"}):
             given: Any = {"tools": [tool], "tool_choice": choice, "extra_body": {"seed": 3}}

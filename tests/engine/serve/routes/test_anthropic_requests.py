@@ -10,7 +10,7 @@ import pytest
 
 from quengine.serve.routes.anthropic.chat_form import chat_request
 from quengine.serve.routes.anthropic.content_blocks import ContentBlocks
-from quengine.serve.schemas.anthropic import MessagesRequest
+from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.reading import read_body
 from quengine.serve.schemas.requests import ChatRequest
@@ -164,7 +164,7 @@ RAW = ("NaN", "1e999", "-Infinity", '"\\ud800"', 200 * "[" + 200 * "]", "1" + 50
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with serving() as served, served.http() as made:
+    with serving(settings={"strict_model": True}) as served, served.http() as made:
         yield made
 
 
@@ -178,8 +178,8 @@ def check_refused(answer: httpx.Response, what: object) -> None:
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize(("field", "values"), WRONG)
 def test_a_wrong_value_is_a_400(http: httpx.Client, path: str, field: str, values: tuple[Any, ...]) -> None:
-    if path.endswith("count_tokens") and field in ("max_tokens", "stop_sequences", "stream"):
-        field = f"no_{field}"
+    if path.endswith("count_tokens") and field not in CountTokensRequest.__struct_fields__:
+        pytest.skip("no field of this route")
     for value in values:
         answer = http.post(path, json={"messages": [USER], "max_tokens": 3, field: value})
         check_refused(answer, (field, value))
