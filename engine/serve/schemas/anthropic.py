@@ -55,6 +55,9 @@ class SystemTurn(msgspec.Struct, frozen=True, tag_field="role", tag="system"):
     content: Content
 
 
+Turn = UserTurn | AssistantTurn | SystemTurn
+
+
 class CustomTool(msgspec.Struct, frozen=True):
     name: Annotated[
         str,
@@ -129,7 +132,7 @@ class OutputConfig(Fields, frozen=True):
 class CountTokensRequest(Sampling, frozen=True, kw_only=True):
     """What a prompt is made of, and fields of a request that leave it as it is."""
 
-    messages: Annotated[list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1)]
+    messages: Annotated[list[Turn], Meta(min_length=1)]
     system: Content | None = None
     tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None

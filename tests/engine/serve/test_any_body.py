@@ -18,7 +18,8 @@ NAMES = """
     presence_penalty frequency_penalty seed stop stop_token_ids logit_bias ignore_eos logprobs
     top_logprobs n_probs echo suffix response_format text json_schema guided_regex guided_choice tools
     tool_choice instructions chat_template_kwargs skip_special_tokens parse_special add_special
-    system stop_sequences thinking output_config with_pieces pooling encoding_format dimensions return_tokens mirostat samplers user metadata nothing
+    system stop_sequences thinking output_config
+    with_pieces pooling encoding_format dimensions return_tokens mirostat samplers user metadata nothing
 """.split()  # noqa: SIM905 (a list of 50 quoted names is no easier to read)
 
 scalars = st.one_of(

@@ -32,16 +32,22 @@ from quengine.serve.schemas.anthropic import (
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
+    Turn,
 )
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.messages import Content
-from quengine.serve.schemas.requests import ChatRequest, Sampling
+from quengine.serve.schemas.requests import ChatRequest, Effort, Sampling
 from quengine.serve.settings import Limits
 
 Message = dict[str, Any]
 
-_EFFORTS = {"xhigh": "high", "max": "high"}
-"""Values that are Anthropic's alone, and the nearest that templates have."""
+_EFFORTS: Mapping[str, Effort] = {
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
 
 
 def chat_request(body: CountTokensRequest, model: ServedModel, limits: Limits) -> ChatRequest:
@@ -55,7 +61,7 @@ def chat_request(body: CountTokensRequest, model: ServedModel, limits: Limits) -
         given["response_format"] = {"type": "json_schema", "json_schema": schema}
     return ChatRequest(
         **given,
-        messages=_system(body.system) + _messages(body),
+        messages=_system(body.system) + _messages(body.messages),
         tools=[_tool(tool) for tool in body.tools] if body.tools else None,
         tool_choice=None if choice is None else _tool_choice(choice, body.tools or ()),
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
@@ -78,21 +84,21 @@ def _system(content: Content | None) -> list[Message]:
     return [{"role": "system", "content": text}] if (text := content_text(content)) else []
 
 
-def _messages(body: CountTokensRequest) -> list[Message]:
+def _messages(turns: Sequence[Turn]) -> list[Message]:
     messages: list[Message] = []
     called: dict[str, str] = {}
-    for i, turn in enumerate(body.messages):
-        blocks = [TextBlock(turn.content)] if isinstance(turn.content, str) else turn.content
-        if isinstance(turn, AssistantTurn):
-            called |= {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
-            messages.append(_answer(blocks))  # type: ignore[arg-type]
-        elif isinstance(turn, SystemTurn):
-            messages += _system(turn.content)
+    for i, turn in enumerate(turns):
+        if isinstance(turn, SystemTurn):
+            messages.append({"role": "system", "content": content_text(turn.content)})
+        elif isinstance(turn, AssistantTurn):
+            said = [TextBlock(turn.content)] if isinstance(turn.content, str) else turn.content
+            called |= {block.id: block.name for block in said if isinstance(block, ToolUseBlock)}
+            messages.append(_answer(said))
         else:
-            for j, block in enumerate(blocks):
-                at = f"messages[{i}].content[{j}]"
-                messages.append(_asked(block, called, at))  # type: ignore[arg-type]
-    if isinstance(body.messages[-1], AssistantTurn):
+            asked = [TextBlock(turn.content)] if isinstance(turn.content, str) else turn.content
+            for j, block in enumerate(asked or [TextBlock("")]):
+                messages.append(_question(block, called, f"messages[{i}].content[{j}]"))
+    if isinstance(turns[-1], AssistantTurn):
         raise bad_request(
             "messages: the last one is the assistant's; this server does not continue an answer",
             "messages",
@@ -102,15 +108,15 @@ def _messages(body: CountTokensRequest) -> list[Message]:
 
 
 def _answer(blocks: Sequence[AssistantBlock]) -> Message:
-    message: Message = {
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
+    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    return {
         "role": "assistant",
-        "content": "\n".join(block.text for block in blocks if isinstance(block, TextBlock)),
+        "content": "\n".join(texts),
+        **({"reasoning_content": "\n\n".join(thoughts)} if thoughts else {}),
+        **({"tool_calls": calls} if calls else {}),
     }
-    if thought := [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]:
-        message["reasoning_content"] = "\n\n".join(thought)
-    if calls := [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]:
-        message["tool_calls"] = calls
-    return message
 
 
 def _call(block: ToolUseBlock) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     }
 
 
-def _asked(block: TextBlock | ToolResultBlock, called: Mapping[str, str], at: str) -> Message:
+def _question(block: TextBlock | ToolResultBlock, called: Mapping[str, str], at: str) -> Message:
     if isinstance(block, TextBlock):
         return {"role": "user", "content": block.text}
     key = block.tool_use_id
@@ -136,14 +142,13 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
     """Messages of the user, or of the assistant, that follow each other as one."""
     joined: list[Message] = []
     for message in messages:
-        last = joined[-1] if joined else {"role": None}
+        last: Message = joined[-1] if joined else {"role": None}
         if message["role"] != last["role"] or message["role"] not in ("user", "assistant"):
             joined.append(message)
             continue
         texts = [each["content"] for each in (last, message) if each["content"]]
-        calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
         joined[-1] = {**last, **message, "content": "\n".join(texts)}
-        if calls:
+        if calls := last.get("tool_calls", []) + message.get("tool_calls", []):
             joined[-1]["tool_calls"] = calls
     return joined
 
@@ -163,11 +168,11 @@ def _tool_choice(choice: ToolChoice, tools: Sequence[CustomTool]) -> Any:
     return "required" if isinstance(choice, AnyChoice) else "auto"
 
 
-def _effort(effort: str | None, model: ServedModel) -> str | None:
+def _effort(effort: str | None, model: ServedModel) -> Effort | None:
     """The value that the template takes; none where it has no reasoning effort."""
     if effort is None or "reasoning_effort" not in (model.template or ""):
         return None
-    known, nearest = model.answer_format.efforts, _EFFORTS.get(effort, effort)
+    known, nearest = model.answer_format.efforts, _EFFORTS[effort]
     return nearest if known is None or nearest in known else None
 
 

@@ -5,14 +5,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import json_response, read_request, to_json, unless_gone
+from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import new_id, token_counts
 from quengine.serve.routes.anthropic.chat_form import chat_request
 from quengine.serve.routes.anthropic.content_blocks import ContentBlocks, Event
 from quengine.serve.routes.chat import ChatAnswer, chat_prompt, prepare_chat
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
-from quengine.serve.routes.streaming import ChunkForm, stream_answer, whole_answer
+from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quengine.serve.schemas.error_forms import AnthropicError
 from quengine.serve.schemas.errors import ApiError
@@ -70,7 +70,7 @@ class _Form(ChunkForm):
 
     def begin(self) -> bytes:
         no_stop = {"stop_reason": None, "stop_sequence": None}
-        message = {**self._head, "content": [], **no_stop, "usage": self._usage(None)}
+        message: dict[str, Any] = {**self._head, "content": [], **no_stop, "usage": self._usage(None)}
         return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
 
     def piece(self, choice: int, piece: Piece) -> bytes:
@@ -79,7 +79,7 @@ class _Form(ChunkForm):
 
     def finished(self, choice: int, end: Finished) -> bytes:
         del choice
-        last = [
+        last: list[Event] = [
             {"type": "message_delta", "delta": self._stop(end), "usage": self._usage(end)},
             {"type": "message_stop"},
         ]
@@ -111,7 +111,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def _event(event: Event) -> bytes:
-    return b"event: " + event["type"].encode() + b"\ndata: " + to_json(event) + b"\n\n"
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\n" + data(event)
 
 
 def _events(events: list[Event]) -> bytes:

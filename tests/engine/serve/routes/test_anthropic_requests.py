@@ -158,6 +158,7 @@ WRONG: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("output_config", ({"format": {"type": "json_schema", "schema": 7}},)),
     ("mcp_servers", ([{}], "a")),
 )
+COUNTED = CountTokensRequest.__struct_fields__
 RAW = ("NaN", "1e999", "-Infinity", '"\\ud800"', 200 * "[" + 200 * "]", "1" + 5000 * "0")
 """Values that no JSON of another field may hold either."""
 
@@ -175,11 +176,12 @@ def check_refused(answer: httpx.Response, what: object) -> None:
     assert body["error"]["type"] in ("invalid_request_error", "not_found_error"), what
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-@pytest.mark.parametrize(("field", "values"), WRONG)
+@pytest.mark.parametrize(
+    ("path", "field", "values"),
+    [("/v1/messages", *wrong) for wrong in WRONG]
+    + [("/v1/messages/count_tokens", *wrong) for wrong in WRONG if wrong[0] in COUNTED],
+)
 def test_a_wrong_value_is_a_400(http: httpx.Client, path: str, field: str, values: tuple[Any, ...]) -> None:
-    if path.endswith("count_tokens") and field not in CountTokensRequest.__struct_fields__:
-        pytest.skip("no field of this route")
     for value in values:
         answer = http.post(path, json={"messages": [USER], "max_tokens": 3, field: value})
         check_refused(answer, (field, value))
