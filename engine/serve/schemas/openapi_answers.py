@@ -99,7 +99,8 @@ def _anthropic() -> dict[str, Schema]:
     thinking = _object(type=_const("thinking"), thinking=STRING, signature=STRING)
     call = _object(type=_const("tool_use"), id=STRING, name=STRING, input=OBJECT)
     counts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
-    usage = _object(**dict.fromkeys(counts, _COUNT))
+    thought = {"output_tokens_details": _object(thinking_tokens=_COUNT)}
+    usage = _object(thought, **dict.fromkeys(counts, _COUNT))
     reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
     stop = {"stop_reason": _or_null(_enum(*reasons)), "stop_sequence": _TEXT_OR_NULL}
     message = _object(

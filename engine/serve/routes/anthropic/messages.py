@@ -96,14 +96,16 @@ class _Form(ChunkForm):
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": end.stop_text}
 
-    def _usage(self, end: Finished | None) -> dict[str, int]:
+    def _usage(self, end: Finished | None) -> dict[str, Any]:
         """Tokens from the cache, which are known at the end, are not among those of the input."""
         prompt, cached, generated = token_counts([self._request], [] if end is None else [end])
+        thinking = 0 if end is None else self._answer.reasoning_tokens
         return {
             "input_tokens": prompt - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": generated,
+            **({"output_tokens_details": {"thinking_tokens": thinking}} if thinking else {}),
         }
 
 

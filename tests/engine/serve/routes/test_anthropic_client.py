@@ -158,6 +158,7 @@ def test_thinking_text_and_calls_are_blocks_in_their_order(speaking: Anthropic, 
     assert (said.type, said.text) == ("text", "Let me see.")
     assert (call.type, call.name, call.input) == ("tool_use", "weather", {"city": "Paris"})
     assert answer.stop_reason == "tool_use"
+    assert answer.usage.output_tokens_details.thinking_tokens == len(THOUGHT.encode())
 
 
 def test_a_call_its_result_and_the_answer(speaking: Anthropic) -> None:
