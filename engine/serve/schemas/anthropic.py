@@ -68,9 +68,9 @@ class CustomTool(msgspec.Struct, frozen=True):
     ]
     input_schema: dict[str, Any]
     description: str | None = None
-    type: Annotated[Literal["custom"], Meta(extra={"rule": "must be custom: this server runs no tools"})] = (
-        "custom"
-    )
+    type: (
+        Annotated[Literal["custom"], Meta(extra={"rule": "must be custom: this server runs no tools"})] | None
+    ) = None
 
 
 class AutoChoice(msgspec.Struct, frozen=True, tag="auto"):

@@ -238,7 +238,7 @@ def test_errors_are_the_clients_exceptions(client: Anthropic) -> None:
         source = {"type": "base64", "media_type": "image/png", "data": ""}
         ask(client, messages=[{"role": "user", "content": [{"type": "image", "source": source}]}])
     with pytest.raises(anthropic.BadRequestError, match="this server runs no tools"):
-        server_tool = {"type": "web_search_20250305", "name": "web_search", "input_schema": {}}
+        server_tool = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
         ask(client, tools=[server_tool])
     with pytest.raises(anthropic.InternalServerError, match="logits are not finite") as failed:
         ask(client, messages=[{"role": "user", "content": FAILING_PROMPT}])

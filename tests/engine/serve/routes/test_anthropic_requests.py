@@ -82,7 +82,7 @@ def test_turns_of_one_role_are_one_message() -> None:
     ],
 )
 def test_tools_and_their_choice(choice: dict[str, Any], expected: object, parallel: bool) -> None:
-    tool = {"name": "f", "input_schema": {"type": "object"}, "strict": True, "type": "custom"}
+    tool = {"name": "f", "input_schema": {"type": "object"}, "strict": True, "type": None}
     body = translated(tools=[tool], tool_choice=choice)
     function = {"name": "f", "description": "", "parameters": {"type": "object"}}
     assert body.tools == [{"type": "function", "function": function}]
