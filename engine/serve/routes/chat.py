@@ -35,7 +35,7 @@ _FORMATS = ("auto", "deepseek")
 
 async def chat_completions(service: Service, request: Request) -> Response:
     body = await read_request(request, ChatRequest, service.limits)
-    requests, answers = await unless_gone(request.receive, _prepared(service, body))
+    requests, answers = await unless_gone(request.receive, prepare_chat(service, body))
     if body.stream:
         chunks = _Chunks(service, requests, answers, body.stream_options.include_usage)
         return await stream_answer(service, request, requests, chunks)
@@ -43,9 +43,10 @@ async def chat_completions(service: Service, request: Request) -> Response:
     return json_response(_body(service, requests, answers, outputs))
 
 
-async def _prepared(
+async def prepare_chat(
     service: Service, body: ChatRequest
 ) -> tuple[list[GenerationRequest], "list[ChatAnswer]"]:
+    """A chat's requests, and what takes the answer of each apart. Raises ApiError."""
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     if body.top_logprobs and not body.logprobs:

@@ -10,6 +10,7 @@ import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
 from quengine.serve.schemas.messages import InputItem, Message
+from quengine.serve.schemas.ollama import OLLAMA_BODIES
 from quengine.serve.schemas.requests import BODIES, REF
 from quengine.serve.settings import Limits
 
@@ -34,7 +35,7 @@ def request_schemas(
 ) -> dict[str, Schema]:
     """Every schema of a body and of its parts, by component name. `vocab_size` is None while there is no model."""
     unions: list[Any] = [Message, InputItem]
-    made, components = msgspec.json.schema_components((*unions, *BODIES), ref_template=REF)
+    made, components = msgspec.json.schema_components((*unions, *BODIES, *OLLAMA_BODIES), ref_template=REF)
     token = {"type": "integer", "minimum": 0}
     schemas: dict[str, Schema] = {
         "Token": token if vocab_size is None else {**token, "maximum": vocab_size - 1},
@@ -59,7 +60,7 @@ def ref(name: str) -> Schema:
 
 def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ...]) -> None:
     """Write a server's limits and names into the fields of a body."""
-    if "model" in fields:
+    if "type" in fields.get("model", {}):
         fields["model"] = {
             "enum": [None, *model_names, ""],
             "description": fields["model"]["description"],
@@ -68,6 +69,7 @@ def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ..
         fields["n"]["maximum"] = limits.n
     if "stop" in fields:
         fields["stop"]["anyOf"][-1]["maxItems"] = limits.stops
+    if "stop_token_ids" in fields:
         fields["stop_token_ids"]["maxItems"] = limits.stops
 
 
@@ -120,6 +122,7 @@ def _written(limits: Limits) -> dict[str, Schema]:
         "Tool": _tool(),
         "ToolChoice": _tool_choice(),
         "TextFormat": _text_format(),
+        "OllamaFormat": {"anyOf": [_NULL, {"enum": ["json", ""]}, OBJECT]},
     }
 
 
