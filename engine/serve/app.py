@@ -98,6 +98,7 @@ def make_app(service: Service) -> Starlette:
 
     def answered(path: str, status: int) -> None:
         service.metrics.answered(path if path in known else "other", status)
+        service.metrics.ignored(len(access_log.current().ignored))
 
     routes = [Route(path, partial(endpoint, service), methods=[method]) for method, path, endpoint in ROUTES]
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]

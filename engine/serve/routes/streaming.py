@@ -33,7 +33,7 @@ class ChunkForm(ABC):
         del ends
         return b""
 
-    def error(self, error: ApiError) -> bytes:
+    def failed(self, error: ApiError) -> bytes:
         """The last event of a stream that fails."""
         return data(error.body)
 
@@ -102,7 +102,7 @@ async def _chunks(
         except ApiError as error:
             if not begun:
                 raise
-            yield form.error(error)
+            yield form.failed(error)
             return
     last = pending + form.end([ends[choice] for choice in range(count)])
     if last:

@@ -1,4 +1,4 @@
-"""What goes wrong with an HTTP request, in the shapes that OpenAI's and Ollama's clients read."""
+"""What goes wrong with an HTTP request, in the shape that OpenAI's clients read."""
 
 from typing import Any
 
@@ -32,10 +32,6 @@ class ApiError(Exception):
         other = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": _TYPES.get(self.status, other)}
         return {"error": error | {"param": self.param, "code": self.code} | self.details}
-
-    def body_of(self, path: str) -> dict[str, Any]:
-        """The body in the shape of the API that a path belongs to: {"error": message} in Ollama's."""
-        return {"error": self.message} if path.startswith("/api/") else self.body
 
 
 _TYPES = {

@@ -38,14 +38,15 @@ _COMPUTES = (*_READS, 429, 500)
 
 @dataclass(frozen=True)
 class Operation:
-    """A route. `answer` is a schema, or a media type for what is no JSON; `event` that of a stream's events, `line`
-    that of a stream's lines."""
+    """A route. `answer` is a schema, or a media type for what is no JSON; `event` that of a stream's events,
+    `error` that of an error, `line` that of a stream's lines."""
 
     summary: str
     answer: Schema | str
     request: str | None = None
     event: str | None = None
     errors: tuple[int, ...] = ()
+    error: str = "Error"
     line: str | None = None
 
 
@@ -63,7 +64,9 @@ _NATIVE = Operation(
 
 
 def _ollama(summary: str, name: str, errors: tuple[int, ...], line: str | None = None) -> Operation:
-    return Operation(summary, ref(f"Ollama{name}"), f"Ollama{name}Request", errors=errors, line=line)
+    """A route of Ollama's API that reads a body."""
+    request = f"Ollama{name}Request"
+    return Operation(summary, ref(f"Ollama{name}"), request, errors=errors, error="OllamaError", line=line)
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -101,9 +104,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/api/generate"): _ollama("Answer a prompt.", "Generate", _COMPUTES, "OllamaGenerateLine"),
     ("POST", "/api/embed"): _ollama("A vector for each text.", "Embed", _COMPUTES),
     ("POST", "/api/embeddings"): _ollama("A vector for a text.", "Embeddings", _COMPUTES),
-    ("GET", "/api/tags"): Operation("The names of the model.", ref("OllamaTags"), errors=(503,)),
-    ("GET", "/api/ps"): Operation("The model in memory.", ref("OllamaProcesses"), errors=(503,)),
-    ("GET", "/api/version"): Operation("The release of Ollama's API.", ref("OllamaVersion")),
+    ("GET", "/api/tags"): Operation(
+        "The names of the model.", ref("OllamaTags"), errors=(503,), error="OllamaError"
+    ),
+    ("GET", "/api/ps"): Operation(
+        "The model in memory.", ref("OllamaProcesses"), errors=(503,), error="OllamaError"
+    ),
+    ("GET", "/api/version"): Operation(
+        "The release of Ollama's API.", ref("OllamaVersion"), error="OllamaError"
+    ),
     ("POST", "/api/show"): _ollama("What the model is.", "Show", _READS),
     ("POST", "/api/pull"): _ollama("Whether the model is here.", "Pull", _READS, "OllamaPull"),
     ("DELETE", "/api/delete"): _ollama("Refused: engine rm deletes.", "Delete", _READS),
@@ -124,7 +133,8 @@ def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[st
         "under /api Ollama's.",
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }
-    schemas = {**request_schemas(settings.limits, settings.model_names, vocab_size), **answer_schemas()}
+    names = settings.model_names if settings.strict_model else ()
+    schemas = {**request_schemas(settings.limits, names, vocab_size), **answer_schemas()}
     components: dict[str, Any] = {"schemas": schemas}
     if settings.api_keys:
         components["securitySchemes"] = {
@@ -142,7 +152,7 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
         "summary": operation.summary,
         "responses": {
             "200": _success(operation),
-            **{str(status): _failure(status, path) for status in errors},
+            **{str(status): _failure(status, operation.error) for status in errors},
         },
     }
     if "{name}" in path:
@@ -169,7 +179,7 @@ def _success(operation: Operation) -> dict[str, Any]:
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation.event)}
     if operation.line is not None:
-        content[LINES] = {"schema": {"anyOf": [ref(operation.line), ref("OllamaError")]}}
+        content[LINES] = {"schema": {"anyOf": [ref(operation.line), ref(operation.error)]}}
     return {"description": operation.summary, "content": content}
 
 
@@ -184,9 +194,9 @@ def _event(name: str) -> Schema:
     }
 
 
-def _failure(status: int, path: str) -> dict[str, Any]:
+def _failure(status: int, error: str) -> dict[str, Any]:
     failure: dict[str, Any] = {
         "description": _MEANINGS[status],
-        "content": {JSON: {"schema": ref("OllamaError" if path.startswith("/api/") else "Error")}},
+        "content": {JSON: {"schema": ref(error)}},
     }
     return {**failure, "headers": _RETRY} if status in (429, 503) else failure

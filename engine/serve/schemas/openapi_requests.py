@@ -33,7 +33,8 @@ _NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
 def request_schemas(
     limits: Limits, model_names: tuple[str, ...], vocab_size: int | None = None
 ) -> dict[str, Schema]:
-    """Every schema of a body and of its parts, by component name. `vocab_size` is None while there is no model."""
+    """Every schema of a body and of its parts, by component name. `model_names` are the only ones that may be given,
+    where there are any; `vocab_size` is None while there is no model."""
     unions: list[Any] = [Message, InputItem]
     made, components = msgspec.json.schema_components((*unions, *BODIES, *OLLAMA_BODIES), ref_template=REF)
     token = {"type": "integer", "minimum": 0}
@@ -60,7 +61,7 @@ def ref(name: str) -> Schema:
 
 def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ...]) -> None:
     """Write a server's limits and names into the fields of a body."""
-    if "type" in fields.get("model", {}):
+    if model_names and "type" in fields.get("model", {}):
         fields["model"] = {
             "enum": [None, *model_names, ""],
             "description": fields["model"]["description"],
@@ -75,7 +76,7 @@ def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ..
 
 def _tidied(schema: Any) -> Any:
     """A schema of msgspec's without titles and defaults. A part with a component of its own refers to that alone, and
-    what is optional in a body may be null, as an unknown field may."""
+    what is optional in a body may be null."""
     if isinstance(schema, list):
         return [_tidied(each) for each in schema]
     if not isinstance(schema, dict):
@@ -87,8 +88,10 @@ def _tidied(schema: Any) -> Any:
         for key, value in schema.items()
         if key not in ("title", "default", "discriminator")
     }
-    if tidied.get("additionalProperties") is False:
-        tidied["additionalProperties"] = {"type": "null"}
+    if (
+        tidied.get("additionalProperties") is False
+    ):  # a body, or a part of one: what it does not name is ignored
+        del tidied["additionalProperties"]
         for key in tidied["properties"].keys() - set(tidied["required"]):
             tidied["properties"][key] = _or_null(tidied["properties"][key])
     return tidied

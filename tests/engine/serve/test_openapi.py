@@ -205,9 +205,13 @@ def test_the_document_names_every_field_that_a_route_reads_and_no_other(
     read: list[type[Body]] = []
     read_body = http.read_body
 
-    def noting(kind: type[Body], raw: bytes) -> Body:
+    ignored: list[str] = []
+
+    def noting(kind: type[Body], raw: bytes, names: list[str]) -> Body:
         read.append(kind)
-        return read_body(kind, raw)
+        made = read_body(kind, raw, names)
+        ignored.extend(names)
+        return made
 
     monkeypatch.setattr(http, "read_body", noting)
     with served.http() as client:
@@ -221,11 +225,11 @@ def test_the_document_names_every_field_that_a_route_reads_and_no_other(
             (kind,) = read
             assert SCHEMAS[name]["properties"].keys() == set(kind.__struct_fields__), path
             for field in SCHEMAS[name]["properties"]:
-                answer = client.post(path, json={**body, field: {"?": 1}})
-                message = "" if answer.status_code == 200 else error_of(answer)["message"]
-                assert message != f"unknown parameter: {field}", (path, field)
+                ignored.clear()
+                client.post(path, json={**body, field: {"?": 1}})
+                assert field not in ignored, (path, field)
             answer = client.post(path, json={**body, "no_such_field": 1})
-            assert error_of(answer)["message"] == "unknown parameter: no_such_field"
+            assert answer.status_code == 200 and "no_such_field" in ignored
 
 
 def test_the_schemas_are_schemas_and_every_reference_is_there() -> None:

@@ -15,6 +15,7 @@ from quengine.serve.http import to_json
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.streaming import ChunkForm
+from quengine.serve.schemas.error_forms import OllamaError
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.service import Service
 
@@ -98,8 +99,8 @@ class AnswerLines(ChunkForm, ABC):
         held = b"".join(self._line(part, {}) for part in self._rest())
         return held + line(self._head() | self.part_body(Part()) | self._tail(end))
 
-    def error(self, error: ApiError) -> bytes:
-        return line({"error": error.message})
+    def failed(self, error: ApiError) -> bytes:
+        return line(OllamaError(error).body)
 
     def whole(self, piece: Piece, end: Finished) -> dict[str, Any]:
         """The answer that is not streamed."""
@@ -188,5 +189,5 @@ class GenerateLines(AnswerLines):
 
 def loaded(service: Service, empty: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request that only wants the model to be there. Raises ApiError (503) while it is not."""
-    assert service.model
+    _ = service.model
     return {"model": service.model_name, "created_at": now(), **empty, "done": True, "done_reason": "load"}
