@@ -13,6 +13,7 @@ from quengine.serve.schemas.ollama import (
 from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import Body, ChatRequest, CompletionRequest, Sampling
 from quengine.serve.service import Service
+from quengine.structured.reasoning.tags import SWITCHES
 
 _SAMPLING = Sampling.__struct_fields__[len(Body.__struct_fields__) :]
 
@@ -24,7 +25,7 @@ def served_name(service: Service, name: str) -> str:
 
 def chat_request(service: Service, body: OllamaChatRequest) -> ChatRequest:
     """Raises ApiError for what this model cannot do."""
-    return _chat(service, body, _messages(body.messages), body.tools)
+    return _chat(service, body, openai_messages(body.messages), body.tools)
 
 
 def generate_request(service: Service, body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
@@ -53,7 +54,7 @@ def _chat(
     elif body.think is not None:
         if body.think and not service.model.answer_format.reasons:
             raise bad_request(f"think = true: {service.model_name} does not reason", "think", "unsupported")
-        fields["chat_template_kwargs"] = {"enable_thinking": body.think}
+        fields["chat_template_kwargs"] = dict.fromkeys(SWITCHES, body.think)
     return ChatRequest(
         messages=messages, tools=tools, logprobs=body.logprobs, top_logprobs=body.top_logprobs, **fields
     )
@@ -84,7 +85,7 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     raise bad_request(f'format = {shown(given)}: must be "json" or a JSON schema', "format", "invalid_value")
 
 
-def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """Messages as OpenAI's API has them. Ollama's calls have no ids, which its results could name: a result is that of
     the first call without one that has its `tool_name`, or of the first without one."""
     given: list[dict[str, Any]] = []

@@ -13,6 +13,8 @@ import pytest
 from quengine import LLM, SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import Event, Failed
+from quengine.serve.routes.ollama.requests import openai_messages
+from quengine.serve.schemas.ollama import OllamaCall, OllamaFunction, OllamaMessage
 from quengine.serve.schemas.openapi import LINES, document
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.fake_engine import (
@@ -23,7 +25,7 @@ from tests.engine.serve.fake_engine import (
     expected_tokens,
 )
 from tests.engine.serve.serving import Served, serving
-from tests.engine.serve.speaking_engine import SpeakingEngine
+from tests.engine.serve.speaking_engine import SpeakingEngine, ThinkingModel
 from tests.engine.serve.tool_model import SCHEMA, serving_tools
 from tests.tiny_models import write_tiny
 
@@ -193,6 +195,80 @@ def test_a_call_that_was_cut_is_none(reasoner: ollama.Client) -> None:
     count = len(SpeakingEngine(SAYS).model.spoken(SAYS["weather"]))
     answer = reasoner.chat("fake", given, tools=[weather], options={"num_predict": count - 1})
     assert answer.message.tool_calls is None and answer.done_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_calls_between_tags_come_apart(stream: bool) -> None:
+    hermes = [f'<tool_call>{{"name": "weather", "arguments": {{"city": "{c}"}}}}</tool_call>' for c in "ab"]
+    says = {"both": f"<think>\n{THOUGHT}\n</think>\n\nLook: {hermes[0]}\n{hermes[1]}"}
+    with (
+        serving(
+            lambda: SpeakingEngine(says, ThinkingModel(4096)), settings={"defaults": SamplingParams()}
+        ) as served,
+        ollama.Client(served.url) as client,
+    ):
+        given = [{"role": "user", "content": "both"}]
+        answer = client.chat("fake", given, tools=[weather], think=True, stream=stream)
+        messages = [part.message for part in answer] if stream else [answer.message]
+        calls = [call for message in messages for call in message.tool_calls or []]
+        assert [call.function.arguments for call in calls] == [{"city": "a"}, {"city": "b"}]
+        assert "".join(message.thinking or "" for message in messages) == THOUGHT
+        assert "".join(message.content or "" for message in messages).strip() == "Look:"
+        if stream:
+            assert [len(message.tool_calls or []) for message in messages].count(1) == 2
+
+
+def test_a_model_that_reasons_says_so_and_can_be_told_not_to() -> None:
+    with (
+        serving(
+            lambda: SpeakingEngine({"hi": "Hello."}, ThinkingModel(4096)),
+            settings={"defaults": SamplingParams()},
+        ) as served,
+        ollama.Client(served.url) as client,
+    ):
+        assert client.show("fake").capabilities == ["completion", "embedding", "tools", "thinking"]
+        plain, off = (client.chat("fake", HI, think=think) for think in (True, False))
+        assert plain.message.content == off.message.content == "Hello." and off.message.thinking is None
+        longer = len("<think>\n\n</think>\n\n")
+        assert (off.prompt_eval_count or 0) - (plain.prompt_eval_count or 0) == longer
+
+
+def test_a_result_is_that_of_the_call_with_its_name() -> None:
+    def call(name: str) -> OllamaCall:
+        return OllamaCall(OllamaFunction(name, {"x": 1}))
+
+    def result(content: str, name: str | None = None, call_id: str | None = None) -> OllamaMessage:
+        return OllamaMessage("tool", content, tool_name=name, tool_call_id=call_id)
+
+    def found(*messages: OllamaMessage) -> list[tuple[str | None, str | None]]:
+        calls = OllamaMessage("assistant", tool_calls=[call("f"), call("g"), call("f")])
+        given = openai_messages([OllamaMessage("user", "hi"), calls, *messages])
+        assert [each["id"] for each in given[1]["tool_calls"]] == ["call_1_0", "call_1_1", "call_1_2"]
+        assert given[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+        return [(each.get("name"), each.get("tool_call_id")) for each in given[2:]]
+
+    in_order = [("f", "call_1_0"), ("g", "call_1_1"), ("f", "call_1_2")]
+    assert found(result("1", "f"), result("2", "g"), result("3", "f")) == in_order
+    assert found(result("1"), result("2"), result("3")) == in_order
+    assert found(result("2", "g"), result("1")) == [("g", "call_1_1"), ("f", "call_1_0")]
+    assert found(result("3", call_id="call_1_2")) == [("f", "call_1_2")]
+    assert found(result("4", "h"), result("5", call_id="other")) == [("h", None), (None, "other")]
+
+
+def test_a_name_may_have_the_tag_latest_where_names_are_checked() -> None:
+    with serving(settings={"strict_model": True}) as served, ollama.Client(served.url) as client:
+        for name in ("fake", "fake:latest"):
+            assert client.chat(name, HI).done and client.show(name).capabilities
+            assert client.generate(name).done_reason == "load" and client.embed(name, "a").embeddings
+        for call in (
+            lambda: client.chat("other", HI),
+            lambda: client.generate("fake:8b"),
+            lambda: client.show("other"),
+            lambda: client.embed("other", ""),
+        ):
+            with pytest.raises(ollama.ResponseError, match="there: fake") as caught:
+                call()
+            assert caught.value.status_code == 404
 
 
 @pytest.mark.parametrize("stream", [False, True])
