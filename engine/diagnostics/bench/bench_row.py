@@ -38,7 +38,8 @@ class BenchRow:
     single prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
     on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of
     which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
-    drafts: what was drafted and accepted; None where nothing drafts.
+    drafts: what was drafted and accepted; None where nothing drafts. host_layers: layers whose experts are in host
+    memory beside a CUDA device, where they take host_bytes. placement: a line that says so, where it was requested.
     """
 
     model: ModelFacts
@@ -60,6 +61,9 @@ class BenchRow:
     cache_type: str = "f16"
     deterministic: bool = False
     drafts: DraftCounts | None = None
+    host_layers: int = 0
+    host_bytes: int = 0
+    placement: str = ""
 
     @property
     def name(self) -> str:
@@ -87,7 +91,10 @@ class BenchRow:
 
     @property
     def bandwidth_percent(self) -> float | None:
-        return None if self.gb_s is None else 100 * self.gb_s / (self.bandwidth / 1e9)
+        """Of the device's memory; None where that is not what limits the test, as with experts in another's."""
+        if self.gb_s is None or self.host_bytes:
+            return None
+        return 100 * self.gb_s / (self.bandwidth / 1e9)
 
     @property
     def matrix_percent(self) -> float | None:
@@ -157,4 +164,6 @@ class BenchRow:
             "experts": experts and experts.count,
             "experts_used": experts and experts.router.used,
             "experts_read": experts.expected(self.batch) if experts and not self.test.prompt else None,
+            "cpu_moe_layers": experts and self.host_layers,
+            "cpu_moe_bytes": experts and self.host_bytes,
         }
