@@ -117,8 +117,9 @@ def _timed(
     label = f"{facts.name}, {llm.loaded.threads} threads: {test.name}{many}"
     time_of = llm, test, batch, plan.repetitions, plan.warm_up, lambda what: progress(f"{label}, {what}")
     if plan.config.speculates:
-        seconds, drafts = time_drafts(*time_of)
-        return replace(_row(llm, facts, test, batch, seconds, limits), bytes_per_token=0, drafts=drafts)
+        seconds, drafts, nbytes = time_drafts(*time_of)
+        row = _row(llm, facts, test, batch, seconds, limits)
+        return replace(row, bytes_per_token=0 if test.prompt or batch > 1 else nbytes, drafts=drafts)
     row = _row(llm, facts, test, batch, tuple(time_batch(*time_of)), limits)
     if not plan.profiled:
         return row

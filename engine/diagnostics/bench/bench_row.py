@@ -33,7 +33,7 @@ class BenchRow:
 
     seconds: what each repetition took. bytes_per_token: weights, and the cache read on average, for one
     generated token; 0 where a prompt is part of the test, since a chunk's tokens share one pass over the
-    weights.
+    weights, and where several sequences have drafts, of which a step has other numbers each time.
     bandwidth: bytes per second that the device's memory gives (see bench_machine). operations: floating-point ones of a
     single prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
     on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of
@@ -88,6 +88,14 @@ class BenchRow:
     def gb_s(self) -> float | None:
         """1e9 bytes read per second; None where that is not what limits the test."""
         return self.bytes_per_token * self.tok_s / 1e9 if self.bytes_per_token else None
+
+    @property
+    def step_rows(self) -> float:
+        """Rows of a decode step on average: of each sequence one, and one for each token that was drafted for it."""
+        if self.drafts is None:
+            return self.batch
+        steps = self.batch * len(self.seconds) * self.test.generate - self.drafts.accepted
+        return self.batch * (1 + self.drafts.drafted / max(1, steps))
 
     @property
     def bandwidth_percent(self) -> float | None:
@@ -163,7 +171,7 @@ class BenchRow:
             "model_active_bytes": model.active_bytes,
             "experts": experts and experts.count,
             "experts_used": experts and experts.router.used,
-            "experts_read": experts.expected(self.batch) if experts and not self.test.prompt else None,
+            "experts_read": experts.expected(self.step_rows) if experts and not self.test.prompt else None,
             "cpu_moe_layers": experts and self.host_layers,
             "cpu_moe_bytes": experts and self.host_bytes,
         }

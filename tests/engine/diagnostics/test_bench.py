@@ -186,6 +186,31 @@ def test_a_model_without_experts_to_place_is_refused_before_anything_runs(model:
     assert not told
 
 
+def test_rows_of_a_step_with_drafts_are_those_of_the_drafted_tokens_too(experts: Path) -> None:
+    options = {"draft_model": experts, "draft_tokens": 3}
+    plan = BenchPlan(
+        [experts],
+        [BenchTest(0, 12), BenchTest(4, 4)],
+        2,
+        (1, 2),
+        (1,),
+        config=EngineConfig("cpu", **options),  # type: ignore[arg-type]
+    )
+    alone, prompt, together, _ = run_bench(plan, lambda _: None)
+    with LLM(experts, "cpu", 64, 1, **options) as llm:
+        decoder, config = llm.runner.decoder, llm.model_config.experts
+        assert config is not None and alone.drafts is not None and together.drafts is not None
+        assert (
+            alone.drafts.drafted == alone.drafts.accepted == 18
+        )  # two repetitions of three steps of four tokens
+        assert alone.step_rows == 4 and together.step_rows == 8 and prompt.step_rows > 1
+        assert alone.as_dict()["experts_read"] == config.expected(4)
+        assert together.as_dict()["experts_read"] == config.expected(8)
+        drafts = 9 * decoder.bytes_per_token
+        assert alone.bytes_per_token == (3 * decoder.step_bytes(4) + drafts) // 12 + llm.cache_bytes(7)
+    assert alone.gb_s and together.gb_s is None and prompt.gb_s is None
+
+
 def test_operations_of_experts_are_those_of_the_chosen_ones(experts: Path) -> None:
     with LLM(experts, "cpu", 64, 1, backend="reference") as llm:
         config, ffn = llm.model_config, llm.runner.decoder.blk[0].ffn
