@@ -24,6 +24,7 @@ from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
 from quengine.serve.routes.embeddings import embeddings
 from quengine.serve.routes.native import completion
+from quengine.serve.routes.ollama.table import OLLAMA_ROUTES
 from quengine.serve.routes.responses import responses
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
@@ -89,6 +90,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/tokenize", token_routes.tokenize),
     ("POST", "/detokenize", token_routes.detokenize),
     ("POST", "/apply-template", token_routes.apply_template),
+    *OLLAMA_ROUTES,
 )
 
 

@@ -117,12 +117,11 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. `chunks` are whole events; closing the generator frees what it holds."""
+    """Events of `media_type`. `chunks` are whole events; closing the generator frees what it holds."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks

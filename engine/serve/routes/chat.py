@@ -47,7 +47,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
 async def prepare_chat(
     service: Service, body: ChatRequest
 ) -> tuple[list[GenerationRequest], "list[ChatAnswer]"]:
-    """The requests for the engine, and what takes the answer of each apart. Raises ApiError."""
+    """A chat's requests, and what takes the answer of each apart. Raises ApiError."""
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     if body.top_logprobs and not body.logprobs:
