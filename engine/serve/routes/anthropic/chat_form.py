@@ -7,7 +7,7 @@
 | `tool_use`, `tool_result` | `tool_calls`, messages of role tool |
 | consecutive turns of one role | one message |
 | `tool_choice` any, tool | required, a named function |
-| `thinking` | the template's variable `enable_thinking`, where it has that |
+| `thinking` | the template's variables `enable_thinking` and `thinking` |
 | `output_config` | `reasoning_effort`, `response_format` |
 """
 
@@ -38,6 +38,7 @@ from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.messages import Content
 from quengine.serve.schemas.requests import ChatRequest, Effort, Sampling
 from quengine.serve.settings import Limits
+from quengine.structured.reasoning.tags import SWITCHES
 
 Message = dict[str, Any]
 
@@ -66,7 +67,7 @@ def chat_request(body: CountTokensRequest, model: ServedModel, limits: Limits) -
         tool_choice=None if choice is None else _tool_choice(choice, body.tools or ()),
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         reasoning_effort=_effort(config.effort, model),
-        chat_template_kwargs=_thinking_variables(body.thinking, model),
+        chat_template_kwargs=_thinking_variables(body.thinking),
     )
 
 
@@ -176,8 +177,8 @@ def _effort(effort: str | None, model: ServedModel) -> Effort | None:
     return nearest if known is None or nearest in known else None
 
 
-def _thinking_variables(thinking: Thinking | None, model: ServedModel) -> dict[str, Any]:
-    decided = thinking is not None and thinking.type in ("enabled", "disabled")
-    if not decided or "enable_thinking" not in (model.template or ""):
+def _thinking_variables(thinking: Thinking | None) -> dict[str, bool]:
+    """Adaptive thinking is what the template does by itself."""
+    if thinking is None or thinking.type not in ("enabled", "disabled"):
         return {}
-    return {"enable_thinking": thinking is not None and thinking.type == "enabled"}
+    return dict.fromkeys(SWITCHES, thinking.type == "enabled")

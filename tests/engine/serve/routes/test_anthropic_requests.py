@@ -92,14 +92,13 @@ def test_tools_and_their_choice(choice: dict[str, Any], expected: object, parall
 def test_thinking_and_effort_reach_the_template_as_it_takes_them() -> None:
     assert translated(output_config={"effort": "max"}).reasoning_effort == "high"
     assert translated(output_config={"effort": "low"}).reasoning_effort == "low"
-    assert translated(thinking={"type": "disabled"}).chat_template_kwargs == {}
-    thinks = SpeakingModel(4096)
-    thinks.template = "{% if enable_thinking %}"
-    assert translated(thinks, output_config={"effort": "high"}).reasoning_effort is None
+    without = SpeakingModel(4096)
+    without.template = "{% if enable_thinking %}"
+    assert translated(without, output_config={"effort": "high"}).reasoning_effort is None
     for kind, expected in (("enabled", True), ("disabled", False)):
-        kwargs = translated(thinks, thinking={"type": kind}).chat_template_kwargs
-        assert kwargs == {"enable_thinking": expected}
-    assert translated(thinks, thinking={"type": "adaptive"}).chat_template_kwargs == {}
+        kwargs = translated(thinking={"type": kind}).chat_template_kwargs
+        assert kwargs == {"enable_thinking": expected, "thinking": expected}
+    assert translated(thinking={"type": "adaptive"}).chat_template_kwargs == {}
 
 
 @pytest.mark.parametrize(
