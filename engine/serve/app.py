@@ -19,10 +19,12 @@ from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import LOOPBACK_ORIGIN, Guard, cors_origins
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
 from quengine.serve.routes import status_routes, token_routes
+from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
 from quengine.serve.routes.infill import infill
 from quengine.serve.routes.native import completion
+from quengine.serve.routes.ollama.table import OLLAMA_ROUTES
 from quengine.serve.routes.responses import responses
 from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
 from quengine.serve.routes.vectors.rerank import rerank
@@ -82,6 +84,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/v1/embeddings", embeddings),
     ("POST", "/embeddings", native_embeddings),
     ("POST", "/embedding", native_embeddings),
@@ -95,6 +99,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/tokenize", token_routes.tokenize),
     ("POST", "/detokenize", token_routes.detokenize),
     ("POST", "/apply-template", token_routes.apply_template),
+    *OLLAMA_ROUTES,
 )
 
 
@@ -130,10 +135,9 @@ def make_app(service: Service) -> Starlette:
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, ApiError)
     access_log.current().error = error.message
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -145,6 +149,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
         )
     what = f"{request.method} {request.url.path[:80]}"
     message = f"there is no {what} here" if error.status_code in (404, 405) else f"{what}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message))
+    response = error_response(ApiError(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})  # Allow, of a 405
     return response

@@ -16,6 +16,7 @@ from quengine.platform import collector
 from quengine.platform.log_lines import one_line
 from quengine.serve import access_log
 from quengine.serve.connections import SlowReaderError
+from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.reading import read_body
 from quengine.serve.schemas.requests import Body
@@ -47,7 +48,9 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(to_json(value), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
+def error_response(error: ApiError, path: str) -> Response:
+    """The answer to a request of `path`, in the form of its dialect."""
+    error = in_dialect(error, path)
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     response = json_response(error.body, error.status, headers)
     if error.status == 401:  # a line each: browsers read no list, and then prompt for a password
@@ -114,12 +117,11 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. `chunks` are whole events; closing the generator frees what it holds."""
+    """Events of `media_type`. `chunks` are whole events; closing the generator frees what it holds."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
@@ -184,7 +186,7 @@ class Catch:
             answer = error if isinstance(error, ApiError) else _internal(error, scope)
             record.error = answer.message
             if not status:  # else it is too late for an answer: uvicorn closes what has no end
-                await error_response(answer)(scope, receive, noting_send)
+                await error_response(answer, scope["path"])(scope, receive, noting_send)
         finally:
             record.write(status)
             self.done(scope["path"], status)

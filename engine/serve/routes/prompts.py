@@ -34,14 +34,15 @@ async def chat_ids(
     tools: Sequence[Any] | None,
     variables: Mapping[str, Any],
     param: str,
+    limited: bool = True,
 ) -> list[int]:
-    """The ids of a conversation, checked against the limits. Raises ApiError."""
+    """The ids of a conversation; `limited`: checked against the limits. Raises ApiError."""
     job = TextJob(
         "encode_chat",
         messages=messages,
         tools=tools,
         variables=variables,
-        most_tokens=service.most_prompt_tokens,
+        most_tokens=service.most_prompt_tokens if limited else None,
     )
     (prompt,) = await _ids(service, job, param)
     return prompt

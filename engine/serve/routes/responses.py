@@ -37,15 +37,17 @@ async def _prepared(service: Service, body: ResponseRequest) -> "_Form":
     service.check_model_name(body.model)
     model = service.model
     form, use = model.answer_format, read_tools(body, model)
-    constraint = answer_constraint(use, model, _text_constraint(body))
-    params = await sampling_params(service, body, logprobs=None, constraint=constraint)
+    text = _text_constraint(body)
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     messages = system + messages_of(body.input)
     effort = body.reasoning.effort
     variables = template_variables(model, body.chat_template_kwargs, effort, "reasoning.effort")
     prompt = await chat_ids(service, messages, form.tools(use), variables, "input")
+    end = model.end_of(prompt)
+    constraint = answer_constraint(use, model, text, end)
+    params = await sampling_params(service, body, logprobs=None, constraint=constraint)
     (request,) = requests_of([prompt], 1, params, form.shown(use))
-    return _Form(service, body, use, request, OutputItems(form.parser(use)))
+    return _Form(service, body, use, request, OutputItems(form.parser(use, end)))
 
 
 def _text_constraint(body: ResponseRequest) -> ConstraintSpec | None:
@@ -135,7 +137,8 @@ class _Form(ChunkForm):
     def _usage(self, end: Finished) -> dict[str, Any]:
         prompt, cached, generated = token_counts([self.request], [end])
         model = self._service.model
-        reasoning = model.answer_format.reasoning_tokens(self._use, self._tokens, model.decode)
+        end_of_prompt = model.end_of(self.request.prompt)
+        reasoning = model.answer_format.reasoning_tokens(self._use, self._tokens, model.decode, end_of_prompt)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},

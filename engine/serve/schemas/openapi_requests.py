@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
+from quengine.serve.schemas.anthropic import ANTHROPIC_BODIES
 from quengine.serve.schemas.messages import InputItem, Message
+from quengine.serve.schemas.ollama import OLLAMA_BODIES
 from quengine.serve.schemas.requests import BODIES, REF
 from quengine.serve.settings import Limits
 
@@ -35,7 +37,8 @@ def request_schemas(
     """Every schema of a body and of its parts, by component name. `model_names` are the only ones that may be given,
     where there are any; `vocab_size` is None while there is no model."""
     unions: list[Any] = [Message, InputItem]
-    made, components = msgspec.json.schema_components((*unions, *BODIES), ref_template=REF)
+    bodies = (*BODIES, *ANTHROPIC_BODIES, *OLLAMA_BODIES)
+    made, components = msgspec.json.schema_components((*unions, *bodies), ref_template=REF)
     token = {"type": "integer", "minimum": 0}
     schemas: dict[str, Schema] = {
         "Token": token if vocab_size is None else {**token, "maximum": vocab_size - 1},
@@ -68,7 +71,7 @@ def ref(name: str) -> Schema:
 
 def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ...]) -> None:
     """Write a server's limits and names into the fields of a body."""
-    if "model" in fields and model_names:
+    if model_names and "type" in fields.get("model", {}):
         fields["model"] = {
             "enum": [None, *model_names, ""],
             "description": fields["model"]["description"],
@@ -77,7 +80,10 @@ def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ..
         fields["n"]["maximum"] = limits.n
     if "stop" in fields:
         fields["stop"]["anyOf"][-1]["maxItems"] = limits.stops
+    if "stop_token_ids" in fields:
         fields["stop_token_ids"]["maxItems"] = limits.stops
+    if "stop_sequences" in fields:
+        fields["stop_sequences"]["maxItems"] = limits.stops
 
 
 def _tidied(schema: Any) -> Any:
@@ -131,6 +137,7 @@ def _written(limits: Limits) -> dict[str, Schema]:
         "Tool": _tool(),
         "ToolChoice": _tool_choice(),
         "TextFormat": _text_format(),
+        "OllamaFormat": {"anyOf": [_NULL, {"enum": ["json", ""]}, OBJECT]},
     }
 
 

@@ -26,40 +26,37 @@ MAX_NUMBERS = 1 << 22
 
 async def embeddings(service: Service, request: Request) -> Response:
     body = await read_request(request, EmbeddingRequest, service.limits)
-    service.check_model_name(body.model)
-    pooling = body.pooling or service.settings.pooling
-    if pooling == "none":
-        raise bad_request(
-            "pooling none gives a row for each token: POST /embeddings", "pooling", "unsupported"
-        )
-    width = service.model.facts["n_embd"]
-    if body.dimensions is not None and body.dimensions > width:
-        raise wrong_value(
-            EmbeddingRequest,
-            "dimensions",
-            body.dimensions,
-            f"must be at most {width}",
-        )
-    prompts = await unless_gone(
-        request.receive, read_prompts(service, body.input, "input", body.parse_special)
-    )
-    vectors = await embedded(service, request, prompts, pooling)
-    tokens = sum(map(len, prompts))
+    vectors, tokens = await embed(service, request, body)
     return json_response(
         {
             "object": "list",
             "data": [
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": _encoded(_shortened(vector, body.dimensions), body.encoding_format),
-                }
+                {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
                 for index, vector in enumerate(vectors)
             ],
             "model": service.model_name,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
     )
+
+
+async def embed(
+    service: Service, request: Request, body: EmbeddingRequest
+) -> tuple[list[Sequence[float]], int]:
+    """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError."""
+    service.check_model_name(body.model)
+    pooling, width = body.pooling or service.settings.pooling, service.model.facts["n_embd"]
+    if pooling == "none":
+        raise bad_request(
+            "pooling none gives a row for each token: POST /embeddings", "pooling", "unsupported"
+        )
+    if body.dimensions is not None and body.dimensions > width:
+        raise wrong_value(EmbeddingRequest, "dimensions", body.dimensions, f"must be at most {width}")
+    prompts = await unless_gone(
+        request.receive, read_prompts(service, body.input, "input", body.parse_special)
+    )
+    vectors = await embedded(service, request, prompts, pooling)
+    return [_shortened(vector, body.dimensions) for vector in vectors], sum(map(len, prompts))
 
 
 async def native_embeddings(service: Service, request: Request) -> Response:
