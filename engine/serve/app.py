@@ -1,7 +1,7 @@
 """The application: which function answers which path, and what every request passes on its way there."""
 
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,7 @@ from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
 from quengine.serve.routes.embeddings import embeddings
 from quengine.serve.routes.native import completion
-from quengine.serve.routes.responses import responses
+from quengine.serve.routes.responses.route import delete_response, responses, stored_response
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
 from quengine.serve.service import Service
@@ -80,6 +80,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses),
+    ("GET", "/v1/responses/{id}", stored_response),
+    ("DELETE", "/v1/responses/{id}", delete_response),
     ("POST", "/v1/embeddings", embeddings),
     ("POST", "/completion", completion),
     ("POST", "/completions", completion),
@@ -87,6 +89,18 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/detokenize", token_routes.detokenize),
     ("POST", "/apply-template", token_routes.apply_template),
 )
+
+
+def _endpoints() -> dict[str, dict[str, Endpoint]]:
+    """The functions of each path by method: a path is one route, so that a 405 names all its methods."""
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for method, path, endpoint in ROUTES:
+        by_path.setdefault(path, {})[method] = endpoint
+    return by_path
+
+
+async def _dispatch(service: Service, endpoints: Mapping[str, Endpoint], request: Request) -> Response:
+    return await endpoints["GET" if request.method == "HEAD" else request.method](service, request)
 
 
 def make_app(service: Service) -> Starlette:
@@ -97,14 +111,17 @@ def make_app(service: Service) -> Starlette:
     def answered(path: str, status: int) -> None:
         service.metrics.answered(path if path in known else "other", status)
 
-    routes = [Route(path, partial(endpoint, service), methods=[method]) for method, path, endpoint in ROUTES]
+    routes = [
+        Route(path, partial(_dispatch, service, endpoints), methods=list(endpoints))
+        for path, endpoints in _endpoints().items()
+    ]
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
     if settings.cors_origins:
         middleware.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
             )
         )

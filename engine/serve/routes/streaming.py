@@ -31,6 +31,10 @@ class ChunkForm(ABC):
         del ends
         return b""
 
+    def failed(self, error: ApiError) -> bytes:
+        """What ends a stream that fails after it has begun."""
+        return data(error.body)
+
 
 def data(value: Any) -> bytes:
     """One event of JSON."""
@@ -96,7 +100,7 @@ async def _chunks(
         except ApiError as error:
             if not begun:
                 raise
-            yield data(error.body)
+            yield form.failed(error)
             return
     last = pending + form.end([ends[choice] for choice in range(count)])
     if last:

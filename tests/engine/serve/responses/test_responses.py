@@ -7,7 +7,8 @@ import jsonschema
 import openai
 import pytest
 
-from quengine.serve.routes.response_items import OutputItems, messages_of
+from quengine.serve.routes.responses.input_items import messages_of
+from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.serve.schemas.errors import ApiError
 from quengine.structured.answer_parser import TextParser
 from quengine.structured.tool_calls_parser import ToolCallParser
@@ -75,11 +76,35 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"tools": [{"type": "web_search"}]},
+        {"tools": ["look"]},
+        {"tools": [{"name": "look"}]},
+        {"tools": [{"type": "custom"}]},
+        {"tools": [{"type": "custom", "name": "a b"}]},
+        {"tools": [{"type": "custom", "name": "look"}, TOOL]},
+        {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "web_search"}},
+        {"tools": [TOOL], "tool_choice": {"type": "custom", "name": "other"}},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [TOOL]}},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 3}},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
         {"tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
         {"text": {"format": {"type": "json_object"}}, "grammar": 'root ::= "a"'},
         {"input": [{"type": "reasoning", "summary": []}]},
+        {"input": [{"type": "web_search_call"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+        {"input": [{"type": "reasoning", "content": [{"type": "image"}]}]},
+        {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "look"}]},
+        {"input": [{"type": "local_shell_call", "action": {}}]},
+        {"input": [{"type": 7}]},
+        {"background": True},
+        {"truncation": "middle"},
+        {"max_tool_calls": 0},
+        {"metadata": {"a": 1}},
+        {"metadata": {str(n): "" for n in range(17)}},
+        {"include": "reasoning.encrypted_content"},
+        {"reasoning": {"summary": "long"}},
+        {"text": {"verbosity": "none"}},
         {"input": [OUTPUT]},
         {"input": [{**CALL, "arguments": {"ok": True}}]},
         {"input": [CALL, {"type": "function_call_output", "call_id": "c1"}]},
