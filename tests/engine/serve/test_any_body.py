@@ -19,7 +19,8 @@ NAMES = """
     top_logprobs n_probs echo suffix response_format text json_schema guided_regex guided_choice tools
     tool_choice instructions chat_template_kwargs skip_special_tokens parse_special add_special
     with_pieces pooling encoding_format dimensions return_tokens mirostat samplers user metadata nothing
-""".split()  # noqa: SIM905 (a list of 50 quoted names is no easier to read)
+    include reasoning truncation previous_response_id store max_tool_calls
+""".split()  # noqa: SIM905 (a list of quoted names is no easier to read)
 
 scalars = st.one_of(
     st.none(),

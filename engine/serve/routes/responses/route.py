@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -135,11 +136,10 @@ def _without_oldest(messages: list[Mapping[str, Any]], error: ApiError) -> list[
     turns = [n for n, message in enumerate(messages) if message["role"] == "user"]
     if error.code != "context_length_exceeded" or len(turns) < 2:
         return None
-    keep = error.details["n_ctx"] / error.details["n_prompt_tokens"]
-    first = turns[0]
-    sizes = [len(message["content"]) for message in messages]
-    behind = [n for n in turns[1:] if sum(sizes[n:]) <= keep * sum(sizes[first:])]
-    return [*messages[:first], *messages[behind[0] if behind else turns[-1] :]]
+    first, keep = turns[0], error.details["n_ctx"] / error.details["n_prompt_tokens"]
+    before = list(accumulate((len(message["content"]) for message in messages[first:]), initial=0))
+    behind = next((n for n in turns[1:] if before[-1] - before[n - first] <= keep * before[-1]), turns[-1])
+    return [*messages[:first], *messages[behind:]]
 
 
 def _shown(notes: Sequence[str]) -> str:
