@@ -62,15 +62,6 @@ def messages_of(
     return conversation.messages
 
 
-def with_one_system_message(messages: Sequence[Item]) -> list[Item]:
-    """The messages, with the system messages that they begin with as one: many templates take one only."""
-    count = next((n for n, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    if count < 2:
-        return list(messages)
-    text = "\n\n".join(message["content"] for message in messages[:count])
-    return [{"role": "system", "content": text}, *messages[count:]]
-
-
 def sealed(text: str) -> str:
     """Reasoning as `encrypted_content`, which clients give back as it is: encoded, not secret."""
     return _SEAL + urlsafe_b64encode(text.encode(errors="replace")).decode()

@@ -1,9 +1,7 @@
 """POST /v1/responses, and GET and DELETE of a stored one."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
@@ -12,13 +10,14 @@ from starlette.responses import Response
 from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
-from quengine.serve.routes.prompts import chat_ids, template_variables
+from quengine.serve.routes.prompts import template_variables
 from quengine.serve.routes.responses.answer import ResponseForm
-from quengine.serve.routes.responses.input_items import input_items, messages_of, with_one_system_message
+from quengine.serve.routes.responses.input_items import input_items, messages_of
+from quengine.serve.routes.responses.prompt import ConversationPrompt
 from quengine.serve.routes.responses.tools import offered_tools
 from quengine.serve.routes.sampling import requests_of, sampling_params
 from quengine.serve.routes.streaming import stream_answer, whole_answer
-from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.requests import ResponseRequest
 from quengine.serve.service import Service
 from quengine.structured.constraint_spec import ConstraintSpec
@@ -28,7 +27,6 @@ logger = logging.getLogger("quengine.serve")
 NOTES = "X-Quengine-Notes"
 """The header of what a request has and the answer does without."""
 _MOST_NOTES = 20
-_MOST_TRIES = 8  # of a prompt that has to be shortened
 
 
 async def responses(service: Service, request: Request) -> Response:
@@ -76,12 +74,8 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     variables = template_variables(
         model, body.chat_template_kwargs, body.reasoning.effort, "reasoning.effort"
     )
-    described = model.answer_format.tools(use)
-    messages = with_one_system_message([*system, *messages])
-    if body.truncation == "auto":
-        prompt = await _shortened_ids(service, messages, described, variables, notes)
-    else:
-        prompt = await chat_ids(service, messages, described, variables, "input")
+    turns = ConversationPrompt(service, model.answer_format.tools(use), variables, notes)
+    prompt = await turns.ids([*system, *messages], shorten=body.truncation == "auto")
     (request,) = requests_of([prompt], 1, params, model.answer_format.shown(use))
     return ResponseForm(service, body, request, tools, use, [*earlier, *items])
 
@@ -103,43 +97,6 @@ def _text_constraint(body: ResponseRequest) -> ConstraintSpec | None:
     if spec is not None and other is not None:
         raise bad_request("text.format and another constraint: only one of them can hold", "text.format")
     return spec or other
-
-
-async def _shortened_ids(
-    service: Service,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None,
-    variables: Mapping[str, Any],
-    notes: list[str],
-) -> list[int]:
-    """The ids of the newest turns that fit, behind the system message. A turn begins with a message of the user's.
-
-    Raises ApiError where the last turn alone does not fit.
-    """
-    kept, left = list(messages), len(messages)
-    for _ in range(_MOST_TRIES):
-        try:
-            ids = await chat_ids(service, kept, tools, variables, "input")
-        except ApiError as error:
-            if (shorter := _without_oldest(kept, error)) is None:
-                raise
-            kept = shorter
-            continue
-        if len(kept) < left:
-            notes.append(f"truncation: the oldest {left - len(kept)} of {left} messages are left out")
-        return ids
-    return await chat_ids(service, kept, tools, variables, "input")
-
-
-def _without_oldest(messages: list[Mapping[str, Any]], error: ApiError) -> list[Mapping[str, Any]] | None:
-    """The messages without as many turns as are too many by the numbers of `error`, and at least one."""
-    turns = [n for n, message in enumerate(messages) if message["role"] == "user"]
-    if error.code != "context_length_exceeded" or len(turns) < 2:
-        return None
-    first, keep = turns[0], error.details["n_ctx"] / error.details["n_prompt_tokens"]
-    before = list(accumulate((len(message["content"]) for message in messages[first:]), initial=0))
-    behind = next((n for n in turns[1:] if before[-1] - before[n - first] <= keep * before[-1]), turns[-1])
-    return [*messages[:first], *messages[behind:]]
 
 
 def _shown(notes: Sequence[str]) -> str:

@@ -206,9 +206,11 @@ def test_items_of_other_servers_and_versions_do_not_stop_a_conversation(served: 
             "call_id": "c",
             "output": [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": "data:,"}],
         },
-        text("user", "Fix the tests."),
+        {**text("user", "Fix the tests."), "id": "msg_01a2"},
     ]
-    events, answer = turn(served, history)
+    events, answer = turn(
+        served, history, instructions=None, parallel_tool_calls=True, reasoning={"summary": "auto"}
+    )
     assert events[-1]["type"] == "response.completed"
     notes = answer.headers["X-Quengine-Notes"]
     for place, kind in ((3, "web_search_call"), (4, "compaction"), (5, "ghost_snapshot")):
