@@ -23,6 +23,7 @@ from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
 from quengine.serve.routes.embeddings import embeddings
 from quengine.serve.routes.native import completion
+from quengine.serve.routes.ollama.table import OLLAMA_ROUTES
 from quengine.serve.routes.responses.route import delete_response, responses, stored_response
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
@@ -88,6 +89,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/tokenize", token_routes.tokenize),
     ("POST", "/detokenize", token_routes.detokenize),
     ("POST", "/apply-template", token_routes.apply_template),
+    *OLLAMA_ROUTES,
 )
 
 
@@ -110,6 +112,7 @@ def make_app(service: Service) -> Starlette:
 
     def answered(path: str, status: int) -> None:
         service.metrics.answered(path if path in known else "other", status)
+        service.metrics.ignored(len(access_log.current().ignored))
 
     routes = [
         Route(path, partial(_dispatch, service, endpoints), methods=list(endpoints))
@@ -134,10 +137,9 @@ def make_app(service: Service) -> Starlette:
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, ApiError)
     access_log.current().error = error.message
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -145,6 +147,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:80]}"
     message = f"there is no {what} here" if error.status_code in (404, 405) else f"{what}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message))
+    response = error_response(ApiError(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})  # Allow, of a 405
     return response

@@ -20,6 +20,7 @@ from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import ChatRequest
 from quengine.serve.service import Service
+from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.tool_calls import (
     CallDelta,
     Delta,
@@ -35,7 +36,7 @@ _FORMATS = ("auto", "deepseek")
 
 async def chat_completions(service: Service, request: Request) -> Response:
     body = await read_request(request, ChatRequest, service.limits)
-    requests, answers = await unless_gone(request.receive, _prepared(service, body))
+    requests, answers = await unless_gone(request.receive, prepare_chat(service, body))
     if body.stream:
         chunks = _Chunks(service, requests, answers, body.stream_options.include_usage)
         return await stream_answer(service, request, requests, chunks)
@@ -43,9 +44,10 @@ async def chat_completions(service: Service, request: Request) -> Response:
     return json_response(_body(service, requests, answers, outputs))
 
 
-async def _prepared(
+async def prepare_chat(
     service: Service, body: ChatRequest
 ) -> tuple[list[GenerationRequest], "list[ChatAnswer]"]:
+    """A chat's requests, and what takes the answer of each apart. Raises ApiError."""
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     if body.top_logprobs and not body.logprobs:
@@ -55,34 +57,38 @@ async def _prepared(
     if form.reasons and body.reasoning_format not in (None, *_FORMATS):
         given = f"reasoning_format = {shown(body.reasoning_format, 40)}"
         raise bad_request(f"{given}: must be {' or '.join(_FORMATS)}", "reasoning_format", "unsupported")
-    params = await sampling_params(
-        service,
-        body,
-        logprobs=body.top_logprobs if body.logprobs else None,
-        constraint=answer_constraint(use, model, read_constraint(body)),
-    )
+    text = read_constraint(body)
     messages = read_messages(body.messages)
     variables = template_variables(
         model, body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort"
     )
     prompt = await chat_ids(service, messages, form.tools(use), variables, "messages")
+    end = model.end_of(prompt)
+    params = await sampling_params(
+        service,
+        body,
+        logprobs=body.top_logprobs if body.logprobs else None,
+        constraint=answer_constraint(use, model, text, end),
+    )
     special = not body.skip_special_tokens or form.shown(use)
-    answers = [ChatAnswer(model, use) for _ in range(body.n)]
+    answers = [ChatAnswer(model, form, use, end) for _ in range(body.n)]
     return requests_of([prompt], body.n, params, special), answers
 
 
 class ChatAnswer:
-    """One answer, taken apart as the model's form has it."""
+    """One answer, taken apart as the model's form has it. `prompt`: the prompt's end (`ServedModel.end_of`)."""
 
-    def __init__(self, model: ServedModel, use: ToolUse) -> None:
+    def __init__(self, model: ServedModel, form: AnswerFormat, use: ToolUse, prompt: str) -> None:
         self._model = model
+        self._form = form
         self._use = use
-        self._parser = model.answer_format.parser(use)
+        self._prompt = prompt
+        self._parser = form.parser(use, prompt)
         self._tokens: list[int] = []
 
     @property
     def reasoning_tokens(self) -> int:
-        return self._model.answer_format.reasoning_tokens(self._use, self._tokens, self._model.decode)
+        return self._form.reasoning_tokens(self._use, self._tokens, self._model.decode, self._prompt)
 
     def push(self, piece: Piece) -> list[dict[str, Any]]:
         """The `delta` of each chunk that this piece becomes."""

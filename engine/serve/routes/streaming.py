@@ -1,4 +1,4 @@
-"""From a request's events to server-sent events; the form of a chunk is each route's own."""
+"""From a request's events to those of its answer; the form of a chunk is each route's own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -17,6 +17,8 @@ from quengine.serve.service import Service
 class ChunkForm(ABC):
     """How one route writes a stream; every method gives whole events, or nothing."""
 
+    media_type = "text/event-stream"
+
     def begin(self) -> bytes:
         return b""
 
@@ -32,7 +34,7 @@ class ChunkForm(ABC):
         return b""
 
     def failed(self, error: ApiError) -> bytes:
-        """What ends a stream that fails after it has begun."""
+        """The last event of a stream that fails."""
         return data(error.body)
 
 
@@ -74,7 +76,7 @@ async def stream_answer(
         service.worker.cancel(handle)
         await chunks.aclose()
         raise
-    return EventStream(first, chunks)
+    return EventStream(first, chunks, form.media_type)
 
 
 async def _chunks(

@@ -1,7 +1,8 @@
 """The server's OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1): what each route takes and answers.
 
-The limits in it are those of the running server. The schema of a stream (text/event-stream) is that of one event, as is
-the use before OpenAPI 3.2 has a word of its own for it. A test holds the paths to the application's routes.
+The limits in it are those of the running server. The schema of a stream (text/event-stream, application/x-ndjson) is
+that of one event or line, as is the use before OpenAPI 3.2 has a word of its own for it. A test holds the paths to the
+application's routes.
 """
 
 import re
@@ -18,6 +19,7 @@ from quengine.serve.settings import ServerSettings
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 
 _MEANINGS = {
     400: "A field is wrong, over a limit or not supported; or the prompt does not fit.",
@@ -37,13 +39,16 @@ _COMPUTES = (*_READS, 429, 500)
 
 @dataclass(frozen=True)
 class Operation:
-    """A route. `answer` is a schema, or a media type for what is no JSON; `event` that of a stream's events."""
+    """A route. `answer` is a schema, or a media type for what is no JSON; `event` that of a stream's events,
+    `error` that of an error, `line` that of a stream's lines."""
 
     summary: str
     answer: Schema | str
     request: str | None = None
     event: str | None = None
     errors: tuple[int, ...] = ()
+    error: str = "Error"
+    line: str | None = None
 
 
 _HEALTH = Operation("Whether requests are taken.", ref("Health"), errors=(503,))
@@ -57,6 +62,13 @@ _NATIVE = Operation(
     "NativeChunk",
     _COMPUTES,
 )
+
+
+def _ollama(summary: str, name: str, errors: tuple[int, ...], line: str | None = None) -> Operation:
+    """A route of Ollama's API that reads a body."""
+    request = f"Ollama{name}Request"
+    return Operation(summary, ref(f"Ollama{name}"), request, errors=errors, error="OllamaError", line=line)
+
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/"): Operation("The chat page.", "text/html; charset=utf-8"),
@@ -93,6 +105,23 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/apply-template"): Operation(
         "A conversation's prompt.", ref("RenderedPrompt"), "TemplateRequest", errors=_READS
     ),
+    ("POST", "/api/chat"): _ollama("Answer a conversation.", "Chat", _COMPUTES, "OllamaChatLine"),
+    ("POST", "/api/generate"): _ollama("Answer a prompt.", "Generate", _COMPUTES, "OllamaGenerateLine"),
+    ("POST", "/api/embed"): _ollama("A vector for each text.", "Embed", _COMPUTES),
+    ("POST", "/api/embeddings"): _ollama("A vector for a text.", "Embeddings", _COMPUTES),
+    ("GET", "/api/tags"): Operation(
+        "The names of the model.", ref("OllamaTags"), errors=(503,), error="OllamaError"
+    ),
+    ("GET", "/api/ps"): Operation(
+        "The model in memory.", ref("OllamaProcesses"), errors=(503,), error="OllamaError"
+    ),
+    ("GET", "/api/version"): Operation(
+        "The release of Ollama's API.", ref("OllamaVersion"), error="OllamaError"
+    ),
+    ("POST", "/api/show"): _ollama("What the model is.", "Show", _READS),
+    ("POST", "/api/pull"): _ollama("Whether the model is here.", "Pull", _READS, "OllamaPull"),
+    ("DELETE", "/api/delete"): _ollama("Refused: engine rm deletes.", "Delete", _READS),
+    ("POST", "/api/copy"): _ollama("Refused: engine serve --alias names.", "Copy", _READS),
 }
 
 
@@ -105,10 +134,12 @@ def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[st
     info = {
         "title": "quengine",
         "version": __version__,
-        "description": "OpenAI's API and llama-server's over one model. Errors have OpenAI's shape.",
+        "description": "OpenAI's API, llama-server's and Ollama's over one model. Errors have OpenAI's shape, "
+        "under /api Ollama's.",
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }
-    schemas = {**request_schemas(settings.limits, settings.model_names, vocab_size), **answer_schemas()}
+    names = settings.model_names if settings.strict_model else ()
+    schemas = {**request_schemas(settings.limits, names, vocab_size), **answer_schemas()}
     components: dict[str, Any] = {"schemas": schemas}
     if settings.api_keys:
         components["securitySchemes"] = {
@@ -126,7 +157,7 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
         "summary": operation.summary,
         "responses": {
             "200": _success(operation),
-            **{str(status): _failure(status) for status in errors},
+            **{str(status): _failure(status, operation.error) for status in errors},
         },
     }
     if names := re.findall(r"\{(\w+)\}", path):
@@ -151,6 +182,8 @@ def _success(operation: Operation) -> dict[str, Any]:
         content = {JSON: {"schema": operation.answer}}
     if operation.event is not None:
         content[EVENTS] = {"schema": _event(operation.event)}
+    if operation.line is not None:
+        content[LINES] = {"schema": {"anyOf": [ref(operation.line), ref(operation.error)]}}
     return {"description": operation.summary, "content": content}
 
 
@@ -165,9 +198,9 @@ def _event(name: str) -> Schema:
     }
 
 
-def _failure(status: int) -> dict[str, Any]:
+def _failure(status: int, error: str) -> dict[str, Any]:
     failure: dict[str, Any] = {
         "description": _MEANINGS[status],
-        "content": {JSON: {"schema": ref("Error")}},
+        "content": {JSON: {"schema": ref(error)}},
     }
     return {**failure, "headers": _RETRY} if status in (429, 503) else failure

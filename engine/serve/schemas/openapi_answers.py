@@ -64,6 +64,7 @@ def answer_schemas() -> dict[str, Schema]:
         **_native(),
         **_responses(),
         **_status(),
+        **_ollama(),
         "EmbeddingList": _object(
             object=_const("list"),
             data=_array(
@@ -338,3 +339,60 @@ def _status() -> dict[str, Schema]:
             limits=_object(**dict.fromkeys(limits, _COUNT)),
         ),
     }
+
+
+def _ollama() -> dict[str, Schema]:
+    details = _object(
+        parent_model=STRING,
+        format=_enum("gguf", "safetensors"),
+        family=STRING,
+        families=_array(STRING),
+        parameter_size=STRING,
+        quantization_level=STRING,
+    )
+    entry = {"name": STRING, "model": STRING, "size": _COUNT, "digest": STRING, "details": details}
+    in_memory = {"expires_at": STRING, "size_vram": _COUNT, "context_length": _COUNT}
+    show = dict.fromkeys(("modelfile", "parameters", "template", "modified_at"), STRING)
+    vector = _array(_NUMBER)
+    success = _object(status=_const("success"))
+    function = _object(index=_COUNT, name=STRING, arguments=OBJECT)
+    message = _object(
+        {"thinking": STRING, "tool_calls": _array(_object(id=STRING, function=function))},
+        role=_const("assistant"),
+        content=STRING,
+    )
+    chat, chat_line = _ollama_answer({}, {"message": message})
+    generate, generate_line = _ollama_answer({"thinking": STRING}, {"response": STRING})
+    return {
+        "OllamaError": _object(error=STRING),
+        "OllamaChat": chat,
+        "OllamaChatLine": chat_line,
+        "OllamaGenerate": generate,
+        "OllamaGenerateLine": generate_line,
+        "OllamaEmbed": _object(
+            model=STRING,
+            embeddings=_array(vector),
+            **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), _COUNT),
+        ),
+        "OllamaEmbeddings": _object(embedding=vector),
+        "OllamaTags": _object(models=_array(_object(**entry, modified_at=STRING))),
+        "OllamaProcesses": _object(models=_array(_object(**entry, **in_memory))),
+        "OllamaVersion": _object(version=STRING),
+        "OllamaShow": _object(**show, details=details, model_info=OBJECT, capabilities=_array(STRING)),
+        "OllamaPull": success,
+        "OllamaDelete": success,
+        "OllamaCopy": success,
+    }
+
+
+def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tuple[Schema, Schema]:
+    """The whole answer (or the last line), or that to an empty request; and a line of a stream."""
+    token = {"token": STRING, "logprob": _NUMBER, "bytes": _array(_COUNT)}
+    logprobs = {"logprobs": _array(_object(**token, top_logprobs=_array(_object(**token))))}
+    head = {"model": STRING, "created_at": STRING, **given}
+    durations = [f"{what}_duration" for what in ("total", "load", "prompt_eval", "eval")]
+    counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), _COUNT)
+    optional = {**optional, **logprobs}
+    end = _object(optional, **head, done=_const(True), done_reason=_enum("stop", "length"), **counts)
+    empty = _object(**head, done=_const(True), done_reason=_const("load"))
+    return {"anyOf": [end, empty]}, {"anyOf": [_object(optional, **head, done=_const(False)), end]}

@@ -21,6 +21,13 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"content": "a"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": 3}},
+    "/api/generate": {"prompt": "a", "options": {"num_predict": 3}},
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
+    "/api/show": {},
+    "/api/pull": {},
+    "/api/copy": {},
 }
 """What a route needs, and as few tokens as can be."""
 
@@ -81,6 +88,9 @@ INSIDE: dict[str, tuple[str, ...]] = {
         '[{"role": "user", "content": %s}]',
         '[{"role": "user", "content": [{"type": "text", "text": %s}]}]',
         '[{"role": "user", "content": "a", "name": %s}]',
+        '[{"role": "tool", "content": "a", "tool_name": %s}]',
+        '[{"role": "user", "content": "a", "images": %s}]',
+        _CALL.replace("%s", '{"function": {"name": "f", "arguments": {"a": %s}}}'),
         _CALL.replace("%s", '{"id": %s, "function": {"name": "f"}}'),
         _CALL.replace("%s", '{"function": {"name": "f", "arguments": %s}}'),
     ),
@@ -95,6 +105,14 @@ INSIDE: dict[str, tuple[str, ...]] = {
     ),
     "prompt": ("[%s]", "[[%s]]", '["a", %s]'),
     "stop": ("[%s]",),
+    "options": (
+        '{"num_predict": %s}',
+        *(
+            f'{{"num_predict": 3, "{name}": %s}}'
+            for name in ("num_ctx", "temperature", "top_k", "repeat_last_n", "seed", "stop", "min_p")
+        ),
+    ),
+    "format": ('{"type": %s}', '{"type": "integer", "maximum": %s}'),
     "logit_bias": ('{"1": %s}', "[[1, %s]]", "[[%s, 1]]"),
     "response_format": (
         '{"type": %s}',

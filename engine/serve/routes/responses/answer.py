@@ -41,7 +41,8 @@ class ResponseForm(ChunkForm):
         self._body = body
         self._use = use
         self._conversation = conversation
-        parser = service.model.answer_format.parser(use)
+        self._end_of_prompt = service.model.end_of(request.prompt)
+        parser = service.model.answer_format.parser(use, self._end_of_prompt)
         self._output = OutputItems(
             parser, tools.custom, "reasoning.encrypted_content" in (body.include or ())
         )
@@ -131,7 +132,8 @@ class ResponseForm(ChunkForm):
     def _usage(self, end: Finished) -> Item:
         prompt, cached, generated = token_counts([self.request], [end])
         model = self._service.model
-        reasoning = model.answer_format.reasoning_tokens(self._use, self._tokens, model.decode)
+        form, end_of_prompt = model.answer_format, self._end_of_prompt
+        reasoning = form.reasoning_tokens(self._use, self._tokens, model.decode, end_of_prompt)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},

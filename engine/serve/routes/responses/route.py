@@ -62,8 +62,7 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     model = service.model
     tools = offered_tools(body.tools, body.tool_choice, notes)
     use = read_tools(msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice), model)
-    constraint = answer_constraint(use, model, _text_constraint(body))
-    params = await sampling_params(service, body, logprobs=None, constraint=constraint)
+    text = _text_constraint(body)
     _note_options(body, notes)
     earlier = service.responses.conversation(body.previous_response_id)
     items = input_items(body.input, service.responses)
@@ -76,6 +75,8 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     )
     turns = ConversationPrompt(service, model.answer_format.tools(use), variables, notes)
     prompt = await turns.ids([*system, *messages], shorten=body.truncation == "auto")
+    constraint = answer_constraint(use, model, text, model.end_of(prompt))
+    params = await sampling_params(service, body, logprobs=None, constraint=constraint)
     (request,) = requests_of([prompt], 1, params, model.answer_format.shown(use))
     return ResponseForm(service, body, request, tools, use, [*earlier, *items])
 
