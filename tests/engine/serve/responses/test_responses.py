@@ -62,6 +62,28 @@ def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.O
     assert answer.tools[0].name == "look" and answer.tools[0].parameters == SCHEMA
 
 
+def test_a_custom_tool_is_called_with_text(client: openai.OpenAI) -> None:
+    edit = {"type": "custom", "name": "edit", "description": "Edits.", "format": {"type": "text"}}
+    choice = {"type": "custom", "name": "edit"}
+    given = {
+        "model": "tiny",
+        "input": "hi",
+        "tools": [TOOL, edit],
+        "tool_choice": choice,
+        "max_output_tokens": 60,
+    }
+    *events, last = client.responses.create(**given, stream=True)  # type: ignore[call-overload]
+    (call,) = last.response.output
+    assert (call.type, call.name) == ("custom_tool_call", "edit")
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == call.input
+    assert last.response.tools[1].model_dump(exclude_unset=True) == edit
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    given |= {"previous_response_id": last.response.id, "input": [output], "tool_choice": "auto"}
+    answer = client.responses.create(**given)  # type: ignore[call-overload]
+    assert answer.usage.input_tokens > last.response.usage.input_tokens
+
+
 def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
     first = client.responses.create(
         model="tiny", input="hi", tools=[TOOL], tool_choice="required", max_output_tokens=300
