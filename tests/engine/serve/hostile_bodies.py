@@ -103,6 +103,11 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "input": (
         '[{"role": "user", "content": %s}]',
         '[{"type": "function_call", "call_id": %s, "name": "f", "arguments": "{}"}]',
+        '[{"type": %s}, {"role": "user", "content": "a"}]',
+        '[{"type": "reasoning", "encrypted_content": %s}, {"role": "assistant", "content": "a"}]',
+        '[{"type": "local_shell_call", "call_id": "a", "action": {"command": %s}}]',
+        '[{"type": "custom_tool_call", "call_id": "a", "name": "f", "input": %s}]',
+        '[{"type": "item_reference", "id": %s}]',
     ),
     "prompt": (
         "[%s]",
@@ -140,15 +145,23 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "text": ('{"format": %s}', '{"format": {"type": "json_schema", "schema": %s}}'),
     "tools": (
         "[%s]",
+        '[{"type": "custom", "name": "f", "format": {"type": "grammar", "definition": %s}}]',
         '[{"type": "function", "function": {"name": %s}}]',
         f"[{_FUNCTION}]",
         '[{"name": "f", "input_schema": %s}]',
     ),
-    "tool_choice": ('{"type": "function", "function": %s}', '{"type": "function", "name": %s}'),
+    "tool_choice": (
+        '{"type": "function", "function": %s}',
+        '{"type": "function", "name": %s}',
+        '{"type": "allowed_tools", "mode": "auto", "tools": %s}',
+    ),
     "system": ('[{"type": "text", "text": %s}]',),
     "stop_sequences": ("[%s]",),
     "thinking": ('{"type": %s}', '{"type": "enabled", "budget_tokens": %s}'),
     "output_config": ('{"effort": %s}', '{"format": {"type": "json_schema", "schema": %s}}'),
+    "metadata": ('{"a": %s}',),
+    "include": ("[%s]",),
+    "reasoning": ('{"effort": %s}', '{"summary": %s}'),
     "stream_options": ('{"include_usage": %s}',),
     "chat_template_kwargs": (
         '{"tools": %s}',

@@ -21,8 +21,8 @@ NAMES = """
     system stop_sequences thinking output_config
     with_pieces min_tokens response_fields return_progress verbose query documents texts top_n
     input_prefix input_suffix input_extra pooling encoding_format dimensions return_tokens mirostat samplers
-    user metadata nothing
-""".split()  # noqa: SIM905 (a list of 50 quoted names is no easier to read)
+    user metadata nothing include reasoning truncation previous_response_id store max_tool_calls
+""".split()  # noqa: SIM905 (a list of quoted names is no easier to read)
 
 scalars = st.one_of(
     st.none(),
