@@ -17,6 +17,7 @@ from quengine.kernels import sampling
 from quengine.kernels.sampling import Choose, Logits
 from quengine.request.sampling_params import SamplingParams
 from quengine.structured.constraint import Constraint, Mask
+from quengine.structured.reasoning.budget import BudgetConstraint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +87,7 @@ class Sampler:
         params: SamplingParams,
         vocab_size: int,
         stream: int = 0,
-        constraint: Constraint | None = None,
+        constraint: Constraint | BudgetConstraint | None = None,
         choose: Choose = sampling.sample,
     ) -> None:
         if params.seed is None:

@@ -191,6 +191,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] | None = None,
+    tail: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
     """The ids of a conversation, with BOS if the model wants one and the template has not written it.
 
@@ -199,11 +200,14 @@ def encode_chat(
     as a whole, as llama.cpp does. Else the template is rendered once more with a character of each such place
     exchanged for one that nothing has, the control tokens are cut out, and the places get their text back
     before merging. Keys that the template's source names stay as they are, for it looks them up.
+
+    tail: what follows the rendered text: pairs of text as the template would write it, and as a message has it.
     """
 
     def rendered(hide: Callable[[str], str], hide_key: Callable[[str], str]) -> str:
         hidden_messages, hidden_tools = (_map_text(part, hide, hide_key) for part in (list(messages), tools))
-        return template.render(hidden_messages, add_generation_prompt, hidden_tools, variables)
+        text = template.render(hidden_messages, add_generation_prompt, hidden_tools, variables)
+        return text + "".join(written + hide(given) for written, given in tail)
 
     def marked(edges: bool) -> str:
         return rendered(partial(hiding.hide, edges=edges), partial(hiding.hide_key, edges=edges))
@@ -211,8 +215,9 @@ def encode_chat(
     template.start()
     tokenizer.prepare()  # meanwhile
     text = rendered(str, str)
-    hiding = _Hiding(tokenizer.control_texts, template.source, text + "".join(_texts([*messages, tools])))
-    if not any(hiding.places(part, edges=True) for part in _texts([*messages, tools], hiding.stays)):
+    given = [*messages, tools, [said for _, said in tail]]
+    hiding = _Hiding(tokenizer.control_texts, template.source, text + "".join(_texts(given)))
+    if not any(hiding.places(part, edges=True) for part in _texts(given, hiding.stays)):
         return tokenizer.encode(text, bos=True, special=True)
     # A template that compares a short word with what is part of a control token's name goes another way, or fails.
     hidden = None

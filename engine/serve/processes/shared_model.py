@@ -12,7 +12,7 @@ from typing import Any
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
-from quengine.request.chat_format import ChatFormat
+from quengine.request.chat_format import ChatFormat, Ending
 from quengine.request.sampling_params import SamplingParams
 from quengine.structured.answer_format import PROMPT_TOKENS, AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
@@ -87,9 +87,11 @@ class ServedModel:
     def decode(self, ids: Sequence[int]) -> str:
         return self._text.tokenizer.decode(ids, skip_special=False)
 
-    def end_of(self, prompt: Sequence[int]) -> str:
-        """The end of a prompt as text, which `answer_format` takes."""
-        return self.decode(prompt[-PROMPT_TOKENS:])
+    def end_of(self, prompt: Sequence[int], continued: str = "") -> str:
+        """The end of a prompt as text, which `answer_format` takes; without the given answer that it goes on with."""
+        return self.decode(prompt[-PROMPT_TOKENS - len(continued.encode(errors="replace")) :]).removesuffix(
+            continued
+        )
 
     def token_bytes(self, token: int) -> bytes:
         return self._text.tokenizer.token_bytes(token)
@@ -100,13 +102,21 @@ class ServedModel:
             self._text.constraints.compile(params.constraint, params.stop_token_ids)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
     ) -> str:
         """The prompt of a conversation as text. Raises EngineError where the template refuses it."""
-        return self._chat.render(messages, tools, variables)
+        return self._chat.render(messages, tools, variables, ending)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
     ) -> list[int]:
         """The prompt of a conversation as token ids, in which messages hold no control tokens."""
-        return self._chat.encode(messages, tools, variables)
+        return self._chat.encode(messages, tools, variables, ending)

@@ -7,17 +7,24 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.logprob_forms import chat_logprobs
-from quengine.serve.routes.prompts import chat_ids, read_messages, template_variables
+from quengine.serve.routes.prompts import (
+    chat_ids,
+    ending_of,
+    given_answer,
+    read_messages,
+    reasoning_budget,
+    template_variables,
+)
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import ChatRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import AnswerFormat
@@ -29,9 +36,6 @@ from quengine.structured.tool_calls import (
     collect,
     reasoning_of,
 )
-
-_FORMATS = ("auto", "deepseek")
-"""llama-server's names for what is done here: reasoning is a field of its own."""
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -52,26 +56,34 @@ async def _prepared(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     model = service.model
-    form, use = model.answer_format, read_tools(body, model)
-    if form.reasons and body.reasoning_format not in (None, *_FORMATS):
-        given = f"reasoning_format = {shown(body.reasoning_format, 40)}"
-        raise bad_request(f"{given}: must be {' or '.join(_FORMATS)}", "reasoning_format", "unsupported")
-    text = read_constraint(body)
+    form, use, text = _form(model, body), read_tools(body, model), read_constraint(body)
     messages = read_messages(body.messages)
-    variables = template_variables(
-        model, body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort"
-    )
-    prompt = await chat_ids(service, messages, form.tools(use), variables, "messages")
-    end = model.end_of(prompt)
+    effort = body.reasoning_effort or body.reasoning.effort
+    budget = reasoning_budget(body, effort)
+    thinking = False if budget == 0 else None
+    variables = template_variables(model, body.chat_template_kwargs, effort, "reasoning_effort", thinking)
+    ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
+    prompt = await chat_ids(service, messages, form.tools(use), variables, "messages", ending)
+    end = model.end_of(prompt, given_answer(messages, ending))
     params = await sampling_params(
         service,
         body,
         logprobs=body.top_logprobs if body.logprobs else None,
-        constraint=answer_constraint(use, model, text, end),
+        constraint=answer_constraint(use, model, text, end, budget),
     )
     special = not body.skip_special_tokens or form.shown(use)
     answers = [ChatAnswer(model, form, use, end) for _ in range(body.n)]
     return requests_of([prompt], body.n, params, special), answers
+
+
+def _form(model: ServedModel, body: ChatRequest) -> AnswerFormat:
+    """How the answer is taken apart. Raises ApiError where reasoning cannot stay in the text."""
+    if body.reasoning_format != "none":
+        return model.answer_format
+    try:
+        return model.answer_format.with_reasoning_in_text()
+    except EngineError as error:
+        raise bad_request(f"reasoning_format = {error}", "reasoning_format", "unsupported") from None
 
 
 class ChatAnswer:

@@ -88,6 +88,19 @@ Effort = Annotated[
 JSONSchema = Annotated[Any, _ref("JSONSchema")]
 
 
+Budget = Annotated[
+    int,
+    Meta(
+        ge=-1,
+        description="Most tokens of reasoning: 0 switches it off, -1 is no bound.",
+        extra={"rule": "must be a whole number of at least -1"},
+    ),
+]
+Thinking = Annotated[
+    bool, Meta(description="Whether the model reasons, where its chat template has a switch.")
+]
+
+
 class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fields of which each may be null, as if it were absent."""
 
@@ -191,6 +204,17 @@ class Generation(Sampling, frozen=True):
     grammar_lazy: Annotated[Any, _only(False)] = None
 
 
+class ReasoningOptions(Fields, frozen=True):
+    """`summary` and `exclude` change no token: reasoning is given as it is."""
+
+    effort: Effort | None = None
+    enabled: Thinking | None = None
+    max_tokens: Budget | None = None
+    summary: Any = None
+    generate_summary: Any = None
+    exclude: Annotated[Any, _only(False)] = None
+
+
 class Tools(Generation, frozen=True):
     """What routes of conversations take beside it."""
 
@@ -201,6 +225,10 @@ class Tools(Generation, frozen=True):
     function_call: Annotated[Any, _only([], "none")] = None
     parse_tool_calls: Any = None
     chat_template_kwargs: dict[str, Any] = {}
+    enable_thinking: Thinking | None = None
+    reasoning_budget: Budget | None = None
+    thinking_budget_tokens: Budget | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
 
 
 class StreamOptions(Fields, frozen=True):
@@ -226,9 +254,18 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
     modalities: Annotated[Any, _only(["text"])] = None
     verbosity: Annotated[Any, _only("medium")] = None
     reasoning_effort: Effort | None = None
-    reasoning_format: Any = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
-    continue_final_message: Annotated[Any, _only(False)] = None
+    reasoning_format: (
+        Annotated[
+            Literal["none", "deepseek", "auto"],
+            Meta(
+                description="none: reasoning stays in the text; else it is apart.",
+                extra={"rule": "must be none, deepseek or auto"},
+            ),
+        ]
+        | None
+    ) = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_progress: Annotated[Any, _only(False)] = None
     audio: Annotated[Any, _only()] = None
     web_search_options: Annotated[Any, _only()] = None
@@ -274,14 +311,6 @@ class TextOptions(Fields, frozen=True):
     verbosity: Annotated[Any, _only("medium")] = None
 
 
-class ReasoningOptions(Fields, frozen=True):
-    """`summary` changes no token: reasoning is given as it is."""
-
-    effort: Effort | None = None
-    summary: Any = None
-    generate_summary: Any = None
-
-
 class ResponseRequest(Tools, frozen=True, kw_only=True):
     MAX_TOKENS = ("max_output_tokens",)
 
@@ -304,7 +333,6 @@ class ResponseRequest(Tools, frozen=True, kw_only=True):
     previous_response_id: Annotated[Any, _only()] = None
     conversation: Annotated[Any, _only()] = None
     prompt: Annotated[Any, _only()] = None
-    reasoning: ReasoningOptions = ReasoningOptions()
     max_tool_calls: Annotated[Any, _only()] = None
 
 
@@ -349,7 +377,9 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     parse_tool_calls: Any = None
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Effort | None = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
+    enable_thinking: Thinking | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 BODIES: tuple[type[Body], ...] = (

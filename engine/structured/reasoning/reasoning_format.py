@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quengine.structured.answer_parser import AnswerParser
-from quengine.structured.constraint_spec import ConstraintSpec
+from quengine.structured.constraint_spec import ConstraintSpec, ReasoningBudget
 from quengine.structured.reasoning.parser import ReasoningParser
 from quengine.structured.reasoning.tags import ReasoningTags
 from quengine.structured.tool_calls import ToolUse
@@ -76,6 +76,22 @@ class ReasoningFormat:
         optional = "" if state == "open" else "?"
         lark = f"start: section{optional} rest\n{section}\nrest: %lark {{\n{spec.lark}\n}}"
         return ConstraintSpec(spec.kind, lark)
+
+    def bounded(self, spec: ConstraintSpec | None, prompt: str, budget: int) -> ConstraintSpec | None:
+        tags, state = self.tags, self.tags.state(prompt)
+        if budget < 0 or state == "closed":
+            return spec
+        begin = "" if state == "open" else tags.begin
+        bound = ReasoningBudget(budget, begin, tags.end, tags.closing + tags.header)
+        return replace(spec, budget=bound) if spec else ConstraintSpec("reasoning budget", "", bound)
+
+    def continuation(self, prompt: str, reasoning: str, text: str) -> list[tuple[str, str]]:
+        """A prompt that has closed its section takes no reasoning any more."""
+        state, closing = self.tags.state(prompt), self.tags.closing + self.tags.header
+        if reasoning and state != "closed":
+            thought = ("" if state == "open" else self.tags.opening, reasoning)
+            return [thought, (closing, text)] if text else [thought]
+        return [(closing if state == "open" else "", text)]
 
     def parser(self, use: ToolUse, prompt: str = "") -> AnswerParser:
         rest = self.rest.parser(use)
