@@ -121,9 +121,14 @@ class ChatFormat:
         prompt = self._needed().render(before, True, tools, variables)
         return _Written(before, variables, self.answers.continuation(prompt, thought, text))
 
-    def effort_variables(self, effort: str | None) -> dict[str, Any]:
-        """The template's variables for a reasoning effort. Raises EngineError where it takes no such value."""
-        return effort_variables(self.answers, self.source, effort)
+    def effort_variables(self, effort: str | None, budget: int = -1) -> dict[str, Any]:
+        """The template's variables for a reasoning effort; a budget of 0 switches reasoning off.
+
+        Raises:
+            EngineError: the template takes no such effort.
+        """
+        given = effort_variables(self.answers, self.source, effort)
+        return given if budget else given | switch_variables(self.answers, self.source, on=False)
 
     def _rendered(
         self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]

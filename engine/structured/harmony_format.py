@@ -107,12 +107,14 @@ class HarmonyFormat:
         del prompt
         if budget >= 0:
             raise EngineError(
-                f"{budget}: reasoning on channels has no bound but reasoning_effort; only -1 holds"
+                f"reasoning budget {budget}: this model has no bound but its reasoning effort; leave it at -1"
             )
         return spec
 
     def with_reasoning_in_text(self) -> "HarmonyFormat":
-        raise EngineError('"none": must be auto or deepseek, for this model reasons on a channel of its own')
+        raise EngineError(
+            'reasoning format "none": must be auto or deepseek, for this model reasons on a channel of its own'
+        )
 
     def continuation(self, prompt: str, reasoning: str, text: str) -> list[tuple[str, str]]:
         del prompt

@@ -19,21 +19,30 @@ from quengine.structured.constraint import ConstraintCompiler
 
 
 @dataclass(frozen=True)
+class TextSource:
+    """From what a process makes a `TextSide`: the model's file or folder, and a chat template in place of its own."""
+
+    path: Path
+    template: str | None = None
+
+
+@dataclass(frozen=True)
 class TextSide:
-    """What a model's file holds beside its weights."""
+    """What a model's file holds beside its weights. `given_template`: a chat template in place of its own, if any."""
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     constraints: ConstraintCompiler
+    given_template: str | None = None
 
     @classmethod
-    def of_file(cls, path: Path) -> "TextSide":
+    def of_file(cls, path: Path, template: str | None = None) -> "TextSide":
         """Raises EngineError where the file is no model."""
         checkpoint = open_checkpoint(path)
         tokenizer = checkpoint.tokenizer()
         constraints = ConstraintCompiler(tokenizer, checkpoint.config.vocab_size)
-        return cls(checkpoint, tokenizer, checkpoint.chat_template(), constraints)
+        return cls(checkpoint, tokenizer, checkpoint.chat_template(template), constraints, template)
 
 
 class ServedModel:
@@ -46,7 +55,7 @@ class ServedModel:
         facts: of /v1/models and /props, as JSON values.
         notes: lines for the terminal: device, context, memory.
         token_length: how much of a text one token can stand for; None where that has no bound.
-        source: the file or folder from which another process has the same model; None where there is none.
+        source: from what another process makes the same; None where there is none.
     """
 
     def __init__(
@@ -63,7 +72,7 @@ class ServedModel:
         self.bos_id: int | None = text.tokenizer.bos_id
         self.eos_ids = text.tokenizer.eos_ids
         self.token_length = text.tokenizer.token_length
-        self.source: Path | None = text.checkpoint.path
+        self.source: TextSource | None = TextSource(text.checkpoint.path, text.given_template)
         self.facts: Mapping[str, Any] = {
             "architecture": config.architecture,
             "n_ctx_train": config.context_length,

@@ -19,8 +19,7 @@ from quengine.serve.routes.prompts import (
     ending_of,
     given_answer,
     read_messages,
-    reasoning_budget,
-    template_variables,
+    reasoning_wanted,
 )
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
@@ -56,12 +55,10 @@ async def _prepared(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     model = service.model
-    form, use, text = _form(model, body), read_tools(body, model), read_constraint(body)
+    form, use, text = _form(service, body), read_tools(body, model), read_constraint(body)
     messages = read_messages(body.messages)
     effort = body.reasoning_effort or body.reasoning.effort
-    budget = reasoning_budget(body, effort)
-    thinking = False if budget == 0 else None
-    variables = template_variables(model, body.chat_template_kwargs, effort, "reasoning_effort", thinking)
+    variables, budget = reasoning_wanted(service, body, effort, "reasoning_effort")
     ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
     prompt = await chat_ids(service, messages, form.tools(use), variables, "messages", ending)
     end = model.end_of(prompt, given_answer(messages, ending))
@@ -76,14 +73,15 @@ async def _prepared(
     return requests_of([prompt], body.n, params, special), answers
 
 
-def _form(model: ServedModel, body: ChatRequest) -> AnswerFormat:
+def _form(service: Service, body: ChatRequest) -> AnswerFormat:
     """How the answer is taken apart. Raises ApiError where reasoning cannot stay in the text."""
-    if body.reasoning_format != "none":
-        return model.answer_format
+    form = service.model.answer_format
+    if (body.reasoning_format or service.settings.chat.reasoning_format) != "none":
+        return form
     try:
-        return model.answer_format.with_reasoning_in_text()
+        return form.with_reasoning_in_text()
     except EngineError as error:
-        raise bad_request(f"reasoning_format = {error}", "reasoning_format", "unsupported") from None
+        raise bad_request(str(error), "reasoning_format", "unsupported") from None
 
 
 class ChatAnswer:

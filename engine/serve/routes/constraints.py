@@ -70,4 +70,4 @@ def answer_constraint(
     try:
         return model.answer_format.bounded(spec, prompt, budget)
     except EngineError as error:
-        raise bad_request(f"reasoning_budget = {error}", "reasoning_budget", "unsupported") from None
+        raise bad_request(str(error), "reasoning_budget", "unsupported") from None

@@ -18,6 +18,8 @@ from quengine.serve.schemas.requests import Tools
 from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables, switch_variables
 
+NOTHING: Mapping[str, Any] = {}
+
 
 async def read_prompts(
     service: Service, given: str | list[Any], key: str, parse_special: bool
@@ -79,11 +81,25 @@ def given_answer(messages: Sequence[Mapping[str, Any]], ending: Ending) -> str:
     return str(messages[-1].get("content") or messages[-1].get("reasoning_content") or "")
 
 
-def reasoning_budget(body: Tools, effort: str | None) -> int:
-    """The most tokens of reasoning that a request wants: 0 where it wants none, -1 for any number."""
-    off = body.enable_thinking is False or body.reasoning.enabled is False or effort == "none"
+def reasoning_wanted(
+    service: Service, body: Tools, effort: str | None, param: str
+) -> tuple[Mapping[str, Any], int]:
+    """The template's variables, and the most tokens of reasoning: 0 where none is wanted, -1 for any number.
+
+    effort: the field `param`. Raises ApiError where the template takes no such value.
+    """
+    options = service.settings.chat
+    switched = body.reasoning.enabled if body.enable_thinking is None else body.enable_thinking
     given = (body.reasoning_budget, body.thinking_budget_tokens, body.reasoning.max_tokens)
-    return 0 if off else next((budget for budget in given if budget is not None), -1)
+    default = options.reasoning_budget if switched is None and effort is None else -1
+    budget = next((each for each in given if each is not None), default)
+    if switched is False or effort == "none":
+        budget = 0
+    thinking = False if budget == 0 else switched
+    variables = template_variables(
+        service.model, body.chat_template_kwargs, effort, param, thinking, options.variables
+    )
+    return variables, budget
 
 
 def template_variables(
@@ -92,15 +108,18 @@ def template_variables(
     effort: str | None,
     param: str,
     thinking: bool | None = None,
+    defaults: Mapping[str, Any] = NOTHING,
 ) -> Mapping[str, Any]:
     """chat_template_kwargs with `effort`, the field `param`, and whether to reason; None: as the effort says.
 
-    Raises ApiError where the template takes no such value.
+    defaults: the server's own variables. Raises ApiError where the template takes no such value.
     """
     form, template = model.answer_format, model.template
     try:
+        switched_on = effort_variables(form, template, None)
+        asked = {} if effort is None else effort_variables(form, template, effort)
         switch = {} if thinking is None else switch_variables(form, template, thinking)
-        return {**effort_variables(form, template, effort), **switch, **given}
+        return {**switched_on, **defaults, **asked, **switch, **given}
     except EngineError as error:
         raise bad_request(f"{param} = {error}", param, "unsupported") from None
 

@@ -12,7 +12,7 @@ from quengine.serve.http import json_response, read_request, to_json, unless_gon
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import new_id, token_counts
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
-from quengine.serve.routes.prompts import chat_ids, reasoning_budget, template_variables
+from quengine.serve.routes.prompts import chat_ids, reasoning_wanted
 from quengine.serve.routes.response_items import Event, OutputItems, messages_of
 from quengine.serve.routes.sampling import requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, stream_answer, whole_answer
@@ -41,9 +41,7 @@ async def _prepared(service: Service, body: ResponseRequest) -> "_Form":
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     messages = system + messages_of(body.input)
     effort = body.reasoning.effort
-    budget = reasoning_budget(body, effort)
-    thinking = False if budget == 0 else None
-    variables = template_variables(model, body.chat_template_kwargs, effort, "reasoning.effort", thinking)
+    variables, budget = reasoning_wanted(service, body, effort, "reasoning.effort")
     prompt = await chat_ids(service, messages, form.tools(use), variables, "input")
     end = model.end_of(prompt)
     constraint = answer_constraint(use, model, text, end, budget)

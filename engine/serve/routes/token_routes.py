@@ -45,7 +45,12 @@ async def apply_template(service: Service, request: Request) -> Response:
         messages=messages,
         tools=model.answer_format.tools(use),
         variables=template_variables(
-            model, body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort", body.enable_thinking
+            model,
+            body.chat_template_kwargs,
+            body.reasoning_effort,
+            "reasoning_effort",
+            body.enable_thinking,
+            service.settings.chat.variables,
         ),
         ending=ending_of(messages, body.add_generation_prompt, body.continue_final_message),
     )

@@ -188,7 +188,7 @@ def test_reasoning_in_the_text_is_not_to_be_had(client: openai.OpenAI) -> None:
         assert (
             chat(client, "greet", extra_body={"reasoning_format": given}).choices[0].message.content == TEXT
         )
-    with pytest.raises(openai.BadRequestError, match='reasoning_format = "none": must be auto or deepseek'):
+    with pytest.raises(openai.BadRequestError, match='reasoning format "none": must be auto or deepseek'):
         chat(client, "greet", extra_body={"reasoning_format": "none"})
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from quengine import LLM, SamplingParams
+from quengine.request.chat_options import ChatOptions
 from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.speaking_engine import SpeakingEngine, ThinkingModel
@@ -132,13 +134,19 @@ HELLO = {"role": "user", "content": "Hello"}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def tiny(model_path: Path) -> Iterator[Served]:
+    with serving(
+        lambda: LLMEngine(LLM(model_path, device="cpu")), settings={"model_names": ("fake",)}
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("thinking") / "tiny.gguf"
     vocabulary = chat_vocabulary() | {"tokenizer.chat_template": TEMPLATE}
     sizes = ModelSizes(embedding=64, feed_forward=128, context=1024)
-    write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=vocabulary)
-    with serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("fake",)}) as running:
-        yield running
+    return write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=vocabulary)
 
 
 def prompt_of(served: Served, *messages: dict[str, Any], **fields: Any) -> Any:
@@ -229,3 +237,23 @@ def test_a_budget_holds_in_a_section_that_has_no_switch(tiny: Served) -> None:
         body = {"reasoning_budget": 0, "chat_template_kwargs": kwargs}
         message = chat(client, "Hello", seed=2, max_tokens=30, extra_body=body).choices[0].message
         assert message.content and "</think>" not in message.content and not message.model_extra
+
+
+# --- the server's own settings
+
+
+def test_the_servers_options_hold_where_a_request_has_none(model_path: Path) -> None:
+    template = (
+        "{{ mood }} {{ lamp }} {% if enable_thinking %}<think>{% endif %}</think>{{ messages[0].content }}"
+    )
+    options = ChatOptions(template, None, '{"mood": "good", "lamp": "on"}', "none", 0)
+    settings = {"model_names": ("fake",), "chat": options}
+    engine = lambda: LLMEngine(LLM(model_path, device="cpu", chat_template=options.source()))  # noqa: E731
+    with serving(engine, settings=settings) as running, running.http() as http:
+        body = {"messages": [HELLO], "chat_template_kwargs": {"lamp": "off"}}
+        assert http.post("/apply-template", json=body).json()["prompt"] == "good off <think></think>Hello"
+        long = {"messages": [{"role": "user", "content": "a" * 20_000}]}
+        assert http.post("/apply-template", json=long).json()["prompt"].startswith("good on ")
+        with running.openai() as client:
+            message = chat(client, "Hello", max_tokens=3).choices[0].message
+            assert message.content and not message.model_extra
