@@ -16,6 +16,7 @@ from quengine.structured.answer_format import (
     effort_variables,
     switch_variables,
 )
+from quengine.structured.reasoning.tags import reasoning_in
 
 Messages = Sequence[Mapping[str, Any]]
 Ending = Literal["answer", "nothing", "continued"]
@@ -115,7 +116,7 @@ class ChatFormat:
             raise EngineError(
                 "messages: two of the assistant's stand at the end, and only one can be continued"
             )
-        text, thought = str(last.get("content") or ""), str(last.get("reasoning_content") or "")
+        text, thought = str(last.get("content") or ""), reasoning_in(last)
         if not thought:
             variables |= switch_variables(self.answers, self.source, on=False)
         prompt = self._needed().render(before, True, tools, variables)

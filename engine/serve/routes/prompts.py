@@ -17,6 +17,7 @@ from quengine.serve.schemas.reading import read_part, token_ids, whole_number
 from quengine.serve.schemas.requests import Tools
 from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables, switch_variables
+from quengine.structured.reasoning.tags import reasoning_in
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -78,7 +79,7 @@ def given_answer(messages: Sequence[Mapping[str, Any]], ending: Ending) -> str:
     """The text that the prompt ends with, where an answer is continued."""
     if ending != "continued":
         return ""
-    return str(messages[-1].get("content") or messages[-1].get("reasoning_content") or "")
+    return str(messages[-1].get("content") or reasoning_in(messages[-1]))
 
 
 def reasoning_wanted(

@@ -92,8 +92,9 @@ Budget = Annotated[
     int,
     Meta(
         ge=-1,
+        le=RANGES["max_tokens"].high,
         description="Most tokens of reasoning: 0 switches it off, -1 is no bound.",
-        extra={"rule": "must be a whole number of at least -1"},
+        extra={"rule": f"must be a whole number from -1 to {RANGES['max_tokens'].high}"},
     ),
 ]
 Thinking = Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quengine.structured.answer_parser import AnswerParser
 from quengine.structured.constraint_spec import ConstraintSpec, ReasoningBudget
 from quengine.structured.reasoning.parser import ReasoningParser
-from quengine.structured.reasoning.tags import ReasoningTags
+from quengine.structured.reasoning.tags import REASONING_KEYS, ReasoningTags, reasoning_in
 from quengine.structured.tool_calls import ToolUse
 from quengine.structured.tool_calls_format import control_ids, marker
 
@@ -55,7 +55,13 @@ class ReasoningFormat:
         return self.rest.shown(use) | frozenset(self.controls.values())
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        return self.rest.messages(messages)
+        """As the rest has them, an answer's reasoning under every name that a template may read."""
+        return [
+            {**message, **dict.fromkeys(REASONING_KEYS, thought)}
+            if (thought := reasoning_in(message))
+            else message
+            for message in self.rest.messages(messages)
+        ]
 
     def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
         return self.rest.tools(use)

@@ -234,6 +234,23 @@ def test_the_prompt_has_effort_tools_and_earlier_reasoning(tiny: Served) -> None
         assert wrong.status_code == 400 and "at the beginning" in wrong.json()["error"]["message"]
 
 
+def test_an_answer_is_continued_on_its_channel(tiny: Served) -> None:
+    hello, said = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}
+    with tiny.http() as http:
+        for message, end in (
+            (said, "<|start|>assistant<|channel|>final<|message|>I am"),
+            ({**said, "content": "", "reasoning_content": "Hm"}, "<|channel|>analysis<|message|>Hm"),
+            ({**said, "thinking": "Hm"}, "Hm<|end|><|start|>assistant<|channel|>final<|message|>I am"),
+        ):
+            prompt = http.post("/apply-template", json={"messages": [hello, message]}).json()["prompt"]
+            assert prompt.endswith(end)
+        body = {"messages": [hello, {**said, "content": "", "reasoning": "Hm"}], "max_tokens": 4, "seed": 1}
+        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert message["reasoning_content"] and not message["content"]
+        bounded = http.post("/v1/chat/completions", json={"messages": [hello], "reasoning_budget": 3})
+        assert bounded.status_code == 400 and "reasoning budget 3" in bounded.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_tool_is_called_after_reasoning_or_at_once(tiny: Served, stream: bool) -> None:
     with tiny.http() as http, tiny.openai() as client:
