@@ -69,7 +69,7 @@ def generate(
     source = _prompt_text(text, flags)
     with load_llm(model, replace(config, chat_template=options.source())) as llm:
         chat = _is_chat(llm, flags)
-        ids = _prompt_ids(llm, source, flags, options if chat else None)
+        ids = _prompt_ids(llm, source, flags, options, chat)
         if flags.show_prompt:
             print(visible(llm.tokenizer.decode(ids, skip_special=False)), file=sys.stderr)
         parsed = chat and not flags.special
@@ -117,11 +117,16 @@ def _is_chat(llm: "LLM", flags: PromptFlags) -> bool:
     return llm.chat_template is not None if flags.chat is None else flags.chat
 
 
-def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, options: ChatOptions | None) -> list[int]:
-    """The prompt by the template, with `options`; as it is with None. Raises EngineError where a flag has no effect."""
-    if options is None:
-        for flag, given in (("--system", flags.system), ("--reasoning-effort", flags.effort)):
-            if given is not None:
+def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, options: ChatOptions, chat: bool) -> list[int]:
+    """The prompt, by the template with `chat`. Raises EngineError where a flag would have no effect."""
+    if not chat:
+        for flag, given in (
+            ("--system", flags.system is not None),
+            ("--reasoning-effort", flags.effort is not None),
+            ("--chat-template-kwargs", options.template_kwargs is not None),
+            ("--reasoning-budget", options.reasoning_budget >= 0),
+        ):
+            if given:
                 raise EngineError(
                     f"{flag} needs a chat template: leave it out, or use --chat with a model that has one"
                 )

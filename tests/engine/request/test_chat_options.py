@@ -103,3 +103,6 @@ def test_generate_takes_a_template_and_its_variables(path: Path, capsys: pytest.
     common = ["-m", str(path), "--device", "cpu", "-n", "2", "--show-prompt", "--no-stats"]
     assert run(["generate", "Hi", *common, *flags]) == 0
     assert "good: Hi" in capsys.readouterr().err
+    for flag, value in (("--chat-template-kwargs", "{}"), ("--reasoning-budget", "0")):
+        assert run(["generate", "Hi", *common, "--raw", flag, value]) == 1
+        assert f"{flag} needs a chat template" in capsys.readouterr().err
