@@ -326,7 +326,7 @@ class LLM:
         """What a finished or interrupted sequence has come to."""
         return sequence.completion(
             load_s=self.loaded.load_s,
-            weight_bytes=self.loaded.decoder.bytes_per_token,
+            step_bytes=self.loaded.decoder.step_bytes,
             cache_bytes=self.cache_bytes,
             peak=peak_memory(),
         )

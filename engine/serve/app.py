@@ -19,10 +19,12 @@ from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import Guard
 from quengine.serve.http import Catch, error_response, json_response
 from quengine.serve.routes import status_routes, token_routes
+from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
 from quengine.serve.routes.embeddings import embeddings
 from quengine.serve.routes.native import completion
+from quengine.serve.routes.ollama.table import OLLAMA_ROUTES
 from quengine.serve.routes.responses import responses
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
@@ -80,12 +82,15 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
     ("POST", "/v1/embeddings", embeddings),
     ("POST", "/completion", completion),
     ("POST", "/completions", completion),
     ("POST", "/tokenize", token_routes.tokenize),
     ("POST", "/detokenize", token_routes.detokenize),
     ("POST", "/apply-template", token_routes.apply_template),
+    *OLLAMA_ROUTES,
 )
 
 
@@ -96,6 +101,7 @@ def make_app(service: Service) -> Starlette:
 
     def answered(path: str, status: int) -> None:
         service.metrics.answered(path if path in known else "other", status)
+        service.metrics.ignored(len(access_log.current().ignored))
 
     routes = [Route(path, partial(endpoint, service), methods=[method]) for method, path, endpoint in ROUTES]
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
@@ -117,10 +123,9 @@ def make_app(service: Service) -> Starlette:
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, ApiError)
     access_log.current().error = error.message
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -128,6 +133,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path[:80]}"
     message = f"there is no {what} here" if error.status_code in (404, 405) else f"{what}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message))
+    response = error_response(ApiError(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})  # Allow, of a 405
     return response

@@ -29,7 +29,7 @@ class Guard:
             try:
                 self._check(Headers(scope=scope), scope["path"])
             except ApiError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

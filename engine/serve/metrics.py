@@ -17,6 +17,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._http = self._counter("http_requests", "Answers by path and HTTP status.", ("path", "status"))
+        self._ignored = self._counter("ignored_fields", "Unknown fields of bodies, passed over.")
         self._ended = self._counter("texts", "Completions by how they ended.", ("reason",))
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of finished completions.")
         self._cached = self._counter("prompt_tokens_cached", "Of these, taken from the cache.")
@@ -66,6 +67,9 @@ class Metrics:
 
     def answered(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
+
+    def ignored(self, fields: int) -> None:
+        self._ignored.inc(fields)
 
     def cancelled(self, completions: int) -> None:
         self._ended.labels("cancelled").inc(completions)

@@ -57,8 +57,8 @@ class Service:
         return ApiError(503, _WHY_NOT.get(state, state), code=state, retry_after=5)
 
     def check_model_name(self, name: str) -> None:
-        """Raises ApiError for a request of another model than this; a request may name none."""
-        if name and name not in self.settings.model_names:
+        """Raises ApiError where names are checked (--strict-model) and this model has another; none need be given."""
+        if self.settings.strict_model and name and name not in self.settings.model_names:
             names = ", ".join(self.settings.model_names)
             raise ApiError(
                 404, f"no model {name[:80]!r} here; there: {names}", param="model", code="model_not_found"

@@ -2,6 +2,7 @@
 
 import ipaddress
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,11 @@ _LIMITS = "Limits"
 _MAX_KEY_BYTES = 1 << 20
 _SECONDS = Range(above=0, high=sys.float_info.max, text="above 0, and finite")
 _COUNT = Range(0)
+
+
+def _names(texts: Iterable[str]) -> tuple[str, ...]:
+    """What the texts of --alias name, each once."""
+    return tuple(dict.fromkeys(name for text in texts for part in text.split(",") if (name := part.strip())))
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,12 @@ class ServerSettings:
     """
 
     model_names: Annotated[
-        tuple[str, ...], Flag("--alias -a", "What requests call the model; repeatable.")
+        tuple[str, ...],
+        Flag("--alias -a", "What requests call the model; a,b or repeated.", read=_names),
     ] = ()
+    strict_model: Annotated[
+        bool, Flag("--strict-model", "Refuse requests that name another model (404).")
+    ] = False
     host: Annotated[str, Flag("--host", "Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Range(0, 65535), Flag("--port", "Port to listen on; 0: any free one.")] = 8080
     parallel: Annotated[int, Range(1), Flag("--parallel -np", "Most sequences computed at once.")] = 4
@@ -96,7 +106,8 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     chat: ChatOptions = field(default_factory=ChatOptions)
     defaults: Annotated[
-        SamplingParams, Only("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty")
+        SamplingParams,
+        Only("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"),
     ] = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:

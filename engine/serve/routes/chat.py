@@ -39,7 +39,7 @@ from quengine.structured.tool_calls import (
 
 async def chat_completions(service: Service, request: Request) -> Response:
     body = await read_request(request, ChatRequest, service.limits)
-    requests, answers = await unless_gone(request.receive, _prepared(service, body))
+    requests, answers = await unless_gone(request.receive, prepare_chat(service, body))
     if body.stream:
         chunks = _Chunks(service, requests, answers, body.stream_options.include_usage)
         return await stream_answer(service, request, requests, chunks)
@@ -47,30 +47,26 @@ async def chat_completions(service: Service, request: Request) -> Response:
     return json_response(_body(service, requests, answers, outputs))
 
 
-async def _prepared(
+async def prepare_chat(
     service: Service, body: ChatRequest
 ) -> tuple[list[GenerationRequest], "list[ChatAnswer]"]:
+    """A chat's requests, and what takes the answer of each apart. Raises ApiError."""
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     model = service.model
     form, use, text = _form(service, body), read_tools(body, model), read_constraint(body)
-    messages = read_messages(body.messages)
-    effort = body.reasoning_effort or body.reasoning.effort
-    variables, budget = reasoning_wanted(service, body, effort, "reasoning_effort")
-    ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
-    prompt = await chat_ids(service, messages, form.tools(use), variables, "messages", ending)
-    end = model.end_of(prompt, given_answer(messages, ending))
+    prompt = await chat_prompt(service, body, use)
     params = await sampling_params(
         service,
         body,
         logprobs=body.top_logprobs if body.logprobs else None,
-        constraint=answer_constraint(use, model, text, end, budget),
+        constraint=answer_constraint(use, model, text, prompt.end, prompt.budget),
     )
     special = not body.skip_special_tokens or form.shown(use)
-    answers = [ChatAnswer(model, form, use, end) for _ in range(body.n)]
-    return requests_of([prompt], body.n, params, special), answers
+    answers = [ChatAnswer(model, form, use, prompt.end) for _ in range(body.n)]
+    return requests_of([prompt.ids], body.n, params, special), answers
 
 
 def _form(service: Service, body: ChatRequest) -> AnswerFormat:
@@ -82,6 +78,33 @@ def _form(service: Service, body: ChatRequest) -> AnswerFormat:
         return form.with_reasoning_in_text()
     except EngineError as error:
         raise bad_request(str(error), "reasoning_format", "unsupported") from None
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation's prompt.
+
+    Attributes:
+        ids: its tokens.
+        end: its end as text (`ServedModel.end_of`).
+        budget: the most tokens of reasoning; -1: any number.
+    """
+
+    ids: list[int]
+    end: str
+    budget: int
+
+
+async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited: bool = True) -> ChatPrompt:
+    """The prompt of a conversation; `limited`: checked against the limits. Raises ApiError."""
+    model = service.model
+    messages = read_messages(body.messages)
+    effort = body.reasoning_effort or body.reasoning.effort
+    variables, budget = reasoning_wanted(service, body, effort, "reasoning_effort")
+    ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
+    tools = model.answer_format.tools(use)
+    ids = await chat_ids(service, messages, tools, variables, "messages", ending, limited)
+    return ChatPrompt(ids, model.end_of(ids, given_answer(messages, ending)), budget)
 
 
 class ChatAnswer:
@@ -101,22 +124,27 @@ class ChatAnswer:
 
     def push(self, piece: Piece) -> list[dict[str, Any]]:
         """The `delta` of each chunk that this piece becomes."""
-        return [_delta(part) for part in self._read(piece)]
+        return [_delta(part) for part in self.read(piece)]
 
-    def _read(self, piece: Piece) -> list[Delta]:
+    def read(self, piece: Piece) -> list[Delta]:
+        """What this piece makes certain."""
         self._tokens += piece.tokens
         return self._parser.push(piece.text)
 
     def finish(self) -> list[dict[str, Any]]:
+        """The `delta` of each chunk of what was held back."""
+        return [_delta(part) for part in self.rest()]
+
+    def rest(self) -> list[Delta]:
         """What was held back."""
-        return [_delta(part) for part in self._parser.finish()]
+        return self._parser.finish()
 
     def reason(self, end: Finished) -> str:
         return "tool_calls" if self._parser.calls and end.reason == "stop" else end.reason
 
     def message(self, piece: Piece) -> dict[str, Any]:
         """The whole answer."""
-        deltas = self._read(piece) + self._parser.finish()
+        deltas = self.read(piece) + self.rest()
         spoken, calls = collect(deltas)
         message: dict[str, Any] = {"role": "assistant", "content": spoken, "refusal": None}
         if reasoning := reasoning_of(deltas):

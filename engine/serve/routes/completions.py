@@ -25,7 +25,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(service: Service, request: Request) -> Response:
     body = await read_request(request, CompletionRequest, service.limits)
-    requests = await unless_gone(request.receive, _prepared(service, body))
+    requests = await unless_gone(request.receive, prepare_completions(service, body))
     model = service.model
     echoed = [model.decode(each.prompt) if body.echo else "" for each in requests]
     if body.stream:
@@ -35,7 +35,8 @@ async def completions(service: Service, request: Request) -> Response:
     return json_response(_body(service, requests, echoed, outputs))
 
 
-async def _prepared(service: Service, body: CompletionRequest) -> list[GenerationRequest]:
+async def prepare_completions(service: Service, body: CompletionRequest) -> list[GenerationRequest]:
+    """The requests of all prompts. Raises ApiError."""
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     params = await sampling_params(

@@ -17,15 +17,7 @@ from quengine.serve.service import Service
 
 async def embeddings(service: Service, request: Request) -> Response:
     body = await read_request(request, EmbeddingRequest, service.limits)
-    service.check_model_name(body.model)
-    prompts = await unless_gone(
-        request.receive, read_prompts(service, body.input, "input", body.parse_special)
-    )
-    params = SamplingParams(temperature=0).with_seed()
-    pooling = body.pooling or service.settings.pooling
-    requests = [GenerationRequest(prompt, params, pooling=pooling) for prompt in prompts]
-    outputs = await whole_answer(service, request, requests)
-    tokens = sum(map(len, prompts))
+    ends, tokens = await embed(service, request, body)
     return json_response(
         {
             "object": "list",
@@ -35,12 +27,25 @@ async def embeddings(service: Service, request: Request) -> Response:
                     "index": index,
                     "embedding": _encoded(end, body.encoding_format),
                 }
-                for index, (_, end) in enumerate(outputs)
+                for index, end in enumerate(ends)
             ],
             "model": service.model_name,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
     )
+
+
+async def embed(service: Service, request: Request, body: EmbeddingRequest) -> tuple[list[Finished], int]:
+    """The ends of a body's prompts, which have their vectors; and how many tokens the prompts have. Raises ApiError."""
+    service.check_model_name(body.model)
+    prompts = await unless_gone(
+        request.receive, read_prompts(service, body.input, "input", body.parse_special)
+    )
+    params = SamplingParams(temperature=0).with_seed()
+    pooling = body.pooling or service.settings.pooling
+    requests = [GenerationRequest(prompt, params, pooling=pooling) for prompt in prompts]
+    outputs = await whole_answer(service, request, requests)
+    return [end for _, end in outputs], sum(map(len, prompts))
 
 
 def _encoded(end: Finished, encoding: str) -> list[float] | str:

@@ -40,8 +40,9 @@ async def chat_ids(
     variables: Mapping[str, Any],
     param: str,
     ending: Ending | None = None,
+    limited: bool = True,
 ) -> list[int]:
-    """The ids of a conversation, checked against the limits. Raises ApiError.
+    """The ids of a conversation; `limited`: checked against the limits. Raises ApiError.
 
     ending: how the prompt ends; None: an answer at the end of the messages is continued.
     """
@@ -51,7 +52,7 @@ async def chat_ids(
         tools=tools,
         variables=variables,
         ending=ending or ending_of(messages),
-        most_tokens=service.most_prompt_tokens,
+        most_tokens=service.most_prompt_tokens if limited else None,
     )
     (prompt,) = await _ids(service, job, param)
     return prompt

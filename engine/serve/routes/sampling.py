@@ -57,6 +57,8 @@ async def sampling_params(
         "constraint": constraint,
     }
     settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if body.seed == -1:
+        settings["seed"] = None  # drawn, also where the server has a seed
     try:
         params = replace(service.settings.defaults, **settings)
     except EngineError as error:

@@ -63,7 +63,9 @@ def answer_schemas() -> dict[str, Schema]:
         **_completions(),
         **_native(),
         **_responses(),
+        **_anthropic(),
         **_status(),
+        **_ollama(),
         "EmbeddingList": _object(
             object=_const("list"),
             data=_array(
@@ -91,6 +93,49 @@ def _error() -> Schema:
         code=_TEXT_OR_NULL,
     )
     return _object(error=inner)
+
+
+def _anthropic() -> dict[str, Schema]:
+    text = _object(type=_const("text"), text=STRING)
+    thinking = _object(type=_const("thinking"), thinking=STRING, signature=STRING)
+    call = _object(type=_const("tool_use"), id=STRING, name=STRING, input=OBJECT)
+    counts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+    thought = {"output_tokens_details": _object(thinking_tokens=_COUNT)}
+    usage = _object(thought, **dict.fromkeys(counts, _COUNT))
+    reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
+    stop = {"stop_reason": _or_null(_enum(*reasons)), "stop_sequence": _TEXT_OR_NULL}
+    message = _object(
+        id=STRING,
+        type=_const("message"),
+        role=_const("assistant"),
+        model=STRING,
+        content=_array(ref("AnthropicBlock")),
+        **stop,
+        usage=usage,
+    )
+    deltas = {"text_delta": "text", "thinking_delta": "thinking"}
+    deltas |= {"signature_delta": "signature", "input_json_delta": "partial_json"}
+    delta = {"anyOf": [_object(type=_const(kind), **{key: STRING}) for kind, key in deltas.items()]}
+
+    def event(kind: str, **fields: Schema) -> Schema:
+        return _object(type=_const(kind), **fields)
+
+    events = [
+        event("message_start", message=ref("AnthropicMessage")),
+        event("ping"),
+        event("content_block_start", index=_COUNT, content_block=ref("AnthropicBlock")),
+        event("content_block_delta", index=_COUNT, delta=delta),
+        event("content_block_stop", index=_COUNT),
+        event("message_delta", delta=_object(**stop), usage=usage),
+        event("message_stop"),
+    ]
+    return {
+        "AnthropicBlock": {"anyOf": [text, thinking, call]},
+        "AnthropicError": _object(type=_const("error"), error=_error()["properties"]["error"]),
+        "AnthropicEvent": {"anyOf": events},
+        "AnthropicMessage": message,
+        "TokenCount": _object(input_tokens=_COUNT),
+    }
 
 
 def _piece() -> Schema:
@@ -322,3 +367,60 @@ def _status() -> dict[str, Schema]:
             limits=_object(**dict.fromkeys(limits, _COUNT)),
         ),
     }
+
+
+def _ollama() -> dict[str, Schema]:
+    details = _object(
+        parent_model=STRING,
+        format=_enum("gguf", "safetensors"),
+        family=STRING,
+        families=_array(STRING),
+        parameter_size=STRING,
+        quantization_level=STRING,
+    )
+    entry = {"name": STRING, "model": STRING, "size": _COUNT, "digest": STRING, "details": details}
+    in_memory = {"expires_at": STRING, "size_vram": _COUNT, "context_length": _COUNT}
+    show = dict.fromkeys(("modelfile", "parameters", "template", "modified_at"), STRING)
+    vector = _array(_NUMBER)
+    success = _object(status=_const("success"))
+    function = _object(index=_COUNT, name=STRING, arguments=OBJECT)
+    message = _object(
+        {"thinking": STRING, "tool_calls": _array(_object(id=STRING, function=function))},
+        role=_const("assistant"),
+        content=STRING,
+    )
+    chat, chat_line = _ollama_answer({}, {"message": message})
+    generate, generate_line = _ollama_answer({"thinking": STRING}, {"response": STRING})
+    return {
+        "OllamaError": _object(error=STRING),
+        "OllamaChat": chat,
+        "OllamaChatLine": chat_line,
+        "OllamaGenerate": generate,
+        "OllamaGenerateLine": generate_line,
+        "OllamaEmbed": _object(
+            model=STRING,
+            embeddings=_array(vector),
+            **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), _COUNT),
+        ),
+        "OllamaEmbeddings": _object(embedding=vector),
+        "OllamaTags": _object(models=_array(_object(**entry, modified_at=STRING))),
+        "OllamaProcesses": _object(models=_array(_object(**entry, **in_memory))),
+        "OllamaVersion": _object(version=STRING),
+        "OllamaShow": _object(**show, details=details, model_info=OBJECT, capabilities=_array(STRING)),
+        "OllamaPull": success,
+        "OllamaDelete": success,
+        "OllamaCopy": success,
+    }
+
+
+def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tuple[Schema, Schema]:
+    """The whole answer (or the last line), or that to an empty request; and a line of a stream."""
+    token = {"token": STRING, "logprob": _NUMBER, "bytes": _array(_COUNT)}
+    logprobs = {"logprobs": _array(_object(**token, top_logprobs=_array(_object(**token))))}
+    head = {"model": STRING, "created_at": STRING, **given}
+    durations = [f"{what}_duration" for what in ("total", "load", "prompt_eval", "eval")]
+    counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), _COUNT)
+    optional = {**optional, **logprobs}
+    end = _object(optional, **head, done=_const(True), done_reason=_enum("stop", "length"), **counts)
+    empty = _object(**head, done=_const(True), done_reason=_const("load"))
+    return {"anyOf": [end, empty]}, {"anyOf": [_object(optional, **head, done=_const(False)), end]}

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
+from quengine.serve.schemas.anthropic import ANTHROPIC_BODIES
 from quengine.serve.schemas.messages import InputItem, Message
+from quengine.serve.schemas.ollama import OLLAMA_BODIES
 from quengine.serve.schemas.requests import BODIES, REF
 from quengine.serve.settings import Limits
 
@@ -32,9 +34,11 @@ _NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
 def request_schemas(
     limits: Limits, model_names: tuple[str, ...], vocab_size: int | None = None
 ) -> dict[str, Schema]:
-    """Every schema of a body and of its parts, by component name. `vocab_size` is None while there is no model."""
+    """Every schema of a body and of its parts, by component name. `model_names` are the only ones that may be given,
+    where there are any; `vocab_size` is None while there is no model."""
     unions: list[Any] = [Message, InputItem]
-    made, components = msgspec.json.schema_components((*unions, *BODIES), ref_template=REF)
+    bodies = (*BODIES, *ANTHROPIC_BODIES, *OLLAMA_BODIES)
+    made, components = msgspec.json.schema_components((*unions, *bodies), ref_template=REF)
     token = {"type": "integer", "minimum": 0}
     schemas: dict[str, Schema] = {
         "Token": token if vocab_size is None else {**token, "maximum": vocab_size - 1},
@@ -59,7 +63,7 @@ def ref(name: str) -> Schema:
 
 def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ...]) -> None:
     """Write a server's limits and names into the fields of a body."""
-    if "model" in fields:
+    if model_names and "type" in fields.get("model", {}):
         fields["model"] = {
             "enum": [None, *model_names, ""],
             "description": fields["model"]["description"],
@@ -68,12 +72,15 @@ def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ..
         fields["n"]["maximum"] = limits.n
     if "stop" in fields:
         fields["stop"]["anyOf"][-1]["maxItems"] = limits.stops
+    if "stop_token_ids" in fields:
         fields["stop_token_ids"]["maxItems"] = limits.stops
+    if "stop_sequences" in fields:
+        fields["stop_sequences"]["maxItems"] = limits.stops
 
 
 def _tidied(schema: Any) -> Any:
     """A schema of msgspec's without titles and defaults. A part with a component of its own refers to that alone, and
-    what is optional in a body may be null, as an unknown field may."""
+    what is optional in a body may be null."""
     if isinstance(schema, list):
         return [_tidied(each) for each in schema]
     if not isinstance(schema, dict):
@@ -85,8 +92,10 @@ def _tidied(schema: Any) -> Any:
         for key, value in schema.items()
         if key not in ("title", "default", "discriminator")
     }
-    if tidied.get("additionalProperties") is False:
-        tidied["additionalProperties"] = {"type": "null"}
+    if (
+        tidied.get("additionalProperties") is False
+    ):  # a body, or a part of one: what it does not name is ignored
+        del tidied["additionalProperties"]
         for key in tidied["properties"].keys() - set(tidied["required"]):
             tidied["properties"][key] = _or_null(tidied["properties"][key])
     return tidied
@@ -120,6 +129,7 @@ def _written(limits: Limits) -> dict[str, Schema]:
         "Tool": _tool(),
         "ToolChoice": _tool_choice(),
         "TextFormat": _text_format(),
+        "OllamaFormat": {"anyOf": [_NULL, {"enum": ["json", ""]}, OBJECT]},
     }
 
 

@@ -1,7 +1,7 @@
 """Reads a request's JSON into the struct of its route. What is wrong is a 400 that names field, value and rule.
 
-A field that is null counts as absent, as OpenAI's clients send it, and a whole number may be written 1.0. The rules are
-those of the struct's types (`requests`).
+A field that is null counts as absent, as OpenAI's clients send it, and a whole number may be written 1.0. A field that
+no struct has is passed over. The rules are those of the struct's types (`requests`).
 """
 
 import json
@@ -42,9 +42,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def read_body(kind: type[B], raw: bytes) -> B:
-    """The body of a request. Raises ApiError."""
-    given = _given(kind, parse_object(raw))
+def read_body(kind: type[B], raw: bytes, ignored: list[str] | None = None) -> B:
+    """The body of a request; `ignored` gets the names of the fields that are passed over. Raises ApiError."""
+    given = _given(kind, parse_object(raw), [] if ignored is None else ignored)
     return _converted(kind, given, ())
 
 
@@ -108,21 +108,22 @@ def _plan(kind: type[Fields]) -> _Plan:
     return _Plan(frozenset(kind.__struct_fields__), frozenset(whole), only, nested)
 
 
-def _given(kind: type[Fields], values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The fields that are not null. Raises ApiError for a field that is unknown, or whose effect is not supported."""
+def _given(
+    kind: type[Fields], values: Mapping[str, Any], ignored: list[str], path: str = ""
+) -> dict[str, Any]:
+    """The known fields that are not null. Raises ApiError for a field whose effect is not supported."""
     plan = _plan(kind)
     given = {key: value for key, value in values.items() if value is not None}
+    ignored += [f"{path}{key}" for key in given if key not in plan.names]
+    given = {key: value for key, value in given.items() if key in plan.names}
     for key, value in given.items():
-        if key not in plan.names:
-            name = f"{path}{key}"[:80]
-            raise bad_request(f"unknown parameter: {name}", name, "unknown_parameter")
         if key in plan.only:
             _check_only(f"{path}{key}", value, plan.only[key])
         elif key in plan.whole and isinstance(value, float):
             whole = whole_number(value)
             given[key] = value if whole is None else whole
         elif key in plan.nested and isinstance(value, dict):
-            given[key] = _given(plan.nested[key], value, f"{path}{key}.")
+            given[key] = _given(plan.nested[key], value, ignored, f"{path}{key}.")
     return given
 
 

@@ -103,16 +103,17 @@ Thinking = Annotated[
 
 
 class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fields of which each may be null, as if it were absent."""
+    """Fields of which each may be null, as if it were absent. What a struct does not name is passed over
+    (`reading`), so that every field of other servers that would change the text has to be named here."""
 
 
 class Body(Fields, frozen=True):
-    model: Annotated[str, Meta(description="What is served, by one of its names.")] = ""
+    model: Annotated[str, Meta(description="Any name; with --strict-model one of those served.")] = ""
 
 
 class Accepted(Body, frozen=True):
-    """Parameters of other servers: samplers that the engine lacks, with the values that switch them off, and what
-    changes no token."""
+    """Parameters of other servers (llama-server, vLLM, SGLang, Transformers) that would change the text and are not
+    supported, with the values that switch them off, and some that change no token."""
 
     mirostat: Annotated[Any, _only(0)] = None
     dynatemp_range: Annotated[Any, _only(0)] = None
@@ -133,6 +134,28 @@ class Accepted(Body, frozen=True):
     prompt_logprobs: Annotated[Any, _only(0)] = None
     truncate_prompt_tokens: Annotated[Any, _only()] = None
     priority: Annotated[Any, _only(0)] = None
+    adaptive_target: Annotated[Any, _only(-1)] = None
+    n_cmpl: Annotated[Any, _only(1)] = None
+    preserved_tokens: Annotated[Any, _only([])] = None
+    reasoning_budget_tokens: Annotated[Any, _only(-1)] = None
+    thinking_token_budget: Annotated[Any, _only()] = None
+    length_penalty: Annotated[Any, _only(1)] = None
+    early_stopping: Annotated[Any, _only(False)] = None
+    include_stop_str_in_output: Annotated[Any, _only(False)] = None
+    allowed_token_ids: Annotated[Any, _only()] = None
+    add_special_tokens: Annotated[Any, _only(True)] = None
+    min_new_tokens: Annotated[Any, _only(0)] = None
+    max_new_tokens: Annotated[Any, _only()] = None
+    max_length: Annotated[Any, _only()] = None
+    no_repeat_ngram_size: Annotated[Any, _only(0)] = None
+    do_sample: Annotated[Any, _only(True)] = None
+    num_beams: Annotated[Any, _only(1)] = None
+    top_a: Annotated[Any, _only(0)] = None
+    penalty_alpha: Annotated[Any, _only(0)] = None
+    regex: Annotated[Any, _only("")] = None
+    ebnf: Annotated[Any, _only("")] = None
+    stop_regex: Annotated[Any, _only()] = None
+    lora_path: Annotated[Any, _only()] = None
 
     mirostat_tau: Any = None
     mirostat_eta: Any = None
@@ -199,6 +222,8 @@ class Generation(Sampling, frozen=True):
     guided_regex: str = ""
     guided_grammar: str = ""
     guided_choice: Annotated[list[SomeText], Meta(min_length=1)] | None = None
+    guided_json_object: Annotated[Any, _only(False)] = None
+    guided_whitespace_pattern: Annotated[Any, _only()] = None
     guided_decoding_backend: Annotated[Any, _only()] = None
     structured_outputs: Annotated[Any, _only()] = None
     grammar_triggers: Annotated[Any, _only()] = None
@@ -230,6 +255,8 @@ class Tools(Generation, frozen=True):
     reasoning_budget: Budget | None = None
     thinking_budget_tokens: Budget | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
+    documents: Annotated[Any, _only([])] = None
+    mm_processor_kwargs: Annotated[Any, _only()] = None
 
 
 class StreamOptions(Fields, frozen=True):

@@ -16,11 +16,20 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
     "/v1/responses": {"input": "a", "max_output_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/completion": {"prompt": "a", "n_predict": 3},
     "/v1/embeddings": {"input": "a"},
     "/tokenize": {"content": "a"},
     "/detokenize": {"tokens": [1]},
     "/apply-template": {"messages": [{"role": "user", "content": "a"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "a"}], "options": {"num_predict": 3}},
+    "/api/generate": {"prompt": "a", "options": {"num_predict": 3}},
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
+    "/api/show": {},
+    "/api/pull": {},
+    "/api/copy": {},
 }
 """What a route needs, and as few tokens as can be."""
 
@@ -81,6 +90,10 @@ INSIDE: dict[str, tuple[str, ...]] = {
         '[{"role": "user", "content": %s}]',
         '[{"role": "user", "content": [{"type": "text", "text": %s}]}]',
         '[{"role": "user", "content": "a", "name": %s}]',
+        '[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": %s}]}]',
+        '[{"role": "tool", "content": "a", "tool_name": %s}]',
+        '[{"role": "user", "content": "a", "images": %s}]',
+        _CALL.replace("%s", '{"function": {"name": "f", "arguments": {"a": %s}}}'),
         _CALL.replace("%s", '{"id": %s, "function": {"name": "f"}}'),
         _CALL.replace("%s", '{"function": {"name": "f", "arguments": %s}}'),
     ),
@@ -90,6 +103,14 @@ INSIDE: dict[str, tuple[str, ...]] = {
     ),
     "prompt": ("[%s]", "[[%s]]", '["a", %s]'),
     "stop": ("[%s]",),
+    "options": (
+        '{"num_predict": %s}',
+        *(
+            f'{{"num_predict": 3, "{name}": %s}}'
+            for name in ("num_ctx", "temperature", "top_k", "repeat_last_n", "seed", "stop", "min_p")
+        ),
+    ),
+    "format": ('{"type": %s}', '{"type": "integer", "maximum": %s}'),
     "logit_bias": ('{"1": %s}', "[[1, %s]]", "[[%s, 1]]"),
     "response_format": (
         '{"type": %s}',
@@ -103,8 +124,17 @@ INSIDE: dict[str, tuple[str, ...]] = {
         '{"maxLength": %s, "type": "string"}',
     ),
     "text": ('{"format": %s}', '{"format": {"type": "json_schema", "schema": %s}}'),
-    "tools": ("[%s]", '[{"type": "function", "function": {"name": %s}}]', f"[{_FUNCTION}]"),
+    "tools": (
+        "[%s]",
+        '[{"type": "function", "function": {"name": %s}}]',
+        f"[{_FUNCTION}]",
+        '[{"name": "f", "input_schema": %s}]',
+    ),
     "tool_choice": ('{"type": "function", "function": %s}', '{"type": "function", "name": %s}'),
+    "system": ('[{"type": "text", "text": %s}]',),
+    "stop_sequences": ("[%s]",),
+    "thinking": ('{"type": %s}', '{"type": "enabled", "budget_tokens": %s}'),
+    "output_config": ('{"effort": %s}', '{"format": {"type": "json_schema", "schema": %s}}'),
     "stream_options": ('{"include_usage": %s}',),
     "chat_template_kwargs": (
         '{"tools": %s}',

@@ -45,8 +45,14 @@ def chat(**fields: Any) -> ChatRequest:
         ("use_beam_search", 0, "use_beam_search is not supported; only false is accepted", "unsupported"),
         ("top_n_sigma", 1, "top_n_sigma is not supported; only -1 or 0 is accepted", "unsupported"),
         ("samplers", [], "samplers is not supported", "unsupported"),
-        ("nothing", 1, "unknown parameter: nothing", "unknown_parameter"),
-        ("a`b\n - at `$.c`", 1, "unknown parameter: a`b\n", "unknown_parameter"),
+        (
+            "no_repeat_ngram_size",
+            2,
+            "no_repeat_ngram_size is not supported; only 0 is accepted",
+            "unsupported",
+        ),
+        ("max_new_tokens", 5, "max_new_tokens is not supported", "unsupported"),
+        ("enable_thinking", 1, "enable_thinking = 1: must be true or false", "invalid_value"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value_and_rule(
@@ -98,7 +104,6 @@ def test_a_wrong_part_is_named_by_its_place(kind: Any, value: Any, message: str)
         (EmbeddingRequest, {"input": None}, "input must be a string, token ids, or an array of these"),
         (EmbeddingRequest, {"input": "a", "pooling": "max"}, 'pooling = "max": must be mean or last'),
         (ResponseRequest, {"input": []}, "input = []: must be a string or an array of at least one item"),
-        (ResponseRequest, {"input": "a", "text": {"z": 1}}, "unknown parameter: text.z"),
         (ResponseRequest, {"input": "a", "text": {"verbosity": "x"}}, "text.verbosity is not supported"),
         (TokenizeRequest, {"content": 1}, "content = 1: must be a string"),
     ],
@@ -107,6 +112,14 @@ def test_what_is_required_or_nested_is_named_too(kind: type[Body], body: Any, me
     with pytest.raises(ApiError) as caught:
         read_body(kind, json.dumps(body).encode())
     assert caught.value.message.startswith(message)
+
+
+def test_a_field_that_no_struct_has_is_passed_over_and_named() -> None:
+    names: list[str] = []
+    fields = {"nothing": 1, "a`b\n - at `$.c`": {"x": []}, "text": {"z": 1}, "also": None}
+    raw = json.dumps({"input": "a", **fields}).encode()
+    assert read_body(ResponseRequest, raw, names) == ResponseRequest(input="a")
+    assert sorted(names) == ["a`b\n - at `$.c`", "nothing", "text.z"]
 
 
 def test_null_is_absent_and_a_whole_number_may_be_written_with_a_fraction() -> None:
