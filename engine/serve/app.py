@@ -1,7 +1,7 @@
 """The application: which function answers which path, and what every request passes on its way there."""
 
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -25,7 +25,7 @@ from quengine.serve.routes.completions import completions
 from quengine.serve.routes.embeddings import embeddings
 from quengine.serve.routes.native import completion
 from quengine.serve.routes.ollama.table import OLLAMA_ROUTES
-from quengine.serve.routes.responses import responses
+from quengine.serve.routes.responses.route import delete_response, responses, stored_response
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
 from quengine.serve.service import Service
@@ -84,6 +84,8 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/responses", responses),
     ("POST", "/v1/messages", messages),
     ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("GET", "/v1/responses/{id}", stored_response),
+    ("DELETE", "/v1/responses/{id}", delete_response),
     ("POST", "/v1/embeddings", embeddings),
     ("POST", "/completion", completion),
     ("POST", "/completions", completion),
@@ -92,6 +94,18 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/apply-template", token_routes.apply_template),
     *OLLAMA_ROUTES,
 )
+
+
+def _endpoints() -> dict[str, dict[str, Endpoint]]:
+    """The functions of each path by method: a path is one route, so that a 405 names all its methods."""
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for method, path, endpoint in ROUTES:
+        by_path.setdefault(path, {})[method] = endpoint
+    return by_path
+
+
+async def _dispatch(service: Service, endpoints: Mapping[str, Endpoint], request: Request) -> Response:
+    return await endpoints["GET" if request.method == "HEAD" else request.method](service, request)
 
 
 def make_app(service: Service) -> Starlette:
@@ -103,14 +117,17 @@ def make_app(service: Service) -> Starlette:
         service.metrics.answered(path if path in known else "other", status)
         service.metrics.ignored(len(access_log.current().ignored))
 
-    routes = [Route(path, partial(endpoint, service), methods=[method]) for method, path, endpoint in ROUTES]
+    routes = [
+        Route(path, partial(_dispatch, service, endpoints), methods=list(endpoints))
+        for path, endpoints in _endpoints().items()
+    ]
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
     if settings.cors_origins:
         middleware.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
             )
         )

@@ -47,6 +47,13 @@ class Limits:
     connections: Annotated[int, Range(1), Flag("--max-connections", "Connections open at once.", _LIMITS)] = (
         512
     )
+    stored: Annotated[
+        int,
+        _COUNT,
+        Flag(
+            "--max-stored", "Bytes of responses kept for previous_response_id; the oldest go first.", _LIMITS
+        ),
+    ] = 64 << 20
     header_s: Annotated[
         float, _SECONDS, Flag("--header-timeout", "Seconds for a request's headers to arrive.", _LIMITS)
     ] = 10.0

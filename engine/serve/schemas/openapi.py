@@ -5,6 +5,7 @@ that of one event or line, as is the use before OpenAPI 3.2 has a word of its ow
 application's routes.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ _MEANINGS = {
     400: "A field is wrong, over a limit or not supported; or the prompt does not fit.",
     401: "No valid key.",
     403: "A Host header or an Origin that is not allowed here.",
-    404: "Not here: another model than the one served.",
+    404: "Not here: another model than the one served, or a response that is not stored.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "The queue is full.",
@@ -105,6 +106,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         errors=_ANTHROPICS,
         error="AnthropicError",
     ),
+    ("GET", "/v1/responses/{id}"): Operation("A stored response.", ref("Response"), errors=(400, 404)),
+    ("DELETE", "/v1/responses/{id}"): Operation(
+        "Delete a stored response.", ref("DeletedResponse"), errors=(404,)
+    ),
     ("POST", "/v1/embeddings"): Operation(
         "A vector for each text.", ref("EmbeddingList"), "EmbeddingRequest", errors=_COMPUTES
     ),
@@ -172,10 +177,9 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
             **{str(status): _failure(status, operation.error) for status in errors},
         },
     }
-    if "{name}" in path:
-        made["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        ]
+    if names := re.findall(r"\{(\w+)\}", path):
+        given = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        made["parameters"] = [{"name": name, **given} for name in names]
     if operation.request is not None:
         made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(operation.request)}}}
     if keyed:

@@ -261,20 +261,30 @@ def _generation_settings() -> Schema:
 def _responses() -> dict[str, Schema]:
     status = _enum("in_progress", "completed", "incomplete")
     part = _object(type=_const("output_text"), text=STRING, annotations=_array(ANY), logprobs=_array(ANY))
-    message = _object(
-        id=STRING, type=_const("message"), role=_const("assistant"), status=status, content=_array(part)
-    )
-    call = _object(
-        id=STRING, type=_const("function_call"), status=status, call_id=STRING, name=STRING, arguments=STRING
-    )
     thought = _object(type=_const("reasoning_text"), text=STRING)
-    reasoning = _object(
-        id=STRING,
-        type=_const("reasoning"),
-        status=status,
-        summary=_array(ANY),
-        content=_array(thought),
-    )
+    item = {"id": STRING, "status": status}
+    call = {"call_id": STRING, "name": STRING}
+    kinds = [
+        _object(**item, type=_const("message"), role=_const("assistant"), content=_array(part)),
+        _object(
+            {"encrypted_content": STRING},
+            **item,
+            type=_const("reasoning"),
+            summary=_array(ANY),
+            content=_array(thought),
+        ),
+        _object(**item, **call, type=_const("function_call"), arguments=STRING),
+        _object(**item, **call, type=_const("custom_tool_call"), input=STRING),
+    ]
+    return {
+        "OutputItem": {"anyOf": kinds},
+        "Response": _response(),
+        "ResponseEvent": _response_event(part, thought),
+        "DeletedResponse": _object(id=STRING, object=_const("response"), deleted=_const(True)),
+    }
+
+
+def _response() -> Schema:
     usage = _object(
         input_tokens=_COUNT,
         input_tokens_details=_object(cached_tokens=_COUNT),
@@ -282,35 +292,39 @@ def _responses() -> dict[str, Schema]:
         output_tokens_details=_object(reasoning_tokens=_COUNT),
         total_tokens=_COUNT,
     )
-    response = _object(
+    count_or_null: Schema = {"type": ["integer", "null"]}
+    return _object(
         id=STRING,
         object=_const("response"),
         created_at=_COUNT,
-        status=status,
-        error=_NULL,
+        completed_at=count_or_null,
+        status=_enum("in_progress", "completed", "incomplete", "failed"),
+        background=_const(False),
+        error=_or_null(_object(code=STRING, message=STRING)),
         incomplete_details=_or_null(_object(reason=_const("max_output_tokens"))),
         instructions=_TEXT_OR_NULL,
-        max_output_tokens={"type": ["integer", "null"]},
+        max_output_tokens=count_or_null,
+        max_tool_calls=count_or_null,
         model=STRING,
         output=_array(ref("OutputItem")),
         parallel_tool_calls=BOOLEAN,
-        previous_response_id=_NULL,
+        previous_response_id=_TEXT_OR_NULL,
+        prompt_cache_key=_TEXT_OR_NULL,
         reasoning=_object(effort=_TEXT_OR_NULL, summary=_NULL),
-        store=_const(False),
+        safety_identifier=_TEXT_OR_NULL,
+        service_tier=_const("default"),
+        store=BOOLEAN,
         temperature=_NUMBER,
-        text=_object(format=OBJECT),
+        text=_object(format=OBJECT, verbosity=_const("medium")),
         tool_choice=ANY,
         tools=_array(OBJECT),
+        top_logprobs=_const(0),
         top_p=_NUMBER,
-        truncation=_const("disabled"),
+        truncation=_enum("auto", "disabled"),
         usage=_or_null(usage),
+        user=_TEXT_OR_NULL,
         metadata=OBJECT,
     )
-    return {
-        "OutputItem": {"anyOf": [message, reasoning, call]},
-        "Response": response,
-        "ResponseEvent": _response_event(part, thought),
-    }
 
 
 def _response_event(part: Schema, thought: Schema) -> Schema:
@@ -320,17 +334,19 @@ def _response_event(part: Schema, thought: Schema) -> Schema:
 
     at = {"item_id": STRING, "output_index": _COUNT}
     in_part = {**at, "content_index": _COUNT}
+    whole = ("created", "in_progress", "completed", "incomplete", "failed")
     return {
         "anyOf": [
-            event("created", "in_progress", "completed", "incomplete", response=ref("Response")),
+            event(*whole, response=ref("Response")),
             event("output_item.added", "output_item.done", output_index=_COUNT, item=ref("OutputItem")),
             event("content_part.added", "content_part.done", **in_part, part={"anyOf": [part, thought]}),
             event("output_text.delta", **in_part, delta=STRING, logprobs=_array(ANY)),
             event("output_text.done", **in_part, text=STRING, logprobs=_array(ANY)),
             event("reasoning_text.delta", **in_part, delta=STRING),
             event("reasoning_text.done", **in_part, text=STRING),
-            event("function_call_arguments.delta", **at, delta=STRING),
+            event("function_call_arguments.delta", "custom_tool_call_input.delta", **at, delta=STRING),
             event("function_call_arguments.done", **at, name=STRING, arguments=STRING),
+            event("custom_tool_call_input.done", **at, input=STRING),
         ]
     }
 

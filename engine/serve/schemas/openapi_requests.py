@@ -4,15 +4,17 @@ Parts that msgspec has no type for are written here. A schema cannot say everyth
 and a template, a vocabulary or a grammar may refuse a value. Those are 400s too.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
 from quengine.serve.schemas.anthropic import ANTHROPIC_BODIES
-from quengine.serve.schemas.messages import InputItem, Message
+from quengine.serve.schemas.messages import Message
 from quengine.serve.schemas.ollama import OLLAMA_BODIES
 from quengine.serve.schemas.requests import BODIES, REF
+from quengine.serve.schemas.response_items import KINDS, InputItem
 from quengine.serve.settings import Limits
 
 Schema = dict[str, Any]
@@ -48,6 +50,9 @@ def request_schemas(
         **{name: _tidied(schema) for name, schema in components.items()},
     }
     schemas["MessageItem"]["required"].remove("type")
+    schemas["InputItem"] = {
+        "anyOf": [*schemas["InputItem"]["anyOf"], _other_kind(KINDS, "An item that is skipped.")]
+    }
     schemas["AssistantMessage"]["anyOf"] = [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}},
@@ -128,6 +133,8 @@ def _written(limits: Limits) -> dict[str, Schema]:
         "Prompt": _prompt(),
         "Tool": _tool(),
         "ToolChoice": _tool_choice(),
+        "ResponseTool": _response_tool(),
+        "ResponseToolChoice": _response_tool_choice(),
         "TextFormat": _text_format(),
         "OllamaFormat": {"anyOf": [_NULL, {"enum": ["json", ""]}, OBJECT]},
     }
@@ -183,6 +190,40 @@ def _tool_choice() -> Schema:
                 "required": ["type", "name"],
                 "properties": {**kind, "name": STRING, "function": False},
             },
+        ]
+    }
+
+
+def _other_kind(known: Collection[str], about: str) -> Schema:
+    """An object of a type that is not `known`."""
+    kind = {"type": "string", "not": {"enum": sorted(known)}}
+    return {"type": "object", "required": ["type"], "properties": {"type": kind}, "description": about}
+
+
+def _response_tool() -> Schema:
+    """A tool of /v1/responses."""
+    custom = {"type": {"const": "custom"}, "name": _NAME, "description": {"type": ["string", "null"]}}
+    return {
+        "anyOf": [
+            ref("Tool"),
+            {"type": "object", "required": ["type", "name"], "properties": custom},
+            _other_kind(("function", "custom"), "A tool that is skipped."),
+        ]
+    }
+
+
+def _response_tool_choice() -> Schema:
+    custom = {"type": {"const": "custom"}, "name": STRING}
+    allowed = {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": _array(OBJECT),
+    }
+    return {
+        "anyOf": [
+            ref("ToolChoice"),
+            {"type": "object", "required": ["type", "name"], "properties": custom},
+            {"type": "object", "required": ["type", "mode", "tools"], "properties": allowed},
         ]
     }
 

@@ -146,7 +146,7 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, at: Path) 
     """msgspec's error as this server writes it."""
     found = _ERROR.fullmatch(str(error))
     assert found is not None
-    message, place = found[1], found[2] or ""
+    message, place = found[1], (found[2] or "").partition("[...]")[0]  # a value of an object with any keys
     steps = tuple(int(index) if index else key for key, index in _STEP.findall(place))
     if absent := _ABSENT.fullmatch(message):
         steps = (*steps, absent[1])

@@ -230,14 +230,19 @@ class Generation(Sampling, frozen=True):
     grammar_lazy: Annotated[Any, _only(False)] = None
 
 
+Summary = Literal["auto", "concise", "detailed", "none"]
+
+
 class ReasoningOptions(Fields, frozen=True):
-    """`summary` and `exclude` change no token: reasoning is given as it is."""
+    """`summary` changes no token: reasoning is given as it is."""
 
     effort: Effort | None = None
     enabled: Thinking | None = None
     max_tokens: Budget | None = None
-    summary: Any = None
-    generate_summary: Any = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Any = None
+    mode: Annotated[Any, _only("standard")] = None
     exclude: Annotated[Any, _only(False)] = None
 
 
@@ -336,7 +341,13 @@ class NativeRequest(Generation, frozen=True, kw_only=True):
 
 class TextOptions(Fields, frozen=True):
     format: Annotated[dict[str, Any], _ref("TextFormat")] | None = None
-    verbosity: Annotated[Any, _only("medium")] = None
+    verbosity: (
+        Annotated[
+            Literal["low", "medium", "high"],
+            Meta(description="medium; a note says that another has no effect."),
+        ]
+        | None
+    ) = None
 
 
 class ResponseRequest(Tools, frozen=True, kw_only=True):
@@ -349,19 +360,41 @@ class ResponseRequest(Tools, frozen=True, kw_only=True):
             Meta(min_length=1, extra={"rule": "must be a string or an array of at least one item"}),
         ]
     )
+    tools: Annotated[list[Annotated[Any, _ref("ResponseTool")]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[Any, _ref("ResponseToolChoice")] = None
     instructions: str | None = None
     max_output_tokens: UntilFull | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, description="Of built-in tools: there are none.")] | None = None
     text: TextOptions = TextOptions()
-    truncation: Annotated[Any, _only("disabled")] = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    include: list[str] | None = None
+    store: Annotated[bool, Meta(description="Keep the response, for previous_response_id.")] = True
+    previous_response_id: (
+        Annotated[str, Meta(description="A stored response that this one continues.")] | None
+    ) = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Meta(description="auto leaves out the oldest turns to fit.")]
+        | None
+    ) = None
+    metadata: (
+        Annotated[
+            dict[str, str], Meta(max_length=16, extra={"rule": "must be an object of at most 16 strings"})
+        ]
+        | None
+    ) = None
+    client_metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    stream_options: dict[str, Any] | None = None
     background: Annotated[Any, _only(False)] = None
     top_logprobs: Annotated[Any, _only(0)] = None
-    stream_options: Any = None
-    include: Any = None
-    truncation_strategy: Any = None
-    previous_response_id: Annotated[Any, _only()] = None
     conversation: Annotated[Any, _only()] = None
     prompt: Annotated[Any, _only()] = None
-    max_tool_calls: Annotated[Any, _only()] = None
+    truncation_strategy: Any = None
+    prompt_cache_options: Any = None
+    access_programs: Any = None
 
 
 class EmbeddingRequest(Body, frozen=True, kw_only=True):

@@ -20,7 +20,8 @@ NAMES = """
     tool_choice instructions chat_template_kwargs skip_special_tokens parse_special add_special
     system stop_sequences thinking output_config
     with_pieces pooling encoding_format dimensions return_tokens mirostat samplers user metadata nothing
-""".split()  # noqa: SIM905 (a list of 50 quoted names is no easier to read)
+    include reasoning truncation previous_response_id store max_tool_calls
+""".split()  # noqa: SIM905 (a list of quoted names is no easier to read)
 
 scalars = st.one_of(
     st.none(),
