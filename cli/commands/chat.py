@@ -6,6 +6,7 @@ from quengine.cli.flags import ConstraintFlags, Effort, Model, System, takes_opt
 from quengine.cli.loading import load_llm
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 
 
@@ -15,6 +16,7 @@ def chat(
     params: SamplingParams,
     constraint: ConstraintFlags,
     config: EngineConfig,
+    options: ChatOptions,
     system: System = None,
     effort: Effort = None,
 ) -> None:
@@ -23,10 +25,12 @@ def chat(
     from quengine.cli.repl import Repl
     from quengine.request.chat_session import ChatSession
 
-    with load_llm(model, replace(config, reuse_prefix=True)) as llm:
+    config = replace(config, reuse_prefix=True, chat_template=options.source())
+    with load_llm(model, config) as llm:
         if llm.chat_template is None:
             raise EngineError(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "
                 f"engine generate --raw completes text with it"
             )
-        Repl(ChatSession(llm, params, system, llm.effort_variables(effort))).run()
+        variables = {**llm.effort_variables(effort, options.reasoning_budget), **options.variables}
+        Repl(ChatSession(llm, params, system, variables, options)).run()

@@ -25,7 +25,8 @@ def serve(model: Model, settings: ServerSettings, config: EngineConfig) -> None:
         if needed is not None:
             resolve_model(str(needed))
     settings = replace(settings, model_names=settings.model_names or (_name(model),))
-    config = replace(config, parallel=settings.parallel, reuse_prefix=True)
+    template = settings.chat.source()
+    config = replace(config, parallel=settings.parallel, reuse_prefix=True, chat_template=template)
     Server(settings, lambda: _make_engine(model, config), _print_status).run_until_stopped()
 
 

@@ -9,10 +9,11 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
 from quengine.platform.input_files import read_text
+from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 from quengine.structured.tool_calls import Delta, TextDelta
 
@@ -27,7 +28,7 @@ class ChatSession:
     """A conversation; `llm` should have been made with `reuse_prefix=True`.
 
     `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here. `variables` are more
-    names for the template.
+    names for the template, and `options` say what becomes of reasoning.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class ChatSession:
         llm: "LLM",
         params: SamplingParams,
         system: str | None = None,
-        variables: Mapping[str, str] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        options: ChatOptions | None = None,
     ) -> None:
         self.llm = llm
         self.variables = variables
+        self.options = options or ChatOptions()
         self.params = params.with_seed()
         self.messages: list[dict[str, str]] = []
         self.last: Completion | None = None
@@ -88,7 +91,12 @@ class ChatSession:
         try:
             rendered = self.llm.encode_chat(self.messages, variables=self.variables)
             prompt = self._continued(rendered)
-            stream = self.llm.stream_answer(prompt, self.params)
+            stream = self.llm.stream_answer(
+                prompt,
+                self.params,
+                reasoning_budget=self.options.reasoning_budget,
+                reasoning_format=self.options.reasoning_format,
+            )
             try:
                 yield from stream.deltas()
             finally:

@@ -10,6 +10,7 @@ from typing import Annotated
 from quengine.errors import EngineError
 from quengine.options import Flag, Only, Range, check_ranges
 from quengine.platform.input_files import read_text
+from quengine.request.chat_options import ChatOptions
 from quengine.request.pooling import POOLINGS, Pooling
 from quengine.request.sampling_params import SamplingParams
 
@@ -79,8 +80,8 @@ class ServerSettings:
 
     The first of `model_names` is what answers call the model. Any of `api_keys`, to which those of `api_key_file` are
     added, opens every route; without one no key is needed. "*" allows any host, or any origin, and "localhost" the
-    origins of this machine; without origins CORS is on for all of them where a key is needed, and else off. `pooling`
-    and `defaults` hold where a request names no other.
+    origins of this machine; without origins CORS is on for all of them where a key is needed, and else off. `pooling`,
+    `chat` and `defaults` hold where a request names no other.
 
     Raises:
         EngineError: a value is out of range, the keys cannot be read, or the address is not loopback and there is no
@@ -112,6 +113,7 @@ class ServerSettings:
         Flag("--cors-origin", "An origin whose pages may use it; localhost, or * for any.", _ACCESS),
     ] = ()
     limits: Limits = field(default_factory=Limits)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     defaults: Annotated[
         SamplingParams,
         Only("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"),

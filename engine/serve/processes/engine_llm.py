@@ -30,7 +30,13 @@ class LLMEngine:
         self._llm = llm
         loaded = llm.loaded
         self.model = ServedModel(
-            TextSide(loaded.checkpoint, llm.tokenizer, llm.chat_template, llm.constraints),
+            TextSide(
+                loaded.checkpoint,
+                llm.tokenizer,
+                llm.chat_template,
+                llm.constraints,
+                llm.config.chat_template,
+            ),
             llm.ctx_size,
             loaded.notes,
             str(loaded.device),

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
@@ -14,11 +15,16 @@ from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
-from quengine.serve.routes.prompts import chat_ids, read_messages, template_variables
+from quengine.serve.routes.prompts import (
+    chat_ids,
+    ending_of,
+    given_answer,
+    read_messages,
+    reasoning_wanted,
+)
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import ChatRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import AnswerFormat
@@ -30,9 +36,6 @@ from quengine.structured.tool_calls import (
     collect,
     reasoning_of,
 )
-
-_FORMATS = ("auto", "deepseek")
-"""llama-server's names for what is done here: reasoning is a field of its own."""
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
@@ -55,34 +58,56 @@ async def prepare_chat(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     model = service.model
-    form, use = model.answer_format, read_tools(body, model)
-    if form.reasons and body.reasoning_format not in (None, *_FORMATS):
-        given = f"reasoning_format = {shown(body.reasoning_format, 40)}"
-        raise bad_request(f"{given}: must be {' or '.join(_FORMATS)}", "reasoning_format", "unsupported")
-    text = read_constraint(body)
+    form, use, text = _form(service, body), read_tools(body, model), read_constraint(body)
     prompt = await chat_prompt(service, body, use)
-    end = model.end_of(prompt)
     params = await sampling_params(
         service,
         body,
         logprobs=body.top_logprobs if body.logprobs else None,
-        constraint=answer_constraint(use, model, text, end),
+        constraint=answer_constraint(use, model, text, prompt.end, prompt.budget),
     )
     special = not body.skip_special_tokens or form.shown(use)
-    answers = [ChatAnswer(model, form, use, end) for _ in range(body.n)]
+    answers = [ChatAnswer(model, form, use, prompt.end) for _ in range(body.n)]
     progress = body.stream and body.return_progress
-    return requests_of([prompt], body.n, params, special, progress=progress), answers
+    return requests_of([prompt.ids], body.n, params, special, progress=progress), answers
 
 
-async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited: bool = True) -> list[int]:
-    """The ids of a conversation; `limited`: checked against the limits. Raises ApiError."""
+def _form(service: Service, body: ChatRequest) -> AnswerFormat:
+    """How the answer is taken apart. Raises ApiError where reasoning cannot stay in the text."""
+    form = service.model.answer_format
+    if (body.reasoning_format or service.settings.chat.reasoning_format) != "none":
+        return form
+    try:
+        return form.with_reasoning_in_text()
+    except EngineError as error:
+        raise bad_request(str(error), "reasoning_format", "unsupported") from None
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation's prompt.
+
+    Attributes:
+        ids: its tokens.
+        end: its end as text (`ServedModel.end_of`).
+        budget: the most tokens of reasoning; -1: any number.
+    """
+
+    ids: list[int]
+    end: str
+    budget: int
+
+
+async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited: bool = True) -> ChatPrompt:
+    """The prompt of a conversation; `limited`: checked against the limits. Raises ApiError."""
     model = service.model
     messages = read_messages(body.messages)
-    variables = template_variables(
-        model, body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort"
-    )
+    effort = body.reasoning_effort or body.reasoning.effort
+    variables, budget = reasoning_wanted(service, body, effort, "reasoning_effort")
+    ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
     tools = model.answer_format.tools(use)
-    return await chat_ids(service, messages, tools, variables, "messages", limited)
+    ids = await chat_ids(service, messages, tools, variables, "messages", ending, limited)
+    return ChatPrompt(ids, model.end_of(ids, given_answer(messages, ending)), budget)
 
 
 class ChatAnswer:

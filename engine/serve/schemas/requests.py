@@ -93,6 +93,20 @@ Progress = Annotated[bool, Meta(description="Events of a stream say how much of 
 Verbose = Annotated[bool, Meta(description="Adds __verbose: the prompt and more, as /completion answers.")]
 
 
+Budget = Annotated[
+    int,
+    Meta(
+        ge=-1,
+        le=RANGES["max_tokens"].high,
+        description="Most tokens of reasoning: 0 switches it off, -1 is no bound.",
+        extra={"rule": f"must be a whole number from -1 to {RANGES['max_tokens'].high}"},
+    ),
+]
+Thinking = Annotated[
+    bool, Meta(description="Whether the model reasons, where its chat template has a switch.")
+]
+
+
 class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fields of which each may be null, as if it were absent. What a struct does not name is passed over
     (`reading`), so that every field of other servers that would change the text has to be named here."""
@@ -221,6 +235,22 @@ class Generation(Sampling, frozen=True):
     grammar_lazy: Annotated[Any, _only(False)] = None
 
 
+Summary = Literal["auto", "concise", "detailed", "none"]
+
+
+class ReasoningOptions(Fields, frozen=True):
+    """`summary` changes no token: reasoning is given as it is."""
+
+    effort: Effort | None = None
+    enabled: Thinking | None = None
+    max_tokens: Budget | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Any = None
+    mode: Annotated[Any, _only("standard")] = None
+    exclude: Annotated[Any, _only(False)] = None
+
+
 class Tools(Generation, frozen=True):
     """What routes of conversations take beside it."""
 
@@ -231,8 +261,11 @@ class Tools(Generation, frozen=True):
     function_call: Annotated[Any, _only([], "none")] = None
     parse_tool_calls: Any = None
     chat_template_kwargs: dict[str, Any] = {}
+    enable_thinking: Thinking | None = None
+    reasoning_budget: Budget | None = None
+    thinking_budget_tokens: Budget | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
     documents: Annotated[Any, _only([])] = None
-    enable_thinking: Annotated[Any, _only()] = None
     mm_processor_kwargs: Annotated[Any, _only()] = None
 
 
@@ -259,9 +292,18 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
     modalities: Annotated[Any, _only(["text"])] = None
     verbosity: Annotated[Any, _only("medium")] = None
     reasoning_effort: Effort | None = None
-    reasoning_format: Any = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
-    continue_final_message: Annotated[Any, _only(False)] = None
+    reasoning_format: (
+        Annotated[
+            Literal["none", "deepseek", "auto"],
+            Meta(
+                description="none: reasoning stays in the text; else it is apart.",
+                extra={"rule": "must be none, deepseek or auto"},
+            ),
+        ]
+        | None
+    ) = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_progress: Progress = False
     verbose: Verbose = False
     audio: Annotated[Any, _only()] = None
@@ -337,19 +379,6 @@ class TextOptions(Fields, frozen=True):
         ]
         | None
     ) = None
-
-
-Summary = Literal["auto", "concise", "detailed", "none"]
-
-
-class ReasoningOptions(Fields, frozen=True):
-    """`summary` changes no token: reasoning is given as it is."""
-
-    effort: Effort | None = None
-    summary: Summary | None = None
-    generate_summary: Summary | None = None
-    context: Any = None
-    mode: Annotated[Any, _only("standard")] = None
 
 
 class ResponseRequest(Tools, frozen=True, kw_only=True):
@@ -476,7 +505,9 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     parse_tool_calls: Any = None
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Effort | None = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
+    enable_thinking: Thinking | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 BODIES: tuple[type[Body], ...] = (

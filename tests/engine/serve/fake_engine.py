@@ -13,6 +13,7 @@ from typing import Any
 
 from quengine.errors import EngineError
 from quengine.models.tokenizer.token_length import TokenLength
+from quengine.request.chat_format import Ending
 from quengine.request.output import Timings
 from quengine.request.pooling import Pooling
 from quengine.request.sampling_params import SamplingParams
@@ -90,15 +91,23 @@ class FakeModel(ServedModel):
             raise EngineError(f"{params.constraint.kind}: the fake engine holds to none")
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
     ) -> str:
-        del tools, variables
+        del tools, variables, ending
         return "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in messages)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
     ) -> list[int]:
-        return self.encode(self.render_chat(messages, tools, variables), bos=True, special=False)
+        return self.encode(self.render_chat(messages, tools, variables, ending), bos=True, special=False)
 
 
 @dataclass

@@ -43,7 +43,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         use, service.model, read_constraint(chat)
     )  # refuses what an answer would be refused for
     prompt = await unless_gone(request.receive, chat_prompt(service, chat, use, limited=False))
-    return json_response({"input_tokens": len(prompt)})
+    return json_response({"input_tokens": len(prompt.ids)})
 
 
 class _Form(ChunkForm):

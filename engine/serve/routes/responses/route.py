@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
-from quengine.serve.routes.prompts import template_variables
+from quengine.serve.routes.prompts import reasoning_wanted
 from quengine.serve.routes.responses.answer import ResponseForm
 from quengine.serve.routes.responses.input_items import input_items, messages_of
 from quengine.serve.routes.responses.prompt import ConversationPrompt
@@ -70,12 +70,10 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     if not messages:
         raise bad_request("input holds nothing that this model reads", "input")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    variables = template_variables(
-        model, body.chat_template_kwargs, body.reasoning.effort, "reasoning.effort"
-    )
+    variables, budget = reasoning_wanted(service, body, body.reasoning.effort, "reasoning.effort")
     turns = ConversationPrompt(service, model.answer_format.tools(use), variables, notes)
     prompt = await turns.ids([*system, *messages], shorten=body.truncation == "auto")
-    constraint = answer_constraint(use, model, text, model.end_of(prompt))
+    constraint = answer_constraint(use, model, text, model.end_of(prompt), budget)
     params = await sampling_params(service, body, logprobs=None, constraint=constraint)
     (request,) = requests_of([prompt], 1, params, model.answer_format.shown(use))
     return ResponseForm(service, body, request, tools, use, [*earlier, *items])

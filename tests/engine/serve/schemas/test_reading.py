@@ -53,7 +53,7 @@ def chat(**fields: Any) -> ChatRequest:
             "unsupported",
         ),
         ("max_new_tokens", 5, "max_new_tokens is not supported", "unsupported"),
-        ("enable_thinking", False, "enable_thinking is not supported", "unsupported"),
+        ("enable_thinking", 1, "enable_thinking = 1: must be true or false", "invalid_value"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value_and_rule(
