@@ -39,7 +39,7 @@ UNSAID = re.compile(
     "only one of them can hold|too small a number for a schema|requires a call"  # two fields
     "|top_logprobs needs|stream_options is for streams"
     "|no tool is named|there are no tools|two functions are named|no call before it has this id"
-    "|no tool_use before it has this id|does not continue an answer|input holds nothing|must have a call_id or an id"
+    "|no tool_use before it has this id|input holds nothing|must have a call_id or an id"
     "|tokens and the context holds|the prompt has no tokens|completions in one request"  # lengths and sums
     "|must be a token id from|it is no JSON|are more than the .* that are accepted"  # what a value means
     "|dimensions = .*: must be at most|pooling none gives a row"

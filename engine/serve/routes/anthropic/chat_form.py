@@ -6,6 +6,7 @@
 | `thinking` blocks of earlier answers | `reasoning_content`, of which the template takes what it needs |
 | `tool_use`, `tool_result` | `tool_calls`, messages of role tool |
 | consecutive turns of one role | one message |
+| a last turn of the assistant's | the answer's beginning, which is continued |
 | `tool_choice` any, tool | required, a named function |
 | `thinking` | the template's variables `enable_thinking` and `thinking` |
 | `output_config` | `reasoning_effort`, `response_format` |
@@ -99,12 +100,6 @@ def _messages(turns: Sequence[Turn]) -> list[Message]:
             asked = [TextBlock(turn.content)] if isinstance(turn.content, str) else turn.content
             for j, block in enumerate(asked or [TextBlock("")]):
                 messages.append(_question(block, called, f"messages[{i}].content[{j}]"))
-    if isinstance(turns[-1], AssistantTurn):
-        raise bad_request(
-            "messages: the last one is the assistant's; this server does not continue an answer",
-            "messages",
-            "unsupported",
-        )
     return _joined(messages)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from quengine.serve.routes.anthropic.chat_form import chat_request
 from quengine.serve.routes.anthropic.content_blocks import ContentBlocks
+from quengine.serve.routes.prompts import ending_of, given_answer
 from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.reading import read_body
@@ -105,7 +106,6 @@ def test_thinking_and_effort_reach_the_template_as_it_takes_them() -> None:
     ("more", "message"),
     [
         ({"messages": [{"role": "user", "content": [RESULT]}]}, r"tool_use_id = 't1': no tool_use before"),
-        ({"messages": [USER, {"role": "assistant", "content": "a"}]}, "does not continue an answer"),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tool_choice": {"type": "tool"}}, r"tool_choice\.name is missing"),
         ({"stop_sequences": 17 * ["a"]}, "stop_sequences: 17 given, this server takes at most 16"),
@@ -117,6 +117,14 @@ def test_what_is_wrong_is_named(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
         translated(**more)
     assert caught.value.status == 400 and "\n" not in caught.value.message
+
+
+def test_a_last_turn_of_the_assistants_is_continued() -> None:
+    request = translated(
+        messages=[USER, {"role": "assistant", "content": [{"type": "text", "text": "Well,"}]}]
+    )
+    ending = ending_of(request.messages, request.add_generation_prompt, request.continue_final_message)
+    assert (ending, given_answer(request.messages, ending)) == ("continued", "Well,")
 
 
 def test_blocks_of_one_kind_are_apart_and_an_empty_answer_has_one() -> None:
