@@ -28,7 +28,7 @@ class ChatFormat:
         self._template = template
         self._missing = missing
         self.source: str | None = None if template is None else template.source
-        self.answers = answer_format(self.source, tokenizer)
+        self.answers = answer_format(self.source, tokenizer, template and template.render)
 
     def render(self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any]) -> str:
         """The prompt of a conversation as text.
@@ -38,13 +38,14 @@ class ChatFormat:
         Raises:
             EngineError: the model has no template, or the template fails (with its line).
         """
-        return self._needed().render(self.answers.messages(messages), tools=tools, variables=variables)
+        given = self.answers.messages(messages, tools)
+        return self._needed().render(given, tools=tools, variables=variables)
 
     def encode(
         self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
     ) -> list[int]:
         """The prompt of a conversation as token ids, in which messages hold no control tokens; see `render`."""
-        template, given = self._needed(), self.answers.messages(messages)
+        template, given = self._needed(), self.answers.messages(messages, tools)
         return encode_chat(self._tokenizer, template, given, tools=tools, variables=variables)
 
     def effort_variables(self, effort: str | None) -> dict[str, str]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quengine.errors import EngineError
 from quengine.structured.answer_parser import AnswerParser, TextParser
+from quengine.structured.calls.format import TemplateCalls
+from quengine.structured.calls.probe import Render
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
@@ -43,8 +45,14 @@ class AnswerFormat(Protocol):
         """Control tokens that the parsed text has to show (`LLM.stream(..., show_special=...)`)."""
         ...
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """A request's messages as the template reads them. Raises EngineError for what it cannot be given."""
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        """A request's messages as the template reads them, with `tools` in one where it shows none itself.
+
+        Raises:
+            EngineError: the template cannot be given a message.
+        """
         ...
 
     def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
@@ -75,7 +83,7 @@ class AnswerFormat(Protocol):
 class TextFormat:
     """Text as it is, with calls of the form `calls`; of none where that is None."""
 
-    calls: ToolFormat | None = None
+    calls: ToolFormat | TemplateCalls | None = None
     reasons = False
     efforts = None
 
@@ -86,8 +94,10 @@ class TextFormat:
     def shown(self, use: ToolUse) -> frozenset[int]:
         return self.calls.marker_ids if self.calls is not None and use.callable else frozenset()
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        return messages if self.calls is None else self.calls.messages(messages)
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        return messages if self.calls is None else self.calls.messages(messages, tools)
 
     def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
         return use.described
@@ -107,11 +117,18 @@ class TextFormat:
         return 0
 
 
-def answer_format(template: str | None, tokenizer: "Tokenizer") -> AnswerFormat:
-    """The form of a model with this chat template and vocabulary; of text alone without a template."""
+def answer_format(template: str | None, tokenizer: "Tokenizer", render: Render | None = None) -> AnswerFormat:
+    """The form of a model with this chat template and vocabulary; of text alone without a template.
+
+    render: `ChatTemplate.render` of it, by which the form of calls is found; without it the text alone is read.
+    """
     if template is None:
         return TextFormat()
-    return HarmonyFormat.of(template, tokenizer) or TextFormat(ToolFormat.of(template, tokenizer))
+    if (harmony := HarmonyFormat.of(template, tokenizer)) is not None:
+        return harmony
+    if render is None:
+        return TextFormat(ToolFormat.of(template, tokenizer))
+    return TextFormat(TemplateCalls(template, tokenizer, render))
 
 
 def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, str]:

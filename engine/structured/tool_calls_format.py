@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quengine.errors import EngineError
 from quengine.platform import strict_json
-from quengine.structured.constraint_spec import ConstraintSpec, inline_json
+from quengine.structured.calls.form import arguments_grammar
+from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import Tool, ToolUse
 from quengine.structured.tool_calls_parser import ToolCallParser
 
@@ -62,7 +63,9 @@ class ToolFormat:
     def marker_ids(self) -> frozenset[int]:
         return frozenset(self.controls.values())
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Mapping[str, Any]]:
         """A request's messages as templates read them.
 
         OpenAI has a call's arguments as JSON text, templates want the value. Mistral's templates refuse ids that are
@@ -71,6 +74,7 @@ class ToolFormat:
         Raises:
             EngineError: a call's arguments are no JSON object.
         """
+        del tools  # the template shows them
         return [self._message(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
     def constraint(self, use: ToolUse) -> ConstraintSpec | None:
@@ -181,12 +185,6 @@ def control_ids(tokenizer: "Tokenizer", names: Sequence[str]) -> dict[str, int]:
 def new_call_id() -> str:
     """An id of OpenAI's kind."""
     return "call_" + "".join(secrets.choice(_ALPHANUMERIC) for _ in range(24))
-
-
-def arguments_grammar(tool: Tool) -> str:
-    """A tool's arguments in a grammar. Its schema may leave out that they are an object."""
-    combined = {"type", "$ref", "anyOf", "oneOf", "allOf"} & tool.parameters.keys()
-    return inline_json(tool.parameters if combined else {"type": "object", **tool.parameters})
 
 
 def marker(controls: Mapping[str, int], text: str) -> str:

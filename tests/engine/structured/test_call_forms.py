@@ -1,0 +1,242 @@
+"""Forms of calls found by rendering: the calls of every chat template that llama.cpp comes with are read back, and the
+grammar of a required call accepts them."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quengine.models.template.chat_template import ChatTemplate
+from quengine.models.tokenizer import Tokenizer
+from quengine.structured.answer_format import TextFormat, answer_format
+from quengine.structured.calls.format import CallFormat, TemplateCalls
+from quengine.structured.constraint import ConstraintCompiler
+from quengine.structured.tool_calls import Delta, ToolUse, collect
+from tests.gguf_builder import GGUFBuilder, bpe_vocabulary
+from tests.llama_cpp_source import llama_cpp_source
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "Where"},
+        "days": {"type": "integer", "description": "How many"},
+        "exact": {"type": "boolean", "description": "Whether"},
+        "more": {"type": "object", "description": "What else", "additionalProperties": True},
+    },
+    "required": ["city"],
+}
+WEATHER = {"name": "get_weather", "description": "The weather of a city.", "parameters": PARAMETERS}
+NOTE = {
+    "name": "note",
+    "description": "Keep a text.",
+    "parameters": {
+        "type": "object",
+        "properties": {"text": {"type": "string", "description": "What"}},
+        "required": ["text"],
+    },
+}
+TOOLS = [{"type": "function", "function": each} for each in (WEATHER, NOTE)]
+FIRST = (
+    "get_weather",
+    {"city": "São Paulo, 7", "days": 3, "exact": True, "more": {"a": [1, "b"], "c": None}},
+)
+SECOND = ("note", {"text": '12 < 13\n- <b> and "c"'})
+QUESTION = "How is the weather?"
+MARKS = re.compile(r"<[|｜][^|｜<>]+[|｜]>|\[[A-Z_]+\]|<\|[a-z_]+>|<[a-z_]+\|>")
+
+SPECIAL = {
+    "openai-gpt-oss-120b": "harmony: test_harmony",
+    "Kimi-K3": "a form of sections with marks of their own",
+    "MiniMax-M3": "arguments as nested XML",
+    "fireworks-ai-llama-3-firefunction-v2": "the template takes no tools, but a text `functions`",
+    "llama-cpp-deepseek-r1": "the template cannot be rendered with tools: it writes a generator as JSON",
+}
+"""Templates that are not asked here, or whose form is not supported."""
+NAMED = {
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "meta-llama-Llama-3.3-70B-Instruct",
+}
+ONE_CALL = {*NAMED, "GigaChat3-10B-A1.8B", "GigaChat3.1-10B-A1.8B"}
+"""Templates that write one call an answer."""
+
+
+def templates() -> dict[str, Path]:
+    found = sorted((llama_cpp_source() / "models" / "templates").glob("*.jinja"))
+    return {path.stem: path for path in found if path.stem not in SPECIAL}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Bytes, and the marks of all templates as control tokens."""
+    marks = sorted({mark for path in templates().values() for mark in MARKS.findall(path.read_text())})
+    values = bpe_vocabulary(special=("<|endoftext|>", *marks)) | {"general.architecture": "llama"}
+    path = tmp_path_factory.mktemp("forms") / "vocab.gguf"
+    return Tokenizer.from_gguf(GGUFBuilder().kvs(values).write(path))
+
+
+@dataclass
+class Case:
+    """A template and what it writes of calls."""
+
+    name: str
+    template: ChatTemplate
+    calls: TemplateCalls
+
+    @cached_property
+    def asked(self) -> list[tuple[str, dict[str, Any]]]:
+        return [FIRST] if self.name in ONE_CALL else [FIRST, SECOND]
+
+    @cached_property
+    def plain(self) -> list[tuple[str, dict[str, Any]]]:
+        """The calls without values that some templates write as Python's literals, or with other escapes."""
+        return [
+            (
+                name,
+                {k: "Lyon" if k == "city" else v for k, v in given.items() if k in ("city", "days", "text")},
+            )
+            for name, given in self.asked
+        ]
+
+    def answer(self, asked: list[tuple[str, dict[str, Any]]] | None = None) -> str:
+        """The answer with calls, as the template writes it in a conversation: behind the prompt of the answer."""
+        user = {"role": "user", "content": QUESTION}
+        calls = [
+            {
+                "id": f"abcdefgh{n}",
+                "type": "function",
+                "function": {"name": name, "arguments": json.dumps(given)},
+            }
+            for n, (name, given) in enumerate(asked or self.asked)
+        ]
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        prompt = self.rendered([user], True).rpartition(QUESTION)[2]
+        text = self.rendered([user, said], False).rpartition(QUESTION)[2]
+        if text.startswith(prompt):
+            return text[len(prompt) :]
+        # Command R+ has its instructions behind the conversation.
+        return text.rpartition("</think>")[2].partition("\n<|START_OF_TURN_TOKEN|><|SYSTEM")[0]
+
+    def rendered(self, messages: list[dict[str, Any]], prompt: bool) -> str:
+        return self.template.render(self.calls.messages(messages, TOOLS), prompt, TOOLS)
+
+    def read(
+        self, pieces: Iterator[str] | list[str], choice: str = "auto"
+    ) -> tuple[str, list[tuple[str, Any]]]:
+        parser = self.calls.parser(ToolUse.from_openai(TOOLS, choice))
+        deltas: list[Delta] = [delta for piece in pieces for delta in parser.push(piece)]
+        text, calls = collect(deltas + parser.finish())
+        return text, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.fixture(scope="module", params=templates())
+def case(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[Case]:
+    source = templates()[request.param].read_text()
+    template = ChatTemplate(source, "<s>", "</s>")
+    form = answer_format(source, tokenizer, template.render)
+    assert isinstance(form, TextFormat) and isinstance(form.calls, TemplateCalls)
+    yield Case(request.param, template, form.calls)
+    template._process.close()
+
+
+def test_calls_are_read_back_however_they_are_cut(case: Case) -> None:
+    answer = case.answer()
+    text, calls = case.read([answer])
+    assert calls == case.asked
+    form = case.calls.format
+    if isinstance(form, CallFormat):
+        rest = re.sub(r"\s", "", text)
+        marks = (form.form.open, form.form.close, form.form.head.partition("{")[0])
+        assert not any(mark.strip() and re.sub(r"\s", "", mark) in rest for mark in marks)
+    for size in (1, 2, 3, 7, 50):
+        assert case.read([answer[n : n + size] for n in range(0, len(answer), size)]) == (text, calls)
+
+
+def test_text_in_front_of_calls_stays_text(case: Case) -> None:
+    if case.name in NAMED:
+        pytest.skip("a bare call is the whole answer")
+    form = case.calls.format
+    mark = form.form.text_mark if isinstance(form, CallFormat) else ""
+    said = f"{mark}Let me see: 1 < 2 [3]."
+    lead = form.form.separator if mark and isinstance(form, CallFormat) else ""
+    text, calls = case.read(list(said + lead + case.answer()))
+    assert calls == case.asked and text.startswith("Let me see: 1 < 2 [3].")
+
+
+def test_the_grammar_of_a_required_call_accepts_what_the_template_writes(
+    case: Case, tokenizer: Tokenizer
+) -> None:
+    use = ToolUse.from_openai(TOOLS, "required")
+    spec = case.calls.constraint(use)
+    assert spec is not None
+    form = case.calls.format
+    answer = case.answer(case.plain)
+    if isinstance(form, CallFormat):
+        parts = [re.split("[\ue100-\ue102]", text)[0] for text in (form.form.open, form.form.head)]
+        start = next((part for part in parts if part.strip()), "")
+        answer = answer[answer.find(start.strip()) :]
+        end = re.split("[\ue100-\ue102]", (form.form.tail + form.form.close).strip())[-1] or "}"
+        answer = answer[: answer.rfind(end[-8:]) + len(end[-8:])]
+    constraint = ConstraintCompiler(tokenizer, tokenizer.vocab_size).compile(spec)
+    for n, token in enumerate(ids := tokenizer.encode(answer, special=True)):
+        assert constraint.allowed()[token], (tokenizer.decode(ids[:n], skip_special=False), answer)
+        constraint.advance(token)
+    assert constraint.finished or constraint.allowed()[list(tokenizer.eos_ids)].any()
+
+
+PLAIN = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '</s>' }}{% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+
+
+@pytest.mark.parametrize("source", [PLAIN, NO_SYSTEM])
+def test_a_template_without_tools_gets_them_in_a_message(source: str, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(source, "<s>", "</s>")
+    form = answer_format(source, tokenizer, template.render)
+    assert form.calls_tools
+    call = {"id": "call_1", "type": "function", "function": {"name": "note", "arguments": '{"text": "a"}'}}
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "kept"},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "kept too"}]},
+    ]
+    prompt = template.render(form.messages(messages, TOOLS), False, TOOLS)
+    assert json.dumps(WEATHER, ensure_ascii=False) in prompt and prompt.index("get_weather") < prompt.index(
+        "<assistant>"
+    )
+    assert prompt.startswith("<user>" if source == NO_SYSTEM else "<system>")
+    written = '<tool_call>\n{"name": "note", "arguments": {"text": "a"}}\n</tool_call>'
+    results = "<tool_response>\nkept\n</tool_response>\n\n<tool_response>\nkept too\n</tool_response>"
+    assert prompt.endswith(f"<assistant>{written}\n{written}</s><user>{results}</s>")
+    assert form.messages(messages[:1]) == messages[:1]
+    parser = form.parser(ToolUse.from_openai(TOOLS))
+    text, calls = collect(parser.push(f"Well. {written}") + parser.finish())
+    assert text == "Well." and [(each.name, each.arguments) for each in calls] == [("note", '{"text": "a"}')]
+
+
+XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n"
+
+
+def xml_calls(text: str, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    source = templates()["Qwen3-Coder"].read_text()
+    parser = answer_format(source, tokenizer, ChatTemplate(source).render).parser(ToolUse.from_openai(TOOLS))
+    return [(call.name, call.arguments) for call in collect(parser.push(text) + parser.finish())[1]]
+
+
+def test_parameters_become_json_by_the_schema(tokenizer: Tokenizer) -> None:
+    end = "\n</parameter>\n</function>\n</tool_call>"
+    for given, read in (("3", "3"), ("null", "null"), ("three", '"three"'), ("[1, True]", "[1, true]")):
+        assert xml_calls(XML + given + end, tokenizer) == [
+            ("get_weather", f'{{"city": "12", "days": {read}}}')
+        ]
+
+
+def test_a_call_with_parameters_that_is_cut_off_keeps_what_it_had(tokenizer: Tokenizer) -> None:
+    for at in range(len("<tool_call>\n<function=get_weather>"), len(XML)):
+        ((name, arguments),) = xml_calls(XML[:at], tokenizer)
+        assert name == "get_weather" and '{"city": "12", "days": '.startswith(arguments)
