@@ -28,7 +28,8 @@ class ChatFormat:
         self._template = template
         self._missing = missing
         self.source: str | None = None if template is None else template.source
-        self.answers = answer_format(self.source, tokenizer, template and template.render)
+        render = None if template is None else template.render
+        self.answers = answer_format(self.source, tokenizer, render)
 
     def render(self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any]) -> str:
         """The prompt of a conversation as text.

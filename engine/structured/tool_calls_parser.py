@@ -43,7 +43,8 @@ class ToolCallParser(AnswerParser):
     ) -> None:
         self._format = format_name
         self._open = _OPEN.get(format_name, "")
-        self._name_key, self._argument_keys = "name", ("arguments", "parameters")
+        self._name_key = "name"
+        self._argument_keys: tuple[str, ...] = ("arguments", "parameters")
         self._names = names
         self._new_id = new_id
         self._only_calls = only_calls

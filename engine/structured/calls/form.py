@@ -141,7 +141,7 @@ class CallForm:
         for number, (name, arguments) in enumerate(calls):
             call = f"{self.head}{NAME}{self.middle}{self._arguments(arguments)}{self.tail}"
             slots = {NAME: name, INDEX: str(self.index + number), ID: f"call{number:05d}"}
-            texts.append(re.sub(f"[{SLOTS}]", lambda found, slots=slots: slots[found[0]], call))
+            texts.append("".join(slots.get(part, part) for part in re.split(f"([{SLOTS}])", call)))
         return f"{self.open}{self.separator.join(texts)}{self.close}"
 
     def _arguments(self, arguments: Mapping[str, Any]) -> str:
@@ -221,7 +221,9 @@ class CallGrammar:
             kinds = [
                 each for each in others if form.separators.get(each, form.separators["object"]) == separator
             ]
-            given = {**schema, "type": kinds} if isinstance(schema, Mapping) and "type" in schema else schema
+            given = {**schema, "type": kinds} if "type" in schema else {**schema}
+            if isinstance(values := schema.get("enum"), list):
+                given["enum"] = [each for each in values if not isinstance(each, str)]
             value = f"{prefix}bare" if form.bare and {"object", "array"} & {*kinds} else inline_json(given)
             yield f"{self._text(separator)} {value} {tail}"
 
@@ -284,7 +286,7 @@ def types_of(schema: Any) -> tuple[str, ...]:
         return tuple(str(each) for each in given)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values:
-        return tuple(dict.fromkeys("string" if isinstance(each, str) else "object" for each in values))
+        return tuple(dict.fromkeys("null" if each is None else json_type(each) for each in values))
     parts = schema.get("anyOf") or schema.get("oneOf")
     if isinstance(parts, list) and parts:
         return tuple(dict.fromkeys(kind for part in parts for kind in types_of(part)))

@@ -49,7 +49,6 @@ NAMED_FORMS: Mapping[str, CallForm] = {
         close="]<|tool_call_end|>",
         parameters=ParameterForm("", dict.fromkeys(SEPARATED_TYPES, "="), "", ", ", quote="'"),
     ),
-    "functools[": CallForm('{"name": "', '", "arguments": ', "}", "functools[", ", ", "]"),
 }
 """By a text of the template: forms that models are trained on, and that renderings do not show."""
 

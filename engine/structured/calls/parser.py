@@ -36,8 +36,13 @@ class CallFormParser(ToolCallParser):
         self._head = form.head if self._keys is None else self._keys.before
         self._tail = form.tail if self._keys is None else self._keys.after
         first = _PARTS.findall(self._head)
-        marks = (self._outer, next((part for part in first if part not in SLOTS and part.strip()), ""))
-        self._marks = tuple(mark for mark in dict.fromkeys(marks) if re.search(r"[^\[{(\"\s]", mark))
+        marks = (
+            self._outer,
+            next((part for part in first if part not in SLOTS and part.strip()), ""),
+        )
+        self._marks: tuple[str, ...] = tuple(
+            mark for mark in dict.fromkeys(marks) if re.search(r"[^\[{(\"\s]", mark)
+        )
         super().__init__("", frozenset(self._tools), new_id, only_calls)
         if self._keys is not None:
             self._name_key, self._argument_keys = self._keys.name, (self._keys.arguments,)

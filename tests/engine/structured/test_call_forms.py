@@ -2,6 +2,7 @@
 grammar of a required call accepts them."""
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,16 +10,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from quengine import LLM, SamplingParams
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
-from quengine.structured.answer_format import TextFormat, answer_format
+from quengine.request.text_stream import TextStream
+from quengine.structured.answer_format import AnswerFormat, TextFormat, answer_format
 from quengine.structured.calls.format import CallFormat, TemplateCalls
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import Delta, ToolUse, collect
-from tests.gguf_builder import GGUFBuilder, bpe_vocabulary
+from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
 from tests.llama_cpp_source import llama_cpp_source
+from tests.tiny_models import CHATML, write_tiny
 
 PARAMETERS = {
     "type": "object",
@@ -219,6 +227,109 @@ def test_a_template_without_tools_gets_them_in_a_message(source: str, tokenizer:
     assert text == "Well." and [(each.name, each.arguments) for each in calls] == [("note", '{"text": "a"}')]
 
 
+def test_a_model_whose_template_shows_no_tools_calls_one(tmp_path: Path) -> None:
+    path = write_tiny(
+        tmp_path / "m.gguf", sizes=ModelSizes(context=2048), changes={"tokenizer.chat_template": CHATML}
+    )
+    with LLM(path, device="cpu") as llm:
+        use = ToolUse.from_openai(TOOLS, {"type": "function", "function": {"name": "get_weather"}})
+        ids = llm.encode_chat([{"role": "user", "content": QUESTION}], llm.answer_format.tools(use))
+        assert "Keep a text." in llm.tokenizer.decode(ids, skip_special=False)
+        params = SamplingParams(temperature=0, max_tokens=60)
+        text, calls = collect(list(llm.stream_answer(ids, params, use).deltas()))
+    assert text == "" and [call.name for call in calls] == ["get_weather"]
+
+
+GARBAGE = (
+    "<tool_call>", "</tool_call>", "<function=", "note", ">", "\n", "<parameter=", "</parameter>", "</function>",
+    "text", "{", "}", '"name": ', '"note"', ", ", '"arguments": ', "[", "]", "(", ")", "=", "'", "<|tool_call_start|>[",
+    "]<|tool_call_end|>", "<|tool_call>call:", "<tool_call|>", '<|"|>', ":", "[TOOL_CALLS]", "[ARGS]", ">>>", "all\n",
+    "note\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_calls>", "</tool_calls>", "\\", '"', "a",
+)  # fmt: skip
+CUT = (
+    "Qwen3-Coder",
+    "LFM2.5-8B-A1B",
+    "google-gemma-4-31B-it",
+    "meetkai-functionary-medium-v3.2",
+    "GLM-4.6",
+    "MiniMax-M1",
+    "deepseek-ai-DeepSeek-V3.2",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "Mistral-Small-3.2-24B-Instruct-2506",
+)
+
+
+@pytest.fixture(scope="module")
+def calls_of(tokenizer: Tokenizer) -> dict[str, AnswerFormat]:
+    sources = {name: templates()[name].read_text() for name in CUT}
+    return {name: answer_format(text, tokenizer, ChatTemplate(text).render) for name, text in sources.items()}
+
+
+@settings(max_examples=600, deadline=2000)
+@given(name=st.sampled_from(CUT), parts=st.lists(st.sampled_from(GARBAGE), max_size=16))
+def test_garbage_gives_the_same_in_one_piece_and_in_characters(
+    name: str, parts: list[str], calls_of: dict[str, AnswerFormat]
+) -> None:
+    text, use = "".join(parts), ToolUse.from_openai(TOOLS)
+    outcomes = []
+    for pieces in ([text], list(text)):
+        parser = calls_of[name].parser(use)
+        deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
+        said, calls = collect(deltas)
+        outcomes.append((said, [(call.name, call.arguments) for call in calls]))
+    assert outcomes[0] == outcomes[1]
+    said, calls = outcomes[0]
+    assert calls or said == text or ">>>" in text or "all\n" in text
+
+
+BOUNDED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 5},
+        "days": {"enum": [1, 2]},
+        "unit": {"enum": ["C", "F"]},
+        "at": {"type": "object", "properties": {"x": {"enum": [1]}}, "additionalProperties": False},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_required_call_is_valid_whatever_the_model_chooses(
+    name: str, tokenizer: Tokenizer, calls_of: dict[str, AnswerFormat]
+) -> None:
+    parameters: dict[str, Any] = {**BOUNDED, "properties": {**BOUNDED["properties"]}}
+    if "gemma" in name:  # objects within are free there
+        del parameters["properties"]["at"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    use, form = ToolUse.from_openai(tools, "required"), calls_of[name]
+    spec = form.constraint(use, None)
+    assert spec is not None
+    compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
+    for seed in range(4):
+        constraint, rng, parser = compiler.compile(spec), random.Random(seed), form.parser(use)
+        deltas: list[Delta] = []
+        stream = TextStream(tokenizer.token_bytes)
+        for _ in range(3000):
+            if constraint.finished:
+                break
+            allowed = np.flatnonzero(constraint.allowed()).tolist()
+            ends = [token for token in allowed if token in tokenizer.eos_ids]
+            token = ends[0] if ends else rng.choice(allowed)
+            if token in tokenizer.eos_ids:
+                break
+            assert not tokenizer.is_control(token) or token in form.shown(use)
+            deltas += parser.push(stream.push(token))
+            constraint.advance(token)
+        else:
+            pytest.fail("the walk does not end")
+        text, calls = collect(deltas + parser.finish())
+        assert text == "" and calls
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), parameters)
+
+
 XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n"
 
 
@@ -230,8 +341,8 @@ def xml_calls(text: str, tokenizer: Tokenizer) -> list[tuple[str, str]]:
 
 def test_parameters_become_json_by_the_schema(tokenizer: Tokenizer) -> None:
     end = "\n</parameter>\n</function>\n</tool_call>"
-    for given, read in (("3", "3"), ("null", "null"), ("three", '"three"'), ("[1, True]", "[1, true]")):
-        assert xml_calls(XML + given + end, tokenizer) == [
+    for value, read in (("3", "3"), ("null", "null"), ("three", '"three"'), ("[1, True]", "[1, true]")):
+        assert xml_calls(XML + value + end, tokenizer) == [
             ("get_weather", f'{{"city": "12", "days": {read}}}')
         ]
 
