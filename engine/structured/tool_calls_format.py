@@ -1,4 +1,7 @@
-"""How a model writes its tool calls, read off its chat template; and the grammar of an answer that must be calls.
+"""Named forms of tool calls, told by words in a chat template's text; and the grammar of an answer that must be calls.
+
+They hold where `calls.probe` finds no form by rendering the template, and for Llama 3, whose template shows one of the
+forms that the model writes.
 
 | format | a call | models |
 |---|---|---|
