@@ -159,6 +159,11 @@ class EngineConfig:
         """Whether tokens are drafted."""
         return self.draft_model is not None or self.draft_ngram > 0
 
+    @property
+    def places_experts(self) -> bool:
+        """Whether experts are to stay in host memory."""
+        return self.cpu_moe or self.n_cpu_moe > 0
+
     def values(self) -> dict[str, Any]:
         """The fields by name, for another process: without `progress`."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "progress"}

@@ -32,6 +32,7 @@ from quengine.request.sequence_factory import SequenceFactory
 from quengine.sampler import Result, Sample, Verified
 from quengine.scheduler import Scheduler
 from quengine.speculative.speculation import Speculation
+from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import ToolUse
 
@@ -65,7 +66,6 @@ class LLM:
         self.chat_template = self.loaded.checkpoint.chat_template()
         missing = f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)"
         self._chat = ChatFormat(self.tokenizer, self.chat_template, missing)
-        self.answer_format = self._chat.answers
         self.model_config = self.loaded.checkpoint.config
         self.ctx_size = self.loaded.cache.ctx_size
         self.runner = self.loaded.runner
@@ -80,6 +80,11 @@ class LLM:
         self._lock = EngineLock()
         # Sequences that were cancelled and are still to be taken out. Finalizers add to it, at any time, in any thread.
         self._dropped: deque[Sequence] = deque()
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes answers: reasoning, text, tool calls."""
+        return self._chat.answers
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None
@@ -151,9 +156,11 @@ class LLM:
         """
         self._lock.check_process()
         form, use, params = self.answer_format, use or ToolUse(), params or SamplingParams()
-        params = replace(params, constraint=form.constraint(use, params.constraint))
-        sequence = self._sequences.make(self._prompt_ids(prompt), params, show_special=form.shown(use))
-        return ChatStream(self, sequence, partial(form.parser, use))
+        ids = self._prompt_ids(prompt)
+        end = self._chat.end_of(ids)
+        params = replace(params, constraint=form.constraint(use, params.constraint, end))
+        sequence = self._sequences.make(ids, params, show_special=form.shown(use))
+        return ChatStream(self, sequence, partial(form.parser, use, end))
 
     def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
         """Teacher-forced logits [T, vocab] fp32 after each token; `decode` computes them one token at a time.
@@ -174,6 +181,8 @@ class LLM:
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
         """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.
+
+        With pooling "none" the rows themselves, one behind the other.
 
         Raises:
             EngineError: a prompt does not fit the context, or hidden values were not finite.
@@ -304,7 +313,7 @@ class LLM:
         """What a finished or interrupted sequence has come to."""
         return sequence.completion(
             load_s=self.loaded.load_s,
-            weight_bytes=self.loaded.decoder.bytes_per_token,
+            step_bytes=self.loaded.decoder.step_bytes,
             cache_bytes=self.cache_bytes,
             peak=peak_memory(),
         )

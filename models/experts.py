@@ -28,7 +28,8 @@ class MixtureOfExperts:
         self.ffn_norm = RMSNorm(tensors.vector(config.block.ffn_norm), tensors.eps)
         self.router = _router(config, tensors)
         bias, count = config.block.expert_bias, config.experts.count
-        gate, up, down = (_of_experts(tensors, kind, count) for kind in ("gate", "up", "down"))
+        gate, up = _gate_and_up(tensors, count, config.experts.feed_forward_length)
+        down = _of_experts(tensors, "down", count)
         gate_up_bias = _bias(tensors, "gate", "up", count=count) if bias else None
         self.gate_up = self.expert_backend.gate_up_experts(gate, up, gate_up_bias)
         self.down = self.expert_backend.down_experts(
@@ -74,6 +75,17 @@ def _router(config: ModelConfig, tensors: LayerTensors) -> Router:
         selection_bias=tensors.vector("exp_probs_b", kind="bias") if block.selection_bias else None,
         shared_gate=tensors.vector("ffn_gate_inp_shexp") if block.shared_gate else None,
     )
+
+
+def _gate_and_up(tensors: LayerTensors, count: int, rows: int) -> tuple[list[QuantTensor], list[QuantTensor]]:
+    """The two matrices [rows, K] of each expert: views on one tensor [E, 2 * rows, K] with the gate's rows first, where
+    there is such a one.
+    """
+    if not tensors.has("ffn_gate_up_exps"):
+        return _of_experts(tensors, "gate", count), _of_experts(tensors, "up", count)
+    (both,) = tensors.take("ffn_gate_up_exps")
+    pairs = [matrix.row_slices(rows) for matrix in both.matrices()]
+    return [gate for gate, _ in pairs], [up for _, up in pairs]
 
 
 def _of_experts(tensors: LayerTensors, kind: str, count: int) -> list[QuantTensor]:

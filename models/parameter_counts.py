@@ -13,7 +13,7 @@ from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 
 _EXPERTS = re.compile(
-    r"^blk\.\d+\.ffn_\w+_exps\.|^blk\.\d+\.ffn_(gate|up|down)\.\d+\."  # GGUF, merged and old
+    r"^blk\.\d+\.ffn_\w+_exps\.|^blk\.\d+\.ffn_(gate|up|down)\.\d+\."  # GGUF, of all experts and of one
     r"|\.experts\.|\.block_sparse_moe\.(input|output)_linear\."  # Hugging Face; the second is Granite's
 )
 """Names of tensors that hold matrices or biases of experts, not the shared one's and not the router's."""

@@ -145,7 +145,8 @@ def draft_note(names: Sized) -> list[str]:
 def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     """Checks that `file` has the tensors of `config`, each of its shape and a type that can be computed with.
 
-    A layer's experts are in one tensor (`ffn_up_exps`), or, in old files, in one each (`ffn_up.0`) of a common type.
+    A layer's experts are in one tensor for each kind of matrix (`ffn_up_exps`), in one for gate and up together
+    (`ffn_gate_up_exps`), or, in old files, in one each (`ffn_up.0`) of a common type.
     Extra tensors that nothing uses are named in one warning of this module's logger; extra ones that would
     change the result are refused.
 
@@ -154,12 +155,9 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     """
     required: dict[str, Shape] = {}
     for name, shape in required_tensors(config).items():
-        separate = _of_each_expert(name, shape)
-        if name not in file.tensors and any(one in file.tensors for one in separate):
-            required |= separate
-            _check_same_type(file, list(separate))
-        else:
-            required[name] = shape
+        stored = _stored_form(file, name, shape)
+        required |= stored
+        _check_same_type(file, list(stored))
     for name, shape in required.items():
         tensor = file.tensors.get(name)
         if tensor is None:
@@ -183,6 +181,21 @@ def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:
         log.warning("%s: %d tensors that nothing uses: %s", file.path, len(extra), names)
 
 
+def _stored_form(file: GGUFFile, name: str, shape: Shape) -> dict[str, Shape]:
+    """The tensors that hold `name` in the file, or must hold it there: for most `name` itself."""
+    forms = (_gate_and_up(name, shape), {name: shape}, _of_each_expert(name, shape))
+    return next((form for form in forms if any(one in file.tensors for one in form)), {name: shape})
+
+
+def _gate_and_up(name: str, shape: Shape) -> dict[str, Shape]:
+    """Name and shape of the tensor that has gate and up of all experts, [E, 2F, K]; none for tensors of other kinds."""
+    layer, _, kind = name.rpartition(".ffn_")
+    if kind not in ("gate_exps.weight", "up_exps.weight"):
+        return {}
+    count, rows, cols = shape
+    return {f"{layer}.ffn_gate_up_exps.weight": (count, 2 * rows, cols)}
+
+
 def _of_each_expert(name: str, shape: Shape) -> dict[str, Shape]:
     """The names and shape that old files have for the matrices of a tensor of experts; none for others."""
     base = name.removesuffix("_exps.weight")
@@ -190,10 +203,10 @@ def _of_each_expert(name: str, shape: Shape) -> dict[str, Shape]:
 
 
 def _check_same_type(file: GGUFFile, names: list[str]) -> None:
-    first, *others = [file.tensors[name] for name in names if name in file.tensors]
-    for tensor in others:
-        if tensor.type_name != first.type_name:
-            problem = f"type {tensor.type_name} differs from {first.name}'s, {first.type_name}"
+    there = [file.tensors[name] for name in names if name in file.tensors]
+    for tensor in there[1:]:
+        if tensor.type_name != there[0].type_name:
+            problem = f"type {tensor.type_name} differs from {there[0].name}'s, {there[0].type_name}"
             raise file.tensor_error(
                 tensor.name, f"{problem}: take a file whose experts have one type a layer"
             )

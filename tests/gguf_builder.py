@@ -241,6 +241,9 @@ MIXTURE = {
 }
 """What a layer with experts has besides or otherwise."""
 
+GATE_UP = {"ffn_gate_exps.weight": "", "ffn_up_exps.weight": "", "ffn_gate_up_exps.weight": "e 2x d"}
+"""What it has otherwise where gate and up of all experts are in one tensor."""
+
 CHANGES = {
     "qwen2moe": {
         "attn_q.bias": "q",
@@ -322,7 +325,7 @@ class ModelSizes:
     """The sizes of a model small enough to build in memory.
 
     experts: of a layer; None: 4 in architectures that always have some, and none in others.
-    separate: a tensor for each expert, as in old files.
+    separate: a tensor for each expert, as in old files. gate_up: one for gate and up of all experts.
     """
 
     architecture: str = "llama"
@@ -338,6 +341,7 @@ class ModelSizes:
     expert_feed_forward: int = 32
     shared_feed_forward: int = 64
     separate: bool = False
+    gate_up: bool = False
 
     def __post_init__(self) -> None:
         if self.experts is None:
@@ -381,9 +385,11 @@ class ModelSizes:
         sizes = {"d": self.embedding, "f": self.feed_forward, "2f": 2 * self.feed_forward, "h": self.head_dim}
         sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv, "n": self.heads}
         sizes |= {"e": self.experts or 0, "x": self.expert_feed_forward, "s": self.shared_feed_forward}
+        sizes["2x"] = 2 * self.expert_feed_forward
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
         for i in range(self.blocks):
             block = BLOCK | (MIXTURE if self.experts else {}) | CHANGES.get(self.architecture, {})
+            block |= GATE_UP if self.gate_up else {}
             for name, letters in block.items():
                 shape = tuple(sizes[size] for size in letters.split())
                 if self.separate and name.endswith("_exps.weight"):

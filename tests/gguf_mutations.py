@@ -213,6 +213,7 @@ def seeds() -> list[Seed]:
             "rope_freqs.weight", (2,), data=b"\0\0\x80?" * 2
         ),
         model_builder(ModelSizes("llama", **tiny, experts=2, separate=True), _small_spm()),
+        model_builder(ModelSizes("llama", **tiny, experts=2, gate_up=True), _small_spm()),
         model_builder(ModelSizes("mistral3", **tiny), _small_spm(), changes=yarn),
         model_builder(ModelSizes("qwen2", **tiny), bpe, tied=True),
         model_builder(ModelSizes("qwen3", **tiny), bpe, changes={"qwen3.attention.head_count_kv": [1]}),

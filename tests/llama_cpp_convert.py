@@ -17,6 +17,8 @@ from tests.llama_cpp_source import llama_cpp_source
 VOCAB = 288
 """Tokens of `write_tokenizer`: bytes, a few merges, and control tokens."""
 
+GATE_UP = "--fuse-gate-up-exps"
+
 _LOOKED_FOR = ("[gMASK]", "<|user|>", "<|observation|>")  # by the converter, in models of GLM
 
 
@@ -27,16 +29,19 @@ class Conversion:
     pre: the pre-tokenizer it is to name for a byte-level tokenizer.json. It recognizes tokenizers by a hash of what
         they make of a text, and so only those of released models.
     mistral: the folder is in Mistral's own format (params.json, consolidated.safetensors, tekken.json).
+    gate_up: gate and up of all experts of a layer in one tensor.
     """
 
     folder: Path
     output: Path
     pre: str
     mistral: bool = False
+    gate_up: bool = False
 
     @property
     def arguments(self) -> list[str]:
         flags = ["--mistral-format"] if self.mistral else []
+        flags += [GATE_UP] if self.gate_up else []
         return [str(self.folder), "--outfile", str(self.output), "--outtype", "f32", *flags]
 
 
@@ -87,6 +92,7 @@ def _run(source: str, jobs: list[tuple[str, list[str]]]) -> None:
     """In the converter's process."""
     sys.path.insert(0, source)
     import convert_hf_to_gguf as converter
+    import gguf
     from conversion.base import TextModel
 
     for pre, arguments in jobs:
@@ -95,6 +101,11 @@ def _run(source: str, jobs: list[tuple[str, list[str]]]) -> None:
             return pre
 
         TextModel.get_vocab_base_pre = name_of
+        if (
+            GATE_UP in arguments
+        ):  # it fuses in any model, but refuses where this table does not list the result
+            for names in gguf.MODEL_TENSORS.values():
+                names.append(gguf.MODEL_TENSOR.FFN_GATE_UP_EXP)
         sys.argv = ["convert_hf_to_gguf.py", *arguments]
         converter.main()
 

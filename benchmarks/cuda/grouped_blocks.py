@@ -1,11 +1,12 @@
-"""Experts of more than one row on this GPU: how many rows a block should have, and up to which of them m16n8k16 wins.
+"""Experts of more than one row on this GPU: how programs should be made up, and how many rows a block should have.
 
     python -m benchmarks.cuda.grouped_blocks [-m MODEL ...] [-o TABLE.json]
 
 Times what a layer's experts launch behind the router (grouping, gate and up, down, the sum with the norm behind it) at
 several numbers of rows with random routings, in CUDA graphs over layers of distinct weights, for every size of block:
-microseconds a layer, and the part of the memory's copies (4.2 TB/s) that the chosen experts' bytes make. Writes, for
-each number of rows that an expert has on average, the best block to the launch table ("grouped_blocks").
+microseconds a layer, and the part of the memory's copies (4.2 TB/s) that the chosen experts' bytes make; small blocks
+on m16n8k16 too, for comparison. Writes to the launch table the best program of Hopper's kernel for each block
+("grouped_wgmma"), and for each number of rows that an expert has on average the best block ("grouped_blocks").
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 
 from benchmarks.cuda.cuda_timing import graph_time, random_part
 from quengine.kernels.cuda.aot.aot_grouped import MODELS, Experts
+from quengine.kernels.cuda.gemm.matmul_wgmma import uses_wgmma
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped import grouped_add, grouped_glu
@@ -73,9 +75,14 @@ def random_routing(rows: int, model: Experts) -> Routing:
 
 
 def layer_time(
-    model: Experts, layers: list[tuple[ExpertWeights, ExpertWeights]], rows: int, block: int, mma: int
+    model: Experts,
+    layers: list[tuple[ExpertWeights, ExpertWeights]],
+    rows: int,
+    block: int,
+    mma: bool = False,
 ) -> tuple[float, float]:
-    """Microseconds of a layer, and the bytes of the experts that a layer's rows chose."""
+    """Microseconds of a layer, and the bytes of the experts that a layer's rows chose. mma: on m16n8k16."""
+    wgmma = uses_wgmma(torch.device("cuda"), 128) and not mma
     room, pdl = MatmulWorkspace(0, "cuda"), torch.cuda.get_device_capability() >= (9, 0)
     norm = RMSNorm(torch.ones(model.hidden, device="cuda"), 1e-5)
     hidden = 1e-3 * torch.randn(rows, model.hidden, device="cuda")
@@ -90,7 +97,7 @@ def layer_time(
     launches = [lambda w=w, r=r: run(w, r) for w, r in zip(layers, routings, strict=True)]
     with (
         patch("quengine.kernels.cuda.moe.grouped.grouped_block", lambda *_: block),
-        patch("quengine.kernels.cuda.moe.grouped.grouped_fused_limit", lambda: mma),
+        patch("quengine.kernels.cuda.moe.grouped.uses_wgmma", lambda *_: wgmma),
     ):
         time = graph_time(launches) / len(layers)
     chosen = sum(routing.experts.unique().numel() for routing in routings) / len(layers)
@@ -129,7 +136,7 @@ def tune_geometries(names: list[str]) -> dict[str, list[int]]:
             times = []
             for geometry in geometries(block):
                 with geometry_of(block, geometry):
-                    times.append(layer_time(MODELS[name], layers, rows, block, 0)[0])
+                    times.append(layer_time(MODELS[name], layers, rows, block)[0])
             print(f"{name}, {rows} rows, geometries of {block}: {[round(t, 1) for t in times]}", flush=True)
             relative.setdefault(block, []).append([time / min(times) for time in times])
     best = {}
@@ -145,8 +152,8 @@ def compile_share(names: list[str], worker: int) -> None:
         for name in names
         for rows in ROWS
         for block in tried_blocks(MODELS[name], rows)
-        for mma in (0, block)
-        if mma <= 8
+        for mma in (False, True)
+        if block <= 8 or not mma
     ]
     for model, rows, block, mma in runs[worker::WORKERS]:
         layer_time(model, [experts_of(model)], rows, block, mma)
@@ -159,7 +166,7 @@ def compile_share(names: list[str], worker: int) -> None:
     ]
     for model, rows, block, geometry in tried[worker::WORKERS]:
         with geometry_of(block, geometry):
-            layer_time(model, [experts_of(model)], rows, block, 0)
+            layer_time(model, [experts_of(model)], rows, block)
 
 
 def compile_all(names: list[str]) -> None:
@@ -182,7 +189,7 @@ def main() -> None:
         compile_share(arguments.model, arguments.compile)
         return
     compile_all(arguments.model)
-    found = tune_geometries(arguments.model)
+    found = tune_geometries(arguments.model) if uses_wgmma(torch.device("cuda"), 128) else {}
     print(json.dumps({"grouped_wgmma": found}), flush=True)
     launch_table._table().setdefault(launch_table.device_name(), {})["grouped_wgmma"] = found
     relative: dict[int, dict[int, list[float]]] = {}
@@ -192,13 +199,13 @@ def main() -> None:
         for rows in ROWS:
             mean, times = -(-rows * model.used // model.count), {}
             for block in tried_blocks(model, rows):
-                times[block], nbytes = layer_time(model, layers, rows, block, 0)
+                times[block], nbytes = layer_time(model, layers, rows, block)
                 part = nbytes / BYTES_PER_US / times[block]
                 print(
                     f"{name}, {rows} rows, blocks of {block}: {times[block]:.1f} us, {part:.0%}", flush=True
                 )
                 if block <= 16:
-                    mma, _ = layer_time(model, layers, rows, block, block)
+                    mma, _ = layer_time(model, layers, rows, block, True)
                     print(f"{name}, {rows} rows, blocks of {block} on m16n8k16: {mma:.1f} us", flush=True)
             for block, time in times.items():
                 relative.setdefault(mean, {}).setdefault(block, []).append(time / min(times.values()))

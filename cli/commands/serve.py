@@ -1,4 +1,4 @@
-"""`engine serve`: the OpenAI API and llama-server's over HTTP, and a chat page."""
+"""`engine serve`: the APIs of OpenAI, Anthropic, llama-server and Ollama over HTTP, and a chat page."""
 
 import sys
 from dataclasses import replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @takes_options
 def serve(model: Model, settings: ServerSettings, config: EngineConfig) -> None:
-    """Serve a model over HTTP: OpenAI's API, llama-server's, and a chat page."""
+    """Serve a model over HTTP: OpenAI's API, Anthropic's, llama-server's, Ollama's, and a chat page."""
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.server import Server
 

@@ -14,7 +14,7 @@ from quengine.memory import gib
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 
-_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|down)(?:_exps|\.\d+)\.(?:weight|bias)")
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)(?:_exps|\.\d+)\.(?:weight|bias)")
 
 
 @dataclass(frozen=True)

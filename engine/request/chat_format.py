@@ -1,12 +1,13 @@
 """How a model's conversations are written: prompts by its chat template, answers in a form of their own."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from quengine.errors import EngineError
-from quengine.models.template.chat_template import ChatTemplate, encode_chat
+from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
 from quengine.models.tokenizer import Tokenizer
-from quengine.structured.answer_format import answer_format, effort_variables
+from quengine.structured.answer_format import PROMPT_TOKENS, AnswerFormat, answer_format, effort_variables
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -20,7 +21,6 @@ class ChatFormat:
 
     Attributes:
         source: the template's text; None without a template.
-        answers: how the model writes answers: reasoning, text, tool calls.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, missing: str) -> None:
@@ -28,8 +28,16 @@ class ChatFormat:
         self._template = template
         self._missing = missing
         self.source: str | None = None if template is None else template.source
-        render = None if template is None else template.render
-        self.answers = answer_format(self.source, tokenizer, render)
+
+    @cached_property
+    def answers(self) -> AnswerFormat:
+        """How the model writes answers: reasoning, text, tool calls. The template is rendered to find it."""
+        calls = None if self._template is None else self._template.render
+        return answer_format(self.source, self._tokenizer, self._rendered, calls)
+
+    def end_of(self, prompt: Sequence[int]) -> str:
+        """The end of a prompt as text, which `answers` takes."""
+        return self._tokenizer.decode(prompt[-PROMPT_TOKENS:], skip_special=False)
 
     def render(self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any]) -> str:
         """The prompt of a conversation as text.
@@ -52,6 +60,14 @@ class ChatFormat:
     def effort_variables(self, effort: str | None) -> dict[str, str]:
         """The template's variables for a reasoning effort. Raises EngineError where it takes no such value."""
         return effort_variables(self.answers, self.source, effort)
+
+    def _rendered(
+        self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str | None:
+        try:
+            return self._needed().render(messages, add_generation_prompt, None, variables)
+        except ChatTemplateError:
+            return None
 
     def _needed(self) -> ChatTemplate:
         if self._template is None:

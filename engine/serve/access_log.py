@@ -24,7 +24,8 @@ _current: ContextVar["RequestRecord | None"] = ContextVar("request_record", defa
 
 @dataclass
 class RequestRecord:
-    """The log line of one HTTP request. Token counts are those of all its completions."""
+    """The log line of one HTTP request. Token counts are those of all its completions; `ignored` are the fields of its
+    body that no route has."""
 
     scope: Scope
     began: float = field(default_factory=time.perf_counter)
@@ -32,6 +33,7 @@ class RequestRecord:
     cached_tokens: int = 0
     completion_tokens: int = 0
     error: str = ""
+    ignored: list[str] = field(default_factory=list)
 
     def submitted(self, requests: Sequence[GenerationRequest]) -> None:
         """A prompt of several completions is counted once."""

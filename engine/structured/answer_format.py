@@ -1,7 +1,10 @@
 """How a model writes an answer: which of its text is reasoning, which is for the user, and which are tool calls.
 
 The one place where a model's form is chosen, by its chat template and vocabulary. `harmony_format` is gpt-oss's; any
-other model writes text, with calls in it where `tool_calls_format` has its way of writing them.
+other model writes text, with calls in it where `tool_calls_format` has its way of writing them, and in front of it a
+section of reasoning where `reasoning.tags` finds one.
+
+`prompt` is everywhere the end of the prompt as text, which may have begun the answer: DeepSeek-R1's opens the section.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quengine.errors import EngineError
 from quengine.structured.answer_parser import AnswerParser, TextParser
 from quengine.structured.calls.format import TemplateCalls
-from quengine.structured.calls.probe import Render
+from quengine.structured.calls.probe import Render as CallsRender
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_format import HarmonyFormat
+from quengine.structured.reasoning.reasoning_format import ReasoningFormat
+from quengine.structured.reasoning.tags import ReasoningTags, Render
 from quengine.structured.tool_calls import ToolUse
 from quengine.structured.tool_calls_format import ToolFormat
 
@@ -59,7 +64,9 @@ class AnswerFormat(Protocol):
         """The template's variable `tools`."""
         ...
 
-    def constraint(self, use: ToolUse, text: ConstraintSpec | None) -> ConstraintSpec | None:
+    def constraint(
+        self, use: ToolUse, text: ConstraintSpec | None, prompt: str = ""
+    ) -> ConstraintSpec | None:
         """What the answer as it is generated has to be: calls where `use` requires one, else a text of `text`.
 
         Raises:
@@ -68,12 +75,12 @@ class AnswerFormat(Protocol):
         """
         ...
 
-    def parser(self, use: ToolUse) -> AnswerParser:
+    def parser(self, use: ToolUse, prompt: str = "") -> AnswerParser:
         """A parser for one answer."""
         ...
 
     def reasoning_tokens(
-        self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
+        self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], prompt: str = ""
     ) -> int:
         """How many of an answer's tokens are text of its reasoning. `decode`: the text of tokens, all of them."""
         ...
@@ -102,33 +109,58 @@ class TextFormat:
     def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
         return use.described
 
-    def constraint(self, use: ToolUse, text: ConstraintSpec | None) -> ConstraintSpec | None:
+    def constraint(
+        self, use: ToolUse, text: ConstraintSpec | None, prompt: str = ""
+    ) -> ConstraintSpec | None:
+        del prompt
         if self.calls is None and use.callable:
             raise EngineError(NO_CALLS)
         return (None if self.calls is None else self.calls.constraint(use)) or text
 
-    def parser(self, use: ToolUse) -> AnswerParser:
+    def parser(self, use: ToolUse, prompt: str = "") -> AnswerParser:
+        del prompt
         return self.calls.parser(use) if self.calls is not None and use.callable else TextParser()
 
     def reasoning_tokens(
-        self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
+        self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], prompt: str = ""
     ) -> int:
-        del use, tokens, decode
+        del use, tokens, decode, prompt
         return 0
 
 
-def answer_format(template: str | None, tokenizer: "Tokenizer", render: Render | None = None) -> AnswerFormat:
+PROMPT_TOKENS = 64
+"""So many tokens at the end of a prompt hold what it has begun of an answer."""
+
+
+def answer_format(
+    template: str | None,
+    tokenizer: "Tokenizer",
+    render: Render | None = None,
+    calls: CallsRender | None = None,
+) -> AnswerFormat:
     """The form of a model with this chat template and vocabulary; of text alone without a template.
 
-    render: `ChatTemplate.render` of it, by which the form of calls is found; without it the text alone is read.
+    render: the template as a function, for what its source does not show (`reasoning.tags`). calls: the same as
+        `ChatTemplate.render`, by which the form of calls is found; without it the source alone is read.
     """
     if template is None:
         return TextFormat()
-    if (harmony := HarmonyFormat.of(template, tokenizer)) is not None:
+    harmony = HarmonyFormat.of(template, tokenizer)
+    if harmony is not None:
         return harmony
-    if render is None:
-        return TextFormat(ToolFormat.of(template, tokenizer))
-    return TextFormat(TemplateCalls(template, tokenizer, render))
+    named = ToolFormat.of(template, tokenizer) if calls is None else None
+    text = TextFormat(named if calls is None else TemplateCalls(template, tokenizer, calls))
+
+    def has_token(text: str) -> bool:
+        return len(tokenizer.encode(text, special=True)) == 1
+
+    tags = ReasoningTags.of(template, render if _may_reason(template) else None, has_token)
+    return text if tags is None else ReasoningFormat.of(tags, text, tokenizer)
+
+
+def _may_reason(template: str) -> bool:
+    """Whether it is worth rendering: a template that writes reasoning names it."""
+    return "reasoning" in template or "think" in template
 
 
 def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, str]:

@@ -87,12 +87,15 @@ class HarmonyFormat:
             return None
         return [{**each, "function": _described(each["function"])} for each in described]
 
-    def constraint(self, use: ToolUse, text: ConstraintSpec | None) -> ConstraintSpec | None:
+    def constraint(
+        self, use: ToolUse, text: ConstraintSpec | None, prompt: str = ""
+    ) -> ConstraintSpec | None:
         """The grammar of the whole answer: reasoning, then a required call or a text that `text` asks for.
 
         Raises:
             EngineError: a tool's schema is no JSON schema, or all together are too large.
         """
+        del prompt
         if use.choice == "required":
             calls = [self._call(n, tool) for n, tool in enumerate(use.callable)]
             names = " | ".join(f"call{n}" for n in range(len(calls)))
@@ -102,14 +105,16 @@ class HarmonyFormat:
         last = f'{self._marker(CHANNEL)} "final" {self._type} {self._marker(MESSAGE)} text'
         return ConstraintSpec(text.kind, f"{self._start(last)}\ntext: %lark {{\n{text.lark}\n}}")
 
-    def parser(self, use: ToolUse) -> HarmonyParser:
+    def parser(self, use: ToolUse, prompt: str = "") -> HarmonyParser:
+        del prompt
         names = frozenset(tool.name for tool in use.callable)
         return HarmonyParser(names, new_call_id, only_calls=use.choice == "required")
 
     def reasoning_tokens(
-        self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]
+        self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], prompt: str = ""
     ) -> int:
         """All tokens between two control tokens are of one message."""
+        del prompt
         parser, count = self.parser(use), 0
         marks = frozenset(self.controls.values())
         for _, run in itertools.groupby(tokens, marks.__contains__):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from quengine.cli.commands.serve import _name
 from quengine.cli.main import run
 from quengine.errors import EngineError
+from quengine.options import Flag
 from quengine.serve.settings import ServerSettings
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -29,7 +31,7 @@ from tests.tiny_models import write_tiny
         (["--header-timeout", "0"], "limit header_s = 0"),
         (["--idle-timeout", "nan"], "limit idle_s = nan"),
         (["--temp", "-1"], "temperature = -1"),
-        (["--pooling", "cls"], "--pooling 'cls': must be mean or last"),
+        (["--pooling", "cls"], "--pooling 'cls': must be mean or last or none"),
         ([], "no-such-model.gguf"),
     ],
 )
@@ -90,3 +92,10 @@ def test_a_server_answers_logs_and_exits_with_0_at_sigterm(tmp_path: Path, flags
     finally:
         process.kill()
         process.communicate()
+
+
+def test_aliases_may_be_given_with_commas_or_repeatedly() -> None:
+    (names,) = (
+        note for note in get_args(ServerSettings.__annotations__["model_names"]) if isinstance(note, Flag)
+    )
+    assert names.read is not None and names.read(["a, b", "c", "a,"]) == ("a", "b", "c")

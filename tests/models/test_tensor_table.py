@@ -183,6 +183,44 @@ def test_layers_may_have_experts_in_different_forms(tmp_path, caplog):
     assert not caplog.records
 
 
+def test_gate_and_up_may_be_in_one_tensor_of_some_layers(tmp_path, caplog):
+    builder = mixture()
+    builder.tensors = [
+        t for t in builder.tensors if not t.name.startswith(("blk.1.ffn_gate.", "blk.1.ffn_up."))
+    ]
+    check(tmp_path, builder.tensor("blk.1.ffn_gate_up_exps.weight", (4, 192, 64)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind", "problem"),
+    [
+        ("blk.0.ffn_gate_up_exps.weight", (4, 96, 64), "F32", r"shape \[4, 96, 64\] .* needs \[4, 192, 64\]"),
+        ("blk.0.ffn_gate_up_exps.weight", (768, 64), "F32", r"shape \[768, 64\] .* needs \[4, 192, 64\]"),
+        ("blk.1.ffn_gate_up_exps.weight", (4, 192, 64), "I32", "type I32 is not supported"),
+        ("blk.1.ffn_gate_up_exps.bias", (4, 192), "F32", "is not implemented"),
+        ("blk.1.ffn_gate_exps.weight", (4, 96, 64), "F32", "is not implemented"),
+        ("blk.1.ffn_up_exps.weight", (4, 96, 64), "F32", "is not implemented"),
+    ],
+)
+def test_gate_and_up_in_one_tensor_are_checked(tmp_path, name, shape, kind, problem):
+    builder = model_builder(ModelSizes(experts=4, gate_up=True))
+    check(tmp_path, builder)
+    with pytest.raises(GGUFError, match=problem) as caught:
+        check(tmp_path, without(builder, name).tensor(name, shape, kind))
+    assert caught.value.field == f"tensor {name}" and "\n" not in str(caught.value)
+
+
+def test_of_gate_and_up_in_one_tensor_what_is_missing_is_named(tmp_path):
+    builder = model_builder(ModelSizes(experts=4, gate_up=True))
+    for name in ("ffn_down_exps", "ffn_gate_up_exps"):
+        with pytest.raises(GGUFError, match="missing") as caught:
+            check(tmp_path, without(builder, f"blk.1.{name}.weight"))
+        named = {"ffn_gate_up_exps": "ffn_gate_exps"}.get(name, name)
+        builder = model_builder(ModelSizes(experts=4, gate_up=True))
+        assert caught.value.field == f"tensor blk.1.{named}.weight"
+
+
 @pytest.mark.parametrize("name", ["blk.0.ffn_gate.0.weight", "blk.1.ffn_down.3.weight"])
 def test_a_missing_expert_is_named(tmp_path, name):
     with pytest.raises(GGUFError) as caught:

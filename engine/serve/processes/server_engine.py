@@ -88,6 +88,7 @@ class ProcessEngine:
             raise
         cache_type = str(options.get("cache_type", "f16"))
         self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type)
+        _ = self.model.answer_format  # found now, and not with the first request
         self.capacity = ready.capacity
 
     @property

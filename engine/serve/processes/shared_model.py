@@ -5,6 +5,7 @@ It needs the model's file and no weights, so that any process can have it beside
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.chat_format import ChatFormat
 from quengine.request.sampling_params import SamplingParams
+from quengine.structured.answer_format import PROMPT_TOKENS, AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
 
 
@@ -45,7 +47,6 @@ class ServedModel:
         notes: lines for the terminal: device, context, memory.
         token_length: how much of a text one token can stand for; None where that has no bound.
         source: the file or folder from which another process has the same model; None where there is none.
-        answer_format: how the model writes answers: reasoning, text, tool calls.
     """
 
     def __init__(
@@ -60,7 +61,6 @@ class ServedModel:
         self.template = self._chat.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id
-        self.answer_format = self._chat.answers
         self.eos_ids = text.tokenizer.eos_ids
         self.token_length = text.tokenizer.token_length
         self.source: Path | None = text.checkpoint.path
@@ -76,14 +76,27 @@ class ServedModel:
             "cache_type": cache_type,
         }
 
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes answers: reasoning, text, tool calls."""
+        return self._chat.answers
+
     def encode(self, text: str, bos: bool, special: bool) -> list[int]:
         return self._text.tokenizer.encode(text, bos=bos, special=special)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._text.tokenizer.decode(ids, skip_special=False)
 
+    def end_of(self, prompt: Sequence[int]) -> str:
+        """The end of a prompt as text, which `answer_format` takes."""
+        return self.decode(prompt[-PROMPT_TOKENS:])
+
     def token_bytes(self, token: int) -> bytes:
         return self._text.tokenizer.token_bytes(token)
+
+    def fim_id(self, role: str) -> int | None:
+        """The token of a role of fill-in-the-middle, such as fim_pre; None for a model without."""
+        return self._text.tokenizer.fim_id(role)
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile the constraint, so that no step waits for it. Raises EngineError where that cannot be done."""

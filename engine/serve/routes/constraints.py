@@ -54,11 +54,16 @@ def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolUse:
     return use
 
 
-def answer_constraint(use: ToolUse, model: ServedModel, text: ConstraintSpec | None) -> ConstraintSpec | None:
-    """What the answer is held to: calls where one is required, else `text`. Raises ApiError for both."""
+def answer_constraint(
+    use: ToolUse, model: ServedModel, text: ConstraintSpec | None, prompt: str = ""
+) -> ConstraintSpec | None:
+    """What the answer is held to: calls where one is required, else `text`. Raises ApiError for both.
+
+    prompt: the prompt's end (`ServedModel.end_of`).
+    """
     if use.choice == "required" and text is not None:
         raise bad_request("tool_choice requires a call, and response_format something else", "tool_choice")
     try:
-        return model.answer_format.constraint(use, text)
+        return model.answer_format.constraint(use, text, prompt)
     except EngineError as error:
         raise bad_request(str(error), "tools") from None

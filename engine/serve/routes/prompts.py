@@ -11,14 +11,14 @@ from quengine.errors import EngineError
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.messages import Content, Message
-from quengine.serve.schemas.reading import read_part, token_ids, whole_number
+from quengine.serve.schemas.messages import Content, Message, TextPart
+from quengine.serve.schemas.reading import read_part, shown, token_ids, whole_number
 from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables
 
 
 async def read_prompts(
-    service: Service, given: str | list[Any], key: str, parse_special: bool
+    service: Service, given: str | list[Any] | dict[str, Any], key: str, parse_special: bool
 ) -> list[list[int]]:
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError."""
     values = _separate(given, key)
@@ -34,14 +34,15 @@ async def chat_ids(
     tools: Sequence[Any] | None,
     variables: Mapping[str, Any],
     param: str,
+    limited: bool = True,
 ) -> list[int]:
-    """The ids of a conversation, checked against the limits. Raises ApiError."""
+    """The ids of a conversation; `limited`: checked against the limits. Raises ApiError."""
     job = TextJob(
         "encode_chat",
         messages=messages,
         tools=tools,
         variables=variables,
-        most_tokens=service.most_prompt_tokens,
+        most_tokens=service.most_prompt_tokens if limited else None,
     )
     (prompt,) = await _ids(service, job, param)
     return prompt
@@ -67,9 +68,9 @@ async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
     return prompts
 
 
-def _separate(value: str | list[Any], key: str) -> list[Any]:
-    """One entry a prompt: an array of ids, or of ids and strings, is one prompt; one of strings or arrays several."""
-    if isinstance(value, str):
+def _separate(value: str | list[Any] | dict[str, Any], key: str) -> list[Any]:
+    """One entry a prompt: an array of ids, or of ids and strings, is one; one of strings, objects or arrays several."""
+    if not isinstance(value, list):
         return [value]
     if not value:
         raise bad_request(f"{key} must be a string, token ids, or an array of these", key)
@@ -79,13 +80,28 @@ def _separate(value: str | list[Any], key: str) -> list[Any]:
 
 def _parts(value: Any, service: Service, key: str) -> list[str | int]:
     """A prompt's strings and ids. Raises ApiError for one that is too long by its bytes alone."""
-    given = value if isinstance(value, list) else [value]
+    given = (
+        value if isinstance(value, list) else [_object_text(value, key) if isinstance(value, dict) else value]
+    )
     model = service.model
     texts = [part for part in given if isinstance(part, str)]
     least = len(given) - len(texts) + sum(least_tokens(model, text) for text in texts)
     if least > service.most_prompt_tokens:
         raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
     return [part if isinstance(part, str) else _token_id(part, model.vocab_size, key) for part in given]
+
+
+def _object_text(value: dict[str, Any], key: str) -> str:
+    """The text of {"prompt_string": ...}, or of {"content": [{"type": "text", "text": ...}, ...]}. Raises ApiError."""
+    if value.get("multimodal_data") not in (None, []):
+        raise bad_request(f"{key}.multimodal_data: this model reads text only", key, "unsupported")
+    text, parts = value.get("prompt_string"), value.get("content")
+    if isinstance(text, str):
+        return text
+    if text is None and isinstance(parts, list) and parts:
+        return "".join(part.text for part in read_part(list[TextPart], parts, f"{key}.content"))
+    rule = "must have a string prompt_string, or an array of text parts content"
+    raise bad_request(f"{key} = {shown(value)}: {rule}", key, "invalid_value")
 
 
 def _token_id(part: Any, vocab_size: int, key: str) -> int:

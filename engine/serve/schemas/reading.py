@@ -1,7 +1,7 @@
 """Reads a request's JSON into the struct of its route. What is wrong is a 400 that names field, value and rule.
 
-A field that is null counts as absent, as OpenAI's clients send it, and a whole number may be written 1.0. The rules are
-those of the struct's types (`requests`).
+A field that is null counts as absent, as OpenAI's clients send it, and a whole number may be written 1.0. A field that
+no struct has is passed over. The rules are those of the struct's types (`requests`).
 """
 
 import json
@@ -42,9 +42,9 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def read_body(kind: type[B], raw: bytes) -> B:
-    """The body of a request. Raises ApiError."""
-    given = _given(kind, parse_object(raw))
+def read_body(kind: type[B], raw: bytes, ignored: list[str] | None = None) -> B:
+    """The body of a request; `ignored` gets the names of the fields that are passed over. Raises ApiError."""
+    given = _given(kind, parse_object(raw), [] if ignored is None else ignored)
     return _converted(kind, given, ())
 
 
@@ -53,9 +53,9 @@ def read_part(kind: Callable[..., T], value: object, name: str) -> T:
     return _converted(kind, value, (name,))
 
 
-def wrong_value(kind: type[Fields], key: str, value: object) -> ApiError:
-    """The error of a field's value that its type in the struct lets through."""
-    return _wrong((key,), value, _rule(_at(inspect.type_info(kind), (key,))))
+def wrong_value(kind: type[Fields], key: str, value: object, rule: str | None = None) -> ApiError:
+    """The error of a field's value that its type in the struct lets through; `rule`: another than that of the type."""
+    return _wrong((key,), value, rule or _rule(_at(inspect.type_info(kind), (key,))))
 
 
 def shown(value: Any, most: int = 60) -> str:
@@ -108,21 +108,22 @@ def _plan(kind: type[Fields]) -> _Plan:
     return _Plan(frozenset(kind.__struct_fields__), frozenset(whole), only, nested)
 
 
-def _given(kind: type[Fields], values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The fields that are not null. Raises ApiError for a field that is unknown, or whose effect is not supported."""
+def _given(
+    kind: type[Fields], values: Mapping[str, Any], ignored: list[str], path: str = ""
+) -> dict[str, Any]:
+    """The known fields that are not null. Raises ApiError for a field whose effect is not supported."""
     plan = _plan(kind)
     given = {key: value for key, value in values.items() if value is not None}
+    ignored += [f"{path}{key}" for key in given if key not in plan.names]
+    given = {key: value for key, value in given.items() if key in plan.names}
     for key, value in given.items():
-        if key not in plan.names:
-            name = f"{path}{key}"[:80]
-            raise bad_request(f"unknown parameter: {name}", name, "unknown_parameter")
         if key in plan.only:
             _check_only(f"{path}{key}", value, plan.only[key])
         elif key in plan.whole and isinstance(value, float):
             whole = whole_number(value)
             given[key] = value if whole is None else whole
         elif key in plan.nested and isinstance(value, dict):
-            given[key] = _given(plan.nested[key], value, f"{path}{key}.")
+            given[key] = _given(plan.nested[key], value, ignored, f"{path}{key}.")
     return given
 
 
@@ -145,7 +146,7 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, at: Path) 
     """msgspec's error as this server writes it."""
     found = _ERROR.fullmatch(str(error))
     assert found is not None
-    message, place = found[1], found[2] or ""
+    message, place = found[1], (found[2] or "").partition("[...]")[0]  # a value of an object with any keys
     steps = tuple(int(index) if index else key for key, index in _STEP.findall(place))
     if absent := _ABSENT.fullmatch(message):
         steps = (*steps, absent[1])

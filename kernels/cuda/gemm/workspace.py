@@ -20,8 +20,7 @@ Of a mixture of experts, by the rows of an expert on average (T rows * k experts
 | plain floats, any number    | moe/grouped_float.py              | moe/grouped_float.py                     |
 | up to 4, 9, 20, 64, 384; more | blocks of 8, 16, 32, 64, 128; 256 | the same, up to 64                     |
 
-The last line is a default too, as is that of Hopper's GPUs none takes MMA for its smallest blocks: `grouped_blocks` and
-`grouped_fused_limit` in launch_table.json. All grouped kernels are batch-invariant.
+The last line is a default too (`grouped_blocks` in launch_table.json). All grouped kernels are batch-invariant.
 """
 
 import math

@@ -33,7 +33,7 @@ from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput
 from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma, launch_grouped_wgmma_glu
 from quengine.kernels.cuda.moe.groups import Groups, group_rows
 from quengine.kernels.cuda.rms_normed import RmsNormed
-from quengine.kernels.cuda.weights.launch_table import grouped_block, grouped_fused_limit
+from quengine.kernels.cuda.weights.launch_table import grouped_block
 from quengine.kernels.cuda.weights.packed import FloatPart
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.grouping import most_blocks
@@ -177,8 +177,7 @@ def _layout_and_block(
     tokens: int, used: int, experts: int, workspace: MatmulWorkspace
 ) -> tuple[OperandLayout, int]:
     block = grouped_block(tokens * used, experts)
-    wgmma = uses_wgmma(workspace.device, 128)
-    if wgmma and (workspace.batch_invariant or block > grouped_fused_limit()):
+    if uses_wgmma(workspace.device, 128):
         return OperandLayout.WGMMA, block
     return OperandLayout.MMA, min(block, _MOST_MMA_ROWS)
 

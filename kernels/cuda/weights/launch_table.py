@@ -181,11 +181,6 @@ def _grouped_block(device: str, mean: int) -> int:
     return 0
 
 
-def grouped_fused_limit() -> int:
-    """Up to how many rows a block is multiplied by the kernel on m16n8k16 where Hopper's instruction is there too."""
-    return int(_table().get(device_name(), {}).get("grouped_fused_limit", 0))
-
-
 def grouped_fused_geometry(part: PackedPart, expert_tiles: int, block: int) -> FusedGeometry:
     """Geometry of the grouped matmul on m16n8k16 for blocks of 8 to 64 rows; its `k_warps`, the order of a row's sums,
     follow from the weight alone."""

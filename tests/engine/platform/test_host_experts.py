@@ -31,6 +31,7 @@ NAMES = {
     "blk.1.ffn_gate_shexp.weight": 4,
     "blk.2.ffn_up.0.weight": 3,
     "blk.2.ffn_up.11.weight": 3,
+    "blk.3.ffn_gate_up_exps.weight": 16,
 }
 TENSORS = {name: tensor(name, rows) for name, rows in NAMES.items()}
 
@@ -43,7 +44,7 @@ def dense(tmp_path: Path) -> ModelConfig:
 
 
 def test_experts_are_counted_by_layer_and_nothing_else_is() -> None:
-    assert expert_bytes(TENSORS) == {1: 10 * 32, 2: 6 * 32}
+    assert expert_bytes(TENSORS) == {1: 10 * 32, 2: 6 * 32, 3: 16 * 32}
 
 
 def test_the_first_layers_experts_stay_on_the_host() -> None:
@@ -51,7 +52,7 @@ def test_the_first_layers_experts_stay_on_the_host() -> None:
     assert list(host) == ["blk.1.ffn_gate_exps.weight", "blk.1.ffn_down_exps.bias"]
     assert {**host, **rest} == TENSORS and not host.keys() & rest.keys()
     assert split_tensors(TENSORS, 0) == ({}, TENSORS)
-    assert len(split_tensors(TENSORS, 3)[0]) == 4
+    assert [len(split_tensors(TENSORS, layers)[0]) for layers in (3, 4)] == [4, 5]
 
 
 @pytest.mark.parametrize(("missing", "layers"), [(320, 2), (321, 3), (512, 3), (513, None)])

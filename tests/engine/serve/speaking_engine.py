@@ -1,13 +1,19 @@
-"""A fake engine that says given texts in harmony, byte by byte, its marks being control tokens as gpt-oss's are."""
+"""A fake engine that says given texts in harmony, byte by byte, its marks being control tokens as gpt-oss's are; and a
+model of it that reasons between tags."""
 
 import re
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from quengine.models.tokenizer.token_length import TokenLength
 from quengine.request.text_stream import TextStream
 from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest
+from quengine.structured.answer_format import AnswerFormat, TextFormat
 from quengine.structured.harmony_format import HarmonyFormat
+from quengine.structured.reasoning.reasoning_format import ReasoningFormat
+from quengine.structured.reasoning.tags import ReasoningTags
+from quengine.structured.tool_calls_format import ToolFormat
 from tests.engine.serve.fake_engine import FIRST_BYTE, FakeEngine, FakeModel, _seed, _Sequence, _timings
 
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")
@@ -17,7 +23,7 @@ _MARK = re.compile("(" + "|".join(map(re.escape, MARKS)) + ")")
 
 class SpeakingModel(FakeModel):
     vocab_size = FakeModel.vocab_size + len(MARKS)
-    answer_format = HarmonyFormat({mark: FIRST_MARK + n for n, mark in enumerate(MARKS)})
+    answer_format: AnswerFormat = HarmonyFormat({mark: FIRST_MARK + n for n, mark in enumerate(MARKS)})
 
     def __init__(self, ctx_size: int) -> None:
         super().__init__(ctx_size)
@@ -43,14 +49,34 @@ class SpeakingModel(FakeModel):
         return super().token_bytes(token)
 
 
+class ThinkingModel(SpeakingModel):
+    """Writes <think>, which its prompts open with the variable `opened`, and tool calls as Qwen3 does."""
+
+    answer_format = ReasoningFormat(
+        ReasoningTags("<think>\n", "\n</think>\n\n"), TextFormat(ToolFormat("hermes"))
+    )
+
+    def __init__(self, ctx_size: int) -> None:
+        super().__init__(ctx_size)
+        self.template = "{{ enable_thinking }}"
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+    ) -> str:
+        end = "<think>\n\n</think>\n\n" if variables.get("enable_thinking") is False else ""
+        return super().render_chat(messages, tools, variables) + (
+            "<think>\n" if variables.get("opened") else end
+        )
+
+
 class SpeakingEngine(FakeEngine):
     """Says the value of `says` by whose key the prompt ends."""
 
     model: SpeakingModel
 
-    def __init__(self, says: Mapping[str, str]) -> None:
+    def __init__(self, says: Mapping[str, str], model: SpeakingModel | None = None) -> None:
         super().__init__(step_s=0.0)
-        self.model = SpeakingModel(4096)
+        self.model = model or SpeakingModel(4096)
         self._says = {key: self.model.spoken(text) for key, text in says.items()}
 
     def add(self, request: GenerationRequest) -> None:
@@ -77,5 +103,6 @@ class SpeakingEngine(FakeEngine):
 
     def _script(self, prompt: Sequence[int]) -> list[int]:
         text = bytes(token - FIRST_BYTE for token in prompt).decode()
+        text = text.removesuffix("<think>\n").removesuffix("<think>\n\n</think>\n\n")
         (tokens,) = (tokens for key, tokens in self._says.items() if text.endswith(key))
         return tokens

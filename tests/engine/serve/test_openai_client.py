@@ -166,9 +166,8 @@ def test_models_are_listed_and_found(client: OpenAI) -> None:
         client.models.retrieve("other")
 
 
-def test_another_model_is_not_substituted(client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="there: fake"):
-        client.completions.create(model="gpt", prompt="abc")
+def test_any_model_name_is_accepted_and_the_answer_has_the_servers(client: OpenAI) -> None:
+    assert client.completions.create(model="gpt", prompt="abc").model == "fake"
 
 
 def test_a_prompt_that_does_not_fit_is_a_400_with_both_numbers(client: OpenAI) -> None:
@@ -196,14 +195,13 @@ def test_a_completion_that_fails_is_a_500_of_its_own(client: OpenAI) -> None:
         {"grammar": 'root ::= "a"'},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"mirostat": 2},
-        {"no_such_parameter": 1},
         {"temperature": -1},
         {"temperature": "hot"},
         {"n": 17},
         {"stop": ["a"] * 17},
         {"stop": ""},
         {"logit_bias": {"99999": 1}},
-        {"logit_bias": {"x": 1}},
+        {"logit_bias": {"x": "y"}},
         {"max_tokens": 0},
         {"seed": 2**70},
         {"top_logprobs": 3},
@@ -252,9 +250,9 @@ def test_each_text_has_an_embedding(client: OpenAI) -> None:
     ("body", "message"),
     [
         ({"input": ""}, "has no tokens"),
-        ({"input": "a", "pooling": "max"}, "must be mean or last"),
+        ({"input": "a", "pooling": "max"}, "must be mean or last or none"),
         ({"input": "a", "encoding_format": "int8"}, "must be float or base64"),
-        ({"input": "a", "dimensions": 4}, "not supported"),
+        ({"input": "a", "dimensions": 9}, "must be at most 8"),
         ({"input": "a" * 5000}, "5000"),
         ({}, "input must be"),
     ],

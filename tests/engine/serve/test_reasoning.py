@@ -11,7 +11,8 @@ import pytest
 
 from quengine import LLM, SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
-from quengine.serve.routes.response_items import OutputItems, messages_of
+from quengine.serve.routes.responses.input_items import messages_of
+from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
 from tests.engine.serve.serving import Served, serving

@@ -59,7 +59,6 @@ def test_a_body_that_does_not_arrive_is_a_408() -> None:
         b'{"content": NaN}',
         b"[" * 100_000,
         b'{"content": 1}',
-        b'{"content": "a", "b": 1}',
         b'{"content": "a", "x": ' + b"1" * 5000 + b"}",
     ],
     ids=lambda raw: str(raw[:20]),

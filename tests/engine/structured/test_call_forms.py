@@ -146,9 +146,7 @@ class Case:
 def case(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[Case]:
     source = templates()[request.param].read_text()
     template = ChatTemplate(source, "<s>", "</s>")
-    form = answer_format(source, tokenizer, template.render)
-    assert isinstance(form, TextFormat) and isinstance(form.calls, TemplateCalls)
-    yield Case(request.param, template, form.calls)
+    yield Case(request.param, template, TemplateCalls(source, tokenizer, template.render))
     template._process.close()
 
 
@@ -204,7 +202,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% 
 @pytest.mark.parametrize("source", [PLAIN, NO_SYSTEM])
 def test_a_template_without_tools_gets_them_in_a_message(source: str, tokenizer: Tokenizer) -> None:
     template = ChatTemplate(source, "<s>", "</s>")
-    form = answer_format(source, tokenizer, template.render)
+    form = answer_format(source, tokenizer, calls=template.render)
     assert form.calls_tools
     call = {"id": "call_1", "type": "function", "function": {"name": "note", "arguments": '{"text": "a"}'}}
     messages = [
@@ -262,7 +260,10 @@ CUT = (
 @pytest.fixture(scope="module")
 def calls_of(tokenizer: Tokenizer) -> dict[str, AnswerFormat]:
     sources = {name: templates()[name].read_text() for name in CUT}
-    return {name: answer_format(text, tokenizer, ChatTemplate(text).render) for name, text in sources.items()}
+    return {
+        name: TextFormat(TemplateCalls(text, tokenizer, ChatTemplate(text).render))
+        for name, text in sources.items()
+    }
 
 
 @settings(max_examples=600, deadline=2000)

@@ -33,9 +33,16 @@ TOLERANCE = 1e-9
 CPU_TOLERANCE = 1e-4
 """Of the CPU's kernels at the worst position, over a cache in fp16; a llama of these sizes gives 8e-6."""
 
-FILES = {"folder": "", "gguf": ".gguf", "fused folder": "-fused", "old gguf": "-old.gguf"}
-"""Kind -> what a model's name ends with. The last two hold experts in the other form: a folder all of a layer in one
-tensor, as `transformers` 5 may save them, and a file each in its own, as llama.cpp's first converters wrote them."""
+FILES = {
+    "folder": "",
+    "gguf": ".gguf",
+    "fused folder": "-fused",
+    "old gguf": "-old.gguf",
+    "fused gguf": "-fused.gguf",
+}
+"""Kind -> what a model's name ends with. The last three hold experts in other forms: a folder all of a layer in one
+tensor, as `transformers` 5 may save them; a file each in its own, as llama.cpp's first converters wrote them, or gate
+and up of all in one, as its converter does by an option."""
 
 KINDS = ("folder", "gguf")
 MIXTURE_KINDS = tuple(FILES)
@@ -46,8 +53,8 @@ class Case:
     """A model for `write_model`. `tokenizer` is the class that tokenizer_config.json names, "" for SentencePiece.
 
     converts: the converter writes all of it; where not, there is only the folder.
-    mixture: of experts, written in every form. change: alters the weights of the `transformers` model. edit: the folder
-    before anything reads it.
+    mixture: of experts, written in every form. gate_up: also as a file with gate and up of experts in one tensor.
+    change: alters the weights of the `transformers` model. edit: the folder before anything reads it.
     """
 
     model_type: str
@@ -56,12 +63,13 @@ class Case:
     tokenizer: str = "PreTrainedTokenizerFast"
     converts: bool = True
     mixture: bool = False
+    gate_up: bool = False
     change: Callable[[Any], None] | None = None
     edit: Callable[[Path], Any] | None = None
 
     @property
     def kinds(self) -> list[str]:
-        kinds = MIXTURE_KINDS if self.mixture else KINDS
+        kinds = MIXTURE_KINDS if self.mixture else (*KINDS, *["fused gguf"] * self.gate_up)
         return [kind for kind in kinds if self.converts or not kind.endswith("gguf")]
 
     @property
@@ -90,6 +98,8 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
             write_model(fused, case.model_type, fused=True, **options)
         if case.converts:
             jobs.append(Conversion(folder, root / f"{name}.gguf", "llama-bpe"))
+        if "fused gguf" in case.kinds:
+            jobs.append(Conversion(folder, path_of(root, name, "fused gguf"), "llama-bpe", gate_up=True))
     convert(jobs)
     for name, case in cases.items():
         if case.mixture and case.converts:

@@ -39,7 +39,7 @@ def pack_experts(folder: Path) -> None:
 
 
 CASES = {
-    "plain": Case("gpt_oss", {**SIZES, "rope_parameters": WHOLE}),
+    "plain": Case("gpt_oss", {**SIZES, "rope_parameters": WHOLE}, gate_up=True),
     "packed": Case("gpt_oss", {**SIZES, "rope_parameters": WHOLE}, edit=pack_experts),
     "no yarn": Case("gpt_oss", {**SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 15e4}}),
     "all experts, default yarn": Case("gpt_oss", {**SIZES, "num_experts_per_tok": 6}),
@@ -60,6 +60,13 @@ def test_packed_experts_are_those_of_gguf_to_the_byte(root: Path) -> None:
     for name in experts:
         assert folder[name].format.name == gguf[name].format.name == "MXFP4"
         assert folder[name].shape == gguf[name].shape and torch.equal(folder[name].data, gguf[name].data)
+
+
+def test_biases_of_gate_and_up_stay_apart_where_their_weights_are_one_tensor(root: Path) -> None:
+    tensors = opened(root, "plain", "fused gguf").tensors
+    names = {name.removeprefix("blk.0.") for name in tensors if name.startswith("blk.0.ffn_")}
+    assert {"ffn_gate_up_exps.weight", "ffn_gate_exps.bias", "ffn_up_exps.bias"} <= names
+    assert not {"ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_gate_up_exps.bias"} & names
 
 
 def test_experts_of_either_folder_are_copied_and_said_to_be(root: Path) -> None:

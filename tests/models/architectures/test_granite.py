@@ -30,7 +30,7 @@ CASES = {
     "tied": Case("granite", {**SCALES, "tie_word_embeddings": True}),
     "a large epsilon": Case("granite", {**SCALES, "rms_norm_eps": 1e-2}),
     "without multipliers": Case("granite"),
-    "experts": Case("granitemoe", SCALES),
+    "experts": Case("granitemoe", SCALES, gate_up=True),
     "all experts, tied": Case(
         "granitemoe", {**SCALES, "num_experts_per_tok": 8, "tie_word_embeddings": True}
     ),

@@ -10,7 +10,7 @@ from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from tests.gguf_builder import ModelSizes
 from tests.hf_writer import hf_config
-from tests.models.architectures.both_files import MIXTURE_KINDS, Case, SameLogits, reference_run
+from tests.models.architectures.both_files import MIXTURE_KINDS, Case, SameLogits, opened, reference_run
 from tests.transformers_models import TOKENS
 
 OF_FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
@@ -58,6 +58,15 @@ CASES = {
 class TestLogits(SameLogits):
     main = ("two of four",)
     engine_kinds = MIXTURE_KINDS
+
+
+def test_the_converter_joins_gate_and_up_by_its_option(root: Path) -> None:
+    tensors = opened(root, "two of four", "fused gguf").tensors
+    assert tensors["blk.1.ffn_gate_up_exps.weight"].shape == (4, 2 * 96, 64)
+    assert {name.split(".")[2] for name in tensors if name.endswith("_exps.weight")} == {
+        "ffn_gate_up_exps",
+        "ffn_down_exps",
+    }
 
 
 def rows_of_experts(root: Path, name: str) -> list[list[int]]:

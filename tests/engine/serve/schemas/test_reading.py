@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.schemas.messages import InputItem, Message
+from quengine.serve.schemas.messages import Message
 from quengine.serve.schemas.reading import read_body, read_part
 from quengine.serve.schemas.requests import (
     BODIES,
@@ -16,6 +16,7 @@ from quengine.serve.schemas.requests import (
     ResponseRequest,
     TokenizeRequest,
 )
+from quengine.serve.schemas.response_items import InputItem
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -45,8 +46,14 @@ def chat(**fields: Any) -> ChatRequest:
         ("use_beam_search", 0, "use_beam_search is not supported; only false is accepted", "unsupported"),
         ("top_n_sigma", 1, "top_n_sigma is not supported; only -1 or 0 is accepted", "unsupported"),
         ("samplers", [], "samplers is not supported", "unsupported"),
-        ("nothing", 1, "unknown parameter: nothing", "unknown_parameter"),
-        ("a`b\n - at `$.c`", 1, "unknown parameter: a`b\n", "unknown_parameter"),
+        (
+            "no_repeat_ngram_size",
+            2,
+            "no_repeat_ngram_size is not supported; only 0 is accepted",
+            "unsupported",
+        ),
+        ("max_new_tokens", 5, "max_new_tokens is not supported", "unsupported"),
+        ("enable_thinking", False, "enable_thinking is not supported", "unsupported"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value_and_rule(
@@ -81,7 +88,7 @@ def test_a_wrong_field_is_named_with_its_value_and_rule(
         (
             list[InputItem],
             [{"type": "web_search_call"}],
-            'f[0].type = "web_search_call": must be message, reasoning, function_call or',
+            'f[0].type = "web_search_call": must be message, reasoning, function_call, function_call_output, custom_',
         ),
     ],
 )
@@ -96,10 +103,13 @@ def test_a_wrong_part_is_named_by_its_place(kind: Any, value: Any, message: str)
     [
         (EmbeddingRequest, {}, "input must be a string, token ids, or an array of these"),
         (EmbeddingRequest, {"input": None}, "input must be a string, token ids, or an array of these"),
-        (EmbeddingRequest, {"input": "a", "pooling": "max"}, 'pooling = "max": must be mean or last'),
+        (EmbeddingRequest, {"input": "a", "pooling": "max"}, 'pooling = "max": must be mean or last or none'),
         (ResponseRequest, {"input": []}, "input = []: must be a string or an array of at least one item"),
-        (ResponseRequest, {"input": "a", "text": {"z": 1}}, "unknown parameter: text.z"),
-        (ResponseRequest, {"input": "a", "text": {"verbosity": "x"}}, "text.verbosity is not supported"),
+        (
+            ResponseRequest,
+            {"input": "a", "text": {"verbosity": "x"}},
+            'text.verbosity = "x": must be high, low or medium',
+        ),
         (TokenizeRequest, {"content": 1}, "content = 1: must be a string"),
     ],
 )
@@ -107,6 +117,14 @@ def test_what_is_required_or_nested_is_named_too(kind: type[Body], body: Any, me
     with pytest.raises(ApiError) as caught:
         read_body(kind, json.dumps(body).encode())
     assert caught.value.message.startswith(message)
+
+
+def test_a_field_that_no_struct_has_is_passed_over_and_named() -> None:
+    names: list[str] = []
+    fields = {"nothing": 1, "a`b\n - at `$.c`": {"x": []}, "text": {"z": 1}, "also": None}
+    raw = json.dumps({"input": "a", **fields}).encode()
+    assert read_body(ResponseRequest, raw, names) == ResponseRequest(input="a")
+    assert sorted(names) == ["a`b\n - at `$.c`", "nothing", "text.z"]
 
 
 def test_null_is_absent_and_a_whole_number_may_be_written_with_a_fraction() -> None:

@@ -1,0 +1,127 @@
+"""Answers of models that reason between two tags, in front of a text or calls that another form has."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from quengine.structured.answer_parser import AnswerParser
+from quengine.structured.constraint_spec import ConstraintSpec
+from quengine.structured.reasoning.parser import ReasoningParser
+from quengine.structured.reasoning.tags import ReasoningTags
+from quengine.structured.tool_calls import ToolUse
+from quengine.structured.tool_calls_format import control_ids, marker
+
+if TYPE_CHECKING:
+    from quengine.models.tokenizer import Tokenizer
+    from quengine.structured.answer_format import AnswerFormat
+
+_SPACE = r"/[ \t\r\n]{0,4}/"
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """`tags` around the reasoning, `rest` for what follows; see `answer_format.AnswerFormat`.
+
+    Attributes:
+        controls: control tokens by name that the tags are made of.
+        apart: whether reasoning is apart from the text; else the text has it, with its tags.
+    """
+
+    tags: ReasoningTags
+    rest: "AnswerFormat"
+    controls: Mapping[str, int] = field(default_factory=dict, hash=False)
+    apart: bool = True
+    efforts = None
+
+    @classmethod
+    def of(cls, tags: ReasoningTags, rest: "AnswerFormat", tokenizer: "Tokenizer") -> "ReasoningFormat":
+        written = tags.begin + tags.end + tags.header
+        names = [text for text in tokenizer.control_texts if text in written]
+        return cls(tags, rest, control_ids(tokenizer, names))
+
+    @property
+    def calls_tools(self) -> bool:
+        return self.rest.calls_tools
+
+    @property
+    def reasons(self) -> bool:
+        return True
+
+    def with_reasoning_in_text(self) -> "ReasoningFormat":
+        return replace(self, apart=False)
+
+    def shown(self, use: ToolUse) -> frozenset[int]:
+        return self.rest.shown(use) | frozenset(self.controls.values())
+
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        return self.rest.messages(messages, tools)
+
+    def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
+        return self.rest.tools(use)
+
+    def constraint(
+        self, use: ToolUse, text: ConstraintSpec | None, prompt: str = ""
+    ) -> ConstraintSpec | None:
+        """What the rest has to be, with the section before it: required in an open one, else optional.
+
+        Raises:
+            EngineError: as the rest's.
+        """
+        spec, state = self.rest.constraint(use, text), self.tags.state(prompt)
+        if spec is None or state == "closed":
+            return spec
+        begin = "" if state == "open" else f"{_SPACE} {self._tag(self.tags.begin)} "
+        section = f"section: {begin}{self._until_end()}"
+        optional = "" if state == "open" else "?"
+        lark = f"start: section{optional} rest\n{section}\nrest: %lark {{\n{spec.lark}\n}}"
+        return ConstraintSpec(spec.kind, lark)
+
+    def parser(self, use: ToolUse, prompt: str = "") -> AnswerParser:
+        rest = self.rest.parser(use)
+        return ReasoningParser(self.tags, self.tags.state(prompt), rest) if self.apart else rest
+
+    def reasoning_tokens(
+        self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], prompt: str = ""
+    ) -> int:
+        """The tokens between the tags, with the beginning of a closing tag of several."""
+        if not self.apart:
+            return 0
+        parser, count = ReasoningParser(self.tags, self.tags.state(prompt), self.rest.parser(use)), 0
+        for token in tokens:
+            was_inside = parser.inside
+            parser.push(decode([token]))
+            count += was_inside and parser.inside
+            if was_inside and not parser.inside:
+                break
+        return count
+
+    def _until_end(self) -> str:
+        """The rest of an open section in a grammar, with the closing tag and what belongs to it."""
+        end, header = self.tags.end, self.tags.header
+        after = f" {_SPACE} ({self._tag(header)})?" if header else ""
+        if any(name in end for name in self.controls):
+            return f"/(?s:.)*/ {self._tag(end)}{after} {_SPACE}"
+        return f"ended{after} {_SPACE}\nended[lazy]: /(?s:.)*{_regex(end)}/"
+
+    def _tag(self, text: str) -> str:
+        """A tag in a grammar: its control tokens, and letters between them."""
+        parts: list[str] = []
+        while text:
+            name = next((each for each in self.controls if text.startswith(each)), None)
+            if name is None:
+                later = [at for each in self.controls if (at := text.find(each)) > 0]
+                length = min(later, default=len(text))
+                parts.append(json.dumps(text[:length], ensure_ascii=False))
+            else:
+                length = len(name)
+                parts.append(marker(self.controls, name))
+            text = text[length:]
+        return " ".join(parts)
+
+
+def _regex(text: str) -> str:
+    """A text as part of a regex between Lark's slashes."""
+    return "".join(char if char.isalnum() or ord(char) > 127 else f"\\x{ord(char):02x}" for char in text)
