@@ -54,7 +54,8 @@ class ChatFormat:
     @cached_property
     def answers(self) -> AnswerFormat:
         """How the model writes answers: reasoning, text, tool calls. The template is rendered to find it."""
-        return answer_format(self.source, self._tokenizer, self._rendered)
+        calls = None if self._template is None else self._template.render
+        return answer_format(self.source, self._tokenizer, self._rendered, calls)
 
     def end_of(self, prompt: Sequence[int]) -> str:
         """The end of a prompt as text, which `answers` takes."""
@@ -106,7 +107,7 @@ class ChatFormat:
     ) -> "_Written":
         """What the template is given. An answer to be continued is not among it: it follows as the form writes it."""
         variables = {**_dates(self.source or ""), **variables}
-        given = self.answers.messages(messages)
+        given = self.answers.messages(messages, tools)
         if ending != "continued":
             return _Written(given, variables)
         *before, last = given

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quengine.errors import EngineError
 from quengine.structured.answer_parser import AnswerParser, TextParser
+from quengine.structured.calls.format import TemplateCalls
+from quengine.structured.calls.probe import Render as CallsRender
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.reasoning.reasoning_format import ReasoningFormat
@@ -48,8 +50,14 @@ class AnswerFormat(Protocol):
         """Control tokens that the parsed text has to show (`LLM.stream(..., show_special=...)`)."""
         ...
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """A request's messages as the template reads them. Raises EngineError for what it cannot be given."""
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        """A request's messages as the template reads them, with `tools` in one where it shows none itself.
+
+        Raises:
+            EngineError: the template cannot be given a message.
+        """
         ...
 
     def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
@@ -94,7 +102,7 @@ class AnswerFormat(Protocol):
 class TextFormat:
     """Text as it is, with calls of the form `calls`; of none where that is None."""
 
-    calls: ToolFormat | None = None
+    calls: ToolFormat | TemplateCalls | None = None
     reasons = False
     efforts = None
 
@@ -105,8 +113,10 @@ class TextFormat:
     def shown(self, use: ToolUse) -> frozenset[int]:
         return self.calls.marker_ids if self.calls is not None and use.callable else frozenset()
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        return messages if self.calls is None else self.calls.messages(messages)
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
+        return messages if self.calls is None else self.calls.messages(messages, tools)
 
     def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
         return use.described
@@ -145,17 +155,24 @@ PROMPT_TOKENS = 64
 """So many tokens at the end of a prompt hold what it has begun of an answer."""
 
 
-def answer_format(template: str | None, tokenizer: "Tokenizer", render: Render | None = None) -> AnswerFormat:
+def answer_format(
+    template: str | None,
+    tokenizer: "Tokenizer",
+    render: Render | None = None,
+    calls: CallsRender | None = None,
+) -> AnswerFormat:
     """The form of a model with this chat template and vocabulary; of text alone without a template.
 
-    render: the template as a function, for what its source does not show (`reasoning.tags`).
+    render: the template as a function, for what its source does not show (`reasoning.tags`). calls: the same as
+        `ChatTemplate.render`, by which the form of calls is found; without it the source alone is read.
     """
     if template is None:
         return TextFormat()
     harmony = HarmonyFormat.of(template, tokenizer)
     if harmony is not None:
         return harmony
-    text = TextFormat(ToolFormat.of(template, tokenizer))
+    named = ToolFormat.of(template, tokenizer) if calls is None else None
+    text = TextFormat(named if calls is None else TemplateCalls(template, tokenizer, calls))
 
     def has_token(text: str) -> bool:
         return len(tokenizer.encode(text, special=True)) == 1

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
+from quengine.structured.calls.form import arguments_grammar
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_parser import (
     CALL,
@@ -24,7 +25,6 @@ from quengine.structured.harmony_parser import (
 )
 from quengine.structured.tool_calls import ReasoningDelta, Tool, ToolUse
 from quengine.structured.tool_calls_format import (
-    arguments_grammar,
     control_ids,
     literal,
     marker,
@@ -60,7 +60,9 @@ class HarmonyFormat:
         del use
         return frozenset(self.controls.values())
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Mapping[str, Any]]:
         """A request's messages as the template reads them.
 
         The template writes instructions from the first message alone: those at the beginning are joined. It writes
@@ -70,6 +72,7 @@ class HarmonyFormat:
         Raises:
             EngineError: instructions stand behind other messages, or a call's arguments are no JSON object.
         """
+        del tools  # the template shows them
         given = _with_instructions([_as_read(each, f"messages[{n}]") for n, each in enumerate(messages)])
         turns: list[list[Mapping[str, Any]]] = [[]]
         for message in given:

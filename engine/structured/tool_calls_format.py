@@ -1,4 +1,7 @@
-"""How a model writes its tool calls, read off its chat template; and the grammar of an answer that must be calls.
+"""Named forms of tool calls, told by words in a chat template's text; and the grammar of an answer that must be calls.
+
+They hold where `calls.probe` finds no form by rendering the template, and for Llama 3, whose template shows one of the
+forms that the model writes.
 
 | format | a call | models |
 |---|---|---|
@@ -22,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quengine.errors import EngineError
 from quengine.platform import strict_json
-from quengine.structured.constraint_spec import ConstraintSpec, inline_json
+from quengine.structured.calls.form import arguments_grammar
+from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import Tool, ToolUse
 from quengine.structured.tool_calls_parser import ToolCallParser
 
@@ -62,7 +66,9 @@ class ToolFormat:
     def marker_ids(self) -> frozenset[int]:
         return frozenset(self.controls.values())
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Mapping[str, Any]]:
         """A request's messages as templates read them.
 
         OpenAI has a call's arguments as JSON text, templates want the value. Mistral's templates refuse ids that are
@@ -71,6 +77,7 @@ class ToolFormat:
         Raises:
             EngineError: a call's arguments are no JSON object.
         """
+        del tools  # the template shows them
         return [self._message(message, f"messages[{n}]") for n, message in enumerate(messages)]
 
     def constraint(self, use: ToolUse) -> ConstraintSpec | None:
@@ -181,12 +188,6 @@ def control_ids(tokenizer: "Tokenizer", names: Sequence[str]) -> dict[str, int]:
 def new_call_id() -> str:
     """An id of OpenAI's kind."""
     return "call_" + "".join(secrets.choice(_ALPHANUMERIC) for _ in range(24))
-
-
-def arguments_grammar(tool: Tool) -> str:
-    """A tool's arguments in a grammar. Its schema may leave out that they are an object."""
-    combined = {"type", "$ref", "anyOf", "oneOf", "allOf"} & tool.parameters.keys()
-    return inline_json(tool.parameters if combined else {"type": "object", **tool.parameters})
 
 
 def marker(controls: Mapping[str, int], text: str) -> str:

@@ -42,7 +42,9 @@ class ToolCallParser(AnswerParser):
         self, format_name: str, names: frozenset[str], new_id: Callable[[], str], only_calls: bool = False
     ) -> None:
         self._format = format_name
-        self._open = _OPEN[format_name]
+        self._open = _OPEN.get(format_name, "")
+        self._name_key = "name"
+        self._argument_keys: tuple[str, ...] = ("arguments", "parameters")
         self._names = names
         self._new_id = new_id
         self._only_calls = only_calls
@@ -64,7 +66,7 @@ class ToolCallParser(AnswerParser):
             start = yield from self._until_call()
             if start is None:
                 return
-            opener = self._at + (1 if self._text.startswith("{", self._at) else len(self._open))
+            opener = self._at + self._opener_length()
             try:
                 yield from self._block()
                 self._after_call = True
@@ -76,15 +78,22 @@ class ToolCallParser(AnswerParser):
                     self._say(self._text[start:opener])
             self._given = self._first = False
 
+    def _openers(self) -> tuple[str, ...]:
+        """What a call may begin with here."""
+        bare = self._first and self._format == "llama3" and self._text.lstrip(SPACE).startswith("{")
+        return ("{",) if bare else (self._open,)
+
+    def _opener_length(self) -> int:
+        """How long the opener is at which the text stands."""
+        return max(len(mark) for mark in self._openers() if self._text.startswith(mark, self._at))
+
     def _until_call(self) -> Reading[int | None]:
         """Give text out up to a call's opener; where the white space before it begins, None at the end of all text."""
         while True:
             self._drop_read()
-            found = self._text.find(self._open)
-            bare = self._first and self._format == "llama3" and self._text.lstrip(SPACE).startswith("{")
-            if bare:
-                found = self._text.index("{")
-            certain = len(self._text) - self._held_back([self._open]) if found < 0 else found
+            openers = self._openers()
+            found = min((at for mark in openers if (at := self._text.find(mark)) >= 0), default=-1)
+            certain = len(self._text) - self._held_back(openers) if found < 0 else found
             start = len(self._text[:certain].rstrip(SPACE))
             self._say(self._text[:start])
             if found >= 0:
@@ -99,17 +108,21 @@ class ToolCallParser(AnswerParser):
 
     def _drop_debris(self) -> Reading[None]:
         """Read over the rest of a call that went wrong after it was given out: it is no text."""
-        end = _HERMES_END if self._format == "hermes" else self._open
+        end, over = self._debris_end()
         while True:
             found = self._text.find(end, self._at)
             if found >= 0:
-                self._at = found + (len(end) if self._format == "hermes" else 0)
+                self._at = found + (len(end) if over else 0)
                 return
             if self._closed:
                 self._at = len(self._text)
                 return
             self._at = max(self._at, len(self._text) - len(end) + 1)
             yield
+
+    def _debris_end(self) -> tuple[str, bool]:
+        """Where a call that went wrong ends, and whether that is read over too."""
+        return (_HERMES_END, True) if self._format == "hermes" else (self._open, False)
 
     # --- calls
 
@@ -155,7 +168,7 @@ class ToolCallParser(AnswerParser):
         call_id = None
         if (yield from self._take("[CALL_ID]")):
             call_id = yield from self._word()
-        if not _NAME.fullmatch(name) or not (yield from self._take("[ARGS]")):
+        if not is_name(name) or not (yield from self._take("[ARGS]")):
             raise NoMatchError
         yield from self._space()
         if (yield from self._peek()) != "{":
@@ -202,12 +215,12 @@ class ToolCallParser(AnswerParser):
         yield from self._expect("{")
         while True:
             key = yield from self._key()
-            if key == "name" and name is None:
+            if key == self._name_key and name is None:
                 name = self._checked(_loads((yield from self._whole_value())), known)
                 if waiting is not None:
                     give = self._begin(name)
                     give(waiting)
-            elif key in ("arguments", "parameters") and give is None and waiting is None:
+            elif key in self._argument_keys and give is None and waiting is None:
                 if name is None:
                     waiting = _arguments((yield from self._whole_value()))
                 else:
@@ -234,7 +247,7 @@ class ToolCallParser(AnswerParser):
         return give
 
     def _checked(self, name: object, known: bool) -> str:
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or (known and name not in self._names):
+        if not isinstance(name, str) or not is_name(name) or (known and name not in self._names):
             raise NoMatchError
         return name
 
@@ -309,6 +322,11 @@ class ToolCallParser(AnswerParser):
             self._first = self._after_call = False
             if not self._only_calls:
                 self._emit(TextDelta(text))
+
+
+def is_name(text: str) -> bool:
+    """Whether a function may be named so."""
+    return _NAME.fullmatch(text) is not None
 
 
 def _loads(text: str) -> object:

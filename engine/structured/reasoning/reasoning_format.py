@@ -54,13 +54,15 @@ class ReasoningFormat:
     def shown(self, use: ToolUse) -> frozenset[int]:
         return self.rest.shown(use) | frozenset(self.controls.values())
 
-    def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Sequence[Mapping[str, Any]]:
         """As the rest has them, an answer's reasoning under every name that a template may read."""
         return [
             {**message, **dict.fromkeys(REASONING_KEYS, thought)}
             if (thought := reasoning_in(message))
             else message
-            for message in self.rest.messages(messages)
+            for message in self.rest.messages(messages, tools)
         ]
 
     def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:

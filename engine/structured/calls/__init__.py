@@ -1,0 +1,1 @@
+"""Forms of tool calls: descriptions found by rendering a chat template, their grammars and parsers."""

@@ -1,0 +1,307 @@
+"""How tool calls are written around their names and arguments: a description, and the grammar that follows from it.
+
+    OPEN call (SEPARATOR call)* CLOSE          call = HEAD name MIDDLE arguments TAIL
+
+Arguments are a JSON object, or, with a `ParameterForm`, parameters one by one:
+
+    HEAD key SEPARATOR value TAIL (BETWEEN ...)*
+
+`calls.probe` reads a description off renderings of a chat template; `calls.parser` parses by it.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quengine.structured.constraint_spec import inline_json
+from quengine.structured.tool_calls import Tool
+
+NAME, ID, INDEX = "\ue100", "\ue101", "\ue102"
+"""Stand in the texts of a description for the call's name, its id and its number in the answer."""
+SLOTS = NAME + ID + INDEX
+
+SEPARATED_TYPES = ("string", "integer", "number", "boolean", "object", "array")
+"""The JSON types of `ParameterForm.separators`."""
+
+_ID_CHARACTERS = "[a-zA-Z0-9_.:-]"
+_FREE_TEXT = "(?s:.)*"
+_BARE_RULES = """\
+{p}bare: {p}quoted | /-?[0-9]+(\\.[0-9]+)?/ | "true" | "false" | "null" | {p}object | {p}list
+{p}quoted: {quote} {text}
+{p}object: "{{" ({p}pair ("," {p}pair)*)? "}}"
+{p}list: "[" ({p}bare ("," {p}bare)*)? "]"
+{p}pair: /[a-zA-Z0-9_.-]+/ ":" {p}bare"""
+
+
+@dataclass(frozen=True)
+class ObjectKeys:
+    """Where a call is one JSON object: its keys, and what stands before and behind the object in `head` and `tail`."""
+
+    name: str
+    arguments: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class ParameterForm:
+    """Parameters one by one.
+
+    Attributes:
+        separators: what stands between key and value, by the value's JSON type.
+        quote: what strings are quoted with, where they are; other values then end where they are whole.
+        bare: keys within values have no quotes, and strings there have `quote`.
+    """
+
+    head: str
+    separators: Mapping[str, str] = field(hash=False)
+    tail: str
+    between: str = ""
+    quote: str = ""
+    bare: bool = False
+
+    @property
+    def typed(self) -> bool:
+        """Whether the text between key and value tells strings from other values."""
+        return len(set(self.separators.values())) > 1
+
+    @property
+    def separator_start(self) -> str:
+        """What all separators begin with, which ends a key."""
+        return common_start(*self.separators.values()).rstrip()
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """One way of writing calls.
+
+    Attributes:
+        several: whether an answer may hold several calls.
+        index: the number of an answer's first call, where the form counts them.
+        parameters: None where arguments are a JSON object.
+        text_mark: what stands before an answer's text where no call does (functionary's `all`).
+        as_text: the template reads arguments as JSON text.
+        id_length: how many letters and digits an id must have; 0 where any is taken.
+        shows_tools: whether the template writes the tools of a request into the prompt.
+    """
+
+    head: str
+    middle: str
+    tail: str
+    open: str = ""
+    separator: str = ""
+    close: str = ""
+    several: bool = True
+    index: int = 0
+    parameters: ParameterForm | None = None
+    text_mark: str = ""
+    as_text: bool = False
+    id_length: int = 0
+    shows_tools: bool = True
+
+    @property
+    def starts_marked(self) -> bool:
+        """Whether something tells a call's beginning from text: more than white space, brackets and quotes."""
+        return bool(re.search(r"[^\[{(\"\s]", self.open + self.head.partition("{")[0]))
+
+    @property
+    def keys(self) -> ObjectKeys | None:
+        """The keys of a call that is one JSON object; None where it is not."""
+        if self.parameters is not None:
+            return None
+        for at in (found.start() for found in re.finditer("{", self.head)):
+            text = f"{self.head[at:]}{NAME}{self.middle}{{}}{self.tail}"
+            try:
+                value, end = json.JSONDecoder().raw_decode(text.replace(INDEX, "0"))
+            except ValueError:
+                continue
+            names = [key for key, part in value.items() if part == NAME]
+            arguments = [key for key, part in value.items() if part == {}]
+            if len(names) == len(arguments) == 1:
+                behind = len(text) - end
+                return ObjectKeys(
+                    names[0], arguments[0], self.head[:at], self.tail[len(self.tail) - behind :]
+                )
+        return None
+
+    def texts(self) -> Iterator[str]:
+        """All texts of the description, which may have control tokens in them."""
+        yield from (self.open, self.head, self.middle, self.tail, self.separator, self.close, self.text_mark)
+        if self.parameters is not None:
+            parts = self.parameters
+            yield from (parts.head, parts.tail, parts.between, parts.quote)
+            yield from self.parameters.separators.values()
+
+    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, each with its name and arguments, as an answer has them."""
+        texts = []
+        for number, (name, arguments) in enumerate(calls):
+            call = f"{self.head}{NAME}{self.middle}{self._arguments(arguments)}{self.tail}"
+            slots = {NAME: name, INDEX: str(self.index + number), ID: f"call{number:05d}"}
+            texts.append("".join(slots.get(part, part) for part in re.split(f"([{SLOTS}])", call)))
+        return f"{self.open}{self.separator.join(texts)}{self.close}"
+
+    def _arguments(self, arguments: Mapping[str, Any]) -> str:
+        form = self.parameters
+        if form is None:
+            return json.dumps(arguments, ensure_ascii=False)
+        texts = []
+        for key, value in arguments.items():
+            quoted = isinstance(value, str)
+            text = f"{form.quote}{value}{form.quote}" if quoted else json.dumps(value, ensure_ascii=False)
+            texts.append(f"{form.head}{key}{form.separators[json_type(value)]}{text}{form.tail}")
+        return form.between.join(texts)
+
+
+class CallGrammar:
+    """The grammar of an answer that must be calls. `literal` writes a text of the form: markers, where it has such."""
+
+    def __init__(self, form: CallForm, literal: Callable[[str], str]) -> None:
+        self._form = form
+        self._literal = literal
+
+    def lark(self, tools: tuple[Tool, ...], several: bool) -> str:
+        form = self._form
+        more = f"({self._text(form.separator)} one)*" if several and form.several else ""
+        start = f"start: {self._text(form.open)} one {more} {self._text(form.close)}"
+        one = " | ".join(f"call{n}" for n in range(len(tools)))
+        rules = [rule for n, tool in enumerate(tools) for rule in self._call(n, tool)]
+        return "\n".join([start, f"one: {one}", *rules])
+
+    def _call(self, number: int, tool: Tool) -> Iterator[str]:
+        form, rule = self._form, f"call{number}"
+        head, middle, tail = (self._text(text, tool.name) for text in (form.head, form.middle, form.tail))
+        if form.parameters is None:
+            arguments = arguments_grammar(tool)
+        else:
+            arguments = f"{rule}_arguments"
+            yield from self._parameters(f"{rule}_", tool, form.parameters)
+            if form.middle.endswith("\n"):  # some templates end this line twice where there is no parameter
+                middle += ' "\\n"?'
+        yield f"{rule}: {head} {json.dumps(tool.name)} {middle} {arguments} {tail}"
+
+    def _parameters(self, prefix: str, tool: Tool, form: ParameterForm) -> Iterator[str]:
+        """Rules of parameters in the order of the schema, those that are not required left out at will.
+
+        With a text between two, a rule `_from{n}` is what may follow once there was one.
+        """
+        properties = _properties(tool)
+        required = tool.parameters.get("required", ())
+        for n, (key, schema) in enumerate(properties.items()):
+            values = " | ".join(self._values(schema, form, prefix))
+            yield f"{prefix}p{n}: {self._text(form.head)} {json.dumps(key)} ({values})"
+        if form.bare:
+            yield from _BARE_RULES.format(
+                p=prefix, quote=self._text(form.quote), text=self._free(form.quote)
+            ).splitlines()
+        between = self._text(form.between)
+        count = len(properties)
+        for n, key in enumerate(properties):
+            optional = "" if key in required else "?"
+            yield f"{prefix}more{n}: ({between} {prefix}p{n}){optional} {prefix}more{n + 1}"
+            skip = "" if key in required else f" | {prefix}first{n + 1}"
+            yield f"{prefix}first{n}: {prefix}p{n} {prefix}more{n + 1}{skip}"
+        yield f'{prefix}more{count}: ""'
+        yield f'{prefix}first{count}: ""'
+        yield f"{prefix}arguments: {prefix}first0"
+
+    def _values(self, schema: Any, form: ParameterForm, prefix: str) -> Iterator[str]:
+        """Alternatives of separator, value and tail. Strings stand as they are, other values as JSON."""
+        types = types_of(schema)
+        tail = self._text(form.tail)
+        if "string" in types:
+            yield f"{self._text(form.separators['string'])} {self._string(schema, form)}"
+        others = [each for each in types if each != "string"]
+        for separator in dict.fromkeys(
+            form.separators.get(kind, form.separators["object"]) for kind in others
+        ):
+            kinds = [
+                each for each in others if form.separators.get(each, form.separators["object"]) == separator
+            ]
+            given = {**schema, "type": kinds} if "type" in schema else {**schema}
+            if isinstance(values := schema.get("enum"), list):
+                given["enum"] = [each for each in values if not isinstance(each, str)]
+            value = f"{prefix}bare" if form.bare and {"object", "array"} & {*kinds} else inline_json(given)
+            yield f"{self._text(separator)} {value} {tail}"
+
+    def _string(self, schema: Any, form: ParameterForm) -> str:
+        """A string and the tail, which ends it. Its `pattern` and `format` are not enforced."""
+        chosen = [schema["const"]] if "const" in schema else schema.get("enum")
+        begin, end = self._text(form.quote), form.quote + form.tail
+        if chosen:
+            texts = [json.dumps(each) for each in chosen if isinstance(each, str)]
+            return f"{begin} ({' | '.join(texts)}) {self._text(end)}"
+        if "maxLength" in schema:
+            length = f"(?s:.){{{int(schema.get('minLength', 0))},{int(schema['maxLength'])}}}"
+            return f"{begin} /{length}/ {self._text(end)}"
+        return f"{begin} {self._free(end)}"
+
+    def _free(self, end: str) -> str:
+        """Any text, and `end` behind it."""
+        if self._literal(end).startswith("<["):  # no text matches a control token
+            return f"/{_FREE_TEXT}/ {self._text(end)}"
+        return f"%lark {{\nstart: text\ntext[suffix={json.dumps(end)}]: /{_FREE_TEXT}/\n}}"
+
+    def _text(self, text: str, name: str = "") -> str:
+        """A text of the form as an expression."""
+        slots = {
+            NAME: json.dumps(name),
+            ID: f"/{_ID_CHARACTERS}{{1,64}}/" if not self._form.id_length else "/[a-zA-Z0-9]{9}/",
+            INDEX: "/[0-9]{1,3}/",
+        }
+        parts = re.split(f"([{NAME}{ID}{INDEX}])", text)
+        return " ".join(slots.get(part) or self._literal(part) for part in parts if part)
+
+
+def arguments_grammar(tool: Tool) -> str:
+    """A tool's arguments in a grammar. Its schema may leave out that they are an object."""
+    combined = {"type", "$ref", "anyOf", "oneOf", "allOf"} & tool.parameters.keys()
+    return inline_json(tool.parameters if combined else {"type": "object", **tool.parameters})
+
+
+def _properties(tool: Tool) -> dict[str, Any]:
+    """The schemas of a tool's parameters, each with the definitions that it may refer to."""
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    given = tool.parameters.get("properties")
+    return {
+        key: {**shared, **schema} if isinstance(schema, Mapping) else {}
+        for key, schema in (given.items() if isinstance(given, Mapping) else ())
+    }
+
+
+_ALL_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
+
+
+def types_of(schema: Any) -> tuple[str, ...]:
+    """The JSON types that a value of this schema may have; all where it does not say."""
+    if not isinstance(schema, Mapping):
+        return _ALL_TYPES
+    given = schema.get("type")
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, list | tuple):
+        return tuple(str(each) for each in given)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values:
+        return tuple(dict.fromkeys("null" if each is None else json_type(each) for each in values))
+    parts = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(parts, list) and parts:
+        return tuple(dict.fromkeys(kind for part in parts for kind in types_of(part)))
+    return _ALL_TYPES if "$ref" not in schema else ("object",)
+
+
+def json_type(value: Any) -> str:
+    """The name that JSON schemas have for a value's type, of those that `ParameterForm.separators` tells apart."""
+    if isinstance(value, bool):
+        return "boolean"
+    names = {str: "string", int: "integer", float: "number", list: "array"}
+    return next((name for kind, name in names.items() if isinstance(value, kind)), "object")
+
+
+def common_start(*texts: str) -> str:
+    """The longest beginning that all texts have."""
+    same = itertools.takewhile(lambda found: len(set(found)) == 1, zip(*texts, strict=False))
+    return "".join(found[0] for found in same)
