@@ -20,7 +20,7 @@ def chat(
 ) -> None:
     """Talk with a model; /help lists the commands."""
     params = replace(params, constraint=constraint.spec())
-    from quengine.cli.repl import Repl
+    from quengine.cli.chat.repl import Repl
     from quengine.request.chat_session import ChatSession
 
     with load_llm(model, replace(config, reuse_prefix=True)) as llm:
