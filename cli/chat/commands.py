@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from quengine.cli.chat.arguments import file_name, suggestion
+from quengine.cli.chat.arguments import file_name, one_word, suggestion
 from quengine.cli.chat.attachment import read_attachment
 from quengine.cli.chat.clipboard import copy
 from quengine.cli.chat.notes import note
+from quengine.cli.chat.session_file import SessionFile, excerpt, save, session_lines, session_path
 from quengine.cli.chat.settings import changed, settings_lines
 from quengine.cli.report import print_report
 from quengine.errors import EngineError
@@ -29,7 +30,7 @@ class Command:
     argument: str
     help: str
     run: "Callable[[Repl, str], None]"
-    completes: Literal["", "path", "setting"] = ""
+    completes: Literal["", "path", "session", "setting"] = ""
 
 
 def run_command(repl: "Repl", line: str) -> None:
@@ -77,9 +78,7 @@ def _edit(repl: "Repl", text: str) -> None:
 
 
 def _undo(repl: "Repl", _: str) -> None:
-    text = repl.session.undo()
-    line = " ".join(text.split())
-    note(f"dropped: {line if len(line) <= 60 else line[:60] + '...'}")
+    note(f"dropped: {excerpt(repl.session.undo())}")
 
 
 def _set(repl: "Repl", text: str) -> None:
@@ -107,15 +106,28 @@ def _copy(repl: "Repl", _: str) -> None:
 
 
 def _save(repl: "Repl", text: str) -> None:
-    path = file_name("save", text)
-    repl.session.save(path)
+    kept = repl.session_file.path if repl.session_file is not None and not text else None
+    path = kept or session_path(one_word("save", text))
+    save(repl.session, path)
     note(f"saved {len(repl.session.messages)} messages to {path}")
 
 
 def _load(repl: "Repl", text: str) -> None:
-    path = file_name("load", text)
+    path = session_path(one_word("load", text))
     repl.session.load(path)
+    if repl.session_file is not None:  # what is loaded goes on in its own file
+        repl.session_file = SessionFile(repl.session, path)
     note(f"loaded {len(repl.session.messages)} messages from {path}")
+
+
+def _sessions(repl: "Repl", _: str) -> None:
+    lines = list(session_lines())
+    for line in lines:
+        note(line)
+    if not lines:
+        note("no session is kept; /save NAME keeps this one, --session NAME saves it after each answer")
+    elif repl.session_file is not None:
+        note(f"this one is kept in {repl.session_file.path}")
 
 
 def _stats(repl: "Repl", _: str) -> None:
@@ -143,8 +155,9 @@ COMMANDS = {
     ),
     "file": Command("PATH", "send a text file with the next message", _file, "path"),
     "copy": Command("", "the last answer to the clipboard", _copy),
-    "save": Command("FILE", "write the conversation to a file", _save, "path"),
-    "load": Command("FILE", "go on with a saved conversation", _load, "path"),
+    "save": Command("NAME|FILE", "write the conversation to a file", _save, "session"),
+    "load": Command("NAME|FILE", "go on with a saved conversation", _load, "session"),
+    "sessions": Command("", "the conversations saved by name", _sessions),
     "stats": Command("", "what the last answer cost, and how full the context is", _stats),
     "exit": Command("", "leave (also /quit and Ctrl-D)", _exit),
     "quit": Command("", "leave", _exit),

@@ -6,6 +6,7 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 
 from quengine.cli.chat.commands import COMMANDS
+from quengine.cli.chat.session_file import session_names
 from quengine.cli.chat.settings import setting_names
 
 
@@ -27,7 +28,10 @@ class CommandCompleter(Completer):
                     yield Completion(known, -len(name), display=shown, display_meta=command.help)
         elif name in COMMANDS:
             kind = COMMANDS[name].completes
-            if kind == "path":
+            if kind == "session":
+                matching = (each for each in session_names() if each.startswith(rest))
+                yield from (Completion(each, -len(rest), display_meta="session") for each in matching)
+            if kind in ("path", "session"):
                 yield from self._paths.get_completions(Document(rest), complete_event)
             elif kind == "setting" and " " not in rest:
                 matching = (each for each in setting_names() if each.startswith(rest))

@@ -1,6 +1,5 @@
 """Messages typed at the terminal, edited with prompt_toolkit."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from quengine.cli.chat.completion import CommandCompleter, is_command
 from quengine.cli.chat.notes import note
+from quengine.cli.chat.state_folder import state_folder
 
 
 class TerminalPrompt:
@@ -53,10 +53,9 @@ class TerminalPrompt:
 
 def _history() -> History:
     """What was typed before, in a file that only the user can read; without one where it cannot be written."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
-    path = state / "quengine" / "chat_history"
+    path = Path("chat_history")
     try:
-        path = path.expanduser()
+        path = state_folder() / path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
     except (OSError, RuntimeError) as error:  # the latter where there is no home folder

@@ -14,6 +14,7 @@ from quengine.cli.chat.attachment import Attachment
 from quengine.cli.chat.commands import run_command
 from quengine.cli.chat.notes import note
 from quengine.cli.chat.piped import piped_lines
+from quengine.cli.chat.session_file import SessionFile, excerpt
 from quengine.cli.terminal import AnswerPrinter, write_text
 from quengine.errors import EngineError
 from quengine.request.chat_session import ChatSession
@@ -27,11 +28,12 @@ class Repl:
     """Reads messages and commands until the end of input.
 
     On a terminal an error is one line and the conversation goes on; piped in, it ends the program. `attachments` go
-    with the next message.
+    with the next message; `session_file`, if any, is written whenever a line changed the conversation.
     """
 
-    def __init__(self, session: ChatSession) -> None:
+    def __init__(self, session: ChatSession, session_file: SessionFile | None = None) -> None:
         self.session = session
+        self.session_file = session_file
         self.attachments: list[Attachment] = []
         self.leaving = False
         self._prompt = _terminal_prompt() if sys.stdin.isatty() and sys.stdout.isatty() else None
@@ -42,9 +44,12 @@ class Repl:
             llm = self.session.llm
             note(f"{llm.model_config.name}, context {llm.ctx_size} tokens, seed {self.session.params.seed}")
             note("/help lists the commands, Ctrl-D leaves")
+        self._resume()
         for line in piped_lines() if self._prompt is None else self._prompt.lines():
             try:
                 self._take(line)
+                if self.session_file is not None:
+                    self.session_file.write()
             except EngineError as error:
                 if self._prompt is None:
                     raise
@@ -84,6 +89,14 @@ class Repl:
         if self._prompt is None:
             raise EngineError("/edit opens the message in the prompt of a terminal; elsewhere: /edit TEXT")
         return self._prompt.edit(messages[-1])
+
+    def _resume(self) -> None:
+        if self.session_file is None or not self.session_file.resume():
+            return
+        messages = self.session.messages
+        said = [each["content"] for each in messages if each["role"] == "user"]
+        latest = f", the last one of yours: {excerpt(said[-1])}" if said else ""
+        note(f"resumed {self.session_file.path}: {len(messages)} messages{latest}")
 
     def _take(self, line: str) -> None:
         if not line.strip():

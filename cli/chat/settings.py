@@ -71,7 +71,9 @@ def _spellings(field: Field[Any]) -> list[str]:
 
 
 def _field(name: str) -> Field[Any]:
-    known = {spelling: field for field in reversed(_flagged()) for spelling in _spellings(field)}
+    known: dict[str, Field[Any]] = {
+        spelling: field for field in reversed(_flagged()) for spelling in _spellings(field)
+    }
     wanted = name.lstrip("-").replace("-", "_")
     if wanted not in known:
         raise EngineError(f"no setting {name}{suggestion(wanted, known)}; /set lists them")

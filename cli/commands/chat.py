@@ -1,12 +1,23 @@
 """`engine chat`: a conversation in the terminal."""
 
 from dataclasses import replace
+from typing import Annotated
 
 from quengine.cli.flags import ConstraintFlags, Effort, Model, System, takes_options
 from quengine.cli.loading import load_llm
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.options import Flag
 from quengine.request.sampling_params import SamplingParams
+
+Session = Annotated[
+    str | None,
+    Flag(
+        "--session",
+        "Save the conversation after each answer under a name or in a file, and go on with it.",
+        metavar="NAME|FILE",
+    ),
+]
 
 
 @takes_options
@@ -17,10 +28,12 @@ def chat(
     config: EngineConfig,
     system: System = None,
     effort: Effort = None,
+    session: Session = None,
 ) -> None:
     """Talk with a model; /help lists the commands."""
     params = replace(params, constraint=constraint.spec())
     from quengine.cli.chat.repl import Repl
+    from quengine.cli.chat.session_file import SessionFile, session_path
     from quengine.request.chat_session import ChatSession
 
     with load_llm(model, replace(config, reuse_prefix=True)) as llm:
@@ -29,4 +42,6 @@ def chat(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "
                 f"engine generate --raw completes text with it"
             )
-        Repl(ChatSession(llm, params, system, llm.effort_variables(effort))).run()
+        conversation = ChatSession(llm, params, system, llm.effort_variables(effort))
+        file = SessionFile(conversation, session_path(session)) if session is not None else None
+        Repl(conversation, file).run()

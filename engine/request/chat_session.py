@@ -197,13 +197,18 @@ class ChatSession:
         Raises:
             EngineError: the file cannot be read or does not hold messages; the conversation stays as it was.
         """
-        try:
-            content = json.loads(read_text(path, "cannot load"))
-        except (ValueError, RecursionError) as error:
-            raise EngineError(f"{path} is not a saved conversation: {error}") from None
-        self.messages = _checked(content, path)
+        self.messages = read_messages(path)
         self.last = None
         self._turns.clear()
+
+
+def read_messages(path: Path) -> list[dict[str, str]]:
+    """The messages of a saved conversation. Raises EngineError where the file cannot be read or holds none."""
+    try:
+        content = json.loads(read_text(path, "cannot load"))
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"{path} is not a saved conversation: {error}") from None
+    return _checked(content, path)
 
 
 def _checked(content: object, path: Path) -> list[dict[str, str]]:
