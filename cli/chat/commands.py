@@ -16,8 +16,10 @@ from quengine.errors import EngineError
 if TYPE_CHECKING:
     from quengine.cli.chat.repl import Repl
 
-KEYS = """\
-  Ctrl-C stops an answer. Alt-Enter starts a new line. A message that begins with / is typed with //."""
+KEYS = '''\
+  Ctrl-C stops an answer. Alt-Enter, or lines between """ and """, make a message of several lines; Ctrl-X Ctrl-E opens
+  $EDITOR. A message that begins with / is typed with //.
+'''
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ def _help(repl: "Repl", _: str) -> None:
     del repl
     for name, command in COMMANDS.items():
         note(f"{f'/{name} {command.argument}':18} {command.help}")
-    note(KEYS.strip())
+    for line in KEYS.splitlines():
+        note(line.strip())
 
 
 def _reset(repl: "Repl", _: str) -> None:

@@ -3,16 +3,21 @@
 A name without dots and slashes stands for a file in the user's state folder (XDG_STATE_HOME); all else is a path.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from quengine.cli.chat.state_folder import state_folder
 from quengine.errors import EngineError
 from quengine.request.chat_session import ChatSession, read_messages
 
 _NAME = re.compile(r"\w[\w -]*")
+
+
+def state_folder() -> Path:
+    """XDG_STATE_HOME/quengine, ~/.local/state/quengine by default. Raises RuntimeError without a home folder."""
+    return (Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "quengine").expanduser()
 
 
 def session_path(text: str) -> Path:

@@ -19,6 +19,8 @@ Session = Annotated[
     ),
 ]
 
+Markdown = Annotated[bool, Flag("--markdown/--no-markdown", "On a terminal, render the markdown of answers.")]
+
 
 @takes_options
 def chat(
@@ -29,6 +31,7 @@ def chat(
     system: System = None,
     effort: Effort = None,
     session: Session = None,
+    markdown: Markdown = True,
 ) -> None:
     """Talk with a model; /help lists the commands."""
     params = replace(params, constraint=constraint.spec())
@@ -44,4 +47,4 @@ def chat(
             )
         conversation = ChatSession(llm, params, system, llm.effort_variables(effort))
         file = SessionFile(conversation, session_path(session)) if session is not None else None
-        Repl(conversation, file).run()
+        Repl(conversation, file, markdown).run()
