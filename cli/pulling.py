@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
+from quengine.models.hub.hub_name import ModelNameError
 
 
 def fetch(name: str, offline: bool = False) -> Path:
@@ -21,14 +22,18 @@ def fetch(name: str, offline: bool = False) -> Path:
 
 
 def offer_pull(name: str) -> None:
-    """Ask on a terminal whether to pull a model that is not on this machine; other names are left as they are.
+    """Ask on a terminal whether to pull a model that is not on this machine.
+
+    A name that stands for nothing is left to who opens the model, and says what it is for.
 
     Raises:
         ModelNotHereError: nobody can be asked, or the answer is no; the message has the command to fetch it.
-        EngineError: the name stands for nothing, or the pull failed.
+        EngineError: the pull failed.
     """
     try:
         resolve_model(name)
+    except ModelNameError:
+        return
     except ModelNotHereError:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise
