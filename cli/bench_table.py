@@ -69,7 +69,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _write_md(rows: Iterator[BenchRow]) -> None:
-    """The table as it grows; what the percentages are of, and profiles, below it."""
+    """The table as it grows; what the percentages are of, where experts are, and profiles, below it."""
     shown: list[BenchRow] = []
     headed: tuple[_Column, ...] = ()
     for row in rows:
@@ -86,6 +86,8 @@ def _write_md(rows: Iterator[BenchRow]) -> None:
         shown.append(row)
     if shown and shown[0].device.startswith("cuda"):
         print(f"\n{_yardsticks(shown[0])}")
+    for line in dict.fromkeys(f"{row.model.name}: {row.placement}." for row in shown if row.placement):
+        print(f"\n{line}")
     for row in shown:
         _print_profiles(row)
 

@@ -61,6 +61,7 @@ class EngineConfig:
             a few percent faster and takes its time at the start.
         cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
             computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
+        chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
 
     Raises:
@@ -137,6 +138,7 @@ class EngineConfig:
         Range(0),
         Flag("--n-cpu-moe -ncmoe", "The same for the experts of the first N layers.", RUN_PANEL, "N"),
     ] = 0
+    chat_template: str | None = None
     progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -158,6 +160,11 @@ class EngineConfig:
     def speculates(self) -> bool:
         """Whether tokens are drafted."""
         return self.draft_model is not None or self.draft_ngram > 0
+
+    @property
+    def places_experts(self) -> bool:
+        """Whether experts are to stay in host memory."""
+        return self.cpu_moe or self.n_cpu_moe > 0
 
     def values(self) -> dict[str, Any]:
         """The fields by name, for another process: without `progress`."""

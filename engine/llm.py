@@ -23,6 +23,7 @@ from quengine.load import load_model
 from quengine.memory import attended_bytes
 from quengine.platform.machine import peak_memory
 from quengine.request.chat_format import ChatFormat
+from quengine.request.chat_options import ReasoningFormat
 from quengine.request.output import Completion
 from quengine.request.pooling import Pool, Pooling
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
@@ -63,7 +64,7 @@ class LLM:
         self.loaded = load_model(model, config, config.progress)
         self.tokenizer = self.loaded.checkpoint.tokenizer()
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
-        self.chat_template = self.loaded.checkpoint.chat_template()
+        self.chat_template = self.loaded.checkpoint.chat_template(config.chat_template)
         missing = f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)"
         self._chat = ChatFormat(self.tokenizer, self.chat_template, missing)
         self.model_config = self.loaded.checkpoint.config
@@ -142,23 +143,33 @@ class LLM:
 
     def stream_chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> ChatStream:
         """Answer a conversation; iterating yields pieces of text as they become certain."""
-        return self.stream_answer(self.encode_chat(messages), params)
+        return self.stream_answer(self.encode_chat(messages, None, self.effort_variables(None)), params)
 
     def stream_answer(
-        self, prompt: Prompt, params: SamplingParams | None = None, use: ToolUse | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        use: ToolUse | None = None,
+        *,
+        reasoning_budget: int = -1,
+        reasoning_format: ReasoningFormat = "auto",
     ) -> ChatStream:
         """As `stream_chat`, for a conversation that is encoded. `use`: the tools that may be called.
 
-        `params.constraint` holds the answer's text; the model may reason before it.
+        `params.constraint` holds the answer's text; the model may reason before it, with `reasoning_budget` tokens at
+        most (-1: any number). With the format "none" its reasoning stays in the text.
 
         Raises:
-            EngineError: as `stream`; or a tool's schema is no JSON schema.
+            EngineError: as `stream`; a tool's schema is no JSON schema; or the model has no such budget or format.
         """
         self._lock.check_process()
         form, use, params = self.answer_format, use or ToolUse(), params or SamplingParams()
         ids = self._prompt_ids(prompt)
         end = self._chat.end_of(ids)
-        params = replace(params, constraint=form.constraint(use, params.constraint, end))
+        if reasoning_format == "none":
+            form = form.with_reasoning_in_text()
+        spec = form.bounded(form.constraint(use, params.constraint, end), end, reasoning_budget)
+        params = replace(params, constraint=spec)
         sequence = self._sequences.make(ids, params, show_special=form.shown(use))
         return ChatStream(self, sequence, partial(form.parser, use, end))
 
@@ -181,6 +192,8 @@ class LLM:
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
         """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.
+
+        With pooling "none" the rows themselves, one behind the other.
 
         Raises:
             EngineError: a prompt does not fit the context, or hidden values were not finite.
@@ -215,10 +228,14 @@ class LLM:
         check_text(text, "the prompt")
         return self.tokenizer.encode(text, bos=self.tokenizer.add_bos, special=special)
 
-    def effort_variables(self, effort: str | None) -> dict[str, str]:
-        """`variables` of `encode_chat` for a reasoning effort. Raises EngineError where the template takes no such."""
+    def effort_variables(self, effort: str | None, budget: int = -1) -> dict[str, Any]:
+        """`variables` of `encode_chat` for a reasoning effort; a budget of 0 switches reasoning off.
+
+        Raises:
+            EngineError: the template takes no such effort.
+        """
         try:
-            return self._chat.effort_variables(effort)
+            return self._chat.effort_variables(effort, budget)
         except EngineError as error:
             raise EngineError(f"reasoning effort {error}") from None
 
@@ -311,7 +328,7 @@ class LLM:
         """What a finished or interrupted sequence has come to."""
         return sequence.completion(
             load_s=self.loaded.load_s,
-            weight_bytes=self.loaded.decoder.bytes_per_token,
+            step_bytes=self.loaded.decoder.step_bytes,
             cache_bytes=self.cache_bytes,
             peak=peak_memory(),
         )

@@ -37,7 +37,8 @@ REFERENCE_BYTES_A_WEIGHT = 8
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and the one that drafts for it. `notes` are lines for the user: what was chosen and why."""
+    """A model ready to run, and the one that drafts for it. `notes` are lines for the user: what was chosen and why.
+    `experts`: those of the model in host memory beside a CUDA device."""
 
     path: Path
     checkpoint: Checkpoint
@@ -46,6 +47,7 @@ class LoadedModel:
     threads: int
     load_s: float
     notes: list[str]
+    experts: ExpertPlacement
     draft: DraftModel | None = None
     draft_checkpoint: Checkpoint | None = None
 
@@ -91,7 +93,7 @@ def load_model(
     made = _Machine(config, device, threads, free, progress, experts)
     runner = made.runner(checkpoint, ctx_size, pools)
     notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
-    if config.cpu_moe or config.n_cpu_moe:
+    if config.places_experts:
         notes.append(experts.note())
     if config.draft_ngram:
         notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
@@ -109,7 +111,7 @@ def load_model(
         "loaded in %.2f s: %s backend, %d threads, up to %d tokens of a prompt at once",
         *(load_s, runner.decoder.backend.name, threads, runner.decoder.chunk_size),
     )
-    return LoadedModel(path, checkpoint, runner, device, threads, load_s, notes, drafts, draft)
+    return LoadedModel(path, checkpoint, runner, device, threads, load_s, notes, experts, drafts, draft)
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:

@@ -16,7 +16,8 @@ from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.sampling import Choose, Logits
 from quengine.request.sampling_params import SamplingParams
-from quengine.structured.constraint import Constraint, Mask
+from quengine.structured.constraint import Mask
+from quengine.structured.token_mask import TokenMask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,7 +87,7 @@ class Sampler:
         params: SamplingParams,
         vocab_size: int,
         stream: int = 0,
-        constraint: Constraint | None = None,
+        constraint: TokenMask | None = None,
         choose: Choose = sampling.sample,
     ) -> None:
         if params.seed is None:
@@ -149,7 +150,7 @@ class Sampler:
         if self.constraint is None:
             return "logit_bias bans every token, none is left to choose"
         return (
-            "the constraint allows no token of this vocabulary that logit_bias and ignore_eos leave, "
+            "the constraint allows no token of this vocabulary that logit_bias, min_tokens and ignore_eos leave, "
             "none is left to choose"
         )
 

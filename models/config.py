@@ -6,7 +6,7 @@ What the two sources call things is in `gguf.config_gguf` and `hf.config_hf`, wh
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from math import isfinite, log, sqrt
+from math import isfinite, log, pow, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
 from quengine.kernels.kv.cache_types import CacheType, row_bytes
@@ -126,11 +126,11 @@ class ExpertConfig:
     shared_feed_forward_length: int = 0
     dense_layers: tuple[int, ...] = ()
 
-    def expected(self, rows: int) -> float:
-        """How many experts of a layer a step of `rows` rows is expected to read: `E (1 - (1 - k/E)^rows)`, if each
-        row's k experts are as likely as any others.
+    def expected(self, rows: float) -> float:
+        """How many experts of a layer a step of `rows` rows (of steps, their mean) is expected to read:
+        `E (1 - (1 - k/E)^rows)`, if each row's k experts are as likely as any others.
         """
-        return self.count * (1.0 - (1.0 - self.router.used / self.count) ** rows)
+        return self.count * (1.0 - pow(1.0 - self.router.used / self.count, rows))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from quengine.cli.loading import load_llm
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.options import Flag
+from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 
 Session = Annotated[
@@ -28,6 +29,7 @@ def chat(
     params: SamplingParams,
     constraint: ConstraintFlags,
     config: EngineConfig,
+    options: ChatOptions,
     system: System = None,
     effort: Effort = None,
     session: Session = None,
@@ -39,12 +41,14 @@ def chat(
     from quengine.cli.chat.session_file import SessionFile, session_path
     from quengine.request.chat_session import ChatSession
 
-    with load_llm(model, replace(config, reuse_prefix=True)) as llm:
+    config = replace(config, reuse_prefix=True, chat_template=options.source())
+    with load_llm(model, config) as llm:
         if llm.chat_template is None:
             raise EngineError(
                 f"{llm.loaded.path.name} has no chat template, so it cannot chat; "
                 f"engine generate --raw completes text with it"
             )
-        conversation = ChatSession(llm, params, system, llm.effort_variables(effort))
+        variables = {**llm.effort_variables(effort, options.reasoning_budget), **options.variables}
+        conversation = ChatSession(llm, params, system, variables, options)
         file = SessionFile(conversation, session_path(session)) if session is not None else None
         Repl(conversation, file, markdown).run()

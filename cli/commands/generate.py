@@ -18,6 +18,7 @@ from quengine.config import EngineConfig
 from quengine.errors import EngineError, visible
 from quengine.options import Flag
 from quengine.platform.input_files import read_stream, read_text, universal_newlines
+from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def generate(
     params: SamplingParams,
     constraint: ConstraintFlags,
     config: EngineConfig,
+    options: ChatOptions,
     text: Annotated[
         str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")
     ] = None,
@@ -65,14 +67,17 @@ def generate(
     """Generate text from a prompt."""
     params = replace(params, logprobs=flags.logprobs, constraint=constraint.spec())
     source = _prompt_text(text, flags)
-    with load_llm(model, config) as llm:
+    with load_llm(model, replace(config, chat_template=options.source())) as llm:
         chat = _is_chat(llm, flags)
-        ids = _prompt_ids(llm, source, flags, chat)
+        ids = _prompt_ids(llm, source, flags, options, chat)
         if flags.show_prompt:
             print(visible(llm.tokenizer.decode(ids, skip_special=False)), file=sys.stderr)
         parsed = chat and not flags.special
+        budget, form = options.reasoning_budget, options.reasoning_format
         stream = (
-            llm.stream_answer(ids, params) if parsed else llm.stream(ids, params, show_special=flags.special)
+            llm.stream_answer(ids, params, reasoning_budget=budget, reasoning_format=form)
+            if parsed
+            else llm.stream(ids, params, show_special=flags.special)
         )
         llm.warm_up(params)  # else the first tokens would wait until their step is captured
         try:
@@ -112,17 +117,24 @@ def _is_chat(llm: "LLM", flags: PromptFlags) -> bool:
     return llm.chat_template is not None if flags.chat is None else flags.chat
 
 
-def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, chat: bool) -> list[int]:
+def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, options: ChatOptions, chat: bool) -> list[int]:
+    """The prompt, by the template with `chat`. Raises EngineError where a flag would have no effect."""
     if not chat:
-        for flag, given in (("--system", flags.system), ("--reasoning-effort", flags.effort)):
-            if given is not None:
+        for flag, given in (
+            ("--system", flags.system is not None),
+            ("--reasoning-effort", flags.effort is not None),
+            ("--chat-template-kwargs", options.template_kwargs is not None),
+            ("--reasoning-budget", options.reasoning_budget >= 0),
+        ):
+            if given:
                 raise EngineError(
                     f"{flag} needs a chat template: leave it out, or use --chat with a model that has one"
                 )
         return llm.encode(source, special=flags.special)
     messages = [{"role": "system", "content": flags.system}] if flags.system is not None else []
     asked = {"role": "user", "content": source}
-    return llm.encode_chat([*messages, asked], variables=llm.effort_variables(flags.effort))
+    variables = {**llm.effort_variables(flags.effort, options.reasoning_budget), **options.variables}
+    return llm.encode_chat([*messages, asked], variables=variables)
 
 
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:

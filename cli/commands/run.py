@@ -13,6 +13,7 @@ from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.options import MODEL_HELP, Flag
 from quengine.platform.input_files import read_stream, universal_newlines
+from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 
 HUBS = ("hf.co/", "huggingface.co/")
@@ -24,6 +25,7 @@ def run_model(
     params: SamplingParams,
     constraint: ConstraintFlags,
     config: EngineConfig,
+    options: ChatOptions,
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     words: Annotated[
         list[str] | None,
@@ -43,7 +45,13 @@ def run_model(
         if model.startswith(hub):
             model = f"hf:{model.removeprefix(hub)}"
     text = _prompt(words or [])
-    common = {"model": model, "params": params, "constraint": constraint, "config": config}
+    common = {
+        "model": model,
+        "params": params,
+        "constraint": constraint,
+        "config": config,
+        "options": options,
+    }
     if text is None:
         inspect.unwrap(chat)(**common, system=system, effort=effort, session=session, markdown=markdown)
         return

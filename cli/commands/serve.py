@@ -1,4 +1,4 @@
-"""`engine serve`: the OpenAI API and llama-server's over HTTP, and a chat page."""
+"""`engine serve`: the APIs of OpenAI, Anthropic, llama-server and Ollama over HTTP, and a chat page."""
 
 import sys
 from dataclasses import replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @takes_options
 def serve(model: Model, settings: ServerSettings, config: EngineConfig) -> None:
-    """Serve a model over HTTP: OpenAI's API, llama-server's, and a chat page."""
+    """Serve a model over HTTP: OpenAI's API, Anthropic's, llama-server's, Ollama's, and a chat page."""
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.server import Server
 
@@ -25,7 +25,8 @@ def serve(model: Model, settings: ServerSettings, config: EngineConfig) -> None:
         if needed is not None:
             resolve_model(str(needed))
     settings = replace(settings, model_names=settings.model_names or (_name(model),))
-    config = replace(config, parallel=settings.parallel, reuse_prefix=True)
+    template = settings.chat.source()
+    config = replace(config, parallel=settings.parallel, reuse_prefix=True, chat_template=template)
     Server(settings, lambda: _make_engine(model, config), _print_status).run_until_stopped()
 
 

@@ -1,15 +1,37 @@
 """How a model's conversations are written: prompts by its chat template, answers in a form of their own."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from quengine.errors import EngineError
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
 from quengine.models.tokenizer import Tokenizer
-from quengine.structured.answer_format import PROMPT_TOKENS, AnswerFormat, answer_format, effort_variables
+from quengine.structured.answer_format import (
+    PROMPT_TOKENS,
+    AnswerFormat,
+    answer_format,
+    effort_variables,
+    switch_variables,
+)
+from quengine.structured.reasoning.tags import reasoning_in
 
 Messages = Sequence[Mapping[str, Any]]
+Ending = Literal["answer", "nothing", "continued"]
+"""How a prompt ends: where an answer begins, behind the last message, or within the last message, an answer."""
+_DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y %H:%M:%S GMT"}
+"""Variables for the date in templates of Llama 3 and Firefunction; most call strftime_now."""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a template is given, and what follows the text that it renders (`encode_chat`)."""
+
+    messages: Messages
+    variables: Mapping[str, Any]
+    tail: Sequence[tuple[str, str]] = ()
 
 
 class ChatFormat:
@@ -38,7 +60,13 @@ class ChatFormat:
         """The end of a prompt as text, which `answers` takes."""
         return self._tokenizer.decode(prompt[-PROMPT_TOKENS:], skip_special=False)
 
-    def render(self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        messages: Messages,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
+    ) -> str:
         """The prompt of a conversation as text.
 
         tools: as `answers.tools` gives them. variables: more names for the template.
@@ -46,18 +74,62 @@ class ChatFormat:
         Raises:
             EngineError: the model has no template, or the template fails (with its line).
         """
-        return self._needed().render(self.answers.messages(messages), tools=tools, variables=variables)
+        template, written = self._needed(), self._written(messages, tools, variables, ending)
+        text = template.render(written.messages, ending != "nothing", tools, written.variables)
+        return text + "".join(part for pair in written.tail for part in pair)
 
     def encode(
-        self, messages: Messages, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
+        self,
+        messages: Messages,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None,
+        ending: Ending = "answer",
     ) -> list[int]:
         """The prompt of a conversation as token ids, in which messages hold no control tokens; see `render`."""
-        template, given = self._needed(), self.answers.messages(messages)
-        return encode_chat(self._tokenizer, template, given, tools=tools, variables=variables)
+        template, written = self._needed(), self._written(messages, tools, variables or {}, ending)
+        return encode_chat(
+            self._tokenizer,
+            template,
+            written.messages,
+            ending != "nothing",
+            tools,
+            written.variables,
+            written.tail,
+        )
 
-    def effort_variables(self, effort: str | None) -> dict[str, str]:
-        """The template's variables for a reasoning effort. Raises EngineError where it takes no such value."""
-        return effort_variables(self.answers, self.source, effort)
+    def _written(
+        self,
+        messages: Messages,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending,
+    ) -> "_Written":
+        """What the template is given. An answer to be continued is not among it: it follows as the form writes it."""
+        variables = {**_dates(self.source or ""), **variables}
+        given = self.answers.messages(messages)
+        if ending != "continued":
+            return _Written(given, variables)
+        *before, last = given
+        if last.get("role") != "assistant":
+            raise EngineError("continue_final_message: the last message must be the assistant's")
+        if before and before[-1].get("role") == "assistant":
+            raise EngineError(
+                "messages: two of the assistant's stand at the end, and only one can be continued"
+            )
+        text, thought = str(last.get("content") or ""), reasoning_in(last)
+        if not thought:
+            variables |= switch_variables(self.answers, self.source, on=False)
+        prompt = self._needed().render(before, True, tools, variables)
+        return _Written(before, variables, self.answers.continuation(prompt, thought, text))
+
+    def effort_variables(self, effort: str | None, budget: int = -1) -> dict[str, Any]:
+        """The template's variables for a reasoning effort; a budget of 0 switches reasoning off.
+
+        Raises:
+            EngineError: the template takes no such effort.
+        """
+        given = effort_variables(self.answers, self.source, effort)
+        return given if budget else given | switch_variables(self.answers, self.source, on=False)
 
     def _rendered(
         self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -71,3 +143,8 @@ class ChatFormat:
         if self._template is None:
             raise EngineError(self._missing)
         return self._template
+
+
+def _dates(source: str) -> dict[str, str]:
+    now = {"date_string": datetime.now(), "datetime": datetime.now(UTC)}
+    return {name: now[name].strftime(form) for name, form in _DATES.items() if name in source}

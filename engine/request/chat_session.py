@@ -10,10 +10,11 @@ from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
 from quengine.platform.input_files import read_text
+from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import MAX_SEED, SamplingParams
 from quengine.structured.tool_calls import Delta, TextDelta
 
@@ -41,7 +42,7 @@ class ChatSession:
     """A conversation; `llm` should have been made with `reuse_prefix=True`.
 
     `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here. `variables` are more
-    names for the template.
+    names for the template, and `options` say what becomes of reasoning.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class ChatSession:
         llm: "LLM",
         params: SamplingParams,
         system: str | None = None,
-        variables: Mapping[str, str] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        options: ChatOptions | None = None,
     ) -> None:
         self.llm = llm
         self.variables = variables
+        self.options = options or ChatOptions()
         self.params = params.with_seed()
         self.messages: list[dict[str, str]] = []
         self.last: Completion | None = None
@@ -139,7 +142,12 @@ class ChatSession:
             rendered = self.llm.encode_chat(self.messages, variables=self.variables)
             self._turns = [turn for turn in self._turns if turn.messages < len(self.messages)]
             prompt = self._continued(rendered)
-            stream = self.llm.stream_answer(prompt, self._seeded())
+            stream = self.llm.stream_answer(
+                prompt,
+                self._seeded(),
+                reasoning_budget=self.options.reasoning_budget,
+                reasoning_format=self.options.reasoning_format,
+            )
             try:
                 yield from stream.deltas()
             finally:

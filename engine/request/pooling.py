@@ -1,4 +1,4 @@
-"""Embeddings: the hidden rows of a text pooled into one vector of unit length."""
+"""Embeddings: the hidden rows of a text pooled into one vector of unit length, or as they are."""
 
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -7,7 +7,7 @@ from quengine.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Pooling = Literal["mean", "last"]
+Pooling = Literal["mean", "last", "none"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
@@ -16,7 +16,7 @@ _STEPS = 2.0**40
 
 
 class Pool:
-    """Takes a text's hidden rows chunk by chunk, and pools them: their mean, or the last one.
+    """Takes a text's hidden rows chunk by chunk, and pools them: their mean, or the last one; `none` keeps them all.
 
     The mean is summed in whole numbers, so that it is the same to the last bit however the rows come.
 
@@ -30,10 +30,12 @@ class Pool:
         self.pooling = pooling
         self._last: Tensor | None = None
         self._sums: Tensor | None = None
+        self._rows: list[Tensor] = []
 
     def clear(self) -> None:
         """Drop the rows: they will come again from the first."""
         self._last = self._sums = None
+        self._rows.clear()
 
     def add(self, rows: "Tensor") -> None:
         """The next rows [T, n], on any device.
@@ -51,14 +53,21 @@ class Pool:
         if self.pooling == "last":
             self._last = rows[0].cpu()
             return
+        if self.pooling == "none":
+            self._rows.append(rows.cpu())
+            return
         whole = rows.round()
         sums = stack((whole, ((rows - whole) * _STEPS).round())).long().sum(1).cpu()
         self._sums = sums if self._sums is None else self._sums + sums
 
     def embedding(self) -> list[float]:
-        """The vector [n], of length 1 (of length 0 if all is zero)."""
+        """The vector [n], of length 1 (of length 0 if all is zero); without pooling the rows [T * n]."""
+        from torch import cat
         from torch.nn.functional import normalize
 
+        if self.pooling == "none":
+            rows: list[float] = cat(self._rows).flatten().tolist()
+            return rows
         pooled = self._last
         if self._sums is not None:
             whole, steps = self._sums.double()

@@ -27,7 +27,7 @@ MAX_PENALTY = 1e6
 PANEL = "Sampling"
 _TOKEN = Range(0, MAX_COUNT)
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
-_INTEGERS = ("max_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n")
+_INTEGERS = ("max_tokens", "min_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n")
 
 
 def _typed_biases(texts: Iterable[str]) -> dict[int, float]:
@@ -54,6 +54,8 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate; None: until the context is full.
+        min_tokens: no end token and none of `stop_token_ids` before so many tokens; stop strings and
+            `max_tokens` end the text anyhow.
         temperature: logits are divided by it; 0 takes the most likely token (greedy).
         top_k: keep the k most likely tokens; 0 or -1: all of them.
         top_p: keep the most likely tokens that together reach this probability; 1: all of them.
@@ -85,6 +87,7 @@ class SamplingParams:
             none=-1,
         ),
     ] = None
+    min_tokens: Annotated[int, Range(0, MAX_COUNT)] = 0
     temperature: Annotated[
         float, Range(0, MAX_PENALTY), Flag("--temp", "0 takes the most likely token.", PANEL)
     ] = 0.8

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,7 +30,8 @@ class Sequence:
         pool: takes the hidden rows of all of the prompt, with which the sequence then ends.
         scores: collects the log-probabilities of the prompt's tokens, where they are wanted.
         draft: tokens that may follow the newest one, to be computed with it in the next step.
-        drafts, drafted_tokens, accepted_tokens: steps with a draft, tokens drafted, those that the sequence accepted.
+        drafts_by_length: how many of its steps had a draft of each length, in tokens.
+        accepted_tokens: drafted tokens that the sequence accepted.
         draft_bytes: bytes read for drafts.
     """
 
@@ -56,8 +58,7 @@ class Sequence:
     pool: Pool | None = None
     scores: PromptScores | None = None
     draft: list[int] = field(default_factory=list)
-    drafts: int = 0
-    drafted_tokens: int = 0
+    drafts_by_length: Counter[int] = field(default_factory=Counter)
     accepted_tokens: int = 0
     draft_bytes: int = 0
 
@@ -132,16 +133,15 @@ class Sequence:
         return self.stream.finish()
 
     def completion(
-        self, load_s: float, weight_bytes: int, cache_bytes: Callable[[int], int], peak: int
+        self, load_s: float, step_bytes: Callable[[int], int], cache_bytes: Callable[[int], int], peak: int
     ) -> Completion:
         """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on.
 
-        cache_bytes(n): what the last of n tokens reads of the cache.
+        step_bytes(n): what a step of n rows reads of the weights. cache_bytes(n): what the last of n tokens reads of
+        the cache.
         """
         count = len(self.generated)
         mean_context = self.cached_at_token // count if count else 0
-        # A step that took drafted tokens read the weights once for all of them.
-        read = weight_bytes * max(1, count - self.accepted_tokens) + self.draft_bytes
         timings = Timings(
             load_s=load_s,
             prompt_tokens=self.num_prompt_tokens,
@@ -150,10 +150,10 @@ class Sequence:
             ttft_s=max(0.0, self.first_token - self.arrived),
             generated_tokens=count,
             decode_s=max(0.0, self.last_token - self.first_token),
-            bytes_per_token=(read // count if count else weight_bytes) + cache_bytes(mean_context),
+            bytes_per_token=self._weight_bytes(step_bytes) // max(1, count) + cache_bytes(mean_context),
             peak_bytes=peak,
-            drafts=self.drafts,
-            drafted_tokens=self.drafted_tokens,
+            drafts=self.drafts_by_length.total(),
+            drafted_tokens=sum(length * steps for length, steps in self.drafts_by_length.items()),
             accepted_tokens=self.accepted_tokens,
         )
         return Completion(
@@ -165,3 +165,13 @@ class Sequence:
             prompt_tokens=self.num_prompt_tokens,
             logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
         )
+
+    def _weight_bytes(self, step_bytes: Callable[[int], int]) -> int:
+        """What all of its steps read, and what read for its drafts. Rows of a step, its newest token's and those of the
+        drafted ones, share a pass over the weights; of a mixture of experts they read more of them.
+        """
+        alone = step_bytes(1)
+        more = sum(
+            steps * (step_bytes(1 + length) - alone) for length, steps in self.drafts_by_length.items()
+        )
+        return alone * max(1, len(self.generated) - self.accepted_tokens) + more + self.draft_bytes

@@ -13,6 +13,7 @@ from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.sampler import Sampler
 from quengine.structured.constraint import ConstraintCompiler
+from quengine.structured.token_mask import MinTokens, TokenMask
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,11 @@ class SequenceFactory:
         ids, params = self.checked(ids), self.resolved(params)
         spec = params.constraint
         constraint = None if spec is None else self.constraints.compile(spec, params.stop_token_ids)
-        sampler = Sampler(params, self.config.vocab_size, index, constraint, self.choose)
         end_ids = self.tokenizer.eos_ids | set(params.stop_token_ids)
+        mask: TokenMask | None = constraint
+        if params.min_tokens:
+            mask = MinTokens(params.min_tokens, end_ids, self.config.vocab_size, constraint)
+        sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose)
         stream = TextStream(self._shown_bytes(show_special), params.stop)
         return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size)
 

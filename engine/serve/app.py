@@ -1,7 +1,7 @@
 """The application: which function answers which path, and what every request passes on its way there."""
 
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -16,14 +16,18 @@ from starlette.routing import Route
 
 from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
-from quengine.serve.guard import Guard
-from quengine.serve.http import Catch, error_response, json_response
+from quengine.serve.guard import LOOPBACK_ORIGIN, Guard, cors_origins
+from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
 from quengine.serve.routes import status_routes, token_routes
+from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
-from quengine.serve.routes.embeddings import embeddings
+from quengine.serve.routes.infill import infill
 from quengine.serve.routes.native import completion
-from quengine.serve.routes.responses import responses
+from quengine.serve.routes.ollama.table import OLLAMA_ROUTES
+from quengine.serve.routes.responses.route import delete_response, responses, stored_response
+from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
+from quengine.serve.routes.vectors.rerank import rerank
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
 from quengine.serve.service import Service
@@ -80,13 +84,37 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("GET", "/v1/responses/{id}", stored_response),
+    ("DELETE", "/v1/responses/{id}", delete_response),
     ("POST", "/v1/embeddings", embeddings),
+    ("POST", "/embeddings", native_embeddings),
+    ("POST", "/embedding", native_embeddings),
+    ("POST", "/v1/rerank", rerank),
+    ("POST", "/rerank", rerank),
+    ("POST", "/v1/reranking", rerank),
+    ("POST", "/reranking", rerank),
+    ("POST", "/infill", infill),
     ("POST", "/completion", completion),
     ("POST", "/completions", completion),
     ("POST", "/tokenize", token_routes.tokenize),
     ("POST", "/detokenize", token_routes.detokenize),
     ("POST", "/apply-template", token_routes.apply_template),
+    *OLLAMA_ROUTES,
 )
+
+
+def _endpoints() -> dict[str, dict[str, Endpoint]]:
+    """The functions of each path by method: a path is one route, so that a 405 names all its methods."""
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for method, path, endpoint in ROUTES:
+        by_path.setdefault(path, {})[method] = endpoint
+    return by_path
+
+
+async def _dispatch(service: Service, endpoints: Mapping[str, Endpoint], request: Request) -> Response:
+    return await endpoints["GET" if request.method == "HEAD" else request.method](service, request)
 
 
 def make_app(service: Service) -> Starlette:
@@ -98,37 +126,46 @@ def make_app(service: Service) -> Starlette:
         service.metrics.answered(path if path in known else "other", status)
         service.metrics.ignored(len(access_log.current().ignored))
 
-    routes = [Route(path, partial(endpoint, service), methods=[method]) for method, path, endpoint in ROUTES]
+    routes = [
+        Route(path, partial(_dispatch, service, endpoints), methods=list(endpoints))
+        for path, endpoints in _endpoints().items()
+    ]
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
-    if settings.cors_origins:
+    if origins := cors_origins(settings):
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=settings.cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_origins=origins,
+                allow_origin_regex=LOOPBACK_ORIGIN.pattern if "localhost" in origins else None,
+                allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
                 allow_headers=("*",),
+                allow_credentials=True,
+                allow_private_network=True,
             )
         )
     middleware.append(Middleware(Guard, settings))
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Catch, answered), *middleware],
+        middleware=[Middleware(WithoutTrailingSlash), Middleware(Catch, answered), *middleware],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
-    del request
     assert isinstance(error, ApiError)
     access_log.current().error = error.message
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own: no such path, or not with this method."""
     assert isinstance(error, HTTPException)
+    if error.status_code == 405 and request.method == "OPTIONS":
+        return Response(
+            status_code=204, headers={"Allow": f"{(error.headers or {}).get('Allow', 'GET')}, OPTIONS"}
+        )
     what = f"{request.method} {request.url.path[:80]}"
     message = f"there is no {what} here" if error.status_code in (404, 405) else f"{what}: {error.detail}"
-    response = error_response(ApiError(error.status_code, message))
+    response = error_response(ApiError(error.status_code, message), request.url.path)
     response.headers.update(error.headers or {})  # Allow, of a 405
     return response

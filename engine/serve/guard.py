@@ -1,9 +1,15 @@
-"""ASGI middleware that checks the Host header, the Origin of a browser's page, and the API key."""
+"""ASGI middleware that checks the Host header, the Origin of a browser's page, and the API key.
+
+Where keys are asked for, pages of any origin may use the server unless the settings name origins: a page needs the key,
+which DNS rebinding does not give it. A password that a browser keeps for this server's own page is no key of another
+page.
+"""
 
 import base64
 import binascii
 import hashlib
 import hmac
+import re
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -16,27 +22,39 @@ from quengine.serve.settings import ServerSettings, as_ip, is_loopback
 OPEN_PATHS = frozenset({"/health", "/v1/health"})
 
 
+_OWN_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
+"""Names of this machine, to itself and to its containers; no public name server has them."""
+LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
+
+
+def cors_origins(settings: ServerSettings) -> tuple[str, ...]:
+    """The origins whose pages may use the server; "localhost" stands for all of this machine, "*" for any."""
+    return settings.cors_origins or (("*",) if settings.api_keys else ())
+
+
 class Guard:
     """Answers a request that is not allowed; passes the others on."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app = app
         self.settings = settings
+        self._origins = cors_origins(settings)
         self._keys = [_digest(key) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._check(Headers(scope=scope), scope["path"])
+                self._check(Headers(scope=scope), scope["path"], scope["method"])
             except ApiError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def _check(self, headers: Headers, path: str) -> None:
-        self._check_host(headers)
+    def _check(self, headers: Headers, path: str, method: str) -> None:
+        if not self._keys:
+            self._check_host(headers)
         self._check_origin(headers)
-        if self._keys and path not in OPEN_PATHS:
+        if self._keys and path not in OPEN_PATHS and method != "OPTIONS":
             self._check_key(headers)
 
     def _check_host(self, headers: Headers) -> None:
@@ -46,18 +64,18 @@ class Guard:
             return
         name = host_name(headers.get("host", ""))
         if self.settings.loopback:
-            own = name == "localhost" or is_loopback(name)
+            own = name in _OWN_NAMES or is_loopback(name)
         else:
-            own = name in ("localhost", self.settings.host) or as_ip(name) is not None
+            own = name in _OWN_NAMES or name == self.settings.host or as_ip(name) is not None
         if not own and name not in allowed:
             raise ApiError(403, f"the Host header {name[:80]!r} is not allowed here (--allowed-host)")
 
     def _check_origin(self, headers: Headers) -> None:
         """A browser sends a form or plain text for any page unasked; this server does not compute for it."""
-        origin = headers.get("origin")
-        if origin is None or "*" in self.settings.cors_origins or origin in self.settings.cors_origins:
+        origin = headers.get("origin", "")
+        if "*" in self._origins or origin in self._origins or _same_origin(headers):
             return
-        if urlsplit(origin).netloc != headers.get("host"):
+        if "localhost" not in self._origins or not LOOPBACK_ORIGIN.fullmatch(origin):
             raise ApiError(403, f"pages of {origin[:80]!r} may not use this server (--cors-origin)")
 
     def _check_key(self, headers: Headers) -> None:
@@ -67,6 +85,11 @@ class Guard:
             raise ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
             )
+
+
+def _same_origin(headers: Headers) -> bool:
+    origin = headers.get("origin")
+    return origin is None or urlsplit(origin).netloc == headers.get("host")
 
 
 def host_name(header: str) -> str:
@@ -81,11 +104,12 @@ def _digest(key: str) -> bytes:
 
 
 def _key(headers: Headers) -> str:
-    """Bearer KEY, X-Api-Key: KEY, or the password of a Basic authorization, for which browsers prompt."""
+    """Bearer KEY, X-Api-Key: KEY, or the password of a Basic authorization, for which browsers prompt, and which they
+    also send for pages of other origins."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return value.strip()
-    if scheme.lower() == "basic":
+    if scheme.lower() == "basic" and _same_origin(headers):
         try:
             return base64.b64decode(value).decode("utf-8", "replace").partition(":")[2]
         except (binascii.Error, ValueError):

@@ -16,6 +16,7 @@ from quengine.platform import collector
 from quengine.platform.log_lines import one_line
 from quengine.serve import access_log
 from quengine.serve.connections import SlowReaderError
+from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.reading import read_body
 from quengine.serve.schemas.requests import Body
@@ -47,7 +48,9 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(to_json(value), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
+def error_response(error: ApiError, path: str) -> Response:
+    """The answer to a request of `path`, in the form of its dialect."""
+    error = in_dialect(error, path)
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     response = json_response(error.body, error.status, headers)
     if error.status == 401:  # a line each: browsers read no list, and then prompt for a password
@@ -77,7 +80,7 @@ async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
         read = read_body(kind, bytes(body), record.ignored)
     if record.ignored and logger.isEnabledFor(logging.DEBUG):
         names = one_line(", ".join(record.ignored[:_NAMED_FIELDS]), _NAMED_LENGTH)
-        logger.debug("%s: %d unknown fields ignored: %s", request.url.path, len(record.ignored), names)
+        logger.debug("%s: unknown fields ignored (%d): %s", request.url.path, len(record.ignored), names)
     return read
 
 
@@ -114,12 +117,11 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. `chunks` are whole events; closing the generator frees what it holds."""
+    """Events of `media_type`. `chunks` are whole events; closing the generator frees what it holds."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
@@ -137,6 +139,18 @@ class EventStream(Response):
         async for chunk in self._chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class WithoutTrailingSlash:
+    """Middleware under which a path with slashes at its end is the path without."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self.app(scope, receive, send)
 
 
 class Catch:
@@ -172,7 +186,7 @@ class Catch:
             answer = error if isinstance(error, ApiError) else _internal(error, scope)
             record.error = answer.message
             if not status:  # else it is too late for an answer: uvicorn closes what has no end
-                await error_response(answer)(scope, receive, noting_send)
+                await error_response(answer, scope["path"])(scope, receive, noting_send)
         finally:
             record.write(status)
             self.done(scope["path"], status)

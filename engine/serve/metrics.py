@@ -5,6 +5,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from quengine.request.output import DraftCounts
+from quengine.serve.llama_metrics import LlamaMetrics
+from quengine.serve.processes.server_thread import Worker
 from quengine.serve.processes.shared_engine import Event, Failed, Finished, Piece
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -16,6 +18,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.llama = LlamaMetrics()
         self._http = self._counter("http_requests", "Answers by path and HTTP status.", ("path", "status"))
         self._ignored = self._counter("ignored_fields", "Unknown fields of bodies, passed over.")
         self._ended = self._counter("texts", "Completions by how they ended.", ("reason",))
@@ -45,6 +48,7 @@ class Metrics:
 
     def observe(self, event: Event) -> None:
         """Count what came from the engine."""
+        self.llama.observe(event)
         if isinstance(event, Piece):
             self._generated.inc(len(event.tokens))
         elif isinstance(event, Failed):
@@ -74,5 +78,6 @@ class Metrics:
     def cancelled(self, completions: int) -> None:
         self._ended.labels("cancelled").inc(completions)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    def text(self, worker: Worker) -> bytes:
+        """Prometheus' text: first under names of our own, then under llama-server's."""
+        return generate_latest(self.registry) + self.llama.text(worker)

@@ -13,6 +13,7 @@ from quengine.serve.processes.server_text import TextPool
 from quengine.serve.processes.server_thread import Handle, NotServingError, QueueFullError, Worker
 from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.response_store import ResponseStore
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.settings import ServerSettings
 
@@ -33,6 +34,7 @@ class Service:
         self.worker = worker
         self.metrics = metrics
         self.text_pool = TextPool()
+        self.responses = ResponseStore(self.limits.stored)
         self.created = int(time.time())
         metrics.gauge("running", "Requests being computed.", lambda: worker.running)
         metrics.gauge("waiting", "Requests in the queue.", lambda: worker.waiting)
@@ -178,4 +180,5 @@ def _join(group: list[Piece]) -> Piece:
         "".join(piece.text for piece in group),
         tuple(entry for piece in group for entry in piece.logprobs),
         tuple(entry for piece in group for entry in piece.prompt_logprobs),
+        tuple(entry for piece in group for entry in piece.progress),
     )

@@ -10,6 +10,7 @@ from typing import Annotated
 from quengine.errors import EngineError
 from quengine.options import Flag, Only, Range, check_ranges
 from quengine.platform.input_files import read_text
+from quengine.request.chat_options import ChatOptions
 from quengine.request.pooling import POOLINGS, Pooling
 from quengine.request.sampling_params import SamplingParams
 
@@ -46,6 +47,13 @@ class Limits:
     connections: Annotated[int, Range(1), Flag("--max-connections", "Connections open at once.", _LIMITS)] = (
         512
     )
+    stored: Annotated[
+        int,
+        _COUNT,
+        Flag(
+            "--max-stored", "Bytes of responses kept for previous_response_id; the oldest go first.", _LIMITS
+        ),
+    ] = 64 << 20
     header_s: Annotated[
         float, _SECONDS, Flag("--header-timeout", "Seconds for a request's headers to arrive.", _LIMITS)
     ] = 10.0
@@ -71,8 +79,9 @@ class ServerSettings:
     """Everything of the server that is not the engine's; each flag says what it is.
 
     The first of `model_names` is what answers call the model. Any of `api_keys`, to which those of `api_key_file` are
-    added, opens every route; without one no key is needed. "*" allows any host, or any origin; without origins CORS is
-    off. `pooling` and `defaults` hold where a request names no other.
+    added, opens every route; without one no key is needed. "*" allows any host, or any origin, and "localhost" the
+    origins of this machine; without origins CORS is on for all of them where a key is needed, and else off. `pooling`,
+    `chat` and `defaults` hold where a request names no other.
 
     Raises:
         EngineError: a value is out of range, the keys cannot be read, or the address is not loopback and there is no
@@ -90,7 +99,7 @@ class ServerSettings:
     port: Annotated[int, Range(0, 65535), Flag("--port", "Port to listen on; 0: any free one.")] = 8080
     parallel: Annotated[int, Range(1), Flag("--parallel -np", "Most sequences computed at once.")] = 4
     access_log: Annotated[bool, Flag("--access-log/--no-access-log", "Log a line for each request.")] = True
-    pooling: Annotated[Pooling, Flag("--pooling", "Of embeddings: mean or last.")] = "mean"
+    pooling: Annotated[Pooling, Flag("--pooling", "Of embeddings: mean, last or none.")] = "mean"
     api_keys: Annotated[tuple[str, ...], Flag("--api-key", "A key that opens it; repeatable.", _ACCESS)] = ()
     api_key_file: Annotated[
         Path | None, Flag("--api-key-file", "A file with a key on each line.", _ACCESS)
@@ -100,9 +109,11 @@ class ServerSettings:
         tuple[str, ...], Flag("--allowed-host", "One more name of this server; * for any.", _ACCESS)
     ] = ()
     cors_origins: Annotated[
-        tuple[str, ...], Flag("--cors-origin", "An origin whose pages may use it; * for any.", _ACCESS)
+        tuple[str, ...],
+        Flag("--cors-origin", "An origin whose pages may use it; localhost, or * for any.", _ACCESS),
     ] = ()
     limits: Limits = field(default_factory=Limits)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     defaults: Annotated[
         SamplingParams,
         Only("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"),

@@ -95,8 +95,7 @@ class Speculation:
             self._scheduler.accepted(sequence)
             sample = later
             text += sequence.advance(sample)
-        sequence.drafts += 1
-        sequence.drafted_tokens += len(draft)
+        sequence.drafts_by_length[len(draft)] += 1
         sequence.accepted_tokens += accepted
         self._lengths.pop(sequence).update(len(draft), accepted)
         return text

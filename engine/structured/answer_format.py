@@ -16,7 +16,7 @@ from quengine.structured.answer_parser import AnswerParser, TextParser
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.reasoning.reasoning_format import ReasoningFormat
-from quengine.structured.reasoning.tags import ReasoningTags, Render
+from quengine.structured.reasoning.tags import ReasoningTags, Render, switches
 from quengine.structured.tool_calls import ToolUse
 from quengine.structured.tool_calls_format import ToolFormat
 
@@ -67,8 +67,20 @@ class AnswerFormat(Protocol):
         """
         ...
 
+    def bounded(self, spec: ConstraintSpec | None, prompt: str, budget: int) -> ConstraintSpec | None:
+        """`spec` with at most `budget` tokens of reasoning; -1: any number. Raises EngineError where none holds."""
+        ...
+
     def parser(self, use: ToolUse, prompt: str = "") -> AnswerParser:
         """A parser for one answer."""
+        ...
+
+    def with_reasoning_in_text(self) -> "AnswerFormat":
+        """The same form, but reasoning stays in the text. Raises EngineError where it cannot."""
+        ...
+
+    def continuation(self, prompt: str, reasoning: str, text: str) -> list[tuple[str, str]]:
+        """What follows a prompt where an answer has begun: pairs of what the form writes and what is given."""
         ...
 
     def reasoning_tokens(
@@ -106,6 +118,17 @@ class TextFormat:
         if self.calls is None and use.callable:
             raise EngineError(NO_CALLS)
         return (None if self.calls is None else self.calls.constraint(use)) or text
+
+    def bounded(self, spec: ConstraintSpec | None, prompt: str, budget: int) -> ConstraintSpec | None:
+        del prompt, budget
+        return spec
+
+    def with_reasoning_in_text(self) -> "TextFormat":
+        return self
+
+    def continuation(self, prompt: str, reasoning: str, text: str) -> list[tuple[str, str]]:
+        del prompt, reasoning
+        return [("", text)]
 
     def parser(self, use: ToolUse, prompt: str = "") -> AnswerParser:
         del prompt
@@ -146,17 +169,26 @@ def _may_reason(template: str) -> bool:
     return "reasoning" in template or "think" in template
 
 
-def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, str]:
-    """The variables by which a template is told how long to reason; None asks for nothing.
+def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, Any]:
+    """The variables by which a template is told how long to reason; None: as long as it does, but it reasons.
+
+    Where the template only switches reasoning on and off, "none" is off and any other effort on.
 
     Raises:
         EngineError: the template takes no such value.
     """
-    known = "reasoning_effort" in (template or "")
+    source = template or ""
+    known = "reasoning_effort" in source
+    switch = switch_variables(form, template, effort != "none")
     if effort is None or (effort == "none" and not known):
-        return {}
-    if not known:
+        return switch
+    if not known and not switch:
         raise EngineError(f"{effort}: the chat template of this model has no reasoning effort")
     if form.efforts is not None and effort not in form.efforts:
         raise EngineError(f"{effort}: the chat template of this model takes {', '.join(form.efforts)}")
-    return {"reasoning_effort": effort}
+    return {**switch, "reasoning_effort": effort} if known else switch
+
+
+def switch_variables(form: AnswerFormat, template: str | None, on: bool) -> dict[str, Any]:
+    """The variables that switch a template's reasoning on or off; none where it has no switch."""
+    return {} if template is None or form.efforts is not None else dict.fromkeys(switches(template), on)

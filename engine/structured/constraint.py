@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from quengine.errors import EngineError
 from quengine.structured.constraint_spec import ConstraintSpec
+from quengine.structured.reasoning.budget import BudgetConstraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -110,7 +112,7 @@ class ConstraintCompiler:
 
     def compile(
         self, spec: ConstraintSpec, stop_token_ids: tuple[int, ...] = (), seconds: float = COMPILE_SECONDS
-    ) -> Constraint:
+    ) -> Constraint | BudgetConstraint:
         """A constraint at its beginning. A server calls this off its loop; the same one again takes no time.
 
         `stop_token_ids` are allowed where the text may end, as the model's end tokens are.
@@ -119,6 +121,20 @@ class ConstraintCompiler:
         Raises:
             EngineError: the schema, regex or grammar is wrong, cannot be enforced, or is not ready in `seconds`.
         """
+        budget = spec.budget
+        if budget is None:
+            return self._of_grammar(spec, stop_token_ids, seconds)
+        grammar = replace(spec, budget=None) if spec.lark else None
+        inner = None if grammar is None else self._of_grammar(grammar, stop_token_ids, seconds)
+        closing, token_bytes = (
+            self._tokenizer.encode(budget.closing, special=True),
+            self._tokenizer.token_bytes,
+        )
+        return BudgetConstraint(budget, closing, token_bytes, self._vocab_size, inner)
+
+    def _of_grammar(
+        self, spec: ConstraintSpec, stop_token_ids: tuple[int, ...], seconds: float
+    ) -> Constraint:
         vocabulary = self._prepared()
         with self._lock:
             matcher = self._kept.get(spec)

@@ -30,8 +30,22 @@ _IGNORED_OPTIONS = re.compile(r"^[^/#\n\"]*\[[^\]\n]*\b(temperature|stop)\b", re
 
 
 @dataclass(frozen=True)
+class ReasoningBudget:
+    """The most tokens of reasoning; `closing` is the text that ends a section whose tokens are spent.
+
+    `begin` and `end` are the tags of the section; `begin` is "" where the prompt has opened it.
+    """
+
+    tokens: int
+    begin: str
+    end: str
+    closing: str
+
+
+@dataclass(frozen=True)
 class ConstraintSpec:
     """`lark` is the whole specification as a Lark grammar of llguidance's kind; `kind` names its origin in errors.
+    `budget` bounds the reasoning; it may stand alone, without a grammar.
 
     Made by the class methods below.
 
@@ -39,11 +53,12 @@ class ConstraintSpec:
         EngineError: it is empty or longer than MAX_CHARACTERS, or a schema has a number of at most -2^63.
     """
 
-    kind: Literal["JSON schema", "regex", "grammar"]
+    kind: Literal["JSON schema", "regex", "grammar", "reasoning budget"]
     lark: str
+    budget: ReasoningBudget | None = None
 
     def __post_init__(self) -> None:
-        if not self.lark.strip():
+        if not self.lark.strip() and self.budget is None:
             raise EngineError(f"{self.kind}: it is empty")
         if len(self.lark) > MAX_CHARACTERS:
             raise EngineError(

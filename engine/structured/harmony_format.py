@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
 _INSTRUCTIONS = ("system", "developer")
+_ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 _REASONING_KEYS = ("reasoning_content", "reasoning")  # other servers' names for `thinking`
 
 
@@ -102,17 +103,37 @@ class HarmonyFormat:
         last = f'{self._marker(CHANNEL)} "final" {self._type} {self._marker(MESSAGE)} text'
         return ConstraintSpec(text.kind, f"{self._start(last)}\ntext: %lark {{\n{text.lark}\n}}")
 
-    def parser(self, use: ToolUse, prompt: str = "") -> HarmonyParser:
+    def bounded(self, spec: ConstraintSpec | None, prompt: str, budget: int) -> ConstraintSpec | None:
         del prompt
+        if budget >= 0:
+            raise EngineError(
+                f"reasoning budget {budget}: this model has no bound but its reasoning effort; leave it at -1"
+            )
+        return spec
+
+    def with_reasoning_in_text(self) -> "HarmonyFormat":
+        raise EngineError(
+            'reasoning format "none": must be auto or deepseek, for this model reasons on a channel of its own'
+        )
+
+    def continuation(self, prompt: str, reasoning: str, text: str) -> list[tuple[str, str]]:
+        del prompt
+        thought = [(_ANALYSIS, reasoning)] if reasoning else []
+        again = f"{END}{START}assistant" if reasoning else ""
+        return [*thought, (f"{again}{CHANNEL}final{MESSAGE}", text)] if text or not thought else thought
+
+    def parser(self, use: ToolUse, prompt: str = "") -> HarmonyParser:
         names = frozenset(tool.name for tool in use.callable)
-        return HarmonyParser(names, new_call_id, only_calls=use.choice == "required")
+        parser = HarmonyParser(names, new_call_id, only_calls=use.choice == "required")
+        if prompt.endswith(_ANALYSIS):  # an answer that is continued
+            parser.push(_ANALYSIS)
+        return parser
 
     def reasoning_tokens(
         self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], prompt: str = ""
     ) -> int:
         """All tokens between two control tokens are of one message."""
-        del prompt
-        parser, count = self.parser(use), 0
+        parser, count = self.parser(use, prompt), 0
         marks = frozenset(self.controls.values())
         for _, run in itertools.groupby(tokens, marks.__contains__):
             part = list(run)

@@ -74,10 +74,10 @@ class GGUFCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_gguf(self.file)
 
-    def chat_template(self) -> "ChatTemplate | None":
+    def chat_template(self, given: str | None = None) -> "ChatTemplate | None":
         from quengine.models.template.chat_template import ChatTemplate
 
-        return ChatTemplate.from_gguf(self.file)
+        return ChatTemplate.from_gguf(self.file, given)
 
     def close(self) -> None:
         self.file.close()

@@ -29,7 +29,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # Special tokens that a tokenizer or a template reads; files may name others (separators, masks, infilling).
 SPECIAL_ID_KEYS = tuple(
     f"tokenizer.ggml.{name}_token_id"
-    for name in ("bos", "eos", "eot", "eom", "unknown", "padding", "fim_pad", "fim_rep", "fim_sep")
+    for name in (
+        *("bos", "eos", "eot", "eom", "unknown", "padding"),
+        *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
+    )
 )
 # Kind of tokenizer (MODEL) -> the array that says what merges first. Converters write the other one too.
 MERGED_BY = {"llama": SCORES, "gpt2": MERGES}

@@ -106,10 +106,10 @@ class HFCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_hf(self.path)
 
-    def chat_template(self) -> "ChatTemplate | None":
+    def chat_template(self, given: str | None = None) -> "ChatTemplate | None":
         from quengine.models.template.chat_template import ChatTemplate
 
-        return ChatTemplate.from_hf(self.path)
+        return ChatTemplate.from_hf(self.path, given)
 
     def release_pages(self) -> None:
         """Does nothing: the mapping is the safetensors package's, and the system drops pages when it needs memory."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quengine.errors import EngineError
 from quengine.models.hf.json_file import read_json, read_text
 from quengine.models.template.limited_process import LimitedProcess, Limits, ProcessStoppedError
-from quengine.models.template.named_templates import program_of
+from quengine.models.template.named_templates import NAMED_TEMPLATES, program_of
 
 if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
@@ -57,20 +57,23 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, file: "GGUFFile", name: str | None = None) -> "ChatTemplate | None":
-        """The file's template, or the one of that name; None where the file has none at all.
+        """The file's template, or the one of that name (or with that text); None where the file has none at all.
 
         Raises ChatTemplateError for a name that the file lacks, GGUFError for metadata of a wrong type.
         """
         keys = {key.removeprefix(_KEY + "."): key for key in file.metadata if key.startswith(_KEY + ".")}
         if _KEY in file.metadata:
             keys[_DEFAULT] = _KEY
-        key = _choose(keys, name, str(file.path))
         tokens = file.get_strings("tokenizer.ggml.tokens") or ()
 
         def token(role: str) -> str:
             token_id = file.get_int(f"tokenizer.ggml.{role}_token_id", high=(1 << 32) - 1)
             return tokens[token_id] if token_id is not None and token_id < len(tokens) else ""
 
+        given = _given_program(name, keys)
+        if given is not None:
+            return cls(given, token("bos"), token("eos"))
+        key = _choose(keys, name, str(file.path))
         if key is None:
             return None
         return cls(program_of(file.require_str(key)), token("bos"), token("eos"), f"{file.path}: {key}")
@@ -84,7 +87,8 @@ class ChatTemplate:
         files = {_DEFAULT: folder / "chat_template.jinja"}
         files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
         found |= {key: read_text(file) for key, file in files.items() if file.is_file()}
-        source = _choose(found, name, str(folder))
+        given = _given_program(name, found)
+        source = _choose(found, name, str(folder)) if given is None else given
         if source is None:
             return None
         return cls(source, _token(config, "bos"), _token(config, "eos"), f"{folder}: chat template")
@@ -156,11 +160,18 @@ def _with_content(message: Message, content: str | None) -> Message:
     return {**message, "content": content} if calls and message.get("content") is None else message
 
 
+def _given_program(name: str | None, found: Mapping[str, str]) -> str | None:
+    """The jinja2 program that `name` is itself, or the built-in one that it names; None: it is one of the model's."""
+    if name is None or name in found:
+        return None
+    return name if "{" in name else NAMED_TEMPLATES.get(name)
+
+
 def _choose(found: Mapping[str, str], name: str | None, origin: str) -> str | None:
     if name is None:
         return found.get(_DEFAULT)
     if name not in found:
-        known = ", ".join(sorted(found)) or "none"
+        known = ", ".join([*sorted(found), *sorted(NAMED_TEMPLATES.keys() - found)])
         raise ChatTemplateError(origin, f"no chat template is named {name!r}; there: {known}")
     return found[name]
 
@@ -191,6 +202,7 @@ def encode_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] | None = None,
+    tail: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
     """The ids of a conversation, with BOS if the model wants one and the template has not written it.
 
@@ -199,11 +211,14 @@ def encode_chat(
     as a whole, as llama.cpp does. Else the template is rendered once more with a character of each such place
     exchanged for one that nothing has, the control tokens are cut out, and the places get their text back
     before merging. Keys that the template's source names stay as they are, for it looks them up.
+
+    tail: what follows the rendered text: pairs of text as the template would write it, and as a message has it.
     """
 
     def rendered(hide: Callable[[str], str], hide_key: Callable[[str], str]) -> str:
         hidden_messages, hidden_tools = (_map_text(part, hide, hide_key) for part in (list(messages), tools))
-        return template.render(hidden_messages, add_generation_prompt, hidden_tools, variables)
+        text = template.render(hidden_messages, add_generation_prompt, hidden_tools, variables)
+        return text + "".join(written + hide(given) for written, given in tail)
 
     def marked(edges: bool) -> str:
         return rendered(partial(hiding.hide, edges=edges), partial(hiding.hide_key, edges=edges))
@@ -211,8 +226,9 @@ def encode_chat(
     template.start()
     tokenizer.prepare()  # meanwhile
     text = rendered(str, str)
-    hiding = _Hiding(tokenizer.control_texts, template.source, text + "".join(_texts([*messages, tools])))
-    if not any(hiding.places(part, edges=True) for part in _texts([*messages, tools], hiding.stays)):
+    given = [*messages, tools, [said for _, said in tail]]
+    hiding = _Hiding(tokenizer.control_texts, template.source, text + "".join(_texts(given)))
+    if not any(hiding.places(part, edges=True) for part in _texts(given, hiding.stays)):
         return tokenizer.encode(text, bos=True, special=True)
     # A template that compares a short word with what is part of a control token's name goes another way, or fails.
     hidden = None

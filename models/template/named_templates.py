@@ -1,4 +1,5 @@
-"""Chat templates that a GGUF file may give by name: those that llama.cpp has built in for Mistral's models.
+"""Chat templates that a GGUF file, or a user, may give by name: of those that llama.cpp has built in, ChatML and
+Mistral's.
 
 llama.cpp's converter writes the name, in place of a jinja2 program, for a model in Mistral's own format. The programs
 here write what llama.cpp writes for the name (src/llama-chat.cpp).
@@ -33,7 +34,14 @@ def _marked_system(trail: str) -> str:
     )
 
 
+_CHATML = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{{ message['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
 NAMED_TEMPLATES: Mapping[str, str] = {
+    "chatml": _CHATML,
     "mistral-v1": _turns(" ", " ", "message['content']"),
     "mistral-v3": _turns("", " ", "message['content'] | trim"),
     "mistral-v3-tekken": _turns("", "", "message['content']"),

@@ -99,6 +99,10 @@ class Tokenizer:
         """The control token of this text; None where there is none."""
         return self._vocabulary.control_tokens.get(text)
 
+    def fim_id(self, role: str) -> int | None:
+        """The token of a role of fill-in-the-middle, such as fim_pre; None for a model without."""
+        return self._vocabulary.fim_id(role)
+
     @cached_property
     def token_length(self) -> "TokenLength | None":
         """How much of a text one token can stand for; None where that has no bound."""

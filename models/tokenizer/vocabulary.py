@@ -27,10 +27,39 @@ _ENDS = """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
     <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
     <｜end▁of▁sentence｜> [e~["""
-_MARKS = """
-    <|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>
-    <|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>
-    <|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>"""
+# The marks of fill-in-the-middle models, by role: what is before the gap, behind it, and in it.
+_FIM_MARKS = {
+    "fim_pre": (
+        "<|fim_prefix|>",
+        "<fim-prefix>",
+        "<fim_prefix>",
+        "<｜fim▁begin｜>",
+        "<PRE>",
+        "▁<PRE>",
+        "<|code_prefix|>",
+        "<|prefix|>",
+    ),
+    "fim_suf": (
+        "<|fim_suffix|>",
+        "<fim-suffix>",
+        "<fim_suffix>",
+        "<｜fim▁hole｜>",
+        "<SUF>",
+        "▁<SUF>",
+        "<|code_suffix|>",
+        "<|suffix|>",
+    ),
+    "fim_mid": (
+        "<|fim_middle|>",
+        "<fim-middle>",
+        "<fim_middle>",
+        "<｜fim▁end｜>",
+        "<MID>",
+        "▁<MID>",
+        "<|code_middle|>",
+        "<|middle|>",
+    ),
+}
 
 # Texts that end a turn or a document in the models of the field, whatever `eos_token_id` says; the list is
 # llama.cpp's (src/llama-vocab.cpp, "special_eog_ids"), which GGUF files are made for.
@@ -42,8 +71,8 @@ _FIM_ENDS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# Other texts that are control tokens even where a file calls them normal.
-_FIM_MARKS = frozenset(_MARKS.split())
+# Control tokens even where a file calls them normal.
+_FIM_TEXTS = frozenset(text for texts in _FIM_MARKS.values() for text in texts)
 _NAMED_ENDS = ("eos", "eot", "eom", *_FIM_ENDS)
 # In vocabularies with one of these sets, <|end|> ends a message and the turn goes on.
 _GEMMA_4_MARK = "<|tool_response>"  # in its vocabulary </s> is HTML
@@ -79,6 +108,13 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def fim_id(self, role: str) -> int | None:
+        """The token of a role of fill-in-the-middle (fim_pre, fim_suf, fim_mid, fim_rep, fim_sep), by the file or by
+        its text."""
+        texts = (*_FIM_MARKS.get(role, ()), *_FIM_ENDS.get(role, ()))
+        by_text = next((self.ids[text] for text in texts if text in self.ids), None)
+        return self.named_ids.get(role, by_text)
 
     def is_control(self, token_id: int) -> bool:
         """Whether the token stands for no text: begin and end marks, roles, padding, the unknown token."""
@@ -126,7 +162,7 @@ def control_texts(vocabulary: Container[str], named_roles: Container[str]) -> se
 
     `named_roles` are those whose token the file names itself.
     """
-    found = {text for text in END_OF_GENERATION | _FIM_MARKS if text in vocabulary}
+    found = {text for text in END_OF_GENERATION | _FIM_TEXTS if text in vocabulary}
     for role, texts in _FIM_ENDS.items():
         if role not in named_roles:
             found |= set([text for text in texts if text in vocabulary][:1])
@@ -142,7 +178,7 @@ def with_roles_by_text(vocabulary: Vocabulary) -> Vocabulary:
     """
     ids = vocabulary.ids
     texts = control_texts(ids, vocabulary.named_ids)
-    ends = vocabulary.eos_ids | {ids[text] for text in texts - _FIM_MARKS}
+    ends = vocabulary.eos_ids | {ids[text] for text in texts - _FIM_TEXTS}
     ends |= {vocabulary.named_ids[role] for role in _NAMED_ENDS if role in vocabulary.named_ids}
     if any(group <= ids.keys() for group in _MESSAGE_ENDS):
         ends -= {ids["<|end|>"]}

@@ -30,7 +30,9 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, object]
     return found
 
 
-@pytest.mark.parametrize("command", [["generate", "--raw", "the"], ["chat"], ["serve", "--port", "0"]])
+@pytest.mark.parametrize(
+    "command", [["generate", "--raw", "the"], ["chat"], ["serve", "--port", "0"], ["bench"]]
+)
 @pytest.mark.parametrize("flags", [["--n-cpu-moe", "-1"], ["-ncmoe", "-1"]])
 def test_a_negative_number_of_layers_is_refused(
     mixture: str, command: list[str], flags: list[str], capsys: pytest.CaptureFixture[str]
@@ -40,7 +42,7 @@ def test_a_negative_number_of_layers_is_refused(
     assert captured.err == "engine: error: n_cpu_moe -1: must be at least 0\n" and not captured.out
 
 
-@pytest.mark.parametrize("command", [["generate", "--raw", "the"], ["chat"]])
+@pytest.mark.parametrize("command", [["generate", "--raw", "the"], ["chat"], ["bench"]])
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -75,6 +77,18 @@ def test_on_the_cpu_the_flags_change_nothing_and_the_report_says_so(
     placed = capsys.readouterr()
     note = "--cpu-moe and --n-cpu-moe change nothing"
     assert placed.out == plain.out and note in placed.err and note not in plain.err
+
+
+@pytest.mark.parametrize("flags", [["--cpu-moe"], ["--n-cpu-moe", "300"], []])
+def test_a_benchmark_on_the_cpu_says_below_its_table_that_the_flags_change_nothing(
+    mixture: str, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = ["-p", "0", "-n", "1,2", "-r", "1", "-t", "1", "--device", "cpu", "--no-warmup"]
+    assert run(["bench", "-m", mixture, *quick, *flags]) == 0
+    note = (
+        "mixture: the whole model runs on the CPU, its experts too: --cpu-moe and --n-cpu-moe change nothing."
+    )
+    assert capsys.readouterr().out.splitlines()[4:] == (["", note] if flags else [])
 
 
 def test_show_generate_and_bench_count_the_same_parameters_and_bytes(

@@ -34,6 +34,7 @@ from quengine.models.parameter_counts import checkpoint_parameters
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.device import choose_device
+from quengine.platform.host_experts import host_layers
 from quengine.platform.machine import physical_cores
 
 Progress = Callable[[str], None]
@@ -116,8 +117,9 @@ def _timed(
     label = f"{facts.name}, {llm.loaded.threads} threads: {test.name}{many}"
     time_of = llm, test, batch, plan.repetitions, plan.warm_up, lambda what: progress(f"{label}, {what}")
     if plan.config.speculates:
-        seconds, drafts = time_drafts(*time_of)
-        return replace(_row(llm, facts, test, batch, seconds, limits), bytes_per_token=0, drafts=drafts)
+        seconds, drafts, nbytes = time_drafts(*time_of)
+        row = _row(llm, facts, test, batch, seconds, limits)
+        return replace(row, bytes_per_token=0 if test.prompt or batch > 1 else nbytes, drafts=drafts)
     row = _row(llm, facts, test, batch, tuple(time_batch(*time_of)), limits)
     if not plan.profiled:
         return row
@@ -150,10 +152,12 @@ def _profiles(llm: LLM, test: BenchTest, label: str, trace: TraceFile | None) ->
 
 
 def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
-    """Before the first minute is spent: every model is here and holds the longest test."""
+    """Before the first minute is spent: every model is here, holds the longest test, and has experts if they are to be
+    placed."""
     checkpoint = open_checkpoint(resolve_model(str(model)))
     context = checkpoint.config.context_length
     checkpoint.close()
+    host_layers(plan.config, checkpoint.config)
     for test, batch in product(plan.tests, plan.batches):
         positions = _positions(plan, test, batch, device)
         if positions > context:
@@ -167,6 +171,7 @@ def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
 def _row(
     llm: LLM, facts: ModelFacts, test: BenchTest, batch: int, seconds: tuple[float, ...], limits: _Limits
 ) -> BenchRow:
+    host = llm.loaded.experts.host
     return BenchRow(
         model=facts,
         test=test,
@@ -178,13 +183,16 @@ def _row(
         bandwidth=limits.bandwidth,
         load_s=llm.loaded.load_s,
         peak_bytes=peak(llm.loaded.device),
-        held_bytes=facts.nbytes + llm.loaded.cache.nbytes,
+        held_bytes=facts.nbytes - sum(host.values()) + llm.loaded.cache.nbytes,
         operations=0 if test.generate else prompt_operations(llm, test.depth, test.prompt),
         matrix_rate=limits.matrix_rate,
         kernels_per_step=llm.runner.kernels_per_step if test.generate else None,
         batch=batch,
         cache_type=llm.config.cache_type,
         deterministic=llm.config.deterministic,
+        host_layers=len(host),
+        host_bytes=sum(host.values()),
+        placement=llm.loaded.experts.note() if llm.config.places_experts else "",
     )
 
 

@@ -97,7 +97,7 @@ class BenchPlan:
         EngineConfig,
         Only(
             *("device", "backend", "cache_type", "deterministic", "mmap"),
-            *("draft_model", "draft_ngram", "draft_tokens"),
+            *("draft_model", "draft_ngram", "draft_tokens", "cpu_moe", "n_cpu_moe"),
         ),
     ] = field(default_factory=EngineConfig)
 

@@ -33,12 +33,13 @@ class BenchRow:
 
     seconds: what each repetition took. bytes_per_token: weights, and the cache read on average, for one
     generated token; 0 where a prompt is part of the test, since a chunk's tokens share one pass over the
-    weights.
+    weights, and where several sequences have drafts, of which a step has other numbers each time.
     bandwidth: bytes per second that the device's memory gives (see bench_machine). operations: floating-point ones of a
     single prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
     on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of
     which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
-    drafts: what was drafted and accepted; None where nothing drafts.
+    drafts: what was drafted and accepted; None where nothing drafts. host_layers: layers whose experts are in host
+    memory beside a CUDA device, where they take host_bytes. placement: a line that says so, where it was requested.
     """
 
     model: ModelFacts
@@ -60,6 +61,9 @@ class BenchRow:
     cache_type: str = "f16"
     deterministic: bool = False
     drafts: DraftCounts | None = None
+    host_layers: int = 0
+    host_bytes: int = 0
+    placement: str = ""
 
     @property
     def name(self) -> str:
@@ -86,8 +90,19 @@ class BenchRow:
         return self.bytes_per_token * self.tok_s / 1e9 if self.bytes_per_token else None
 
     @property
+    def step_rows(self) -> float:
+        """Rows of a decode step on average: of each sequence one, and one for each token that was drafted for it."""
+        if self.drafts is None:
+            return self.batch
+        steps = self.batch * len(self.seconds) * self.test.generate - self.drafts.accepted
+        return self.batch * (1 + self.drafts.drafted / max(1, steps))
+
+    @property
     def bandwidth_percent(self) -> float | None:
-        return None if self.gb_s is None else 100 * self.gb_s / (self.bandwidth / 1e9)
+        """Of the device's memory; None where that is not what limits the test, as with experts in another's."""
+        if self.gb_s is None or self.host_bytes:
+            return None
+        return 100 * self.gb_s / (self.bandwidth / 1e9)
 
     @property
     def matrix_percent(self) -> float | None:
@@ -156,5 +171,7 @@ class BenchRow:
             "model_active_bytes": model.active_bytes,
             "experts": experts and experts.count,
             "experts_used": experts and experts.router.used,
-            "experts_read": experts.expected(self.batch) if experts and not self.test.prompt else None,
+            "experts_read": experts.expected(self.step_rows) if experts and not self.test.prompt else None,
+            "cpu_moe_layers": experts and self.host_layers,
+            "cpu_moe_bytes": experts and self.host_bytes,
         }

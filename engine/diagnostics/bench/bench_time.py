@@ -58,22 +58,24 @@ def time_batch(
 
 def time_drafts(
     llm: LLM, test: BenchTest, batch: int, repetitions: int, warm_up: bool, progress: Callable[[str], None]
-) -> tuple[tuple[float, ...], DraftCounts]:
-    """Seconds of each repetition of `batch` requests, and what was drafted and accepted in all of them.
+) -> tuple[tuple[float, ...], DraftCounts, int]:
+    """Seconds of each repetition of `batch` requests, what was drafted and accepted in all of them, and the bytes that
+    a token read on average, if no other request's rows were in its steps.
 
     A step gives each sequence as many tokens as were accepted, so whole requests are timed. Their random prompts hold
     little to look up; what a model generates after them often repeats itself. benchmarks/speculative.py times prompts
     of natural language. Whole blocks of the depth are computed before, and not timed. A test without a prompt gives
     each sequence one token of it.
     """
-    seconds, drafts = [], DraftCounts()
+    seconds, drafts, nbytes = [], DraftCounts(), list[int]()
     for taken, completions in _repeated(
         lambda: _time_requests(llm, test, batch), llm, repetitions, warm_up, progress
     ):
         seconds.append(taken)
         for completion in completions:
             drafts += completion.timings.draft_counts
-    return tuple(seconds), drafts
+            nbytes.append(completion.timings.bytes_per_token)
+    return tuple(seconds), drafts, sum(nbytes) // len(nbytes)
 
 
 def _repeated(

@@ -1,6 +1,7 @@
 """Engine process: an LLM as the server's `Engine`. It computes as many sequences at once as it was loaded for."""
 
 import logging
+import time
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +16,7 @@ from quengine.serve.processes.shared_engine import (
     Finished,
     GenerationRequest,
     Piece,
+    PromptProgress,
     SlotStats,
     failed,
 )
@@ -28,7 +30,13 @@ class LLMEngine:
         self._llm = llm
         loaded = llm.loaded
         self.model = ServedModel(
-            TextSide(loaded.checkpoint, llm.tokenizer, llm.chat_template, llm.constraints),
+            TextSide(
+                loaded.checkpoint,
+                llm.tokenizer,
+                llm.chat_template,
+                llm.constraints,
+                llm.config.chat_template,
+            ),
             llm.ctx_size,
             loaded.notes,
             str(loaded.device),
@@ -36,6 +44,7 @@ class LLMEngine:
         )
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}
+        self._progress: dict[int, int] = {}  # tokens processed of prompts whose progress is reported
 
     silent_seconds = 0.0
 
@@ -51,8 +60,11 @@ class LLMEngine:
             sequence.scores = PromptScores(request.prompt, request.params.logprobs)
         self._llm.scheduler.add(sequence)
         self._requests[request.id] = sequence
+        if request.progress:
+            self._progress[request.id] = -1
 
     def cancel(self, request_id: int) -> None:
+        self._progress.pop(request_id, None)
         self._llm.scheduler.cancel(self._requests.pop(request_id))
 
     def step(self) -> list[Event]:
@@ -71,6 +83,7 @@ class LLMEngine:
         """The events of a step for one sequence, whose generated tokens from `start` on are new."""
         if sequence.error is not None:
             self._check_device()
+            self._progress.pop(request_id, None)
             del self._requests[request_id]
             return [failed(request_id, sequence.error, "engine")]
         scores: tuple[TokenLogprobs, ...] = ()
@@ -78,8 +91,10 @@ class LLMEngine:
             scores = tuple(sequence.scores.logprobs)
         events: list[Event] = []
         tokens = tuple(sequence.generated[start:])
-        if tokens or text or scores:
-            events.append(Piece(request_id, tokens, text, tuple(sequence.logprobs[start:]), scores))
+        progress = self._progressed(request_id, sequence) if request_id in self._progress else ()
+        if tokens or text or scores or progress:
+            logprobs = tuple(sequence.logprobs[start:])
+            events.append(Piece(request_id, tokens, text, logprobs, scores, progress))
         if sequence.finish_reason is not None:
             del self._requests[request_id]
             timings = self._llm.completion(sequence).timings
@@ -87,6 +102,19 @@ class LLMEngine:
             embedding = None if sequence.pool is None else tuple(sequence.pool.embedding())
             events.append(Finished(request_id, sequence.finish_reason, stop_text, timings, seed, embedding))
         return events
+
+    def _progressed(self, request_id: int, sequence: LLMSequence) -> tuple[PromptProgress, ...]:
+        """What is new of a prompt's progress: first what the cache held of it, at last all of it."""
+        total, cached = sequence.num_prompt_tokens, sequence.reused_tokens
+        done = total if sequence.first_token else min(sequence.num_cached_tokens, total)
+        took = 1e3 * (time.perf_counter() - sequence.started)
+        reported = self._progress[request_id]
+        new = [each for each in sorted({cached, done}) if each > reported]  # a prompt may begin again
+        if done == total:
+            del self._progress[request_id]
+        elif new:
+            self._progress[request_id] = new[-1]
+        return tuple(PromptProgress(total, cached, each, took if each > cached else 0.0) for each in new)
 
     def stats(self) -> EngineStats:
         slots = tuple(

@@ -80,7 +80,9 @@ class ProcessEngine:
         try:
             self._send(Load(model, options))
             install()  # this process reads the mapped vocabulary as long as it serves
-            text = TextSide.of_file(resolve_model(model))  # while the process begins
+            text = TextSide.of_file(
+                resolve_model(model), options.get("chat_template")
+            )  # while the process begins
             ready = self._loaded(progress)
         except BaseException:
             self._process.kill()

@@ -10,11 +10,11 @@ import multiprocessing
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
 
 import msgspec
 
-from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.processes.shared_model import ServedModel, TextSource
 from quengine.serve.processes.shared_text import TextJob, TextResult, perform
 from quengine.serve.processes.text_main import MEMORY_BYTES, OUT_OF_MEMORY
 from quengine.serve.schemas.errors import ApiError, bad_request
@@ -78,7 +78,7 @@ class _Lane:
         self._thread = ThreadPoolExecutor(1, f"text-{name}")
         self._process: _TextProcess | None = None
 
-    async def perform(self, source: Path, message: bytes, seconds: float) -> TextResult:
+    async def perform(self, source: TextSource, message: bytes, seconds: float) -> TextResult:
         if self._waiting >= MOST_WAITING:
             raise ApiError(
                 429,
@@ -96,7 +96,7 @@ class _Lane:
         finally:
             self._turn.release()
 
-    async def _exchange(self, source: Path, message: bytes, seconds: float) -> TextResult:
+    async def _exchange(self, source: TextSource, message: bytes, seconds: float) -> TextResult:
         process = self._process
         if process is None or not process.alive:
             process = self._process = _TextProcess(source)
@@ -143,7 +143,7 @@ class _Lane:
 class _TextProcess:
     """A running `text_main`."""
 
-    def __init__(self, source: Path) -> None:
+    def __init__(self, source: TextSource) -> None:
         self.late = False
         self._connection, theirs = multiprocessing.Pipe()
         command = [
@@ -151,12 +151,14 @@ class _TextProcess:
             "-m",
             "quengine.serve.processes.text_main",
             str(theirs.fileno()),
-            str(source),
+            str(source.path),
         ]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
         )
         theirs.close()
+        with suppress(OSError):  # of a process that has ended at once the first request says so
+            self._connection.send_bytes(_encoder.encode(source.template))
 
     @property
     def pid(self) -> int:

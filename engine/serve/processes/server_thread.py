@@ -101,6 +101,8 @@ class Worker:
         self.stats = EngineStats()
         self.state = "starting"
         self.busy_seconds = 0.0
+        self.steps = 0
+        self.step_sequences = 0  # computed in all steps together
         self._make_engine = make_engine
         self._observe = observe
         self._stopped = stopped
@@ -288,6 +290,8 @@ class Worker:
 
     def _step(self, engine: Engine) -> None:
         self._step_began = began = time.perf_counter()
+        self.steps += 1
+        self.step_sequences += len(self._running)
         try:
             self._deliver(engine.step())
         finally:

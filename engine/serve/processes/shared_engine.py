@@ -33,6 +33,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         index: which completion of the prompt under its seed.
         show_special: keep the names of control tokens in the text; of these ones, or of all.
         score_prompt: give the log-probabilities of the prompt's tokens too; `params.logprobs` is set then.
+        progress: report how far the prompt is, step by step.
         pooling: no text is wanted but the prompt's embedding, pooled so.
         arrived: `time.perf_counter()` when the request was made.
         id: unique in the server's process.
@@ -43,15 +44,27 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     index: int = 0
     show_special: bool | frozenset[int] = False
     score_prompt: bool = False
+    progress: bool = False
     pooling: Pooling | None = None
     arrived: float = msgspec.field(default_factory=time.perf_counter)
     id: int = msgspec.field(default_factory=itertools.count(1).__next__)
+
+
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How much of a prompt of `total` tokens has been processed; `cache` of them were in the cache. `time_ms` is since
+    its first step."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True):
     """What a step added to one completion. `logprobs` has an entry a token where they were asked for.
 
     The first piece has in `prompt_logprobs` an entry for each token of the prompt but the first, if they are wanted.
+    `progress`, where wanted: before the first token, or with it.
     """
 
     request_id: int
@@ -59,13 +72,14 @@ class Piece(msgspec.Struct, frozen=True, tag=True):
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    progress: tuple[PromptProgress, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """The end of a completion: `reason` "stop" (end token, stop token or stop string) or "length".
 
     `stop_text` is the stop string that ended it, if one did. `seed` gives the same text again. `embedding` is the
-    prompt's, a vector of unit length, where that was wanted instead of a text.
+    prompt's, a vector of unit length or unpooled rows [T * n], where that was wanted instead of a text.
     """
 
     request_id: int

@@ -12,28 +12,37 @@ from typing import Any
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
-from quengine.request.chat_format import ChatFormat
+from quengine.request.chat_format import ChatFormat, Ending
 from quengine.request.sampling_params import SamplingParams
 from quengine.structured.answer_format import PROMPT_TOKENS, AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
 
 
 @dataclass(frozen=True)
+class TextSource:
+    """From what a process makes a `TextSide`: the model's file or folder, and a chat template in place of its own."""
+
+    path: Path
+    template: str | None = None
+
+
+@dataclass(frozen=True)
 class TextSide:
-    """What a model's file holds beside its weights."""
+    """What a model's file holds beside its weights. `given_template`: a chat template in place of its own, if any."""
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     constraints: ConstraintCompiler
+    given_template: str | None = None
 
     @classmethod
-    def of_file(cls, path: Path) -> "TextSide":
+    def of_file(cls, path: Path, template: str | None = None) -> "TextSide":
         """Raises EngineError where the file is no model."""
         checkpoint = open_checkpoint(path)
         tokenizer = checkpoint.tokenizer()
         constraints = ConstraintCompiler(tokenizer, checkpoint.config.vocab_size)
-        return cls(checkpoint, tokenizer, checkpoint.chat_template(), constraints)
+        return cls(checkpoint, tokenizer, checkpoint.chat_template(template), constraints, template)
 
 
 class ServedModel:
@@ -46,7 +55,7 @@ class ServedModel:
         facts: of /v1/models and /props, as JSON values.
         notes: lines for the terminal: device, context, memory.
         token_length: how much of a text one token can stand for; None where that has no bound.
-        source: the file or folder from which another process has the same model; None where there is none.
+        source: from what another process makes the same; None where there is none.
     """
 
     def __init__(
@@ -63,7 +72,7 @@ class ServedModel:
         self.bos_id: int | None = text.tokenizer.bos_id
         self.eos_ids = text.tokenizer.eos_ids
         self.token_length = text.tokenizer.token_length
-        self.source: Path | None = text.checkpoint.path
+        self.source: TextSource | None = TextSource(text.checkpoint.path, text.given_template)
         self.facts: Mapping[str, Any] = {
             "architecture": config.architecture,
             "n_ctx_train": config.context_length,
@@ -87,12 +96,18 @@ class ServedModel:
     def decode(self, ids: Sequence[int]) -> str:
         return self._text.tokenizer.decode(ids, skip_special=False)
 
-    def end_of(self, prompt: Sequence[int]) -> str:
-        """The end of a prompt as text, which `answer_format` takes."""
-        return self.decode(prompt[-PROMPT_TOKENS:])
+    def end_of(self, prompt: Sequence[int], continued: str = "") -> str:
+        """The end of a prompt as text, which `answer_format` takes; without the given answer that it goes on with."""
+        return self.decode(prompt[-PROMPT_TOKENS - len(continued.encode(errors="replace")) :]).removesuffix(
+            continued
+        )
 
     def token_bytes(self, token: int) -> bytes:
         return self._text.tokenizer.token_bytes(token)
+
+    def fim_id(self, role: str) -> int | None:
+        """The token of a role of fill-in-the-middle, such as fim_pre; None for a model without."""
+        return self._text.tokenizer.fim_id(role)
 
     def prepare(self, params: SamplingParams) -> None:
         """Compile the constraint, so that no step waits for it. Raises EngineError where that cannot be done."""
@@ -100,13 +115,21 @@ class ServedModel:
             self._text.constraints.compile(params.constraint, params.stop_token_ids)
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
     ) -> str:
         """The prompt of a conversation as text. Raises EngineError where the template refuses it."""
-        return self._chat.render(messages, tools, variables)
+        return self._chat.render(messages, tools, variables, ending)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
     ) -> list[int]:
         """The prompt of a conversation as token ids, in which messages hold no control tokens."""
-        return self._chat.encode(messages, tools, variables)
+        return self._chat.encode(messages, tools, variables, ending)

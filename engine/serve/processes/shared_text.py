@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from quengine.errors import EngineError
+from quengine.request.chat_format import Ending
 from quengine.serve.processes.shared_model import ServedModel
 
 Kind = Literal["encode", "encode_chat", "render_chat", "tokenize"]
@@ -25,6 +26,7 @@ class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
         bos: begin a text with BOS where the model asks for it.
         special: text may spell control tokens.
         pieces: with each token's text.
+        ending: how a conversation's prompt ends.
         most_tokens: a prompt of more is not given, only counted.
         long: a chat is rendered once ahead, and not tokenized where its bytes are too many; set by `text_main`.
     """
@@ -37,6 +39,7 @@ class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Any] | None = None
     variables: Mapping[str, Any] = {}
+    ending: Ending = "answer"
     most_tokens: int | None = None
     long: bool = False
 
@@ -103,17 +106,18 @@ def _encode(model: ServedModel, job: TextJob) -> TextResult:
 
 def _encode_chat(model: ServedModel, job: TextJob) -> TextResult:
     if job.long and job.most_tokens is not None:
-        text = model.render_chat(job.messages, job.tools, job.variables)
+        text = model.render_chat(job.messages, job.tools, job.variables, job.ending)
         if (least := least_tokens(model, text)) > job.most_tokens:
             return TextResult(tokens=least, size=utf8_size(text))
-    ids = model.encode_chat(job.messages, job.tools, job.variables)
+    ids = model.encode_chat(job.messages, job.tools, job.variables, job.ending)
     if job.most_tokens is not None and len(ids) > job.most_tokens:
         return TextResult(tokens=len(ids))
     return TextResult([array("i", ids).tobytes()])
 
 
 def _render_chat(model: ServedModel, job: TextJob) -> TextResult:
-    return TextResult(text=model.render_chat(job.messages, job.tools, job.variables).encode(errors="replace"))
+    text = model.render_chat(job.messages, job.tools, job.variables, job.ending)
+    return TextResult(text=text.encode(errors="replace"))
 
 
 def _tokenize(model: ServedModel, job: TextJob) -> TextResult:

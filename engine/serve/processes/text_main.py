@@ -31,8 +31,12 @@ def _held_bytes() -> int:
 
 
 def serve(connection: "Connection[Any, Any]", path: Path) -> None:
-    """Does jobs until the server is gone, or this process has grown too large. Raises MemoryError."""
-    model = ServedModel(TextSide.of_file(path), 0, (), "", "")
+    """Does jobs until the server is gone, or this process has grown too large. Raises MemoryError.
+
+    The first message is a chat template in place of the model's own, or null.
+    """
+    template = msgspec.json.decode(connection.recv_bytes(), type=str | None)
+    model = ServedModel(TextSide.of_file(path, template), 0, (), "", "")
     collector.working()
     last = False
     while not last:

@@ -1,23 +1,30 @@
 """POST /v1/chat/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.logprob_forms import chat_logprobs
-from quengine.serve.routes.prompts import chat_ids, read_messages, template_variables
+from quengine.serve.routes.native import verbose_chunk, verbose_result
+from quengine.serve.routes.prompts import (
+    chat_ids,
+    ending_of,
+    given_answer,
+    read_messages,
+    reasoning_wanted,
+)
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import ChatRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import AnswerFormat
@@ -30,48 +37,77 @@ from quengine.structured.tool_calls import (
     reasoning_of,
 )
 
-_FORMATS = ("auto", "deepseek")
-"""llama-server's names for what is done here: reasoning is a field of its own."""
-
 
 async def chat_completions(service: Service, request: Request) -> Response:
     body = await read_request(request, ChatRequest, service.limits)
-    requests, answers = await unless_gone(request.receive, _prepared(service, body))
+    requests, answers = await unless_gone(request.receive, prepare_chat(service, body))
     if body.stream:
-        chunks = _Chunks(service, requests, answers, body.stream_options.include_usage)
+        chunks = _Chunks(service, requests, answers, body.stream_options.include_usage, body.verbose)
         return await stream_answer(service, request, requests, chunks)
     outputs = await whole_answer(service, request, requests)
-    return json_response(_body(service, requests, answers, outputs))
+    answer = _body(service, requests, answers, outputs)
+    return json_response(answer | (verbose_result(service, requests, outputs) if body.verbose else {}))
 
 
-async def _prepared(
+async def prepare_chat(
     service: Service, body: ChatRequest
 ) -> tuple[list[GenerationRequest], "list[ChatAnswer]"]:
+    """A chat's requests, and what takes the answer of each apart. Raises ApiError."""
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     model = service.model
-    form, use = model.answer_format, read_tools(body, model)
-    if form.reasons and body.reasoning_format not in (None, *_FORMATS):
-        given = f"reasoning_format = {shown(body.reasoning_format, 40)}"
-        raise bad_request(f"{given}: must be {' or '.join(_FORMATS)}", "reasoning_format", "unsupported")
-    text = read_constraint(body)
-    messages = read_messages(body.messages)
-    variables = template_variables(
-        model, body.chat_template_kwargs, body.reasoning_effort, "reasoning_effort"
-    )
-    prompt = await chat_ids(service, messages, form.tools(use), variables, "messages")
-    end = model.end_of(prompt)
+    form, use, text = _form(service, body), read_tools(body, model), read_constraint(body)
+    prompt = await chat_prompt(service, body, use)
     params = await sampling_params(
         service,
         body,
         logprobs=body.top_logprobs if body.logprobs else None,
-        constraint=answer_constraint(use, model, text, end),
+        constraint=answer_constraint(use, model, text, prompt.end, prompt.budget),
     )
     special = not body.skip_special_tokens or form.shown(use)
-    answers = [ChatAnswer(model, form, use, end) for _ in range(body.n)]
-    return requests_of([prompt], body.n, params, special), answers
+    answers = [ChatAnswer(model, form, use, prompt.end) for _ in range(body.n)]
+    progress = body.stream and body.return_progress
+    return requests_of([prompt.ids], body.n, params, special, progress=progress), answers
+
+
+def _form(service: Service, body: ChatRequest) -> AnswerFormat:
+    """How the answer is taken apart. Raises ApiError where reasoning cannot stay in the text."""
+    form = service.model.answer_format
+    if (body.reasoning_format or service.settings.chat.reasoning_format) != "none":
+        return form
+    try:
+        return form.with_reasoning_in_text()
+    except EngineError as error:
+        raise bad_request(str(error), "reasoning_format", "unsupported") from None
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation's prompt.
+
+    Attributes:
+        ids: its tokens.
+        end: its end as text (`ServedModel.end_of`).
+        budget: the most tokens of reasoning; -1: any number.
+    """
+
+    ids: list[int]
+    end: str
+    budget: int
+
+
+async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited: bool = True) -> ChatPrompt:
+    """The prompt of a conversation; `limited`: checked against the limits. Raises ApiError."""
+    model = service.model
+    messages = read_messages(body.messages)
+    effort = body.reasoning_effort or body.reasoning.effort
+    variables, budget = reasoning_wanted(service, body, effort, "reasoning_effort")
+    ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
+    tools = model.answer_format.tools(use)
+    ids = await chat_ids(service, messages, tools, variables, "messages", ending, limited)
+    return ChatPrompt(ids, model.end_of(ids, given_answer(messages, ending)), budget)
 
 
 class ChatAnswer:
@@ -91,22 +127,27 @@ class ChatAnswer:
 
     def push(self, piece: Piece) -> list[dict[str, Any]]:
         """The `delta` of each chunk that this piece becomes."""
-        return [_delta(part) for part in self._read(piece)]
+        return [_delta(part) for part in self.read(piece)]
 
-    def _read(self, piece: Piece) -> list[Delta]:
+    def read(self, piece: Piece) -> list[Delta]:
+        """What this piece makes certain."""
         self._tokens += piece.tokens
         return self._parser.push(piece.text)
 
     def finish(self) -> list[dict[str, Any]]:
+        """The `delta` of each chunk of what was held back."""
+        return [_delta(part) for part in self.rest()]
+
+    def rest(self) -> list[Delta]:
         """What was held back."""
-        return [_delta(part) for part in self._parser.finish()]
+        return self._parser.finish()
 
     def reason(self, end: Finished) -> str:
         return "tool_calls" if self._parser.calls and end.reason == "stop" else end.reason
 
     def message(self, piece: Piece) -> dict[str, Any]:
         """The whole answer."""
-        deltas = self._read(piece) + self._parser.finish()
+        deltas = self.read(piece) + self.rest()
         spoken, calls = collect(deltas)
         message: dict[str, Any] = {"role": "assistant", "content": spoken, "refusal": None}
         if reasoning := reasoning_of(deltas):
@@ -155,6 +196,7 @@ class _Chunks(ChunkForm):
     requests: Sequence[GenerationRequest]
     answers: Sequence[ChatAnswer]
     include_usage: bool
+    verbose: bool
 
     def __post_init__(self) -> None:
         self._head = answer_head(self.service, "chatcmpl-", "chat.completion.chunk")
@@ -166,24 +208,36 @@ class _Chunks(ChunkForm):
         return b"".join(self._chunk(index, first, None) for index in range(len(self.requests)))
 
     def piece(self, choice: int, piece: Piece) -> bytes:
+        progress = b"".join(
+            self._chunk(choice, {}, None, more={"prompt_progress": each}) for each in piece.progress
+        )
         deltas = self.answers[choice].push(piece)
-        if self._with_logprobs and not deltas:
+        if self._with_logprobs and piece.tokens and not deltas:
             deltas = [{}]
-        return b"".join(self._chunk(choice, d, None, None if i else piece) for i, d in enumerate(deltas))
+        return progress + b"".join(
+            self._chunk(choice, d, None, None if i else piece) for i, d in enumerate(deltas)
+        )
 
     def finished(self, choice: int, end: Finished) -> bytes:
         answer = self.answers[choice]
         held = b"".join(self._chunk(choice, delta, None) for delta in answer.finish())
-        return held + self._chunk(choice, {}, answer.reason(end))
+        more = verbose_chunk(self.service, choice, self.requests[choice], end) if self.verbose else None
+        return held + self._chunk(choice, {}, answer.reason(end), more=more)
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         reasoning = sum(answer.reasoning_tokens for answer in self.answers) if self.include_usage else 0
         return stream_end(self._head, self.requests, ends, self.include_usage, reasoning)
 
     def _chunk(
-        self, choice: int, delta: dict[str, Any], reason: str | None, piece: Piece | None = None
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        reason: str | None,
+        piece: Piece | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> bytes:
         entry: dict[str, Any] = {"index": choice, "delta": delta, "finish_reason": reason, "logprobs": None}
         if piece is not None and self._with_logprobs:
             entry["logprobs"] = chat_logprobs(piece.logprobs, self._model)
-        return data({**self._head, "choices": [entry], **({"usage": None} if self.include_usage else {})})
+        usage = {"usage": None} if self.include_usage else {}
+        return data({**self._head, "choices": [entry], **usage, **(more or {})})

@@ -1,6 +1,6 @@
 """POST /v1/completions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ from quengine.serve.processes.shared_engine import Finished, GenerationRequest, 
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
 from quengine.serve.routes.constraints import read_constraint
+from quengine.serve.routes.infill import suffix_prompt
 from quengine.serve.routes.logprob_forms import completion_logprobs, echoed_logprobs, joined_logprobs
+from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
@@ -25,17 +27,19 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(service: Service, request: Request) -> Response:
     body = await read_request(request, CompletionRequest, service.limits)
-    requests = await unless_gone(request.receive, _prepared(service, body))
+    requests = await unless_gone(request.receive, prepare_completions(service, body))
     model = service.model
     echoed = [model.decode(each.prompt) if body.echo else "" for each in requests]
     if body.stream:
-        chunks = _Chunks(service, requests, echoed, body.stream_options.include_usage)
+        chunks = _Chunks(service, requests, echoed, body.stream_options.include_usage, body.verbose)
         return await stream_answer(service, request, requests, chunks)
     outputs = await whole_answer(service, request, requests)
-    return json_response(_body(service, requests, echoed, outputs))
+    answer = _body(service, requests, echoed, outputs)
+    return json_response(answer | (verbose_result(service, requests, outputs) if body.verbose else {}))
 
 
-async def _prepared(service: Service, body: CompletionRequest) -> list[GenerationRequest]:
+async def prepare_completions(service: Service, body: CompletionRequest) -> list[GenerationRequest]:
+    """The requests of all prompts. Raises ApiError."""
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     params = await sampling_params(
@@ -45,9 +49,12 @@ async def _prepared(service: Service, body: CompletionRequest) -> list[Generatio
         constraint=read_constraint(body),
         max_tokens=service.settings.defaults.max_tokens or DEFAULT_MAX_TOKENS,
     )
-    prompts = await read_prompts(service, body.prompt, "prompt", body.parse_special)
+    given: Any = suffix_prompt(service.model, body) if body.suffix else body.prompt
+    special = body.parse_special and not body.suffix
+    prompts = await read_prompts(service, given, "prompt", special)
     scored = body.echo and body.logprobs is not None
-    return requests_of(prompts, body.n, params, not body.skip_special_tokens, score_prompt=scored)
+    progress = body.stream and body.return_progress
+    return requests_of(prompts, body.n, params, not body.skip_special_tokens, scored, progress)
 
 
 def _body(
@@ -89,6 +96,7 @@ class _Chunks(ChunkForm):
     echoed: Sequence[str]
     """What each completion begins with: its prompt, or nothing."""
     include_usage: bool
+    verbose: bool
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,10 +111,18 @@ class _Chunks(ChunkForm):
         return b"".join(self._chunk(index, text, None, None) for index, text in echoed)
 
     def piece(self, choice: int, piece: Piece) -> bytes:
+        return self._progress(choice, piece) + self._text(choice, piece)
+
+    def _progress(self, choice: int, piece: Piece) -> bytes:
+        return b"".join(
+            self._chunk(choice, "", None, None, {"prompt_progress": each}) for each in piece.progress
+        )
+
+    def _text(self, choice: int, piece: Piece) -> bytes:
         if not self._with_logprobs:
             return self._chunk(choice, piece.text, None, None) if piece.text else b""
         request, echoed = self.requests[choice], b""
-        if request.score_prompt and choice not in self._offsets:
+        if request.score_prompt and choice not in self._offsets and piece.tokens:
             scores, self._offsets[choice] = echoed_logprobs(
                 request.prompt, piece.prompt_logprobs, self._model
             )
@@ -118,11 +134,19 @@ class _Chunks(ChunkForm):
         return echoed + self._chunk(choice, piece.text, logprobs, None)
 
     def finished(self, choice: int, end: Finished) -> bytes:
-        return self._chunk(choice, "", None, end.reason)
+        more = verbose_chunk(self.service, choice, self.requests[choice], end) if self.verbose else None
+        return self._chunk(choice, "", None, end.reason, more)
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         return stream_end(self._head, self.requests, ends, self.include_usage)
 
-    def _chunk(self, choice: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
+    def _chunk(
+        self,
+        choice: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        reason: str | None,
+        more: Mapping[str, Any] | None = None,
+    ) -> bytes:
         entry = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        return data({**self._head, "choices": [entry]})
+        return data({**self._head, "choices": [entry], **(more or {})})

@@ -55,15 +55,19 @@ def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolUse:
 
 
 def answer_constraint(
-    use: ToolUse, model: ServedModel, text: ConstraintSpec | None, prompt: str = ""
+    use: ToolUse, model: ServedModel, text: ConstraintSpec | None, prompt: str = "", budget: int = -1
 ) -> ConstraintSpec | None:
     """What the answer is held to: calls where one is required, else `text`. Raises ApiError for both.
 
-    prompt: the prompt's end (`ServedModel.end_of`).
+    prompt: the prompt's end (`ServedModel.end_of`). budget: the most tokens of reasoning; -1: any number.
     """
     if use.choice == "required" and text is not None:
         raise bad_request("tool_choice requires a call, and response_format something else", "tool_choice")
     try:
-        return model.answer_format.constraint(use, text, prompt)
+        spec = model.answer_format.constraint(use, text, prompt)
     except EngineError as error:
         raise bad_request(str(error), "tools") from None
+    try:
+        return model.answer_format.bounded(spec, prompt, budget)
+    except EngineError as error:
+        raise bad_request(str(error), "reasoning_budget", "unsupported") from None

@@ -16,89 +16,144 @@ from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
-from quengine.serve.schemas.requests import NativeRequest
+from quengine.serve.schemas.requests import Native, NativeRequest
 from quengine.serve.service import Service
+
+_ABSENT = object()
 
 
 async def completion(service: Service, request: Request) -> Response:
     body = await read_request(request, NativeRequest, service.limits)
-    requests = await unless_gone(request.receive, _prepared(service, body))
-    form = _Form(service, requests)
+    return await native_answer(service, request, body, body.prompt, body.parse_special)
+
+
+async def native_answer(
+    service: Service, request: Request, body: Native, prompt: Any, parse_special: bool
+) -> Response:
+    """The answer, or the stream, in llama-server's own form. Raises ApiError, and ClientGoneError."""
+    requests = await unless_gone(request.receive, _prepared(service, body, prompt, parse_special))
+    form = _Form(service, requests, body.response_fields)
     if body.stream:
         return await stream_answer(service, request, requests, form)
     answers = []
     for index, (piece, end) in enumerate(await whole_answer(service, request, requests)):
-        answer = form.last(index, end) | form.probabilities(index, piece.logprobs)
-        answer |= {"content": piece.text, "has_new_line": "\n" in piece.text}
-        answers.append(answer | {"tokens": piece.tokens if body.return_tokens else []})
+        tokens = piece.tokens if body.return_tokens else ()
+        answer = native_result(service, index, requests[index], end, piece.text, tokens)
+        answers.append(_chosen(answer | form.probabilities(index, piece.logprobs), body.response_fields))
     return json_response(answers if len(answers) > 1 else answers[0])
 
 
-async def _prepared(service: Service, body: NativeRequest) -> list[GenerationRequest]:
+async def _prepared(
+    service: Service, body: Native, prompt: Any, parse_special: bool
+) -> list[GenerationRequest]:
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     params = await sampling_params(
         service, body, logprobs=body.n_probs or None, constraint=read_constraint(body)
     )
-    prompts = await read_prompts(service, body.prompt, "prompt", body.parse_special)
-    return requests_of(prompts, body.n, params)
+    prompts = await read_prompts(service, prompt, "prompt", parse_special)
+    return requests_of(prompts, body.n, params, progress=body.stream and body.return_progress)
+
+
+def native_result(
+    service: Service, index: int, request: GenerationRequest, end: Finished, text: str, tokens: Sequence[int]
+) -> dict[str, Any]:
+    """llama-server's own answer for one completion. `truncated`: the context was full; no prompt is ever cut."""
+    model = service.model
+    prompt, generated = len(request.prompt), end.timings.generated_tokens
+    word = end.stop_text
+    return {
+        "index": index,
+        "content": text,
+        "tokens": tokens,
+        "id_slot": -1,
+        "stop": True,
+        "model": service.model_name,
+        "tokens_predicted": generated,
+        "tokens_evaluated": prompt,
+        "tokens_cached": prompt + generated,
+        "generation_settings": generation_settings(request.params, model.ctx_size) | {"seed": end.seed},
+        "prompt": model.decode(request.prompt),
+        "has_new_line": "\n" in text,
+        "truncated": end.reason == "length" and prompt + generated >= model.ctx_size,
+        "stop_type": "word" if word is not None else "limit" if end.reason == "length" else "eos",
+        "stopping_word": word or "",
+        "timings": timings_body(end.timings),
+    }
+
+
+def verbose_result(
+    service: Service, requests: Sequence[GenerationRequest], outputs: Sequence[tuple[Piece, Finished]]
+) -> dict[str, Any]:
+    """What `verbose` adds to an answer in OpenAI's form: llama-server's own one; an array of several completions."""
+    results = [
+        native_result(service, index, requests[index], end, piece.text, piece.tokens)
+        for index, (piece, end) in enumerate(outputs)
+    ]
+    return {"__verbose": results if len(results) > 1 else results[0]}
+
+
+def verbose_chunk(service: Service, index: int, request: GenerationRequest, end: Finished) -> dict[str, Any]:
+    """The same for the last chunk of a stream's completion, whose text has been sent."""
+    return {"__verbose": native_result(service, index, request, end, "", ())}
+
+
+def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """The fields of an answer that response_fields names, a/b for b in a; all of them where it names none."""
+    if not fields:
+        return answer
+    chosen = {}
+    for path in fields:
+        value: Any = answer
+        for key in path.split("/"):
+            value = value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT
+        if value is not _ABSENT:
+            chosen[path] = value
+    return chosen
 
 
 @dataclass
 class _Form(ChunkForm):
-    """Bodies and chunks, which have the same fields."""
+    """The chunks of a stream, of which the last has the fields of a whole answer."""
 
     service: Service
     requests: Sequence[GenerationRequest]
+    fields: Sequence[str]
+    """Of the last chunk, where not all are wanted."""
     _predicted: dict[int, int] = field(default_factory=dict)
     _lines: set[int] = field(default_factory=set)
 
     def piece(self, choice: int, piece: Piece) -> bytes:
+        progress = b"".join(
+            data(self._chunk(choice, "", ()) | {"prompt_progress": each}) for each in piece.progress
+        )
+        if progress and not (piece.tokens or piece.text):
+            return progress
         self._predicted[choice] = self._predicted.get(choice, 0) + len(piece.tokens)
         if "\n" in piece.text:
             self._lines.add(choice)
-        chunk = {
-            "index": choice,
-            "content": piece.text,
-            "tokens": piece.tokens,
-            "stop": False,
-            "id_slot": -1,
-            "tokens_predicted": self._predicted[choice],
-            "tokens_evaluated": len(self.requests[choice].prompt),
-        }
-        return data(chunk | self.probabilities(choice, piece.logprobs))
+        chunk = self._chunk(choice, piece.text, piece.tokens)
+        return progress + data(chunk | self.probabilities(choice, piece.logprobs))
 
     def finished(self, choice: int, end: Finished) -> bytes:
-        return data(self.last(choice, end) | {"content": "", "tokens": []})
+        last = native_result(self.service, choice, self.requests[choice], end, "", ())
+        return data(_chosen(last | {"has_new_line": choice in self._lines}, self.fields))
+
+    def _chunk(self, choice: int, text: str, tokens: Sequence[int]) -> dict[str, Any]:
+        return {
+            "index": choice,
+            "content": text,
+            "tokens": tokens,
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": self._predicted.get(choice, 0),
+            "tokens_evaluated": len(self.requests[choice].prompt),
+        }
 
     def probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:
         if self.requests[choice].params.logprobs is None:
             return {}
         return {"completion_probabilities": native_probabilities(entries, self.service.model)}
-
-    def last(self, choice: int, end: Finished) -> dict[str, Any]:
-        """The last chunk. `truncated`: the context was full; no prompt is ever cut."""
-        request, model = self.requests[choice], self.service.model
-        prompt, generated = len(request.prompt), end.timings.generated_tokens
-        word = end.stop_text
-        return {
-            "index": choice,
-            "content": "",
-            "tokens": [],
-            "id_slot": -1,
-            "stop": True,
-            "model": self.service.model_name,
-            "tokens_predicted": generated,
-            "tokens_evaluated": prompt,
-            "tokens_cached": prompt + generated,
-            "generation_settings": generation_settings(request.params, model.ctx_size) | {"seed": end.seed},
-            "prompt": model.decode(request.prompt),
-            "has_new_line": choice in self._lines,
-            "truncated": end.reason == "length" and prompt + generated >= model.ctx_size,
-            "stop_type": "word" if word is not None else "limit" if end.reason == "length" else "eos",
-            "stopping_word": word or "",
-            "timings": timings_body(end.timings),
-        }
 
 
 def generation_settings(params: SamplingParams, ctx_size: int) -> dict[str, Any]:

@@ -8,17 +8,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quengine.errors import EngineError
+from quengine.request.chat_format import Ending
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.messages import Content, Message
-from quengine.serve.schemas.reading import read_part, token_ids, whole_number
+from quengine.serve.schemas.messages import Content, Message, TextPart
+from quengine.serve.schemas.reading import read_part, shown, token_ids, whole_number
+from quengine.serve.schemas.requests import Tools
 from quengine.serve.service import Service
-from quengine.structured.answer_format import effort_variables
+from quengine.structured.answer_format import effort_variables, switch_variables
+from quengine.structured.reasoning.tags import reasoning_in
+
+NOTHING: Mapping[str, Any] = {}
 
 
 async def read_prompts(
-    service: Service, given: str | list[Any], key: str, parse_special: bool
+    service: Service, given: str | list[Any] | dict[str, Any], key: str, parse_special: bool
 ) -> list[list[int]]:
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError."""
     values = _separate(given, key)
@@ -34,25 +39,89 @@ async def chat_ids(
     tools: Sequence[Any] | None,
     variables: Mapping[str, Any],
     param: str,
+    ending: Ending | None = None,
+    limited: bool = True,
 ) -> list[int]:
-    """The ids of a conversation, checked against the limits. Raises ApiError."""
+    """The ids of a conversation; `limited`: checked against the limits. Raises ApiError.
+
+    ending: how the prompt ends; None: an answer at the end of the messages is continued.
+    """
     job = TextJob(
         "encode_chat",
         messages=messages,
         tools=tools,
         variables=variables,
-        most_tokens=service.most_prompt_tokens,
+        ending=ending or ending_of(messages),
+        most_tokens=service.most_prompt_tokens if limited else None,
     )
     (prompt,) = await _ids(service, job, param)
     return prompt
 
 
+def ending_of(
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+) -> Ending:
+    """How a conversation's prompt ends. Raises ApiError where the two fields contradict each other."""
+    if continue_final_message and add_generation_prompt:
+        wrong = "continue_final_message and add_generation_prompt: only one of them can be true"
+        raise bad_request(wrong, "continue_final_message")
+    if continue_final_message:
+        return "continued"
+    if add_generation_prompt is False:
+        return "nothing"
+    last: Mapping[str, Any] = messages[-1] if messages else {}
+    answered = last.get("role") == "assistant" and not last.get("tool_calls")
+    return "continued" if answered and continue_final_message is None else "answer"
+
+
+def given_answer(messages: Sequence[Mapping[str, Any]], ending: Ending) -> str:
+    """The text that the prompt ends with, where an answer is continued."""
+    if ending != "continued":
+        return ""
+    return str(messages[-1].get("content") or reasoning_in(messages[-1]))
+
+
+def reasoning_wanted(
+    service: Service, body: Tools, effort: str | None, param: str
+) -> tuple[Mapping[str, Any], int]:
+    """The template's variables, and the most tokens of reasoning: 0 where none is wanted, -1 for any number.
+
+    effort: the field `param`. Raises ApiError where the template takes no such value.
+    """
+    options = service.settings.chat
+    switched = body.reasoning.enabled if body.enable_thinking is None else body.enable_thinking
+    given = (body.reasoning_budget, body.thinking_budget_tokens, body.reasoning.max_tokens)
+    default = options.reasoning_budget if switched is None and effort is None else -1
+    budget = next((each for each in given if each is not None), default)
+    if switched is False or effort == "none":
+        budget = 0
+    thinking = False if budget == 0 else switched
+    variables = template_variables(
+        service.model, body.chat_template_kwargs, effort, param, thinking, options.variables
+    )
+    return variables, budget
+
+
 def template_variables(
-    model: ServedModel, given: Mapping[str, Any], effort: str | None, param: str
+    model: ServedModel,
+    given: Mapping[str, Any],
+    effort: str | None,
+    param: str,
+    thinking: bool | None = None,
+    defaults: Mapping[str, Any] = NOTHING,
 ) -> Mapping[str, Any]:
-    """chat_template_kwargs with `effort`, the field `param`. Raises ApiError where the template takes no such value."""
+    """chat_template_kwargs with `effort`, the field `param`, and whether to reason; None: as the effort says.
+
+    defaults: the server's own variables. Raises ApiError where the template takes no such value.
+    """
+    form, template = model.answer_format, model.template
     try:
-        return {**effort_variables(model.answer_format, model.template, effort), **given}
+        switched_on = effort_variables(form, template, None)
+        asked = {} if effort is None else effort_variables(form, template, effort)
+        switch = {} if thinking is None else switch_variables(form, template, thinking)
+        return {**switched_on, **defaults, **asked, **switch, **given}
     except EngineError as error:
         raise bad_request(f"{param} = {error}", param, "unsupported") from None
 
@@ -67,9 +136,9 @@ async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
     return prompts
 
 
-def _separate(value: str | list[Any], key: str) -> list[Any]:
-    """One entry a prompt: an array of ids, or of ids and strings, is one prompt; one of strings or arrays several."""
-    if isinstance(value, str):
+def _separate(value: str | list[Any] | dict[str, Any], key: str) -> list[Any]:
+    """One entry a prompt: an array of ids, or of ids and strings, is one; one of strings, objects or arrays several."""
+    if not isinstance(value, list):
         return [value]
     if not value:
         raise bad_request(f"{key} must be a string, token ids, or an array of these", key)
@@ -79,13 +148,28 @@ def _separate(value: str | list[Any], key: str) -> list[Any]:
 
 def _parts(value: Any, service: Service, key: str) -> list[str | int]:
     """A prompt's strings and ids. Raises ApiError for one that is too long by its bytes alone."""
-    given = value if isinstance(value, list) else [value]
+    given = (
+        value if isinstance(value, list) else [_object_text(value, key) if isinstance(value, dict) else value]
+    )
     model = service.model
     texts = [part for part in given if isinstance(part, str)]
     least = len(given) - len(texts) + sum(least_tokens(model, text) for text in texts)
     if least > service.most_prompt_tokens:
         raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
     return [part if isinstance(part, str) else _token_id(part, model.vocab_size, key) for part in given]
+
+
+def _object_text(value: dict[str, Any], key: str) -> str:
+    """The text of {"prompt_string": ...}, or of {"content": [{"type": "text", "text": ...}, ...]}. Raises ApiError."""
+    if value.get("multimodal_data") not in (None, []):
+        raise bad_request(f"{key}.multimodal_data: this model reads text only", key, "unsupported")
+    text, parts = value.get("prompt_string"), value.get("content")
+    if isinstance(text, str):
+        return text
+    if text is None and isinstance(parts, list) and parts:
+        return "".join(part.text for part in read_part(list[TextPart], parts, f"{key}.content"))
+    rule = "must have a string prompt_string, or an array of text parts content"
+    raise bad_request(f"{key} = {shown(value)}: {rule}", key, "invalid_value")
 
 
 def _token_id(part: Any, vocab_size: int, key: str) -> int:

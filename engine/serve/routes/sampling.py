@@ -11,6 +11,7 @@ from quengine.request.sampling_params import MAX_BIAS, MAX_SEED, Range, Sampling
 from quengine.serve.http import off_loop
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.processes.shared_text import utf8_size
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.reading import shown, token_ids, wrong_value
 from quengine.serve.schemas.requests import (
@@ -18,15 +19,18 @@ from quengine.serve.schemas.requests import (
     ChatRequest,
     CompletionRequest,
     Generation,
-    NativeRequest,
+    Native,
     Sampling,
 )
 from quengine.serve.service import Service
 from quengine.serve.settings import Limits
 from quengine.structured.constraint_spec import ConstraintSpec
 
-_ID = re.compile("[0-9]{1,9}")
+_DIGITS = re.compile("[0-9]+")
+_ID_DIGITS = 9
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
+_BIAS_BYTES = 8 << 10
+"""Of all texts of logit_bias together, which are tokenized in the event loop."""
 _NAMES = Sampling.__struct_fields__[len(Accepted.__struct_fields__) :]
 """Fields of a request that are sampling parameters as they are."""
 
@@ -68,11 +72,11 @@ async def sampling_params(
     return params
 
 
-def check_choices(body: ChatRequest | CompletionRequest | NativeRequest, limits: Limits) -> None:
+def check_choices(body: ChatRequest | CompletionRequest | Native, limits: Limits) -> None:
     """Raises ApiError for more completions of a prompt than the server takes, or stream options without a stream."""
     if body.n > limits.n:
         raise _too_many("n", body.n, limits.n, "--max-n")
-    if not isinstance(body, NativeRequest) and body.stream_options.include_usage and not body.stream:
+    if not isinstance(body, Native) and body.stream_options.include_usage and not body.stream:
         raise bad_request("stream_options is for streams: set stream to true", "stream_options")
 
 
@@ -82,11 +86,12 @@ def requests_of(
     params: SamplingParams,
     show_special: bool | frozenset[int] = False,
     score_prompt: bool = False,
+    progress: bool = False,
 ) -> list[GenerationRequest]:
     """`n` completions of each prompt, in order; all under one seed."""
     seeded = params.with_seed()
     return [
-        GenerationRequest(prompt, seeded, index, show_special, score_prompt)
+        GenerationRequest(prompt, seeded, index, show_special, score_prompt, progress)
         for prompt in prompts
         for index in range(n)
     ]
@@ -131,17 +136,21 @@ def _stop_ids(ids: list[Any] | None, limits: Limits, model: ServedModel) -> tupl
 
 
 def _biases(value: Any, limits: Limits, model: ServedModel) -> dict[int, float] | None:
-    """OpenAI's {"id": bias}, or llama-server's [[id or text, bias or false]]."""
+    """OpenAI's {"id": bias}, llama-server's {text: bias} and [[id or text, bias or false]]: each token of a text."""
     if value is None:
         return None
     if isinstance(value, dict):
-        pairs = [[int(key) if _ID.fullmatch(key) else key, v] for key, v in value.items()]
+        pairs = [[_key(key), bias] for key, bias in value.items()]
     elif all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         pairs = value
     else:
         raise wrong_value(Generation, "logit_bias", value)
     if len(pairs) > limits.biases:
         raise _too_many("logit_bias", len(pairs), limits.biases, "--max-logit-bias")
+    size = sum(utf8_size(token) for token, _ in pairs if isinstance(token, str))
+    if size > _BIAS_BYTES:
+        message = f"logit_bias: its texts have {size} bytes, at most {_BIAS_BYTES} are taken"
+        raise bad_request(message, "logit_bias", "over_limit")
     biases: dict[int, float] = {}
     for token, bias in pairs:
         number = float("-inf") if bias is False else bias
@@ -151,8 +160,18 @@ def _biases(value: Any, limits: Limits, model: ServedModel) -> dict[int, float] 
             raise bad_request(
                 f"logit_bias of {shown(token, 40)} = {shown(bias, 40)}: {rule}", "logit_bias", "invalid_value"
             )
-        text = isinstance(token, str) and isinstance(value, list)
-        ids = model.encode(token, bos=False, special=False) if text else [token]
+        ids = model.encode(token, bos=False, special=False) if isinstance(token, str) else [token]
         for token_id in token_ids(ids, "logit_bias", model.vocab_size):
             biases[token_id] = float(number)
     return biases
+
+
+def _key(key: str) -> int | str:
+    """A key of logit_bias: a token id or a text. Raises ApiError for more digits than an id has."""
+    if not _DIGITS.fullmatch(key):
+        return key
+    if len(key) > _ID_DIGITS:
+        raise bad_request(
+            f"logit_bias of {shown(key, 40)}: there is no such token", "logit_bias", "invalid_value"
+        )
+    return int(key)

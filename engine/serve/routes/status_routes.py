@@ -47,7 +47,8 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 async def metrics(service: Service, request: Request) -> Response:
     del request
-    return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+    headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(service.created)}
+    return Response(service.metrics.text(service.worker), headers=headers)
 
 
 async def props(service: Service, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""From a request's events to server-sent events; the form of a chunk is each route's own."""
+"""From a request's events to those of its answer; the form of a chunk is each route's own."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -17,6 +17,8 @@ from quengine.serve.service import Service
 class ChunkForm(ABC):
     """How one route writes a stream; every method gives whole events, or nothing."""
 
+    media_type = "text/event-stream"
+
     def begin(self) -> bytes:
         return b""
 
@@ -30,6 +32,10 @@ class ChunkForm(ABC):
         """After all completions; `ends` in the order of the requests."""
         del ends
         return b""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return data(error.body)
 
 
 def data(value: Any) -> bytes:
@@ -70,7 +76,7 @@ async def stream_answer(
         service.worker.cancel(handle)
         await chunks.aclose()
         raise
-    return EventStream(first, chunks)
+    return EventStream(first, chunks, form.media_type)
 
 
 async def _chunks(
@@ -96,7 +102,7 @@ async def _chunks(
         except ApiError as error:
             if not begun:
                 raise
-            yield data(error.body)
+            yield form.failed(error)
             return
     last = pending + form.end([ends[choice] for choice in range(count)])
     if last:

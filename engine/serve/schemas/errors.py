@@ -38,6 +38,7 @@ _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    501: "not_supported_error",
     429: "rate_limit_error",
     503: "unavailable_error",
 }

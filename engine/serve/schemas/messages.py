@@ -1,4 +1,4 @@
-"""Messages of a conversation, and items of a response's input, as structs; read as the bodies are (`requests`).
+"""Messages of a conversation as structs; read as the bodies are (`requests`).
 
 Other fields of a message are the template's.
 """
@@ -60,34 +60,3 @@ class AssistantMessage(msgspec.Struct, frozen=True, tag_field="role", tag="assis
 
 
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
-
-
-class MessageItem(msgspec.Struct, frozen=True, tag="message"):
-    """An item without a type is one."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
-
-
-class FunctionCallItem(msgspec.Struct, frozen=True, tag="function_call"):
-    call_id: str
-    name: str
-    arguments: str
-
-
-class FunctionCallOutputItem(msgspec.Struct, frozen=True, tag="function_call_output"):
-    call_id: str
-    output: Content
-
-
-class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text"):
-    text: str
-
-
-class ReasoningItem(msgspec.Struct, frozen=True, tag="reasoning"):
-    """What an earlier answer thought, before the message or the calls that follow it."""
-
-    content: list[ReasoningText]
-
-
-InputItem = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem

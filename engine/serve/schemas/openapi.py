@@ -1,10 +1,12 @@
 """The server's OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.1): what each route takes and answers.
 
-The limits in it are those of the running server. The schema of a stream (text/event-stream) is that of one event, as is
-the use before OpenAPI 3.2 has a word of its own for it. A test holds the paths to the application's routes.
+The limits in it are those of the running server. The schema of a stream (text/event-stream, application/x-ndjson) is
+that of one event or line, as is the use before OpenAPI 3.2 has a word of its own for it. A test holds the paths to the
+application's routes.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,45 +19,71 @@ from quengine.serve.settings import ServerSettings
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 
 _MEANINGS = {
     400: "A field is wrong, over a limit or not supported; or the prompt does not fit.",
     401: "No valid key.",
     403: "A Host header or an Origin that is not allowed here.",
-    404: "Not here: another model than the one served.",
+    404: "Not here: another model than the one served, or a response that is not stored.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "The queue is full.",
     500: "This request failed; others go on.",
+    501: "The model has no tokens for this.",
     503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
+    529: "The queue is full, or any cause of a 503 of other routes.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
 _READS = (400, 404, 408, 413, 503)
 _COMPUTES = (*_READS, 429, 500)
+_ANTHROPICS = (400, 404, 408, 413, 500, 529)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A route. `answer` is a schema, or a media type for what is no JSON; `event` that of a stream's events."""
+    """A route. `answer` is a schema, or a media type for what is no JSON; `event` that of a stream's events,
+    `error` that of an error, `line` that of a stream's lines."""
 
     summary: str
     answer: Schema | str
     request: str | None = None
     event: str | None = None
     errors: tuple[int, ...] = ()
+    error: str = "Error"
+    line: str | None = None
 
 
 _HEALTH = Operation("Whether requests are taken.", ref("Health"), errors=(503,))
 _MODELS = Operation("The names of the model.", ref("ModelList"), errors=(503,))
 _CHAT = Operation("Answer a conversation.", ref("ChatCompletion"), "ChatRequest", "ChatChunk", _COMPUTES)
-_SEVERAL = {"type": "array", "items": ref("NativeCompletion")}
+_ONE = {"anyOf": [ref("NativeCompletion"), ref("NativeFields")]}
 _NATIVE = Operation(
     "Complete a prompt, with llama-server's names.",
-    {"anyOf": [ref("NativeCompletion"), _SEVERAL]},
+    {"anyOf": [_ONE, {"type": "array", "items": _ONE}]},
     "NativeRequest",
     "NativeChunk",
     _COMPUTES,
 )
+_ROWS = Operation(
+    "Rows of each text, in llama-server's form.",
+    ref("NativeEmbeddings"),
+    "NativeEmbeddingRequest",
+    errors=_COMPUTES,
+)
+_RERANK = Operation(
+    "Documents by the cosine of their embeddings with a query's.",
+    ref("RankedDocuments"),
+    "RerankRequest",
+    errors=_COMPUTES,
+)
+
+
+def _ollama(summary: str, name: str, errors: tuple[int, ...], line: str | None = None) -> Operation:
+    """A route of Ollama's API that reads a body."""
+    request = f"Ollama{name}Request"
+    return Operation(summary, ref(f"Ollama{name}"), request, errors=errors, error="OllamaError", line=line)
+
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/"): Operation("The chat page.", "text/html; charset=utf-8"),
@@ -76,8 +104,36 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/responses"): Operation(
         "Answer items with items.", ref("Response"), "ResponseRequest", "ResponseEvent", _COMPUTES
     ),
+    ("POST", "/v1/messages"): Operation(
+        "Answer a conversation, with Anthropic's names.",
+        ref("AnthropicMessage"),
+        "MessagesRequest",
+        "AnthropicEvent",
+        _ANTHROPICS,
+        "AnthropicError",
+    ),
+    ("POST", "/v1/messages/count_tokens"): Operation(
+        "Tokens of a conversation's prompt.",
+        ref("TokenCount"),
+        "CountTokensRequest",
+        errors=_ANTHROPICS,
+        error="AnthropicError",
+    ),
+    ("GET", "/v1/responses/{id}"): Operation("A stored response.", ref("Response"), errors=(400, 404)),
+    ("DELETE", "/v1/responses/{id}"): Operation(
+        "Delete a stored response.", ref("DeletedResponse"), errors=(404,)
+    ),
     ("POST", "/v1/embeddings"): Operation(
         "A vector for each text.", ref("EmbeddingList"), "EmbeddingRequest", errors=_COMPUTES
+    ),
+    ("POST", "/embeddings"): _ROWS,
+    ("POST", "/embedding"): _ROWS,
+    ("POST", "/v1/rerank"): _RERANK,
+    ("POST", "/rerank"): _RERANK,
+    ("POST", "/v1/reranking"): _RERANK,
+    ("POST", "/reranking"): _RERANK,
+    ("POST", "/infill"): replace(
+        _NATIVE, summary="Fill the gap in a text.", request="InfillRequest", errors=(*_COMPUTES, 501)
     ),
     ("POST", "/completion"): _NATIVE,
     ("POST", "/completions"): _NATIVE,
@@ -88,6 +144,23 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/apply-template"): Operation(
         "A conversation's prompt.", ref("RenderedPrompt"), "TemplateRequest", errors=_READS
     ),
+    ("POST", "/api/chat"): _ollama("Answer a conversation.", "Chat", _COMPUTES, "OllamaChatLine"),
+    ("POST", "/api/generate"): _ollama("Answer a prompt.", "Generate", _COMPUTES, "OllamaGenerateLine"),
+    ("POST", "/api/embed"): _ollama("A vector for each text.", "Embed", _COMPUTES),
+    ("POST", "/api/embeddings"): _ollama("A vector for a text.", "Embeddings", _COMPUTES),
+    ("GET", "/api/tags"): Operation(
+        "The names of the model.", ref("OllamaTags"), errors=(503,), error="OllamaError"
+    ),
+    ("GET", "/api/ps"): Operation(
+        "The model in memory.", ref("OllamaProcesses"), errors=(503,), error="OllamaError"
+    ),
+    ("GET", "/api/version"): Operation(
+        "The release of Ollama's API.", ref("OllamaVersion"), error="OllamaError"
+    ),
+    ("POST", "/api/show"): _ollama("What the model is.", "Show", _READS),
+    ("POST", "/api/pull"): _ollama("Whether the model is here.", "Pull", _READS, "OllamaPull"),
+    ("DELETE", "/api/delete"): _ollama("Refused: engine rm deletes.", "Delete", _READS),
+    ("POST", "/api/copy"): _ollama("Refused: engine serve --alias names.", "Copy", _READS),
 }
 
 
@@ -100,7 +173,8 @@ def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[st
     info = {
         "title": "quengine",
         "version": __version__,
-        "description": "OpenAI's API and llama-server's over one model. Errors have OpenAI's shape.",
+        "description": "OpenAI's API, Anthropic's messages, llama-server's API and Ollama's over one model. "
+        "Errors have OpenAI's shape, under /v1/messages Anthropic's, under /api Ollama's.",
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }
     names = settings.model_names if settings.strict_model else ()
@@ -122,13 +196,12 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
         "summary": operation.summary,
         "responses": {
             "200": _success(operation),
-            **{str(status): _failure(status) for status in errors},
+            **{str(status): _failure(status, operation.error) for status in errors},
         },
     }
-    if "{name}" in path:
-        made["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        ]
+    if names := re.findall(r"\{(\w+)\}", path):
+        given = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        made["parameters"] = [{"name": name, **given} for name in names]
     if operation.request is not None:
         made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(operation.request)}}}
     if keyed:
@@ -147,13 +220,16 @@ def _success(operation: Operation) -> dict[str, Any]:
     else:
         content = {JSON: {"schema": operation.answer}}
     if operation.event is not None:
-        content[EVENTS] = {"schema": _event(operation.event)}
+        content[EVENTS] = {"schema": _event(operation)}
+    if operation.line is not None:
+        content[LINES] = {"schema": {"anyOf": [ref(operation.line), ref(operation.error)]}}
     return {"description": operation.summary, "content": content}
 
 
-def _event(name: str) -> Schema:
+def _event(operation: Operation) -> Schema:
     """An event whose data is JSON, or the end of the stream."""
-    inner = {"anyOf": [ref(name), ref("Error")]}
+    assert operation.event is not None
+    inner = {"anyOf": [ref(operation.event), ref(operation.error)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": inner}
     return {
         "type": "object",
@@ -162,9 +238,9 @@ def _event(name: str) -> Schema:
     }
 
 
-def _failure(status: int) -> dict[str, Any]:
+def _failure(status: int, error: str) -> dict[str, Any]:
     failure: dict[str, Any] = {
         "description": _MEANINGS[status],
-        "content": {JSON: {"schema": ref("Error")}},
+        "content": {JSON: {"schema": ref(error)}},
     }
-    return {**failure, "headers": _RETRY} if status in (429, 503) else failure
+    return {**failure, "headers": _RETRY} if status in (429, 503, 529) else failure

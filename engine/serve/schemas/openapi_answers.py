@@ -43,6 +43,10 @@ def _head(kind: str) -> dict[str, Schema]:
 
 
 _TAIL = {"usage": ref("Usage"), "seed": _COUNT, "timings": ref("Timings")}
+_VERBOSE = {
+    "__verbose": {"anyOf": [ref("NativeCompletion"), {"type": "array", "items": ref("NativeCompletion")}]}
+}
+_PROGRESS = {"prompt_progress": ref("PromptProgress")}
 _REASON = _enum("stop", "length")
 _CHAT_REASON = _enum("stop", "length", "tool_calls")
 
@@ -59,11 +63,16 @@ def answer_schemas() -> dict[str, Schema]:
             prompt_tokens_details=_object(cached_tokens=_COUNT),
         ),
         "Timings": _timings(),
+        "PromptProgress": _object(
+            total=_COUNT, cache=_COUNT, processed=_COUNT, time_ms={"type": "number", "minimum": 0}
+        ),
         **_chat(),
         **_completions(),
         **_native(),
         **_responses(),
+        **_anthropic(),
         **_status(),
+        **_ollama(),
         "EmbeddingList": _object(
             object=_const("list"),
             data=_array(
@@ -76,10 +85,25 @@ def answer_schemas() -> dict[str, Schema]:
             model=STRING,
             usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
         ),
+        "NativeEmbeddings": _array(_object(index=_COUNT, embedding=_array(_array({"type": "number"})))),
+        "RankedDocuments": {
+            "anyOf": [_ranked(), _array(_object({"text": STRING}, index=_COUNT, score=_NUMBER))]
+        },
         "Tokens": _object(tokens=_array({"anyOf": [TOKEN, _object(id=TOKEN, piece=_piece())]})),
         "DetokenizedText": _object(content=STRING),
         "RenderedPrompt": _object(prompt=STRING),
     }
+
+
+def _ranked() -> Schema:
+    entry = _object({"document": _object(text=STRING)}, index=_COUNT, relevance_score=_NUMBER)
+    return _object(
+        model=STRING,
+        object=_const("list"),
+        method=STRING,
+        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
+        results=_array(entry),
+    )
 
 
 def _error() -> Schema:
@@ -91,6 +115,49 @@ def _error() -> Schema:
         code=_TEXT_OR_NULL,
     )
     return _object(error=inner)
+
+
+def _anthropic() -> dict[str, Schema]:
+    text = _object(type=_const("text"), text=STRING)
+    thinking = _object(type=_const("thinking"), thinking=STRING, signature=STRING)
+    call = _object(type=_const("tool_use"), id=STRING, name=STRING, input=OBJECT)
+    counts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+    thought = {"output_tokens_details": _object(thinking_tokens=_COUNT)}
+    usage = _object(thought, **dict.fromkeys(counts, _COUNT))
+    reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
+    stop = {"stop_reason": _or_null(_enum(*reasons)), "stop_sequence": _TEXT_OR_NULL}
+    message = _object(
+        id=STRING,
+        type=_const("message"),
+        role=_const("assistant"),
+        model=STRING,
+        content=_array(ref("AnthropicBlock")),
+        **stop,
+        usage=usage,
+    )
+    deltas = {"text_delta": "text", "thinking_delta": "thinking"}
+    deltas |= {"signature_delta": "signature", "input_json_delta": "partial_json"}
+    delta = {"anyOf": [_object(type=_const(kind), **{key: STRING}) for kind, key in deltas.items()]}
+
+    def event(kind: str, **fields: Schema) -> Schema:
+        return _object(type=_const(kind), **fields)
+
+    events = [
+        event("message_start", message=ref("AnthropicMessage")),
+        event("ping"),
+        event("content_block_start", index=_COUNT, content_block=ref("AnthropicBlock")),
+        event("content_block_delta", index=_COUNT, delta=delta),
+        event("content_block_stop", index=_COUNT),
+        event("message_delta", delta=_object(**stop), usage=usage),
+        event("message_stop"),
+    ]
+    return {
+        "AnthropicBlock": {"anyOf": [text, thinking, call]},
+        "AnthropicError": _object(type=_const("error"), error=_error()["properties"]["error"]),
+        "AnthropicEvent": {"anyOf": events},
+        "AnthropicMessage": message,
+        "TokenCount": _object(input_tokens=_COUNT),
+    }
 
 
 def _piece() -> Schema:
@@ -127,9 +194,9 @@ def _chat() -> dict[str, Schema]:
     choice = _object(index=_COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
     piece = _object(index=_COUNT, delta=delta, logprobs=logprobs, finish_reason=_or_null(_CHAT_REASON))
     return {
-        "ChatCompletion": _object(**_head("chat.completion"), choices=_array(choice), **_TAIL),
+        "ChatCompletion": _object(_VERBOSE, **_head("chat.completion"), choices=_array(choice), **_TAIL),
         "ChatChunk": _object(
-            {**_TAIL, "usage": _or_null(ref("Usage"))},
+            {**_TAIL, **_PROGRESS, **_VERBOSE, "usage": _or_null(ref("Usage"))},
             **_head("chat.completion.chunk"),
             choices=_array(piece),
         ),
@@ -146,10 +213,13 @@ def _completions() -> dict[str, Schema]:
     choice = {"index": _COUNT, "text": STRING, "logprobs": _or_null(logprobs)}
     return {
         "Completion": _object(
-            **_head("text_completion"), choices=_array(_object(**choice, finish_reason=_REASON)), **_TAIL
+            _VERBOSE,
+            **_head("text_completion"),
+            choices=_array(_object(**choice, finish_reason=_REASON)),
+            **_TAIL,
         ),
         "CompletionChunk": _object(
-            _TAIL,
+            {**_TAIL, **_PROGRESS, **_VERBOSE},
             **_head("text_completion"),
             choices=_array(_object(**choice, finish_reason=_or_null(_REASON))),
         ),
@@ -186,7 +256,18 @@ def _native() -> dict[str, Schema]:
         "GenerationSettings": _generation_settings(),
         "NativeCompletion": last,
         "NativeChunk": {
-            "anyOf": [_object(probabilities, **shared, stop=_const(False)), ref("NativeCompletion")]
+            "anyOf": [
+                _object(probabilities | _PROGRESS, **shared, stop=_const(False)),
+                ref("NativeCompletion"),
+                ref("NativeFields"),
+            ]
+        },
+        "NativeFields": {
+            "type": "object",
+            "properties": last["properties"],
+            "patternProperties": {"/": ANY},
+            "additionalProperties": False,
+            "description": "What response_fields names.",
         },
     }
 
@@ -216,20 +297,30 @@ def _generation_settings() -> Schema:
 def _responses() -> dict[str, Schema]:
     status = _enum("in_progress", "completed", "incomplete")
     part = _object(type=_const("output_text"), text=STRING, annotations=_array(ANY), logprobs=_array(ANY))
-    message = _object(
-        id=STRING, type=_const("message"), role=_const("assistant"), status=status, content=_array(part)
-    )
-    call = _object(
-        id=STRING, type=_const("function_call"), status=status, call_id=STRING, name=STRING, arguments=STRING
-    )
     thought = _object(type=_const("reasoning_text"), text=STRING)
-    reasoning = _object(
-        id=STRING,
-        type=_const("reasoning"),
-        status=status,
-        summary=_array(ANY),
-        content=_array(thought),
-    )
+    item = {"id": STRING, "status": status}
+    call = {"call_id": STRING, "name": STRING}
+    kinds = [
+        _object(**item, type=_const("message"), role=_const("assistant"), content=_array(part)),
+        _object(
+            {"encrypted_content": STRING},
+            **item,
+            type=_const("reasoning"),
+            summary=_array(ANY),
+            content=_array(thought),
+        ),
+        _object(**item, **call, type=_const("function_call"), arguments=STRING),
+        _object(**item, **call, type=_const("custom_tool_call"), input=STRING),
+    ]
+    return {
+        "OutputItem": {"anyOf": kinds},
+        "Response": _response(),
+        "ResponseEvent": _response_event(part, thought),
+        "DeletedResponse": _object(id=STRING, object=_const("response"), deleted=_const(True)),
+    }
+
+
+def _response() -> Schema:
     usage = _object(
         input_tokens=_COUNT,
         input_tokens_details=_object(cached_tokens=_COUNT),
@@ -237,35 +328,39 @@ def _responses() -> dict[str, Schema]:
         output_tokens_details=_object(reasoning_tokens=_COUNT),
         total_tokens=_COUNT,
     )
-    response = _object(
+    count_or_null: Schema = {"type": ["integer", "null"]}
+    return _object(
         id=STRING,
         object=_const("response"),
         created_at=_COUNT,
-        status=status,
-        error=_NULL,
+        completed_at=count_or_null,
+        status=_enum("in_progress", "completed", "incomplete", "failed"),
+        background=_const(False),
+        error=_or_null(_object(code=STRING, message=STRING)),
         incomplete_details=_or_null(_object(reason=_const("max_output_tokens"))),
         instructions=_TEXT_OR_NULL,
-        max_output_tokens={"type": ["integer", "null"]},
+        max_output_tokens=count_or_null,
+        max_tool_calls=count_or_null,
         model=STRING,
         output=_array(ref("OutputItem")),
         parallel_tool_calls=BOOLEAN,
-        previous_response_id=_NULL,
+        previous_response_id=_TEXT_OR_NULL,
+        prompt_cache_key=_TEXT_OR_NULL,
         reasoning=_object(effort=_TEXT_OR_NULL, summary=_NULL),
-        store=_const(False),
+        safety_identifier=_TEXT_OR_NULL,
+        service_tier=_const("default"),
+        store=BOOLEAN,
         temperature=_NUMBER,
-        text=_object(format=OBJECT),
+        text=_object(format=OBJECT, verbosity=_const("medium")),
         tool_choice=ANY,
         tools=_array(OBJECT),
+        top_logprobs=_const(0),
         top_p=_NUMBER,
-        truncation=_const("disabled"),
+        truncation=_enum("auto", "disabled"),
         usage=_or_null(usage),
+        user=_TEXT_OR_NULL,
         metadata=OBJECT,
     )
-    return {
-        "OutputItem": {"anyOf": [message, reasoning, call]},
-        "Response": response,
-        "ResponseEvent": _response_event(part, thought),
-    }
 
 
 def _response_event(part: Schema, thought: Schema) -> Schema:
@@ -275,17 +370,19 @@ def _response_event(part: Schema, thought: Schema) -> Schema:
 
     at = {"item_id": STRING, "output_index": _COUNT}
     in_part = {**at, "content_index": _COUNT}
+    whole = ("created", "in_progress", "completed", "incomplete", "failed")
     return {
         "anyOf": [
-            event("created", "in_progress", "completed", "incomplete", response=ref("Response")),
+            event(*whole, response=ref("Response")),
             event("output_item.added", "output_item.done", output_index=_COUNT, item=ref("OutputItem")),
             event("content_part.added", "content_part.done", **in_part, part={"anyOf": [part, thought]}),
             event("output_text.delta", **in_part, delta=STRING, logprobs=_array(ANY)),
             event("output_text.done", **in_part, text=STRING, logprobs=_array(ANY)),
             event("reasoning_text.delta", **in_part, delta=STRING),
             event("reasoning_text.done", **in_part, text=STRING),
-            event("function_call_arguments.delta", **at, delta=STRING),
+            event("function_call_arguments.delta", "custom_tool_call_input.delta", **at, delta=STRING),
             event("function_call_arguments.done", **at, name=STRING, arguments=STRING),
+            event("custom_tool_call_input.done", **at, input=STRING),
         ]
     }
 
@@ -322,3 +419,60 @@ def _status() -> dict[str, Schema]:
             limits=_object(**dict.fromkeys(limits, _COUNT)),
         ),
     }
+
+
+def _ollama() -> dict[str, Schema]:
+    details = _object(
+        parent_model=STRING,
+        format=_enum("gguf", "safetensors"),
+        family=STRING,
+        families=_array(STRING),
+        parameter_size=STRING,
+        quantization_level=STRING,
+    )
+    entry = {"name": STRING, "model": STRING, "size": _COUNT, "digest": STRING, "details": details}
+    in_memory = {"expires_at": STRING, "size_vram": _COUNT, "context_length": _COUNT}
+    show = dict.fromkeys(("modelfile", "parameters", "template", "modified_at"), STRING)
+    vector = _array(_NUMBER)
+    success = _object(status=_const("success"))
+    function = _object(index=_COUNT, name=STRING, arguments=OBJECT)
+    message = _object(
+        {"thinking": STRING, "tool_calls": _array(_object(id=STRING, function=function))},
+        role=_const("assistant"),
+        content=STRING,
+    )
+    chat, chat_line = _ollama_answer({}, {"message": message})
+    generate, generate_line = _ollama_answer({"thinking": STRING}, {"response": STRING})
+    return {
+        "OllamaError": _object(error=STRING),
+        "OllamaChat": chat,
+        "OllamaChatLine": chat_line,
+        "OllamaGenerate": generate,
+        "OllamaGenerateLine": generate_line,
+        "OllamaEmbed": _object(
+            model=STRING,
+            embeddings=_array(vector),
+            **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), _COUNT),
+        ),
+        "OllamaEmbeddings": _object(embedding=vector),
+        "OllamaTags": _object(models=_array(_object(**entry, modified_at=STRING))),
+        "OllamaProcesses": _object(models=_array(_object(**entry, **in_memory))),
+        "OllamaVersion": _object(version=STRING),
+        "OllamaShow": _object(**show, details=details, model_info=OBJECT, capabilities=_array(STRING)),
+        "OllamaPull": success,
+        "OllamaDelete": success,
+        "OllamaCopy": success,
+    }
+
+
+def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tuple[Schema, Schema]:
+    """The whole answer (or the last line), or that to an empty request; and a line of a stream."""
+    token = {"token": STRING, "logprob": _NUMBER, "bytes": _array(_COUNT)}
+    logprobs = {"logprobs": _array(_object(**token, top_logprobs=_array(_object(**token))))}
+    head = {"model": STRING, "created_at": STRING, **given}
+    durations = [f"{what}_duration" for what in ("total", "load", "prompt_eval", "eval")]
+    counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), _COUNT)
+    optional = {**optional, **logprobs}
+    end = _object(optional, **head, done=_const(True), done_reason=_enum("stop", "length"), **counts)
+    empty = _object(**head, done=_const(True), done_reason=_const("load"))
+    return {"anyOf": [end, empty]}, {"anyOf": [_object(optional, **head, done=_const(False)), end]}

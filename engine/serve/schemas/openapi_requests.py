@@ -4,13 +4,17 @@ Parts that msgspec has no type for are written here. A schema cannot say everyth
 and a template, a vocabulary or a grammar may refuse a value. Those are 400s too.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
-from quengine.serve.schemas.messages import InputItem, Message
+from quengine.serve.schemas.anthropic import ANTHROPIC_BODIES
+from quengine.serve.schemas.messages import Message
+from quengine.serve.schemas.ollama import OLLAMA_BODIES
 from quengine.serve.schemas.requests import BODIES, REF
+from quengine.serve.schemas.response_items import KINDS, InputItem
 from quengine.serve.settings import Limits
 
 Schema = dict[str, Any]
@@ -35,7 +39,8 @@ def request_schemas(
     """Every schema of a body and of its parts, by component name. `model_names` are the only ones that may be given,
     where there are any; `vocab_size` is None while there is no model."""
     unions: list[Any] = [Message, InputItem]
-    made, components = msgspec.json.schema_components((*unions, *BODIES), ref_template=REF)
+    bodies = (*BODIES, *ANTHROPIC_BODIES, *OLLAMA_BODIES)
+    made, components = msgspec.json.schema_components((*unions, *bodies), ref_template=REF)
     token = {"type": "integer", "minimum": 0}
     schemas: dict[str, Schema] = {
         "Token": token if vocab_size is None else {**token, "maximum": vocab_size - 1},
@@ -45,9 +50,20 @@ def request_schemas(
         **{name: _tidied(schema) for name, schema in components.items()},
     }
     schemas["MessageItem"]["required"].remove("type")
+    schemas["InputItem"] = {
+        "anyOf": [*schemas["InputItem"]["anyOf"], _other_kind(KINDS, "An item that is skipped.")]
+    }
     schemas["AssistantMessage"]["anyOf"] = [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}},
+    ]
+    schemas["NativeEmbeddingRequest"]["anyOf"] = [
+        {"required": [key], "properties": {key: ref("Prompt"), other: _NULL}}
+        for key, other in (("input", "content"), ("content", "input"))
+    ]
+    schemas["RerankRequest"]["anyOf"] = [
+        {"required": [key], "properties": {key: {"type": "array"}, other: _NULL}}
+        for key, other in (("documents", "texts"), ("texts", "documents"))
     ]
     for schema in schemas.values():
         _limit(schema.get("properties", {}), limits, model_names)
@@ -60,7 +76,7 @@ def ref(name: str) -> Schema:
 
 def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ...]) -> None:
     """Write a server's limits and names into the fields of a body."""
-    if "model" in fields and model_names:
+    if model_names and "type" in fields.get("model", {}):
         fields["model"] = {
             "enum": [None, *model_names, ""],
             "description": fields["model"]["description"],
@@ -69,7 +85,10 @@ def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ..
         fields["n"]["maximum"] = limits.n
     if "stop" in fields:
         fields["stop"]["anyOf"][-1]["maxItems"] = limits.stops
+    if "stop_token_ids" in fields:
         fields["stop_token_ids"]["maxItems"] = limits.stops
+    if "stop_sequences" in fields:
+        fields["stop_sequences"]["maxItems"] = limits.stops
 
 
 def _tidied(schema: Any) -> Any:
@@ -122,7 +141,10 @@ def _written(limits: Limits) -> dict[str, Schema]:
         "Prompt": _prompt(),
         "Tool": _tool(),
         "ToolChoice": _tool_choice(),
+        "ResponseTool": _response_tool(),
+        "ResponseToolChoice": _response_tool_choice(),
         "TextFormat": _text_format(),
+        "OllamaFormat": {"anyOf": [_NULL, {"enum": ["json", ""]}, OBJECT]},
     }
 
 
@@ -134,7 +156,6 @@ def _logit_bias(limits: Limits) -> Schema:
     pair = {"type": "array", "prefixItems": [_PROMPT_PART, bias], "minItems": 2, "maxItems": 2}
     biases = {
         "type": "object",
-        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": bias,
         "maxProperties": limits.biases,
     }
@@ -143,9 +164,18 @@ def _logit_bias(limits: Limits) -> Schema:
 
 def _prompt() -> Schema:
     one = _array(_PROMPT_PART, least=1)
-    several = _array({"anyOf": [_SOME_TEXT, one]}, least=1)
-    about = "A text; or token ids, in which text may stand; or an array of either, a prompt each."
-    return {"anyOf": [_SOME_TEXT, one, several], "description": about}
+    part = {"type": {"const": "text"}, "text": _SOME_TEXT}
+    parts = _array({"type": "object", "required": list(part), "properties": part}, least=1)
+    no_media: Schema = {"multimodal_data": {"enum": [None, []]}}
+    of_text = {"prompt_string": _SOME_TEXT, **no_media}
+    of_parts = {"prompt_string": _NULL, "content": parts, **no_media}
+    objects: list[Schema] = [
+        {"type": "object", "required": ["prompt_string"], "properties": of_text},
+        {"type": "object", "required": ["content"], "properties": of_parts},
+    ]
+    several = _array({"anyOf": [_SOME_TEXT, one, *objects]}, least=1)
+    about = "A text, also in an object; or token ids, in which text may stand; or an array of these, a prompt each."
+    return {"anyOf": [_SOME_TEXT, one, *objects, several], "description": about}
 
 
 def _tool() -> Schema:
@@ -176,6 +206,40 @@ def _tool_choice() -> Schema:
                 "required": ["type", "name"],
                 "properties": {**kind, "name": STRING, "function": False},
             },
+        ]
+    }
+
+
+def _other_kind(known: Collection[str], about: str) -> Schema:
+    """An object of a type that is not `known`."""
+    kind = {"type": "string", "not": {"enum": sorted(known)}}
+    return {"type": "object", "required": ["type"], "properties": {"type": kind}, "description": about}
+
+
+def _response_tool() -> Schema:
+    """A tool of /v1/responses."""
+    custom = {"type": {"const": "custom"}, "name": _NAME, "description": {"type": ["string", "null"]}}
+    return {
+        "anyOf": [
+            ref("Tool"),
+            {"type": "object", "required": ["type", "name"], "properties": custom},
+            _other_kind(("function", "custom"), "A tool that is skipped."),
+        ]
+    }
+
+
+def _response_tool_choice() -> Schema:
+    custom = {"type": {"const": "custom"}, "name": STRING}
+    allowed = {
+        "type": {"const": "allowed_tools"},
+        "mode": {"enum": ["auto", "required"]},
+        "tools": _array(OBJECT),
+    }
+    return {
+        "anyOf": [
+            ref("ToolChoice"),
+            {"type": "object", "required": ["type", "name"], "properties": custom},
+            {"type": "object", "required": ["type", "mode", "tools"], "properties": allowed},
         ]
     }
 

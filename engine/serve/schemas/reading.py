@@ -53,9 +53,9 @@ def read_part(kind: Callable[..., T], value: object, name: str) -> T:
     return _converted(kind, value, (name,))
 
 
-def wrong_value(kind: type[Fields], key: str, value: object) -> ApiError:
-    """The error of a field's value that its type in the struct lets through."""
-    return _wrong((key,), value, _rule(_at(inspect.type_info(kind), (key,))))
+def wrong_value(kind: type[Fields], key: str, value: object, rule: str | None = None) -> ApiError:
+    """The error of a field's value that its type in the struct lets through; `rule`: another than that of the type."""
+    return _wrong((key,), value, rule or _rule(_at(inspect.type_info(kind), (key,))))
 
 
 def shown(value: Any, most: int = 60) -> str:
@@ -146,7 +146,7 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, at: Path) 
     """msgspec's error as this server writes it."""
     found = _ERROR.fullmatch(str(error))
     assert found is not None
-    message, place = found[1], found[2] or ""
+    message, place = found[1], (found[2] or "").partition("[...]")[0]  # a value of an object with any keys
     steps = tuple(int(index) if index else key for key, index in _STEP.findall(place))
     if absent := _ABSENT.fullmatch(message):
         steps = (*steps, absent[1])

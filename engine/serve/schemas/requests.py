@@ -42,6 +42,7 @@ def _of(name: str) -> Meta:
 
 _ABOUT = {
     "temperature": "0 takes the likeliest token.",
+    "min_tokens": "No end token before so many tokens.",
     "top_k": "Keep so many of the likeliest tokens; 0 or -1: all.",
     "top_p": "Keep the likeliest tokens that together reach this probability.",
     "min_p": "Drop tokens less likely than this share of the likeliest one.",
@@ -76,7 +77,9 @@ Seed = Annotated[
 SomeText = Annotated[str, Meta(min_length=1)]
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
 Token = Annotated[Any, _ref("Token")]
-Prompt = Annotated[str | list[Any], _ref("Prompt", "must be a string, token ids, or an array of these")]
+Prompt = Annotated[
+    str | list[Any] | dict[str, Any], _ref("Prompt", "must be a string, token ids, or an array of these")
+]
 Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh"],
     Meta(
@@ -86,6 +89,22 @@ Effort = Annotated[
     ),
 ]
 JSONSchema = Annotated[Any, _ref("JSONSchema")]
+Progress = Annotated[bool, Meta(description="Events of a stream say how much of the prompt is processed.")]
+Verbose = Annotated[bool, Meta(description="Adds __verbose: the prompt and more, as /completion answers.")]
+
+
+Budget = Annotated[
+    int,
+    Meta(
+        ge=-1,
+        le=RANGES["max_tokens"].high,
+        description="Most tokens of reasoning: 0 switches it off, -1 is no bound.",
+        extra={"rule": f"must be a whole number from -1 to {RANGES['max_tokens'].high}"},
+    ),
+]
+Thinking = Annotated[
+    bool, Meta(description="Whether the model reasons, where its chat template has a switch.")
+]
 
 
 class Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,7 +127,6 @@ class Accepted(Body, frozen=True):
     top_n_sigma: Annotated[Any, _only(-1, 0)] = None
     tfs_z: Annotated[Any, _only(1)] = None
     min_keep: Annotated[Any, _only(0, 1)] = None
-    min_tokens: Annotated[Any, _only(0)] = None
     best_of: Annotated[Any, _only(1)] = None
     use_beam_search: Annotated[Any, _only(False)] = None
     t_max_predict_ms: Annotated[Any, _only(-1, 0)] = None
@@ -171,6 +189,7 @@ class Accepted(Body, frozen=True):
 class Sampling(Accepted, frozen=True):
     """Sampling parameters of one value each, under the engine's names."""
 
+    min_tokens: Annotated[int, _of("min_tokens")] | None = None
     temperature: Annotated[float, _of("temperature")] | None = None
     top_k: Annotated[int, _of("top_k")] | None = None
     top_p: Annotated[float, _of("top_p")] | None = None
@@ -196,7 +215,7 @@ class Generation(Sampling, frozen=True):
     logit_bias: (
         Annotated[
             dict[str, Any] | list[Any],
-            _ref("LogitBias", "must be an object {token id: bias} or an array of [token, bias]"),
+            _ref("LogitBias", "must be an object {token id or text: bias} or an array of [token, bias]"),
         ]
         | None
     ) = None
@@ -216,6 +235,22 @@ class Generation(Sampling, frozen=True):
     grammar_lazy: Annotated[Any, _only(False)] = None
 
 
+Summary = Literal["auto", "concise", "detailed", "none"]
+
+
+class ReasoningOptions(Fields, frozen=True):
+    """`summary` changes no token: reasoning is given as it is."""
+
+    effort: Effort | None = None
+    enabled: Thinking | None = None
+    max_tokens: Budget | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Any = None
+    mode: Annotated[Any, _only("standard")] = None
+    exclude: Annotated[Any, _only(False)] = None
+
+
 class Tools(Generation, frozen=True):
     """What routes of conversations take beside it."""
 
@@ -226,8 +261,11 @@ class Tools(Generation, frozen=True):
     function_call: Annotated[Any, _only([], "none")] = None
     parse_tool_calls: Any = None
     chat_template_kwargs: dict[str, Any] = {}
+    enable_thinking: Thinking | None = None
+    reasoning_budget: Budget | None = None
+    thinking_budget_tokens: Budget | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
     documents: Annotated[Any, _only([])] = None
-    enable_thinking: Annotated[Any, _only()] = None
     mm_processor_kwargs: Annotated[Any, _only()] = None
 
 
@@ -254,10 +292,20 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
     modalities: Annotated[Any, _only(["text"])] = None
     verbosity: Annotated[Any, _only("medium")] = None
     reasoning_effort: Effort | None = None
-    reasoning_format: Any = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
-    continue_final_message: Annotated[Any, _only(False)] = None
-    return_progress: Annotated[Any, _only(False)] = None
+    reasoning_format: (
+        Annotated[
+            Literal["none", "deepseek", "auto"],
+            Meta(
+                description="none: reasoning stays in the text; else it is apart.",
+                extra={"rule": "must be none, deepseek or auto"},
+            ),
+        ]
+        | None
+    ) = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_progress: Progress = False
+    verbose: Verbose = False
     audio: Annotated[Any, _only()] = None
     web_search_options: Annotated[Any, _only()] = None
     chat_template: Annotated[Any, _only()] = None
@@ -274,17 +322,20 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     stream_options: Annotated[StreamOptions, Meta(description="With stream: true only.")] = StreamOptions()
     logprobs: Logprobs | None = None
     echo: bool = False
-    suffix: Annotated[Any, _only("")] = None
+    suffix: Annotated[
+        str, Meta(description="What follows the gap after the prompt, which is then one text.")
+    ] = ""
     skip_special_tokens: bool = True
     parse_special: bool = True
+    return_progress: Progress = False
+    verbose: Verbose = False
 
 
-class NativeRequest(Generation, frozen=True, kw_only=True):
+class Native(Generation, frozen=True, kw_only=True):
     """llama-server's names."""
 
     MAX_TOKENS = ("n_predict", "max_tokens")
 
-    prompt: Prompt
     n: Annotated[int, Meta(ge=1)] = 1
     n_predict: UntilFull | None = None
     max_tokens: UntilFull | None = None
@@ -292,22 +343,42 @@ class NativeRequest(Generation, frozen=True, kw_only=True):
     return_tokens: bool = False
     parse_special: bool = True
     post_sampling_probs: Annotated[Any, _only(False)] = None
-    return_progress: Annotated[Any, _only(False)] = None
+    return_progress: Progress = False
     image_data: Annotated[Any, _only([])] = None
-    response_fields: Annotated[Any, _only([])] = None
+    response_fields: Annotated[
+        list[str], Meta(description="Answer with these alone; a/b is b in a. None: with all.")
+    ] = []
+
+
+class NativeRequest(Native, frozen=True, kw_only=True):
+    prompt: Prompt
+
+
+class ExtraFile(msgspec.Struct, frozen=True):
+    """A file of the same project."""
+
+    text: str
+    filename: SomeText = "tmp"
+
+
+class InfillRequest(Native, frozen=True, kw_only=True):
+    """`prompt` is more of the text before the gap, behind `input_prefix`."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    prompt: str = ""
+    input_extra: list[ExtraFile] = []
 
 
 class TextOptions(Fields, frozen=True):
     format: Annotated[dict[str, Any], _ref("TextFormat")] | None = None
-    verbosity: Annotated[Any, _only("medium")] = None
-
-
-class ReasoningOptions(Fields, frozen=True):
-    """`summary` changes no token: reasoning is given as it is."""
-
-    effort: Effort | None = None
-    summary: Any = None
-    generate_summary: Any = None
+    verbosity: (
+        Annotated[
+            Literal["low", "medium", "high"],
+            Meta(description="medium; a note says that another has no effect."),
+        ]
+        | None
+    ) = None
 
 
 class ResponseRequest(Tools, frozen=True, kw_only=True):
@@ -320,40 +391,97 @@ class ResponseRequest(Tools, frozen=True, kw_only=True):
             Meta(min_length=1, extra={"rule": "must be a string or an array of at least one item"}),
         ]
     )
+    tools: Annotated[list[Annotated[Any, _ref("ResponseTool")]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[Any, _ref("ResponseToolChoice")] = None
     instructions: str | None = None
     max_output_tokens: UntilFull | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, description="Of built-in tools: there are none.")] | None = None
     text: TextOptions = TextOptions()
-    truncation: Annotated[Any, _only("disabled")] = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    include: list[str] | None = None
+    store: Annotated[bool, Meta(description="Keep the response, for previous_response_id.")] = True
+    previous_response_id: (
+        Annotated[str, Meta(description="A stored response that this one continues.")] | None
+    ) = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Meta(description="auto leaves out the oldest turns to fit.")]
+        | None
+    ) = None
+    metadata: (
+        Annotated[
+            dict[str, str], Meta(max_length=16, extra={"rule": "must be an object of at most 16 strings"})
+        ]
+        | None
+    ) = None
+    client_metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    stream_options: dict[str, Any] | None = None
     background: Annotated[Any, _only(False)] = None
     top_logprobs: Annotated[Any, _only(0)] = None
-    stream_options: Any = None
-    include: Any = None
-    truncation_strategy: Any = None
-    previous_response_id: Annotated[Any, _only()] = None
     conversation: Annotated[Any, _only()] = None
     prompt: Annotated[Any, _only()] = None
-    reasoning: ReasoningOptions = ReasoningOptions()
-    max_tool_calls: Annotated[Any, _only()] = None
+    truncation_strategy: Any = None
+    prompt_cache_options: Any = None
+    access_programs: Any = None
+
+
+PoolingField = Annotated[
+    Pooling,
+    Meta(
+        description="Of the hidden rows; --pooling says which if the request does not.",
+        extra={"rule": f"must be {' or '.join(POOLINGS)}"},
+    ),
+]
+
+
+class NativeEmbeddingRequest(Body, frozen=True, kw_only=True):
+    """llama-server's; `content` is another name of `input`."""
+
+    input: Prompt | None = None
+    content: Prompt | None = None
+    pooling: PoolingField | None = None
+    embd_normalize: Annotated[Any, _only(2)] = None
+    encoding_format: Annotated[Any, _only("float")] = None
+    dimensions: Annotated[Any, _only()] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
+    parse_special: bool = True
 
 
 class EmbeddingRequest(Body, frozen=True, kw_only=True):
     input: Prompt
-    pooling: (
-        Annotated[
-            Pooling,
-            Meta(
-                description="Of the hidden rows; --pooling says which if the request does not.",
-                extra={"rule": f"must be {' or '.join(POOLINGS)}"},
-            ),
-        ]
-        | None
-    ) = None
+    pooling: PoolingField | None = None
     encoding_format: Annotated[
         Literal["float", "base64"], Meta(extra={"rule": "must be float or base64"})
     ] = "float"
-    dimensions: Annotated[Any, _only()] = None
+    dimensions: Annotated[int, Meta(ge=1, description="The first so many values, of unit length.")] | None = (
+        None
+    )
+    embd_normalize: Annotated[Any, _only(2)] = None
+    truncate_prompt_tokens: Annotated[Any, _only()] = None
     parse_special: bool = True
     user: Any = None
+
+
+Documents = Annotated[
+    list[SomeText], Meta(min_length=1, extra={"rule": "must be an array of at least one text"})
+]
+
+
+class RerankRequest(Body, frozen=True, kw_only=True):
+    """Jina's fields, and those of text-embeddings-inference: `texts` and `return_text`."""
+
+    query: SomeText
+    documents: Documents | None = None
+    texts: Documents | None = None
+    top_n: Annotated[int, Meta(ge=1, description="Answer with so many of the best.")] | None = None
+    return_documents: bool = False
+    return_text: bool = False
+    raw_scores: Annotated[Any, _only(False)] = None
+    truncate: Annotated[Any, _only(False)] = None
+    max_tokens_per_doc: Annotated[Any, _only()] = None
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):
@@ -377,7 +505,9 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     parse_tool_calls: Any = None
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Effort | None = None
-    add_generation_prompt: Annotated[Any, _only(True)] = None
+    enable_thinking: Thinking | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 BODIES: tuple[type[Body], ...] = (
@@ -386,6 +516,9 @@ BODIES: tuple[type[Body], ...] = (
     NativeRequest,
     ResponseRequest,
     EmbeddingRequest,
+    NativeEmbeddingRequest,
+    RerankRequest,
+    InfillRequest,
     TokenizeRequest,
     DetokenizeRequest,
     TemplateRequest,

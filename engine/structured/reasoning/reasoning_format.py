@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quengine.structured.answer_parser import AnswerParser
-from quengine.structured.constraint_spec import ConstraintSpec
+from quengine.structured.constraint_spec import ConstraintSpec, ReasoningBudget
 from quengine.structured.reasoning.parser import ReasoningParser
-from quengine.structured.reasoning.tags import ReasoningTags
+from quengine.structured.reasoning.tags import REASONING_KEYS, ReasoningTags, reasoning_in
 from quengine.structured.tool_calls import ToolUse
 from quengine.structured.tool_calls_format import control_ids, marker
 
@@ -55,7 +55,13 @@ class ReasoningFormat:
         return self.rest.shown(use) | frozenset(self.controls.values())
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        return self.rest.messages(messages)
+        """As the rest has them, an answer's reasoning under every name that a template may read."""
+        return [
+            {**message, **dict.fromkeys(REASONING_KEYS, thought)}
+            if (thought := reasoning_in(message))
+            else message
+            for message in self.rest.messages(messages)
+        ]
 
     def tools(self, use: ToolUse) -> Sequence[Mapping[str, Any]] | None:
         return self.rest.tools(use)
@@ -76,6 +82,22 @@ class ReasoningFormat:
         optional = "" if state == "open" else "?"
         lark = f"start: section{optional} rest\n{section}\nrest: %lark {{\n{spec.lark}\n}}"
         return ConstraintSpec(spec.kind, lark)
+
+    def bounded(self, spec: ConstraintSpec | None, prompt: str, budget: int) -> ConstraintSpec | None:
+        tags, state = self.tags, self.tags.state(prompt)
+        if budget < 0 or state == "closed":
+            return spec
+        begin = "" if state == "open" else tags.begin
+        bound = ReasoningBudget(budget, begin, tags.end, tags.closing + tags.header)
+        return replace(spec, budget=bound) if spec else ConstraintSpec("reasoning budget", "", bound)
+
+    def continuation(self, prompt: str, reasoning: str, text: str) -> list[tuple[str, str]]:
+        """A prompt that has closed its section takes no reasoning any more."""
+        state, closing = self.tags.state(prompt), self.tags.closing + self.tags.header
+        if reasoning and state != "closed":
+            thought = ("" if state == "open" else self.tags.opening, reasoning)
+            return [thought, (closing, text)] if text else [thought]
+        return [(closing if state == "open" else "", text)]
 
     def parser(self, use: ToolUse, prompt: str = "") -> AnswerParser:
         rest = self.rest.parser(use)

@@ -29,6 +29,9 @@ SPELLINGS = (
 SWITCHES = ("enable_thinking", "thinking")
 """Variables of templates that switch reasoning on (true) or off (false)."""
 
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Where messages have reasoning: servers and templates differ in the name."""
+
 _ASKED, _THOUGHT, _SAID = "QUESTION-7f", "THOUGHT-7f", "ANSWER-7f"
 _ON = dict.fromkeys(SWITCHES, True)
 _TAG = r"<\|(?:open|close)\|>\w+<\|sep\|>|<[^<>\s]+>|\[/?[A-Z][A-Z_ ]*\]"
@@ -77,9 +80,14 @@ class ReasoningTags:
         if found is not None:
             return found
         for begin, end in SPELLINGS:
-            if end in source or (has_token(begin) and has_token(end)):
+            if begin in source or end in source or (has_token(begin) and has_token(end)):
                 return cls(f"{begin}\n", f"\n{end}\n\n")
         return None
+
+
+def reasoning_in(message: Mapping[str, Any]) -> str:
+    """The reasoning of a message; "" where it has none."""
+    return next((value for key in REASONING_KEYS if isinstance(value := message.get(key), str) and value), "")
 
 
 def switches(source: str) -> tuple[str, ...]:
@@ -90,7 +98,7 @@ def switches(source: str) -> tuple[str, ...]:
 def _rendered(render: Render) -> ReasoningTags | None:
     """From an answer with reasoning behind a question; None where the template drops the reasoning."""
     asked = [{"role": "user", "content": _ASKED}]
-    fields = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
+    fields = dict.fromkeys(REASONING_KEYS, _THOUGHT)
     answered = render([*asked, {"role": "assistant", "content": _SAID, **fields}], False, _ON)
     prompt = render(asked, True, _ON)
     if answered is None or prompt is None:

@@ -26,7 +26,9 @@ from quengine.diagnostics.bench.profile import read_profile
 from quengine.diagnostics.bench.profile_run import PROFILED_TOKENS, Traced
 from quengine.errors import CannotRunError
 from quengine.kernels.cpu.runtime.threads import max_threads
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
+from quengine.platform.host_experts import ExpertPlacement, expert_bytes
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -149,6 +151,64 @@ def test_a_step_reads_the_experts_that_its_rows_are_expected_to_choose(experts: 
             assert decoder.step_bytes(rows) == pytest.approx(alone + share * of_experts, rel=1e-6)
         cache = llm.cache_bytes(3)
         assert bytes_per_token(llm, 0, 6, 8) == decoder.step_bytes(8) // 8 + cache
+
+
+def test_experts_in_host_memory_are_in_the_row_and_not_among_what_the_device_holds(
+    experts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU is taken for a GPU where experts are placed."""
+    choose = ExpertPlacement.choose
+    monkeypatch.setattr(
+        ExpertPlacement, "choose", lambda config, checkpoint, _: choose(config, checkpoint, "cuda")
+    )
+    rows = []
+    for layers in (0, 1, 99):
+        config = EngineConfig("cpu", n_cpu_moe=layers)
+        rows += run_bench(
+            BenchPlan([experts], [BenchTest(0, 3)], 1, threads=(1,), config=config), lambda _: None
+        )
+    nowhere, one, _ = rows
+    fields = [row.as_dict() for row in rows]
+    assert [each["cpu_moe_layers"] for each in fields] == [0, 1, 2]
+    first, second = expert_bytes(GGUFCheckpoint(experts).tensors).values()
+    assert [each["cpu_moe_bytes"] for each in fields] == [0, first, first + second]
+    assert [nowhere.held_bytes - row.held_bytes for row in rows] == [0, first, first + second]
+    assert nowhere.placement == "" and nowhere.bandwidth_percent
+    assert one.placement.startswith("experts of 1 of 2 layers, ") and one.bandwidth_percent is None
+    assert one.bytes_per_token == nowhere.bytes_per_token and one.gb_s
+
+
+def test_a_model_without_experts_to_place_is_refused_before_anything_runs(model: Path) -> None:
+    plan = BenchPlan([model], [BenchTest(8, 0)], config=EngineConfig("cpu", cpu_moe=True))
+    told: list[str] = []
+    with pytest.raises(EngineError, match=r"--cpu-moe: llama model .* has no experts; leave it out"):
+        next(run_bench(plan, told.append))
+    assert not told
+
+
+def test_rows_of_a_step_with_drafts_are_those_of_the_drafted_tokens_too(experts: Path) -> None:
+    options = {"draft_model": experts, "draft_tokens": 3}
+    plan = BenchPlan(
+        [experts],
+        [BenchTest(0, 12), BenchTest(4, 4)],
+        2,
+        (1, 2),
+        (1,),
+        config=EngineConfig("cpu", **options),  # type: ignore[arg-type]
+    )
+    alone, prompt, together, _ = run_bench(plan, lambda _: None)
+    with LLM(experts, "cpu", 64, 1, **options) as llm:
+        decoder, config = llm.runner.decoder, llm.model_config.experts
+        assert config is not None and alone.drafts is not None and together.drafts is not None
+        assert (
+            alone.drafts.drafted == alone.drafts.accepted == 18
+        )  # two repetitions of three steps of four tokens
+        assert alone.step_rows == 4 and together.step_rows == 8 and prompt.step_rows > 1
+        assert alone.as_dict()["experts_read"] == config.expected(4)
+        assert together.as_dict()["experts_read"] == config.expected(8)
+        drafts = 9 * decoder.bytes_per_token
+        assert alone.bytes_per_token == (3 * decoder.step_bytes(4) + drafts) // 12 + llm.cache_bytes(7)
+    assert alone.gb_s and together.gb_s is None and prompt.gb_s is None
 
 
 def test_operations_of_experts_are_those_of_the_chosen_ones(experts: Path) -> None:

@@ -104,5 +104,17 @@ def test_rows_that_are_not_finite_are_refused() -> None:
 
 
 def test_there_are_two_poolings() -> None:
-    with pytest.raises(EngineError, match="must be mean or last"):
+    with pytest.raises(EngineError, match="must be mean or last or none"):
         Pool("max")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunk", [64, 4])
+def test_without_pooling_the_rows_are_given_as_they_are(model: Path, chunk: int) -> None:
+    with LLM(model, "cpu", 64, backend="reference", chunk_size=chunk) as llm:
+        (flat,) = llm.embed([PROMPTS[0]], "none")
+        width = llm.model_config.embedding_length
+    rows = torch.tensor(flat, dtype=torch.float64).reshape(len(PROMPTS[0]), width)
+    assert (rows.norm(dim=1) - 1).abs().min() > 1e-3
+    mean, last = rows.mean(0), rows[-1]
+    torch.testing.assert_close(mean / mean.norm(), by_hand(model, PROMPTS[0], "mean"), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(last / last.norm(), by_hand(model, PROMPTS[0], "last"), rtol=1e-3, atol=1e-3)

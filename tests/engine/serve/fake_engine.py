@@ -13,6 +13,7 @@ from typing import Any
 
 from quengine.errors import EngineError
 from quengine.models.tokenizer.token_length import TokenLength
+from quengine.request.chat_format import Ending
 from quengine.request.output import Timings
 from quengine.request.pooling import Pooling
 from quengine.request.sampling_params import SamplingParams
@@ -25,12 +26,16 @@ from quengine.serve.processes.shared_engine import (
     Finished,
     GenerationRequest,
     Piece,
+    PromptProgress,
     SlotStats,
 )
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.structured.answer_format import AnswerFormat, TextFormat
 
 WORDS = 10_000
+EMBEDDING = 8
+"""Values of a vector."""
+FIM = {"fim_pre": 1, "fim_suf": 2, "fim_mid": 3}
 FIRST_BYTE = WORDS
 """Token FIRST_BYTE + b is the byte b; prompts consist of these."""
 FAILING_PROMPT = "please fail"
@@ -64,7 +69,7 @@ class FakeModel(ServedModel):
         self.eos_ids = frozenset()
         self.token_length = TokenLength(1)
         self.source = None
-        self.facts = {"n_ctx_train": ctx_size, "n_vocab": self.vocab_size}
+        self.facts = {"n_ctx_train": ctx_size, "n_vocab": self.vocab_size, "n_embd": EMBEDDING}
 
     def encode(self, text: str, bos: bool, special: bool) -> list[int]:
         del bos, special
@@ -78,20 +83,31 @@ class FakeModel(ServedModel):
             raise EngineError(f"token {token} is not from 0 to {self.vocab_size - 1}")
         return b"w%d " % token if token < WORDS else bytes([token - FIRST_BYTE])
 
+    def fim_id(self, role: str) -> int | None:
+        return FIM.get(role)
+
     def prepare(self, params: SamplingParams) -> None:
         if params.constraint is not None:
             raise EngineError(f"{params.constraint.kind}: the fake engine holds to none")
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
     ) -> str:
-        del tools, variables
+        del tools, variables, ending
         return "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in messages)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
     ) -> list[int]:
-        return self.encode(self.render_chat(messages, tools, variables), bos=True, special=False)
+        return self.encode(self.render_chat(messages, tools, variables, ending), bos=True, special=False)
 
 
 @dataclass
@@ -156,7 +172,7 @@ class FakeEngine:
         missing = len(request.prompt) - sequence.computed
         if missing > self._chunk:
             sequence.computed += self._chunk
-            return []
+            return self._progress(sequence, sequence.computed)
         if sequence.generated == 0:
             text = self.model.decode(request.prompt[-20:])
             if text.endswith(CRASHING_PROMPT):
@@ -170,7 +186,17 @@ class FakeEngine:
                 vector = expected_embedding(request.prompt, request.pooling)
                 return [Finished(request.id, "stop", None, _timings(sequence), _seed(request.params), vector)]
         token = _token(sequence.key, _seed(request.params), request.index, sequence.generated)
-        return self._take(sequence, token)
+        done = self._progress(sequence, len(request.prompt)) if sequence.generated == 0 else []
+        return done + self._take(sequence, token)
+
+    def _progress(self, sequence: _Sequence, processed: int) -> list[Event]:
+        """Of a prompt of which nothing was in the cache."""
+        request, begins = sequence.request, processed <= self._chunk
+        reports = tuple(
+            PromptProgress(len(request.prompt), 0, each, 1.0)
+            for each in ((0, processed) if begins else (processed,))
+        )
+        return [Piece(request.id, (), "", progress=reports)] if request.progress else []
 
     def _take(self, sequence: _Sequence, token: int) -> list[Event]:
         request, params = sequence.request, sequence.request.params
@@ -200,8 +226,10 @@ class FakeEngine:
 
 
 def expected_embedding(prompt: Sequence[int], pooling: Pooling) -> tuple[float, ...]:
-    """The vector of a prompt: a hash, of unit length."""
-    raw = hashlib.blake2b(repr((list(prompt), pooling)).encode(), digest_size=8).digest()
+    """The vector of a prompt: a hash, of unit length; without pooling a row a token."""
+    if pooling == "none":
+        return tuple(float(token + each) for token in prompt for each in range(EMBEDDING))
+    raw = hashlib.blake2b(repr((list(prompt), pooling)).encode(), digest_size=EMBEDDING).digest()
     length = math.hypot(*raw)
     return tuple(byte / length for byte in raw)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quengine.models.tokenizer.token_length import TokenLength
+from quengine.request.chat_format import Ending
 from quengine.request.text_stream import TextStream
 from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest
 from quengine.structured.answer_format import AnswerFormat, TextFormat
@@ -61,10 +62,14 @@ class ThinkingModel(SpeakingModel):
         self.template = "{{ enable_thinking }}"
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        ending: Ending = "answer",
     ) -> str:
         end = "<think>\n\n</think>\n\n" if variables.get("enable_thinking") is False else ""
-        return super().render_chat(messages, tools, variables) + (
+        return super().render_chat(messages, tools, variables, ending) + (
             "<think>\n" if variables.get("opened") else end
         )
 

@@ -18,8 +18,11 @@ NAMES = """
     presence_penalty frequency_penalty seed stop stop_token_ids logit_bias ignore_eos logprobs
     top_logprobs n_probs echo suffix response_format text json_schema guided_regex guided_choice tools
     tool_choice instructions chat_template_kwargs skip_special_tokens parse_special add_special
-    with_pieces pooling encoding_format dimensions return_tokens mirostat samplers user metadata nothing
-""".split()  # noqa: SIM905 (a list of 50 quoted names is no easier to read)
+    system stop_sequences thinking output_config
+    with_pieces min_tokens response_fields return_progress verbose query documents texts top_n
+    input_prefix input_suffix input_extra pooling encoding_format dimensions return_tokens mirostat samplers
+    user metadata nothing include reasoning truncation previous_response_id store max_tool_calls
+""".split()  # noqa: SIM905 (a list of quoted names is no easier to read)
 
 scalars = st.one_of(
     st.none(),
@@ -56,6 +59,11 @@ likely = {
 }
 ONLY = {
     "/v1/responses": "input",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/v1/embeddings": "input",
+    "/embeddings": "input",
+    "/embedding": "content",
     "/tokenize": "content",
     "/detokenize": "tokens",
     "/apply-template": "messages",
@@ -98,4 +106,5 @@ def test_any_body_gets_an_answer_or_a_4xx(
     assert answer.status_code < 500, (path, body, answer.text)
     assert b'"error":{' not in answer.content or answer.status_code >= 400, (path, body, answer.text)
     if answer.status_code >= 400:
-        assert isinstance(answer.json()["error"]["message"], str)
+        error = answer.json()["error"]
+        assert isinstance(error if path.startswith("/api/") else error["message"], str)

@@ -17,7 +17,8 @@ def test_every_route_but_health_wants_the_key() -> None:
             answer = client.request(method, path.replace("{name:path}", "x"))
             assert answer.status_code == (200 if path.endswith("/health") else 401), path
             if answer.status_code == 401:
-                assert answer.json()["error"]["code"] == "invalid_api_key"
+                error = answer.json()["error"]
+                assert "API key" in (error if path.startswith("/api/") else error["message"])
         basic = base64.b64encode(b"me:two").decode()
         for header in ("Bearer one", "Bearer two", "bearer  two", f"Basic {basic}"):
             assert client.get("/props", headers={"authorization": header}).status_code == 200, header
@@ -92,3 +93,77 @@ def test_a_key_that_no_header_could_carry_is_refused(key: str) -> None:
 
 def test_host_names_are_compared_without_port_and_case() -> None:
     assert [host_name(h) for h in ("A.b:80", "[::1]:80", "x.", "")] == ["a.b", "[::1]", "x", ""]
+
+
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+
+def test_with_a_key_pages_of_any_origin_may_use_it_and_any_host_is_taken() -> None:
+    with serving(settings={"api_keys": ("k",)}) as served, served.http() as client:
+        origin = {"origin": "https://app.example"}
+        answer = client.options("/v1/chat/completions", headers=origin | PREFLIGHT)
+        assert answer.status_code == 200
+        for name, value in (
+            ("origin", origin["origin"]),
+            ("headers", "authorization"),
+            ("credentials", "true"),
+        ):
+            assert answer.headers[f"access-control-allow-{name}"] == value
+        assert answer.headers["access-control-allow-methods"] == "GET, POST, DELETE, OPTIONS"
+        bearer = {"authorization": "Bearer k"}
+        read = client.get("/props", headers=origin | bearer)
+        assert read.status_code == 200 and read.headers["access-control-allow-origin"] == origin["origin"]
+        assert client.get("/props", headers=origin).status_code == 401
+        assert client.get("/props", headers=bearer | {"host": "any.example"}).status_code == 200
+
+
+def test_the_password_a_browser_keeps_is_no_key_of_another_page() -> None:
+    basic = {"authorization": "Basic " + base64.b64encode(b"me:k").decode()}
+    with serving(settings={"api_keys": ("k",)}) as served, served.http() as client:
+        assert client.get("/props", headers=basic).status_code == 200
+        assert client.get("/props", headers=basic | {"origin": served.url}).status_code == 200
+        for origin in ("https://app.example", "null"):
+            assert client.get("/props", headers=basic | {"origin": origin}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("http://localhost", True),
+        ("http://localhost:3000", True),
+        ("https://127.0.0.1:80", True),
+        ("http://[::1]:3000", True),
+        ("http://notlocalhost", False),
+        ("http://localhost.evil.com", False),
+        ("http://evil.com", False),
+    ],
+)
+def test_the_origin_localhost_is_every_page_of_this_machine(origin: str, allowed: bool) -> None:
+    with serving(settings={"cors_origins": ("localhost",)}) as served, served.http() as client:
+        answer = client.options("/completion", headers={"origin": origin, **PREFLIGHT})
+        assert answer.headers.get("access-control-allow-origin") == (origin if allowed else None)
+        answer = client.get("/health", headers={"origin": origin})
+        assert answer.status_code == (200 if allowed else 403)
+
+
+@pytest.mark.parametrize("keys", [(), ("k",)])
+def test_options_of_the_own_origin_name_the_methods_and_need_no_key(keys: tuple[str, ...]) -> None:
+    with serving(settings={"api_keys": keys}) as served, served.http() as client:
+        for headers in ({}, {"origin": served.url}):
+            answer = client.options("/v1/chat/completions", headers=headers)
+            assert answer.status_code == 204 and answer.headers["allow"] == "POST, OPTIONS"
+        assert client.options("/no/such").status_code == 404
+
+
+@pytest.mark.parametrize("host", ["host.docker.internal:8080", "host.containers.internal"])
+def test_containers_reach_the_host_by_its_name(host: str) -> None:
+    with serving() as served, served.http() as client:
+        assert client.get("/health", headers={"host": host}).status_code == 200
+
+
+def test_a_slash_at_the_end_changes_nothing() -> None:
+    with serving() as served, served.http() as client:
+        assert client.get("/v1/models/").json() == client.get("/v1/models").json()
+        assert client.post("/v1/completions//", json={"prompt": "a"}).status_code == 200
+        assert client.get("/").status_code == 200 and client.get("/none/").status_code == 404
+        assert 'path="/v1/completions",status="200"' in client.get("/metrics/").text

@@ -82,3 +82,21 @@ def test_a_prompt_that_is_scored_can_be_left(path: Path) -> None:
         assert served.wait_until(lambda: worker.idle and not worker.stats.slots)
         with served.http() as client:
             assert client.post("/v1/completions", json={"prompt": "the", "max_tokens": 1}).status_code == 200
+
+
+def test_a_prompts_progress_begins_with_what_the_cache_held_and_ends_with_all(path: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, seed=1, ignore_eos=True)
+    prompt = [(7 * i) % 250 for i in range(100)]
+    engine = LLMEngine(LLM(path, device="cpu", parallel=2, chunk_size=32))
+
+    def reports() -> list[tuple[int, int, int]]:
+        engine.add(GenerationRequest(prompt, params, progress=True))
+        events = []
+        while not events or not isinstance(events[-1], Finished):
+            events += engine.step()
+        pieces = [event for event in events if isinstance(event, Piece)]
+        return [(each.total, each.cache, each.processed) for piece in pieces for each in piece.progress]
+
+    assert reports() == [(100, 0, 0), (100, 0, 32), (100, 0, 64), (100, 0, 96), (100, 0, 100)]
+    assert reports() == [(100, 96, 96), (100, 96, 100)]
+    engine.close()

@@ -11,7 +11,8 @@ import pytest
 
 from quengine import LLM, SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
-from quengine.serve.routes.response_items import OutputItems, messages_of
+from quengine.serve.routes.responses.input_items import messages_of
+from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
 from tests.engine.serve.serving import Served, serving
@@ -188,7 +189,7 @@ def test_reasoning_in_the_text_is_not_to_be_had(client: openai.OpenAI) -> None:
         assert (
             chat(client, "greet", extra_body={"reasoning_format": given}).choices[0].message.content == TEXT
         )
-    with pytest.raises(openai.BadRequestError, match='reasoning_format = "none": must be auto or deepseek'):
+    with pytest.raises(openai.BadRequestError, match='reasoning format "none": must be auto or deepseek'):
         chat(client, "greet", extra_body={"reasoning_format": "none"})
 
 
@@ -232,6 +233,23 @@ def test_the_prompt_has_effort_tools_and_earlier_reasoning(tiny: Served) -> None
         assert "\nReasoning: low\n" in http.post("/apply-template", json=body).json()["prompt"]
         wrong = http.post("/apply-template", json={"messages": [*messages[1:2], messages[0]]})
         assert wrong.status_code == 400 and "at the beginning" in wrong.json()["error"]["message"]
+
+
+def test_an_answer_is_continued_on_its_channel(tiny: Served) -> None:
+    hello, said = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}
+    with tiny.http() as http:
+        for message, end in (
+            (said, "<|start|>assistant<|channel|>final<|message|>I am"),
+            ({**said, "content": "", "reasoning_content": "Hm"}, "<|channel|>analysis<|message|>Hm"),
+            ({**said, "thinking": "Hm"}, "Hm<|end|><|start|>assistant<|channel|>final<|message|>I am"),
+        ):
+            prompt = http.post("/apply-template", json={"messages": [hello, message]}).json()["prompt"]
+            assert prompt.endswith(end)
+        body = {"messages": [hello, {**said, "content": "", "reasoning": "Hm"}], "max_tokens": 4, "seed": 1}
+        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert message["reasoning_content"] and not message["content"]
+        bounded = http.post("/v1/chat/completions", json={"messages": [hello], "reasoning_budget": 3})
+        assert bounded.status_code == 400 and "reasoning budget 3" in bounded.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

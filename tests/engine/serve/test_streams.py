@@ -81,11 +81,14 @@ def test_64_streams_with_cancels_and_slow_readers_lose_double_and_cross_nothing(
     assert served.wait_until(lambda: idle(served)), served.server.worker.stats
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/completion", "/v1/responses"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/completion", "/v1/responses", "/v1/messages"]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_slot(served: Served, path: str, stream: bool) -> None:
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x", "stream": stream}
-    keep = {"/v1/chat/completions": "messages", "/v1/responses": "input"}.get(path, "prompt")
+    keys = {"/v1/chat/completions": "messages", "/v1/messages": "messages", "/v1/responses": "input"}
+    keep = keys.get(path, "prompt")
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     request = {keep: body[keep], limit: 4000, "stream": stream}
     with served.http(headers={"connection": "close"}) as client:

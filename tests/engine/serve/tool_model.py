@@ -21,10 +21,12 @@ SCHEMA = {
 
 
 @contextmanager
-def serving_tools(folder: Path) -> Iterator[Served]:
+def serving_tools(folder: Path, parallel: int = 1) -> Iterator[Served]:
     sizes = ModelSizes(embedding=64, feed_forward=128, context=1024)
     path = write_tiny(
         folder / "tiny.gguf", kind="Q8_0", sizes=sizes, changes={"tokenizer.chat_template": HERMES}
     )
-    with serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("tiny",)}) as running:
+    with serving(
+        lambda: LLMEngine(LLM(path, device="cpu", parallel=parallel)), settings={"model_names": ("tiny",)}
+    ) as running:
         yield running

@@ -12,6 +12,8 @@ from quengine import LLM, EngineError, SamplingParams
 from quengine.block_manager import CachePool
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.runners.step_rows import SequenceRows
@@ -340,6 +342,29 @@ def test_rows_of_a_step_stay_within_their_number(model: Path) -> None:
         llm.runner.forward = watched  # type: ignore[method-assign,assignment]
         llm.generate(PROMPTS[:4], GREEDY)
         assert max(sizes) == 9
+
+
+def test_a_steps_bytes_count_the_experts_that_its_drafted_rows_are_expected_to_read(folder: Path) -> None:
+    path = write_synthetic(folder / "experts.gguf", replace(PRESETS["qwen3moe-tiny"], vocab_size=500))
+    with load(path) as llm:
+        (expected,) = llm.generate(PROMPTS[0], GREEDY)
+        decoder, cache = llm.loaded.decoder, llm.cache_bytes(len(PROMPTS[0]) + 41 // 2)
+        assert expected.timings.bytes_per_token == decoder.step_bytes(1) + cache
+    with load(path, draft_ngram=1) as llm:
+        drafted_by(llm, lambda s, count: expected.tokens[len(s.generated) :][:count])
+        rows: list[int] = []
+        forward = llm.runner.forward
+
+        def watched(phase: Phase, parts: list[SequenceRows]) -> Tensor:
+            rows.extend(len(part.ids) for part in parts if phase == "decode")
+            return forward(phase, parts)
+
+        llm.runner.forward = watched  # type: ignore[method-assign,assignment]
+        (got,) = llm.generate(PROMPTS[0], GREEDY)
+        same([got], [expected])
+        assert max(rows) > 4 and decoder.step_bytes(max(rows)) > decoder.step_bytes(1)
+        read = decoder.step_bytes(1) + sum(map(decoder.step_bytes, rows))  # the first is the prompt's
+        assert got.timings.bytes_per_token == read // 40 + cache
 
 
 def test_logits_that_are_not_finite_behind_a_drafted_token_fail_the_text_there(

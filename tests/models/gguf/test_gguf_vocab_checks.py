@@ -79,7 +79,7 @@ def test_the_special_id_keys_are_the_gguf_packages():
     import gguf
 
     ids = {v for k, v in vars(gguf.Keys.Tokenizer).items() if k.endswith("_ID") and isinstance(v, str)}
-    in_no_writer = {P + f"fim_{name}_token_id" for name in ("pad", "rep", "sep")}
+    in_no_writer = {P + f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")}
     assert set(SPECIAL_ID_KEYS) <= ids | in_no_writer
 
 

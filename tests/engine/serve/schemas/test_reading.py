@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.schemas.messages import InputItem, Message
+from quengine.serve.schemas.messages import Message
 from quengine.serve.schemas.reading import read_body, read_part
 from quengine.serve.schemas.requests import (
     BODIES,
@@ -16,6 +16,7 @@ from quengine.serve.schemas.requests import (
     ResponseRequest,
     TokenizeRequest,
 )
+from quengine.serve.schemas.response_items import InputItem
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -52,7 +53,7 @@ def chat(**fields: Any) -> ChatRequest:
             "unsupported",
         ),
         ("max_new_tokens", 5, "max_new_tokens is not supported", "unsupported"),
-        ("enable_thinking", False, "enable_thinking is not supported", "unsupported"),
+        ("enable_thinking", 1, "enable_thinking = 1: must be true or false", "invalid_value"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value_and_rule(
@@ -87,7 +88,7 @@ def test_a_wrong_field_is_named_with_its_value_and_rule(
         (
             list[InputItem],
             [{"type": "web_search_call"}],
-            'f[0].type = "web_search_call": must be message, reasoning, function_call or',
+            'f[0].type = "web_search_call": must be message, reasoning, function_call, function_call_output, custom_',
         ),
     ],
 )
@@ -102,9 +103,13 @@ def test_a_wrong_part_is_named_by_its_place(kind: Any, value: Any, message: str)
     [
         (EmbeddingRequest, {}, "input must be a string, token ids, or an array of these"),
         (EmbeddingRequest, {"input": None}, "input must be a string, token ids, or an array of these"),
-        (EmbeddingRequest, {"input": "a", "pooling": "max"}, 'pooling = "max": must be mean or last'),
+        (EmbeddingRequest, {"input": "a", "pooling": "max"}, 'pooling = "max": must be mean or last or none'),
         (ResponseRequest, {"input": []}, "input = []: must be a string or an array of at least one item"),
-        (ResponseRequest, {"input": "a", "text": {"verbosity": "x"}}, "text.verbosity is not supported"),
+        (
+            ResponseRequest,
+            {"input": "a", "text": {"verbosity": "x"}},
+            'text.verbosity = "x": must be high, low or medium',
+        ),
         (TokenizeRequest, {"content": 1}, "content = 1: must be a string"),
     ],
 )

@@ -141,6 +141,11 @@ def test_a_vocabulary_shows_what_its_template_does_not() -> None:
     assert ReasoningTags.of(source, Template(source), {"<think>"}.__contains__) is None
 
 
+def test_a_template_that_only_opens_a_section_has_one() -> None:
+    tags = ReasoningTags.of("{{ '<think>' }}", None, lambda _: False)
+    assert tags is not None and tags.state("...<think>\n") == "open"
+
+
 @pytest.fixture
 def tags() -> ReasoningTags:
     return ReasoningTags("<think>\n", "\n</think>\n\n")

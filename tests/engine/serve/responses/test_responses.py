@@ -7,7 +7,8 @@ import jsonschema
 import openai
 import pytest
 
-from quengine.serve.routes.response_items import OutputItems, messages_of
+from quengine.serve.routes.responses.input_items import messages_of
+from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.serve.schemas.errors import ApiError
 from quengine.structured.answer_parser import TextParser
 from quengine.structured.tool_calls_parser import ToolCallParser
@@ -61,6 +62,28 @@ def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.O
     assert answer.tools[0].name == "look" and answer.tools[0].parameters == SCHEMA
 
 
+def test_a_custom_tool_is_called_with_text(client: openai.OpenAI) -> None:
+    edit = {"type": "custom", "name": "edit", "description": "Edits.", "format": {"type": "text"}}
+    choice = {"type": "custom", "name": "edit"}
+    given = {
+        "model": "tiny",
+        "input": "hi",
+        "tools": [TOOL, edit],
+        "tool_choice": choice,
+        "max_output_tokens": 60,
+    }
+    *events, last = client.responses.create(**given, stream=True)  # type: ignore[call-overload]
+    (call,) = last.response.output
+    assert (call.type, call.name) == ("custom_tool_call", "edit")
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == call.input
+    assert last.response.tools[1].model_dump(exclude_unset=True) == edit
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    given |= {"previous_response_id": last.response.id, "input": [output], "tool_choice": "auto"}
+    answer = client.responses.create(**given)  # type: ignore[call-overload]
+    assert answer.usage.input_tokens > last.response.usage.input_tokens
+
+
 def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
     first = client.responses.create(
         model="tiny", input="hi", tools=[TOOL], tool_choice="required", max_output_tokens=300
@@ -75,11 +98,35 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"tools": [{"type": "web_search"}]},
+        {"tools": ["look"]},
+        {"tools": [{"name": "look"}]},
+        {"tools": [{"type": "custom"}]},
+        {"tools": [{"type": "custom", "name": "a b"}]},
+        {"tools": [{"type": "custom", "name": "look"}, TOOL]},
+        {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "web_search"}},
+        {"tools": [TOOL], "tool_choice": {"type": "custom", "name": "other"}},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "any", "tools": [TOOL]}},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 3}},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
         {"tool_choice": "required"},
         {"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
         {"text": {"format": {"type": "json_object"}}, "grammar": 'root ::= "a"'},
         {"input": [{"type": "reasoning", "summary": []}]},
+        {"input": [{"type": "web_search_call"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]},
+        {"input": [{"type": "reasoning", "content": [{"type": "image"}]}]},
+        {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "look"}]},
+        {"input": [{"type": "local_shell_call", "action": {}}]},
+        {"input": [{"type": 7}]},
+        {"background": True},
+        {"truncation": "middle"},
+        {"max_tool_calls": 0},
+        {"metadata": {"a": 1}},
+        {"metadata": {str(n): "" for n in range(17)}},
+        {"include": "reasoning.encrypted_content"},
+        {"reasoning": {"summary": "long"}},
+        {"text": {"verbosity": "none"}},
         {"input": [OUTPUT]},
         {"input": [{**CALL, "arguments": {"ok": True}}]},
         {"input": [CALL, {"type": "function_call_output", "call_id": "c1"}]},

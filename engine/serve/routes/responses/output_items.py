@@ -1,18 +1,16 @@
-"""The items of /v1/responses: those of an input as messages, and those of an answer as they grow.
+"""The items of an answer as they grow, and the events that build them.
 
-Source: OpenAI's API reference, "responses", `input` and `output`.
+Source: OpenAI's API reference, "responses", `output` and the events of a stream.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quengine.serve.routes.answers import new_id
-from quengine.serve.routes.prompts import content_text, template_message
-from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.messages import FunctionCallItem, InputItem, MessageItem, ReasoningItem
-from quengine.serve.schemas.reading import read_part
+from quengine.serve.routes.responses.input_items import sealed
+from quengine.serve.routes.responses.tools import CustomInput
 from quengine.structured.answer_parser import BETWEEN, AnswerParser
 from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta
 
@@ -21,52 +19,21 @@ Event = tuple[str, dict[str, Any]]
 """An event's type, without "response." before it, and its fields."""
 
 
-def messages_of(values: str | Sequence[Item]) -> list[Item]:
-    """The messages of an input: text, messages, reasoning, calls and their outputs. Raises ApiError for any other item.
-
-    Calls belong to the assistant's message before them, or make one; reasoning to the one behind it. What an earlier
-    answer gave its items beside their content (id, status) means nothing here.
-    """
-    if isinstance(values, str):
-        return [{"role": "user", "content": values}]
-    typed = [{"type": "message", **value} if isinstance(value, dict) else value for value in values]
-    messages: list[Item] = []
-    called: dict[str, str] = {}
-    thought: Item = {}
-    for i, item in enumerate(read_part(list[InputItem], typed, "input")):
-        if isinstance(item, MessageItem):
-            more = thought if item.role == "assistant" else {}
-            messages.append(template_message({"role": item.role, **more}, item.content))
-        elif isinstance(item, FunctionCallItem):
-            called[item.call_id] = item.name
-            _add_call(messages, item, thought)
-        elif isinstance(item, ReasoningItem):
-            thought = {"reasoning_content": "\n\n".join(part.text for part in item.content)}
-            continue
-        elif item.call_id in called:
-            output = {"role": "tool", "tool_call_id": item.call_id, "name": called[item.call_id]}
-            messages.append({**output, "content": content_text(item.output)})
-        else:
-            problem = f"{item.call_id[:40]!r}: no function_call before it has this id"
-            raise bad_request(f"input[{i}].call_id = {problem}", "input")
-        thought = {}
-    return messages
-
-
-def _add_call(messages: list[Item], item: FunctionCallItem, thought: Item) -> None:
-    if thought or not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": "", **thought, "tool_calls": []})
-    function = {"name": item.name, "arguments": item.arguments}
-    call = {"id": item.call_id, "type": "function", "function": function}
-    messages[-1].setdefault("tool_calls", []).append(call)
-
-
 class OutputItems:
-    """An answer's items: what it thinks, says and calls, in the order they came. `parser` takes its text apart."""
+    """An answer's items: what it thinks, says and calls, in the order they came.
 
-    def __init__(self, parser: AnswerParser) -> None:
+    Args:
+        parser: takes its text apart.
+        custom: the names of the functions that are custom tools.
+        seal: whether reasoning has `encrypted_content` too.
+    """
+
+    def __init__(self, parser: AnswerParser, custom: Collection[str] = (), seal: bool = False) -> None:
         self.items: list[Item] = []
         self._parser = parser
+        self._custom = custom
+        self._seal = seal
+        self._input = CustomInput()
         self._open = False
 
     def push(self, text: str) -> list[Event]:
@@ -101,13 +68,26 @@ class OutputItems:
 
     def _call(self, delta: CallDelta) -> list[Event]:
         events: list[Event] = []
-        if delta.name is not None:
+        if delta.name is not None and delta.name in self._custom:
+            self._input = CustomInput()
+            call = {"type": "custom_tool_call", "call_id": delta.id, "name": delta.name, "input": ""}
+            events += self._begin({"id": new_id("ctc_"), **call})
+        elif delta.name is not None:
             call = {"type": "function_call", "call_id": delta.id, "name": delta.name, "arguments": ""}
             events += self._begin({"id": new_id("fc_"), **call})
-        if delta.arguments:
-            self.items[-1]["arguments"] += delta.arguments
-            events.append(("function_call_arguments.delta", {**self._at, "delta": delta.arguments}))
+        if delta.arguments and self.items[-1]["type"] == "custom_tool_call":
+            events += self._more("input", self._input.push(delta.arguments))
+        elif delta.arguments:
+            events += self._more("arguments", delta.arguments)
         return events
+
+    def _more(self, field: str, delta: str) -> list[Event]:
+        """More of what a tool is called with; `field` of its item."""
+        if not delta:
+            return []
+        item = self.items[-1]
+        item[field] += delta
+        return [(f"{item['type']}_{field}.delta", {**self._at, "delta": delta})]
 
     def _begin_text(self, kind: "_TextKind") -> list[Event]:
         events = self._begin({"id": new_id(kind.prefix), **kind.item, "content": []})
@@ -127,14 +107,19 @@ class OutputItems:
         self._open = False
         item = self.items[-1]
         item["status"] = status
-        done: list[Event] = [("output_item.done", self._whole())]
+        events = self._more("input", self._input.finish()) if item["type"] == "custom_tool_call" else []
+        if item["type"] == "reasoning" and self._seal:
+            item["encrypted_content"] = sealed(item["content"][0]["text"])
+        done: Event = ("output_item.done", self._whole())
         if item["type"] == "function_call":
             given = {**self._at, "name": item["name"], "arguments": item["arguments"]}
-            return [("function_call_arguments.done", given), *done]
+            return [("function_call_arguments.done", given), done]
+        if item["type"] == "custom_tool_call":
+            return [*events, ("custom_tool_call_input.done", {**self._at, "input": item["input"]}), done]
         kind = _REASONING if item["type"] == "reasoning" else _MESSAGE
         part = dict(item["content"][0])
         text = {**self._part_at, "text": part["text"], **kind.logprobs}
-        return [(f"{kind.event}.done", text), ("content_part.done", {**self._part_at, "part": part}), *done]
+        return [(f"{kind.event}.done", text), ("content_part.done", {**self._part_at, "part": part}), done]
 
     def _whole(self) -> dict[str, Any]:
         return {"output_index": len(self.items) - 1, "item": copy.deepcopy(self.items[-1])}

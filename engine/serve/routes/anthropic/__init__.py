@@ -1,0 +1,1 @@
+"""Anthropic's routes: their requests as chat completions have them, and answers as blocks of content."""

@@ -1,0 +1,184 @@
+"""A request of Anthropic's as the request of chat completions that has the same prompt and the same answer.
+
+| Anthropic's | chat completions' |
+|---|---|
+| `system`, text blocks | system messages, `content` joined by line breaks |
+| `thinking` blocks of earlier answers | `reasoning_content`, of which the template takes what it needs |
+| `tool_use`, `tool_result` | `tool_calls`, messages of role tool |
+| consecutive turns of one role | one message |
+| `tool_choice` any, tool | required, a named function |
+| `thinking` | the template's variables `enable_thinking` and `thinking` |
+| `output_config` | `reasoning_effort`, `response_format` |
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.prompts import content_text
+from quengine.serve.schemas.anthropic import (
+    AnyChoice,
+    AssistantBlock,
+    AssistantTurn,
+    CountTokensRequest,
+    CustomTool,
+    MessagesRequest,
+    NamedChoice,
+    NoChoice,
+    SystemTurn,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+)
+from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.messages import Content
+from quengine.serve.schemas.requests import ChatRequest, Effort, Sampling
+from quengine.serve.settings import Limits
+from quengine.structured.reasoning.tags import SWITCHES
+
+Message = dict[str, Any]
+
+_EFFORTS: Mapping[str, Effort] = {
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
+
+
+def chat_request(body: CountTokensRequest, model: ServedModel, limits: Limits) -> ChatRequest:
+    """Raises ApiError for turns that make no prompt, and for a tool choice without its tool."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in Sampling.__struct_fields__}
+    if isinstance(body, MessagesRequest):
+        given |= {"max_tokens": body.max_tokens, "stream": body.stream, "stop": _stops(body, limits)}
+    choice, config = body.tool_choice, body.output_config
+    if config.format is not None:
+        schema = {"schema": config.format.schema}
+        given["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return ChatRequest(
+        **given,
+        messages=_system(body.system) + _messages(body.messages),
+        tools=[_tool(tool) for tool in body.tools] if body.tools else None,
+        tool_choice=None if choice is None else _tool_choice(choice, body.tools or ()),
+        parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+        reasoning_effort=_effort(config.effort, model),
+        chat_template_kwargs=_thinking_variables(body.thinking),
+    )
+
+
+def _stops(body: MessagesRequest, limits: Limits) -> list[str] | None:
+    if body.stop_sequences and len(body.stop_sequences) > limits.stops:
+        raise bad_request(
+            f"stop_sequences: {len(body.stop_sequences)} given, this server takes at most {limits.stops} (--max-stops)",
+            "stop_sequences",
+            "over_limit",
+        )
+    return body.stop_sequences
+
+
+def _system(content: Content | None) -> list[Message]:
+    return [{"role": "system", "content": text}] if (text := content_text(content)) else []
+
+
+def _messages(turns: Sequence[Turn]) -> list[Message]:
+    messages: list[Message] = []
+    called: dict[str, str] = {}
+    for i, turn in enumerate(turns):
+        if isinstance(turn, SystemTurn):
+            messages.append({"role": "system", "content": content_text(turn.content)})
+        elif isinstance(turn, AssistantTurn):
+            said = [TextBlock(turn.content)] if isinstance(turn.content, str) else turn.content
+            called |= {block.id: block.name for block in said if isinstance(block, ToolUseBlock)}
+            messages.append(_answer(said))
+        else:
+            asked = [TextBlock(turn.content)] if isinstance(turn.content, str) else turn.content
+            for j, block in enumerate(asked or [TextBlock("")]):
+                messages.append(_question(block, called, f"messages[{i}].content[{j}]"))
+    if isinstance(turns[-1], AssistantTurn):
+        raise bad_request(
+            "messages: the last one is the assistant's; this server does not continue an answer",
+            "messages",
+            "unsupported",
+        )
+    return _joined(messages)
+
+
+def _answer(blocks: Sequence[AssistantBlock]) -> Message:
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
+    calls = [_call(block) for block in blocks if isinstance(block, ToolUseBlock)]
+    return {
+        "role": "assistant",
+        "content": "\n".join(texts),
+        **({"reasoning_content": "\n\n".join(thoughts)} if thoughts else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    return {
+        "id": block.id,
+        "type": "function",
+        "function": {"name": block.name, "arguments": block.input},
+    }
+
+
+def _question(block: TextBlock | ToolResultBlock, called: Mapping[str, str], at: str) -> Message:
+    if isinstance(block, TextBlock):
+        return {"role": "user", "content": block.text}
+    key = block.tool_use_id
+    if key not in called:
+        raise bad_request(
+            f"{at}.tool_use_id = {key[:40]!r}: no tool_use before it has this id", "messages", "invalid_value"
+        )
+    return {"role": "tool", "tool_call_id": key, "name": called[key], "content": content_text(block.content)}
+
+
+def _joined(messages: Sequence[Message]) -> list[Message]:
+    """Messages of the user, or of the assistant, that follow each other as one."""
+    joined: list[Message] = []
+    for message in messages:
+        last: Message = joined[-1] if joined else {"role": None}
+        if message["role"] != last["role"] or message["role"] not in ("user", "assistant"):
+            joined.append(message)
+            continue
+        texts = [each["content"] for each in (last, message) if each["content"]]
+        joined[-1] = {**last, **message, "content": "\n".join(texts)}
+        if calls := last.get("tool_calls", []) + message.get("tool_calls", []):
+            joined[-1]["tool_calls"] = calls
+    return joined
+
+
+def _tool(tool: CustomTool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice, tools: Sequence[CustomTool]) -> Any:
+    if isinstance(choice, NamedChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AnyChoice) and not tools:
+        raise bad_request("tool_choice.type = any: there are no tools", "tool_choice")
+    if isinstance(choice, NoChoice):
+        return "none"
+    return "required" if isinstance(choice, AnyChoice) else "auto"
+
+
+def _effort(effort: str | None, model: ServedModel) -> Effort | None:
+    """The value that the template takes; none where it has no reasoning effort."""
+    if effort is None or "reasoning_effort" not in (model.template or ""):
+        return None
+    known, nearest = model.answer_format.efforts, _EFFORTS[effort]
+    return nearest if known is None or nearest in known else None
+
+
+def _thinking_variables(thinking: Thinking | None) -> dict[str, bool]:
+    """Adaptive thinking is what the template does by itself."""
+    if thinking is None or thinking.type not in ("enabled", "disabled"):
+        return {}
+    return dict.fromkeys(SWITCHES, thinking.type == "enabled")

@@ -1,0 +1,70 @@
+"""POST /infill, llama-server's, and the prompt of `suffix`: a gap in a text, by the marks of the vocabulary.
+
+    [BOS] [FIM_REP]myproject\\n {[FIM_SEP]name\\n text} ... [FIM_SEP]filename\\n [FIM_PRE]before[FIM_SUF]after[FIM_MID]
+
+What is before FIM_PRE is there with `input_extra` only (Qwen2.5-Coder's form of several files, arXiv:2409.12186). Texts
+spell no control tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.serve.http import read_request
+from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.native import native_answer
+from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.requests import CompletionRequest, ExtraFile, InfillRequest
+from quengine.serve.service import Service
+
+_MARKS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+_SNIPPET = "\n\n--- snippet ---\n\n"
+"""Before each file in models without FIM_SEP."""
+
+
+async def infill(service: Service, request: Request) -> Response:
+    body = await read_request(request, InfillRequest, service.limits)
+    marks = _marks(service.model, 501)
+    extra = _extra_parts(service.model, body.input_extra) if body.input_extra else []
+    prompt = _parts(marks, extra, body.input_prefix + body.prompt, body.input_suffix)
+    return await native_answer(service, request, body, [prompt], parse_special=False)
+
+
+def suffix_prompt(model: ServedModel, body: CompletionRequest) -> list[Any]:
+    """The prompt of a completion before `suffix`. Raises ApiError."""
+    if not isinstance(body.prompt, str) or body.echo:
+        raise bad_request("suffix needs a prompt that is one text, and no echo", "suffix", "invalid_value")
+    return [_parts(_marks(model, 400), [], body.prompt, body.suffix)]
+
+
+def _marks(model: ServedModel, status: int) -> list[int]:
+    """The tokens before the text before the gap, before the text behind it, and in the gap. Raises ApiError."""
+    found = {name: model.fim_id(role) for role, name in _MARKS.items()}
+    if missing := [name for name, token in found.items() if token is None]:
+        message = f"this model fills no gaps: its vocabulary has no {' and no '.join(missing)} token"
+        raise ApiError(status, message, param="suffix" if status == 400 else None, code="unsupported")
+    return [token for token in found.values() if token is not None]
+
+
+def _parts(marks: Sequence[int], extra: Sequence[str | int], before: str, after: str) -> list[str | int]:
+    pre, suf, mid = marks
+    return [
+        "",
+        *extra,
+        pre,
+        before,
+        suf,
+        after,
+        mid,
+    ]  # an empty text first becomes BOS, where the model wants one
+
+
+def _extra_parts(model: ServedModel, files: Sequence[ExtraFile]) -> list[str | int]:
+    repository, separator = model.fim_id("fim_rep"), model.fim_id("fim_sep")
+    parts: list[str | int] = [] if repository is None else [repository, "myproject\n"]
+    for file in files:
+        parts += [_SNIPPET] if separator is None else [separator, f"{file.filename}\n"]
+        parts.append(file.text)
+    return parts if separator is None else [*parts, separator, "filename\n"]

@@ -1,0 +1,49 @@
+"""POST /api/embed, and /api/embeddings, which it replaced: vectors as /v1/embeddings has them."""
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.serve.http import json_response, read_request
+from quengine.serve.routes.ollama.answers import nanoseconds
+from quengine.serve.routes.ollama.requests import served_name
+from quengine.serve.routes.vectors import embeddings
+from quengine.serve.schemas.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from quengine.serve.schemas.requests import EmbeddingRequest
+from quengine.serve.service import Service
+
+
+async def embed(service: Service, request: Request) -> Response:
+    """A vector for each text; none for no text, as Ollama has it."""
+    began = time.perf_counter()
+    body = await read_request(request, OllamaEmbedRequest, service.limits)
+    vectors, tokens = await _vectors(service, request, body.model, body.input)
+    return json_response(
+        {
+            "model": service.model_name,
+            "embeddings": vectors,
+            "total_duration": nanoseconds(time.perf_counter() - began),
+            "load_duration": 0,
+            "prompt_eval_count": tokens,
+        }
+    )
+
+
+async def one_embedding(service: Service, request: Request) -> Response:
+    body = await read_request(request, OllamaEmbeddingsRequest, service.limits)
+    vectors, _ = await _vectors(service, request, body.model, body.prompt)
+    return json_response({"embedding": vectors[0] if vectors else []})
+
+
+async def _vectors(
+    service: Service, request: Request, name: str, texts: str | list[str]
+) -> tuple[list[list[float]], int]:
+    """The vectors, and how many tokens all texts have."""
+    name = served_name(service, name)
+    if not texts:
+        service.check_model_name(name)
+        return [], 0
+    given = EmbeddingRequest(model=name, input=texts)
+    vectors, tokens = await embeddings.embed(service, request, given)
+    return [list(vector) for vector in vectors], tokens

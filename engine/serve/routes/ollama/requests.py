@@ -1,0 +1,120 @@
+"""From Ollama's bodies to those of chat completions and completions, whose routes make the engine's requests."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.ollama import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaGeneration,
+    OllamaMessage,
+)
+from quengine.serve.schemas.reading import shown
+from quengine.serve.schemas.requests import Body, ChatRequest, CompletionRequest, Sampling
+from quengine.serve.service import Service
+from quengine.structured.reasoning.tags import SWITCHES
+
+_SAMPLING = Sampling.__struct_fields__[len(Body.__struct_fields__) :]
+
+
+def served_name(service: Service, name: str) -> str:
+    """A model's name without the tag `:latest`, which Ollama's clients add, unless it is served under that."""
+    return name if name in service.settings.model_names else name.removesuffix(":latest")
+
+
+def chat_request(service: Service, body: OllamaChatRequest) -> ChatRequest:
+    """Raises ApiError for what this model cannot do."""
+    return _chat(service, body, openai_messages(body.messages), body.tools)
+
+
+def generate_request(service: Service, body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
+    """The prompt as a user's message; as it is where it is `raw`, or where the model has no chat template.
+
+    Raises ApiError for what this model cannot do.
+    """
+    if body.raw and body.system:
+        raise bad_request("system: a raw prompt has none; write it into the prompt", "system")
+    if body.raw or (service.model.template is None and not body.system):
+        fields = _fields(service, body)
+        if fields["max_tokens"] is None and service.settings.defaults.max_tokens is None:
+            fields["max_tokens"] = -1  # the other route's own default is 16
+        logprobs = body.top_logprobs if body.logprobs else None
+        return CompletionRequest(prompt=body.prompt, logprobs=logprobs, **fields)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    return _chat(service, body, [*system, {"role": "user", "content": body.prompt}], None)
+
+
+def _chat(
+    service: Service, body: OllamaGeneration, messages: list[dict[str, Any]], tools: list[Any] | None
+) -> ChatRequest:
+    fields = _fields(service, body)
+    if isinstance(body.think, str):
+        fields["reasoning_effort"] = body.think
+    elif body.think is not None:
+        if body.think and not service.model.answer_format.reasons:
+            raise bad_request(f"think = true: {service.model_name} does not reason", "think", "unsupported")
+        fields["chat_template_kwargs"] = dict.fromkeys(SWITCHES, body.think)
+    return ChatRequest(
+        messages=messages, tools=tools, logprobs=body.logprobs, top_logprobs=body.top_logprobs, **fields
+    )
+
+
+def _fields(service: Service, body: OllamaGeneration) -> dict[str, Any]:
+    """The fields that both routes take under the same names."""
+    options = body.options
+    fields = {name: getattr(options, name) for name in _SAMPLING}
+    limit = options.num_predict
+    return {
+        **fields,
+        "model": served_name(service, body.model),
+        "stop": options.stop,
+        "max_tokens": limit if limit is None or limit > 0 else -1,
+        "response_format": _response_format(body.format),
+        "stream": body.stream,
+    }
+
+
+def _response_format(given: Any) -> dict[str, Any] | None:
+    if given is None or given == "":
+        return None
+    if given == "json":
+        return {"type": "json_object"}
+    if isinstance(given, dict):
+        return {"type": "json_schema", "json_schema": {"schema": given}}
+    raise bad_request(f'format = {shown(given)}: must be "json" or a JSON schema', "format", "invalid_value")
+
+
+def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Messages as OpenAI's API has them. Ollama's calls have no ids, which its results could name: a result is that of
+    the first call without one that has its `tool_name`, or of the first without one."""
+    given: list[dict[str, Any]] = []
+    waiting: list[tuple[str, str]] = []
+    for number, message in enumerate(messages):
+        each: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            each["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            ids = [call.id or f"call_{number}_{n}" for n, call in enumerate(message.tool_calls)]
+            functions = [call.function for call in message.tool_calls]
+            waiting = [(function.name, id_) for function, id_ in zip(functions, ids, strict=True)]
+            each["tool_calls"] = [
+                {"id": id_, "type": "function", "function": {"name": f.name, "arguments": f.arguments or {}}}
+                for id_, f in zip(ids, functions, strict=True)
+            ]
+        if message.role == "tool":
+            each |= _answered(message, waiting)
+        given.append(each)
+    return given
+
+
+def _answered(message: OllamaMessage, waiting: list[tuple[str, str]]) -> dict[str, str]:
+    """Name and id of the call whose result a message is; it is taken from those that wait for one."""
+    name, given = message.tool_name, message.tool_call_id
+    call = next((each for each in waiting if given == each[1] or (given is None and name == each[0])), None)
+    if call is None and waiting and given is None and name is None:
+        call = waiting[0]
+    if call is not None:
+        waiting.remove(call)
+        name, given = call
+    return {key: value for key, value in (("name", name), ("tool_call_id", given)) if value}

@@ -1,0 +1,23 @@
+"""Which function answers which path of Ollama's API."""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.serve.routes.ollama import embeddings, generation, models
+from quengine.serve.service import Service
+
+OLLAMA_ROUTES: tuple[tuple[str, str, Callable[[Service, Request], Awaitable[Response]]], ...] = (
+    ("POST", "/api/chat", generation.chat),
+    ("POST", "/api/generate", generation.generate),
+    ("POST", "/api/embed", embeddings.embed),
+    ("POST", "/api/embeddings", embeddings.one_embedding),
+    ("GET", "/api/tags", models.tags),
+    ("GET", "/api/ps", models.running),
+    ("GET", "/api/version", models.version),
+    ("POST", "/api/show", models.show),
+    ("POST", "/api/pull", models.pull),
+    ("DELETE", "/api/delete", models.delete),
+    ("POST", "/api/copy", models.copy),
+)

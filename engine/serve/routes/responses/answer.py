@@ -1,0 +1,152 @@
+"""The response object, and the events that build it."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from quengine.serve.http import to_json
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.routes.answers import new_id, token_counts
+from quengine.serve.routes.responses.output_items import Event, OutputItems
+from quengine.serve.routes.responses.tools import OfferedTools
+from quengine.serve.routes.streaming import ChunkForm
+from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.requests import ResponseRequest
+from quengine.serve.service import Service
+from quengine.structured.tool_calls import ToolUse
+
+Item = dict[str, Any]
+
+
+class ResponseForm(ChunkForm):
+    """One response.
+
+    Args:
+        body: the request, `request` what it asks of the engine.
+        tools: those of the request, `use` the functions among them.
+        conversation: the items of the input and all before it; stored with those of the output.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        body: ResponseRequest,
+        request: GenerationRequest,
+        tools: OfferedTools,
+        use: ToolUse,
+        conversation: Sequence[Item],
+    ) -> None:
+        self.request = request
+        self._service = service
+        self._body = body
+        self._use = use
+        self._conversation = conversation
+        self._end_of_prompt = service.model.end_of(request.prompt)
+        parser = service.model.answer_format.parser(use, self._end_of_prompt)
+        self._output = OutputItems(
+            parser, tools.custom, "reasoning.encrypted_content" in (body.include or ())
+        )
+        self._id, self._created = new_id("resp_"), int(time.time())
+        self._stored = service.responses.keeps(body.store)
+        self._tools = [tools.entry(tool) for tool in use.tools]
+        self._number = 0
+        self._tokens: list[int] = []
+
+    def take(self, piece: Piece) -> list[Event]:
+        self._tokens += piece.tokens
+        return self._output.push(piece.text)
+
+    def ended(self, end: Finished) -> Item:
+        """The whole object, which is stored where the request wants it."""
+        self._output.finish(end.reason == "length")
+        return self._whole(end)
+
+    def begin(self) -> bytes:
+        response = self._response("in_progress")
+        return self._events([("created", {"response": response}), ("in_progress", {"response": response})])
+
+    def piece(self, choice: int, piece: Piece) -> bytes:
+        del choice
+        return self._events(self.take(piece))
+
+    def finished(self, choice: int, end: Finished) -> bytes:
+        del choice
+        events = self._output.finish(end.reason == "length")
+        response = self._whole(end)
+        return self._events([*events, (response["status"], {"response": response})])
+
+    def failed(self, error: ApiError) -> bytes:
+        failure = {"code": error.code or "server_error", "message": error.message}
+        response = {**self._response("failed"), "output": self._output.items, "error": failure}
+        return self._events([("failed", {"response": response})])
+
+    def _whole(self, end: Finished) -> Item:
+        cut = end.reason == "length"
+        response = {
+            **self._response("incomplete" if cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "completed_at": None if cut else int(time.time()),
+            "output": self._output.items,
+            "usage": self._usage(end),
+        }
+        if self._stored:
+            self._service.responses.put(response, [*self._conversation, *self._output.items])
+        return response
+
+    def _response(self, status: str) -> Item:
+        """The object, as it is before the first item."""
+        body, params = self._body, self.request.params
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": params.max_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "model": self._service.model_name,
+            "output": [],
+            "parallel_tool_calls": self._use.parallel,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": self._stored,
+            "temperature": params.temperature,
+            "text": {"format": body.text.format or {"type": "text"}, "verbosity": "medium"},
+            "tool_choice": self._use.choice if body.tool_choice is None else body.tool_choice,
+            "tools": self._tools,
+            "top_logprobs": 0,
+            "top_p": params.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def _usage(self, end: Finished) -> Item:
+        prompt, cached, generated = token_counts([self.request], [end])
+        model = self._service.model
+        form, end_of_prompt = model.answer_format, self._end_of_prompt
+        reasoning = form.reasoning_tokens(self._use, self._tokens, model.decode, end_of_prompt)
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": prompt + generated,
+        }
+
+    def _events(self, events: Sequence[Event]) -> bytes:
+        written = b""
+        for name, values in events:
+            kind = f"response.{name}"
+            event = {"type": kind, "sequence_number": self._number, **values}
+            self._number += 1
+            written += b"event: " + kind.encode() + b"\ndata: " + to_json(event) + b"\n\n"
+        return written

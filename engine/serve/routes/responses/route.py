@@ -1,0 +1,105 @@
+"""POST /v1/responses, and GET and DELETE of a stored one."""
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.errors import EngineError
+from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
+from quengine.serve.routes.prompts import reasoning_wanted
+from quengine.serve.routes.responses.answer import ResponseForm
+from quengine.serve.routes.responses.input_items import input_items, messages_of
+from quengine.serve.routes.responses.prompt import ConversationPrompt
+from quengine.serve.routes.responses.tools import offered_tools
+from quengine.serve.routes.sampling import requests_of, sampling_params
+from quengine.serve.routes.streaming import stream_answer, whole_answer
+from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.requests import ResponseRequest
+from quengine.serve.service import Service
+from quengine.structured.constraint_spec import ConstraintSpec
+
+logger = logging.getLogger("quengine.serve")
+
+NOTES = "X-Quengine-Notes"
+"""The header of what a request has and the answer does without."""
+_MOST_NOTES = 20
+
+
+async def responses(service: Service, request: Request) -> Response:
+    body = await read_request(request, ResponseRequest, service.limits)
+    notes: list[str] = []
+    form = await unless_gone(request.receive, _prepared(service, body, notes))
+    if body.stream:
+        answer = await stream_answer(service, request, [form.request], form)
+    else:
+        ((piece, end),) = await whole_answer(service, request, [form.request])
+        form.take(piece)
+        answer = json_response(form.ended(end))
+    if notes:
+        answer.headers[NOTES] = _shown(notes)
+        logger.info("/v1/responses: %s", answer.headers[NOTES])
+    return answer
+
+
+async def stored_response(service: Service, request: Request) -> Response:
+    if request.query_params.get("stream", "false") != "false":
+        raise bad_request("stream is not supported of a stored response; only false is accepted", "stream")
+    return Response(service.responses.response(request.path_params["id"]), media_type="application/json")
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    response_id = request.path_params["id"]
+    service.responses.delete(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -> ResponseForm:
+    service.check_model_name(body.model)
+    model = service.model
+    tools = offered_tools(body.tools, body.tool_choice, notes)
+    use = read_tools(msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice), model)
+    text = _text_constraint(body)
+    _note_options(body, notes)
+    earlier = service.responses.conversation(body.previous_response_id)
+    items = input_items(body.input, service.responses)
+    messages = messages_of(items, earlier, notes)
+    if not messages:
+        raise bad_request("input holds nothing that this model reads", "input")
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    variables, budget = reasoning_wanted(service, body, body.reasoning.effort, "reasoning.effort")
+    turns = ConversationPrompt(service, model.answer_format.tools(use), variables, notes)
+    prompt = await turns.ids([*system, *messages], shorten=body.truncation == "auto")
+    constraint = answer_constraint(use, model, text, model.end_of(prompt), budget)
+    params = await sampling_params(service, body, logprobs=None, constraint=constraint)
+    (request,) = requests_of([prompt], 1, params, model.answer_format.shown(use))
+    return ResponseForm(service, body, request, tools, use, [*earlier, *items])
+
+
+def _note_options(body: ResponseRequest, notes: list[str]) -> None:
+    if body.text.verbosity not in (None, "medium"):
+        notes.append(f'text.verbosity = "{body.text.verbosity}": it has no effect')
+    if "message.output_text.logprobs" in (body.include or ()):
+        notes.append("include: message.output_text.logprobs are not given")
+
+
+def _text_constraint(body: ResponseRequest) -> ConstraintSpec | None:
+    """The constraint of `text.format`, or another that the request has. Raises ApiError for both."""
+    other = read_constraint(body)
+    try:
+        spec = ConstraintSpec.from_response_format(body.text.format)
+    except EngineError as error:
+        raise bad_request(str(error), "text.format") from None
+    if spec is not None and other is not None:
+        raise bad_request("text.format and another constraint: only one of them can hold", "text.format")
+    return spec or other
+
+
+def _shown(notes: Sequence[str]) -> str:
+    """As a header: ASCII, in one line."""
+    more = [f"{len(notes) - _MOST_NOTES} more"] if len(notes) > _MOST_NOTES else []
+    text = "; ".join([*notes[:_MOST_NOTES], *more])
+    return "".join(char if " " <= char <= "~" else "?" for char in text)

@@ -1,0 +1,1 @@
+"""Routes whose answers are vectors of texts, or are made of such."""

@@ -1,0 +1,115 @@
+"""POST /v1/embeddings, a vector of unit length for each text, and /embeddings, llama-server's own form."""
+
+import math
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.request.pooling import Pooling
+from quengine.request.sampling_params import SamplingParams
+from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.processes.shared_engine import GenerationRequest
+from quengine.serve.routes.prompts import read_prompts
+from quengine.serve.routes.streaming import whole_answer
+from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.reading import wrong_value
+from quengine.serve.schemas.requests import EmbeddingRequest, NativeEmbeddingRequest
+from quengine.serve.service import Service
+
+MAX_NUMBERS = 1 << 22
+"""Of all rows of a request without pooling: some 80 MB of JSON."""
+
+
+async def embeddings(service: Service, request: Request) -> Response:
+    body = await read_request(request, EmbeddingRequest, service.limits)
+    vectors, tokens = await embed(service, request, body)
+    return json_response(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": service.model_name,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+    )
+
+
+async def embed(
+    service: Service, request: Request, body: EmbeddingRequest
+) -> tuple[list[Sequence[float]], int]:
+    """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError."""
+    service.check_model_name(body.model)
+    pooling, width = body.pooling or service.settings.pooling, service.model.facts["n_embd"]
+    if pooling == "none":
+        raise bad_request(
+            "pooling none gives a row for each token: POST /embeddings", "pooling", "unsupported"
+        )
+    if body.dimensions is not None and body.dimensions > width:
+        raise wrong_value(EmbeddingRequest, "dimensions", body.dimensions, f"must be at most {width}")
+    prompts = await unless_gone(
+        request.receive, read_prompts(service, body.input, "input", body.parse_special)
+    )
+    vectors = await embedded(service, request, prompts, pooling)
+    return [_shortened(vector, body.dimensions) for vector in vectors], sum(map(len, prompts))
+
+
+async def native_embeddings(service: Service, request: Request) -> Response:
+    """An array of rows for each text: one row of unit length, or with pooling `none` one of each token, as it is."""
+    body = await read_request(request, NativeEmbeddingRequest, service.limits)
+    service.check_model_name(body.model)
+    pooling = body.pooling or service.settings.pooling
+    key, given = ("content", body.content) if body.input is None else ("input", body.input)
+    if body.input is not None and body.content is not None:
+        raise bad_request("input and content: only one of them can hold", "content", "invalid_value")
+    if given is None:
+        raise wrong_value(NativeEmbeddingRequest, "input", None)
+    prompts = await unless_gone(request.receive, read_prompts(service, given, key, body.parse_special))
+    width, tokens = service.model.facts["n_embd"], sum(map(len, prompts))
+    if pooling == "none" and tokens * width > MAX_NUMBERS:
+        raise bad_request(
+            f"{tokens} tokens with {width} values each and no pooling: at most {MAX_NUMBERS} values",
+            key,
+            "over_limit",
+        )
+    vectors = await embedded(service, request, prompts, pooling)
+    return json_response(
+        [
+            {
+                "index": index,
+                "embedding": [vector[start : start + width] for start in range(0, len(vector), width)],
+            }
+            for index, vector in enumerate(vectors)
+        ]
+    )
+
+
+async def embedded(
+    service: Service, request: Request, prompts: Sequence[Sequence[int]], pooling: Pooling
+) -> list[tuple[float, ...]]:
+    """The vector of each prompt; with pooling `none` its rows, one behind the other.
+
+    Raises ApiError, and ClientGoneError when the client has gone.
+    """
+    params = SamplingParams(temperature=0).with_seed()
+    requests = [GenerationRequest(prompt, params, pooling=pooling) for prompt in prompts]
+    return [end.embedding or () for _, end in await whole_answer(service, request, requests)]
+
+
+def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+    """The first `dimensions` values, again of unit length."""
+    if dimensions is None:
+        return vector
+    first = vector[:dimensions]
+    length = math.hypot(*first)
+    return [value / length for value in first] if length else first
+
+
+def _encoded(vector: Sequence[float], encoding: str) -> Any:
+    """`base64`: of 32-bit floats, little-endian, the default of OpenAI's clients."""
+    return vector if encoding == "float" else b64encode(np.array(vector, dtype="<f4").tobytes()).decode()

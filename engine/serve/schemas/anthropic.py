@@ -1,0 +1,162 @@
+"""The bodies of Anthropic's routes as structs, read as those of the other routes are (`requests`).
+
+Source: Anthropic's API reference, "Messages" and "Count Message tokens". Sampling parameters are also taken under this
+server's names. What a block or a tool has beside these fields (cache_control, citations, strict, ...) changes no token.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quengine.request.sampling_params import RANGES
+from quengine.serve.schemas.messages import Content
+from quengine.serve.schemas.requests import Fields, JSONSchema, Sampling, SomeText
+from quengine.structured.tool_calls import MAX_TOOLS
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
+    """What an earlier answer thought."""
+
+    thinking: str
+
+
+class RedactedThinkingBlock(msgspec.Struct, frozen=True, tag="redacted_thinking"):
+    """What an earlier answer of another server thought, encrypted: no prompt has it."""
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(msgspec.Struct, frozen=True, tag="tool_result"):
+    tool_use_id: str
+    content: Content | None = None
+
+
+AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
+
+
+class UserTurn(msgspec.Struct, frozen=True, tag_field="role", tag="user"):
+    content: str | list[TextBlock | ToolResultBlock]
+
+
+class AssistantTurn(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):
+    content: str | list[AssistantBlock]
+
+
+class SystemTurn(msgspec.Struct, frozen=True, tag_field="role", tag="system"):
+    content: Content
+
+
+Turn = UserTurn | AssistantTurn | SystemTurn
+
+
+class CustomTool(msgspec.Struct, frozen=True):
+    name: Annotated[
+        str,
+        Meta(
+            pattern="^[a-zA-Z0-9_.-]{1,64}$",
+            extra={"rule": "must be 1 to 64 letters, digits, or _ . -"},
+        ),
+    ]
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: (
+        Annotated[Literal["custom"], Meta(extra={"rule": "must be custom: this server runs no tools"})] | None
+    ) = None
+
+
+class AutoChoice(msgspec.Struct, frozen=True, tag="auto"):
+    """Text or calls, as the model decides."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnyChoice(msgspec.Struct, frozen=True, tag="any"):
+    """A call of any tool."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedChoice(msgspec.Struct, frozen=True, tag="tool"):
+    """A call of this tool."""
+
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoChoice(msgspec.Struct, frozen=True, tag="none"):
+    """No call."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+ToolChoice = AutoChoice | AnyChoice | NamedChoice | NoChoice
+
+
+class Thinking(Fields, frozen=True):
+    """`budget_tokens` is a target at which nothing is cut, and has no effect."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: JSONSchema
+
+
+class OutputConfig(Fields, frozen=True):
+    effort: (
+        Annotated[
+            Literal["low", "medium", "high", "xhigh", "max"],
+            Meta(
+                description="How long the model reasons: the nearest value that its chat template takes.",
+                extra={"rule": "must be low, medium, high, xhigh or max"},
+            ),
+        ]
+        | None
+    ) = None
+    format: OutputFormat | None = None
+    task_budget: Any = None
+
+
+class CountTokensRequest(Sampling, frozen=True, kw_only=True):
+    """What a prompt is made of, and fields of a request that leave it as it is."""
+
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    system: Content | None = None
+    tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    cache_control: Any = None
+    container: Any = None
+    context_management: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
+    speed: Any = None
+    user_profile_id: Any = None
+    mcp_servers: (
+        Annotated[list[Any], Meta(max_length=0, extra={"rule": "must be empty: this server runs no tools"})]
+        | None
+    ) = None
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
+    max_tokens: Annotated[
+        int, Meta(ge=1, le=RANGES["max_tokens"].high, description="Most tokens to generate.", examples=[16])
+    ]
+    stop_sequences: list[SomeText] | None = None
+    stream: bool = False
+
+
+ANTHROPIC_BODIES: tuple[type[CountTokensRequest], ...] = (CountTokensRequest, MessagesRequest)

@@ -1,0 +1,213 @@
+"""Fields of llama-server's and of other servers' requests: which are taken, ignored or refused, and what they do."""
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from quengine.request.sampling_params import SamplingParams
+from tests.engine.serve.fake_engine import FIRST_BYTE
+from tests.engine.serve.serving import Served, serving
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[httpx.Client]:
+    with served.http() as made:
+        yield made
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    values = [line.split()[1] for line in client.get("/metrics").text.splitlines() if line.split()[0] == name]
+    return float(values[0])
+
+
+def test_unknown_fields_are_ignored_counted_and_named_with_v(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "quengine.serve")
+    before = metric(client, "quengine_ignored_fields_total")
+    plain = client.post("/completion", json={"prompt": "a", "seed": 1}).json()
+    given = client.post(
+        "/completion", json={"prompt": "a", "seed": 1, "no\nsuch": 1, "other": [2], "speculative.n_max": 3}
+    )
+    assert given.status_code == 200 and given.json()["content"] == plain["content"]
+    assert metric(client, "quengine_ignored_fields_total") == before + 3
+    (line,) = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert "(3)" in line and "other" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "field", [{"mirostat": 2}, {"max_new_tokens": 5}, {"adaptive_target": 0.5}, {"regex": "a"}, {"n_cmpl": 2}]
+)
+def test_known_fields_that_would_change_the_text_are_refused(
+    client: httpx.Client, field: dict[str, object]
+) -> None:
+    for path, body in (("/completion", {"prompt": "a"}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        answer = client.post(path, json=body | field)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported", answer.text
+
+
+def test_any_model_name_is_taken_and_the_answer_has_the_servers(client: httpx.Client) -> None:
+    answer = client.post("/v1/chat/completions", json={"messages": MESSAGES, "model": "gpt-4o"})
+    assert answer.status_code == 200 and answer.json()["model"] == "fake"
+    assert client.post("/tokenize", json={"content": "a", "model": "x" * 1000}).status_code == 200
+    assert client.post("/v1/completions", json={"prompt": "a", "model": 3}).status_code == 400
+
+
+def test_a_strict_server_takes_its_own_names_only() -> None:
+    settings = {"model_names": ("one", "two"), "strict_model": True}
+    with serving(settings=settings) as served, served.http() as client:
+        for name, status in (("one", 200), ("two", 200), ("", 200), (None, 200), ("three", 404)):
+            answer = client.post("/v1/completions", json={"prompt": "a", "model": name})
+            assert answer.status_code == status, name
+            if status == 404:
+                assert answer.json()["error"]["code"] == "model_not_found"
+        document = client.get("/openapi.json").json()
+        assert document["components"]["schemas"]["ChatRequest"]["properties"]["model"]["enum"] == [
+            None, "one", "two", "",
+        ]  # fmt: skip
+
+
+def test_the_servers_seed_holds_where_a_request_gives_none() -> None:
+    settings = {"defaults": SamplingParams(max_tokens=3, seed=77)}
+    with serving(settings=settings) as served, served.http() as client:
+
+        def seed(**fields: object) -> int:
+            answer = client.post("/v1/completions", json={"prompt": "a", **fields}).json()
+            return int(answer["seed"])
+
+        assert (seed(), seed(), seed(seed=5)) == (77, 77, 5)
+        assert len({seed(seed=-1) for _ in range(3)}) > 1
+        assert client.get("/props").json()["default_generation_settings"]["params"]["seed"] == 77
+
+
+def content(client: httpx.Client, **fields: object) -> str:
+    answer = client.post("/completion", json={"seed": 1, "n_predict": 3, **fields})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["content"])
+
+
+def test_a_prompt_may_be_an_object_or_mix_text_with_tokens(client: httpx.Client) -> None:
+    plain = content(client, prompt="abc")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]
+    a, c = FIRST_BYTE + ord("a"), FIRST_BYTE + ord("c")
+    for prompt in (
+        {"prompt_string": "abc"},
+        {"content": parts},
+        [a, "b", c],
+        {"prompt_string": "abc", "multimodal_data": []},
+    ):
+        assert content(client, prompt=prompt) == plain, prompt
+    several = client.post(
+        "/completion",
+        json={"prompt": [[a, "bc"], {"prompt_string": "abc"}, "abc"], "seed": 1, "n_predict": 3},
+    )
+    assert [each["content"] for each in several.json()] == [plain] * 3
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {},
+        {"prompt_string": 1},
+        {"content": "abc"},
+        {"content": []},
+        {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"prompt_string": "a", "multimodal_data": "AAAA"},
+        [1, {"prompt_string": "a"}],
+    ],
+)
+def test_an_object_that_is_no_text_is_a_400(client: httpx.Client, prompt: object) -> None:
+    for path in ("/completion", "/v1/completions"):
+        answer = client.post(path, json={"prompt": prompt})
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("prompt"), answer.text
+
+
+def test_a_bias_may_be_of_a_text_in_both_forms(client: httpx.Client) -> None:
+    a, b = FIRST_BYTE + ord("a"), FIRST_BYTE + ord("b")
+    for biases in ({"ab": -5, "7": 1}, [["ab", -5], [7, 1]]):
+        answer = client.post("/completion", json={"prompt": "a", "logit_bias": biases}).json()
+        assert sorted(answer["generation_settings"]["logit_bias"]) == sorted([[a, -5.0], [b, -5.0], [7, 1.0]])
+    for biases in ({"9" * 12: 1}, {"99999": 1}, {"a": "b"}, {"a": True}, [["a"]], {"a" * 9000: 1}):
+        assert client.post("/completion", json={"prompt": "a", "logit_bias": biases}).status_code == 400, (
+            biases
+        )
+
+
+def test_min_tokens_is_a_count(client: httpx.Client) -> None:
+    for least in (0, 4, 4.0, 2**31 - 1, None):
+        assert client.post("/v1/completions", json={"prompt": "a", "min_tokens": least}).status_code == 200
+    for wrong in (-1, 1.5, "3", 2**31, True):
+        answer = client.post("/v1/completions", json={"prompt": "a", "min_tokens": wrong})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "min_tokens", answer.text
+
+
+def test_response_fields_chooses_fields_of_the_native_answer(client: httpx.Client) -> None:
+    fields = ["content", "generation_settings/n_predict", "prompt", "no/such", "timings/x/y", "prompt/x", ""]
+    body = {"prompt": "abc", "n_predict": 3, "response_fields": fields}
+    answer = client.post("/completion", json=body).json()
+    assert answer.keys() == {"content", "generation_settings/n_predict", "prompt"}
+    assert (answer["generation_settings/n_predict"], answer["prompt"]) == (3, "abc")
+    *_, last = events(client.post("/completion", json=body | {"stream": True}).text)
+    assert last == {**answer, "content": ""}
+    assert len(client.post("/completion", json=body | {"response_fields": []}).json()) > 10
+    assert client.post("/completion", json=body | {"response_fields": [1]}).status_code == 400
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+def test_a_stream_says_how_much_of_the_prompt_is_processed(client: httpx.Client, path: str) -> None:
+    text = "x" * 600
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    plain = (
+        {**body, "stream": True, "seed": 1, "max_tokens": 3, "logprobs": True}
+        if "chat" in path
+        else {**body, "stream": True, "seed": 1, "max_tokens": 3}
+    )
+    found = events(client.post(path, json=plain | {"return_progress": True}).text)
+    reports = [event["prompt_progress"] for event in found if "prompt_progress" in event]
+    assert [report["processed"] for report in reports] == [0, 256, 512, reports[0]["total"]]
+    assert {report["cache"] for report in reports} == {0} and all(
+        report["time_ms"] >= 0 for report in reports
+    )
+    others = [event for event in found if "prompt_progress" not in event]
+    without = events(client.post(path, json=plain).text)
+    assert len(others) == len(without) and not any("prompt_progress" in event for event in without)
+    whole = client.post(path, json={**plain, "stream": False, "return_progress": True})
+    assert whole.status_code == 200 and "prompt_progress" not in whole.json()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_verbose_adds_the_native_answer(client: httpx.Client, path: str) -> None:
+    body = {"messages": MESSAGES} if "chat" in path else {"prompt": "user: hi"}
+    body |= {"seed": 1, "max_tokens": 3}
+    answer = client.post(path, json=body | {"verbose": True}).json()
+    native = client.post(
+        "/completion", json={"prompt": "user: hi", "seed": 1, "n_predict": 3, "return_tokens": True}
+    ).json()
+    for key in ("prompt", "content", "tokens", "stop_type", "tokens_evaluated"):
+        assert answer["__verbose"][key] == native[key], key
+    assert len(client.post(path, json=body | {"verbose": True, "n": 2}).json()["__verbose"]) == 2
+    assert "__verbose" not in client.post(path, json=body | {"verbose": False}).json()
+    *_, last = events(client.post(path, json=body | {"verbose": True, "stream": True}).text)
+    assert last["__verbose"]["prompt"] == "user: hi"
+
+
+def test_probabilities_after_sampling_are_refused(client: httpx.Client) -> None:
+    answer = client.post("/completion", json={"prompt": "a", "n_probs": 2, "post_sampling_probs": True})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported"
