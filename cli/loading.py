@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quengine.cli.progress import ProgressLine
+from quengine.cli.pulling import offer_pull
 from quengine.config import EngineConfig
 from quengine.platform import collector
 
@@ -12,7 +13,13 @@ if TYPE_CHECKING:
 
 
 def load_llm(model: str, config: EngineConfig) -> "LLM":
-    """The model of `generate` and `chat`. Raises what `LLM` does."""
+    """The model of `generate`, `chat` and `run`; what is not here is offered to be pulled.
+
+    Raises what `LLM` and `offer_pull` do.
+    """
+    for needed in (model, config.draft_model):
+        if needed is not None:
+            offer_pull(str(needed))
     from quengine.llm import LLM
 
     progress = ProgressLine()

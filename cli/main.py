@@ -41,6 +41,7 @@ logger = logging.getLogger("quengine")
 COMMANDS = {
     "generate": "generate",
     "chat": "chat",
+    "run": "run_model",
     "serve": "serve",
     "bench": "bench",
     "parity": "parity",

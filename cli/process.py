@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quengine.errors import CannotRunError
 
-COMPUTING = frozenset({"generate", "chat", "serve", "bench", "parity", "doctor"})
+COMPUTING = frozenset({"generate", "chat", "run", "serve", "bench", "parity", "doctor"})
 """The commands that start threads and read weights."""
 
 LEAST_STACK, USUAL_STACK = 1 << 20, 8 << 20

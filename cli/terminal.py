@@ -43,6 +43,9 @@ class AnswerPrinter:
             write_text(f"\n\n{delta.text}" if self._thinking else delta.text)
             self._thinking = False
 
+    def close(self) -> None:
+        """Nothing is held back."""
+
 
 def write_line(line: str) -> None:
     """Write one line of a report to standard output; names in it may come from a model's file."""

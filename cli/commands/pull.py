@@ -31,22 +31,17 @@ def pull(
     The files go to the Hugging Face cache, which other programs share; their digests are checked. Prints the path
     of each model.
     """
-    import logging
     from pathlib import Path
 
-    from huggingface_hub.utils import logging as hub_logging
-
+    from quengine.cli.pulling import fetch
     from quengine.models.hub.catalogue import catalogue
     from quengine.models.hub.hub import packaged_file
-    from quengine.models.hub.hub_pull import pull_model
 
-    # What huggingface_hub logs, a retry for instance, looks like the engine's own lines.
-    hub_logging.get_logger().handlers = logging.getLogger("quengine").handlers
     for name in names:
         entry = catalogue().get(name.lower())
         path = packaged_file(entry) if entry is not None else None
         if path is None and Path(name).expanduser().exists():
             path = Path(name).expanduser()
         if path is None:
-            path = pull_model(name, offline, say=lambda line: typer.echo(line, err=True))
+            path = fetch(name, offline)
         typer.echo(path)

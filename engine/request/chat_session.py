@@ -8,13 +8,14 @@ import json
 import os
 from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
 from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
-from quengine.request.sampling_params import SamplingParams
+from quengine.request.sampling_params import MAX_SEED, SamplingParams
 from quengine.structured.tool_calls import Delta, TextDelta
 
 if TYPE_CHECKING:
@@ -22,6 +23,19 @@ if TYPE_CHECKING:
     from quengine.request.output import Completion
 
 ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Token ids of one exchange: its prompt as the template gives it and as the model saw it, and its answer.
+
+    `messages` is the number of messages in the prompt.
+    """
+
+    messages: int
+    rendered: list[int]
+    prompt: list[int]
+    answer: list[int]
 
 
 class ChatSession:
@@ -45,9 +59,8 @@ class ChatSession:
         self.params = params.with_seed()
         self.messages: list[dict[str, str]] = []
         self.last: Completion | None = None
-        self._rendered: list[int] = []  # ids of the latest prompt as the template gives them
-        self._prompt: list[int] = []  # ids of the same prompt as the model saw it
-        self._answer: list[int] = []  # ids that the model answered with
+        self._turns: list[_Turn] = []
+        self._retries = 0  # how often the last message was answered again
         self.set_system(system)
 
     @property
@@ -70,6 +83,7 @@ class ChatSession:
         """Remove all messages but the system message."""
         self.messages = [] if self.system is None else self.messages[:1]
         self.last = None
+        self._turns.clear()
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Send `text` as the user's message; yields the answer's text as it comes. See `deltas`."""
@@ -86,14 +100,51 @@ class ChatSession:
         Raises:
             EngineError: the conversation does not fit the context, the template refuses it, or the model failed.
         """
+        self._retries = 0
+        return self._exchange(text)
+
+    def retry(self, text: str | None = None) -> Generator[Delta, None, None]:
+        """Answer the last message again, or `text` in its place; yields and raises what `deltas` does.
+
+        The n-th retry of the same message is sampled with seed + n, so it differs, and repeats with the session's
+        seed. Without any answer the old exchange stays.
+        """
+        before, last = self.messages.copy(), self.last
+        old = self.undo()
+        self._retries = self._retries + 1 if text is None or text == old else 0
+        answered = False
+        try:
+            yield from self._exchange(old if text is None else text)
+        finally:
+            answered = self.last is not None and bool(self.last.tokens)
+            if not answered:
+                self.messages, self.last = before, last
+
+    def undo(self) -> str:
+        """Remove the last exchange (the user's last message and all after it) and return the user's message.
+
+        Raises:
+            EngineError: there is no message of the user.
+        """
+        at = max((i for i, each in enumerate(self.messages) if each["role"] == "user"), default=None)
+        if at is None:
+            raise EngineError("the conversation has no message yet")
+        text = self.messages[at]["content"]
+        del self.messages[at:]
+        self.last = None
+        return text
+
+    def _exchange(self, text: str) -> Generator[Delta, None, None]:
+        """A message and its answer; `deltas` says the rest."""
         self.messages.append({"role": "user", "content": text})
         answered = False
         try:
             rendered = self.llm.encode_chat(self.messages, variables=self.variables)
+            self._turns = [turn for turn in self._turns if turn.messages < len(self.messages)]
             prompt = self._continued(rendered)
             stream = self.llm.stream_answer(
                 prompt,
-                self.params,
+                self._seeded(),
                 reasoning_budget=self.options.reasoning_budget,
                 reasoning_format=self.options.reasoning_format,
             )
@@ -103,31 +154,38 @@ class ChatSession:
                 stream.close()
                 self.last = stream.completion
                 if self.last.tokens:
+                    self._turns.append(_Turn(len(self.messages), rendered, prompt, self.last.tokens))
                     self.messages.append({"role": "assistant", "content": self.last.text})
-                    self._rendered, self._prompt, self._answer = rendered, prompt, self.last.tokens
                     answered = True
         finally:
             if not answered:
                 self.messages.pop()
 
+    def _seeded(self) -> SamplingParams:
+        """The parameters of the next answer: those of the session, with another seed for a retry."""
+        seed = self.params.seed
+        if seed is None or not self._retries:
+            return self.params
+        return replace(self.params, seed=(seed + self._retries) % (MAX_SEED + 1))
+
     def _continued(self, rendered: list[int]) -> list[int]:
-        """`rendered` with the latest answer as the tokens that were generated, where that is the same text.
+        """`rendered` with the latest answer before it as the tokens that were generated, where that is the same text.
 
         A template gives text, and text that is tokenized again need not give the tokens it came from; all the
         cache holds after the first difference would then be computed again. The answer ends at the first control
         token after the prompt; if the text up to there is not the answer (a template may trim or cut it), the
         template's tokens are taken.
         """
-        start = len(self._rendered)
-        if not start or rendered[:start] != self._rendered:
+        turn = self._turns[-1] if self._turns else None
+        if turn is None or rendered[: len(turn.rendered)] != turn.rendered:
             return rendered
-        tokenizer = self.llm.tokenizer
+        tokenizer, start = self.llm.tokenizer, len(turn.rendered)
         end = next((i for i in range(start, len(rendered)) if tokenizer.is_control(rendered[i])), start)
         again = tokenizer.decode(rendered[start:end], continuation=True)
-        answer = tokenizer.decode(self._answer, continuation=True)
+        answer = tokenizer.decode(turn.answer, continuation=True)
         if again.strip() != answer.strip():
             return rendered
-        return self._prompt + self._answer + rendered[end:]
+        return turn.prompt + turn.answer + rendered[end:]
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON, beside and renamed. Raises EngineError when that fails."""
@@ -147,12 +205,18 @@ class ChatSession:
         Raises:
             EngineError: the file cannot be read or does not hold messages; the conversation stays as it was.
         """
-        try:
-            content = json.loads(read_text(path, "cannot load"))
-        except (ValueError, RecursionError) as error:
-            raise EngineError(f"{path} is not a saved conversation: {error}") from None
-        self.messages = _checked(content, path)
+        self.messages = read_messages(path)
         self.last = None
+        self._turns.clear()
+
+
+def read_messages(path: Path) -> list[dict[str, str]]:
+    """The messages of a saved conversation. Raises EngineError where the file cannot be read or holds none."""
+    try:
+        content = json.loads(read_text(path, "cannot load"))
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"{path} is not a saved conversation: {error}") from None
+    return _checked(content, path)
 
 
 def _checked(content: object, path: Path) -> list[dict[str, str]]:

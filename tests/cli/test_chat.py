@@ -2,25 +2,17 @@
 
 import io
 import json
-import os
-import pty
 import re
-import select
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from quengine.cli.main import run
+from tests.cli.chat.chat_terminal import COMMON, READY, TAKEN, Terminal, chat
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import HARMONY_MARKS, chat_vocabulary, harmony_vocabulary, write_tiny
-
-MAIN = "import sys; from quengine.cli.main import main; sys.exit(main())"
-COMMON = ["--device", "cpu", "--backend", "reference", "-t", "1", "--temp", "0"]
-READY, TAKEN = b"\x1b[?2004h", b"\x1b[?2004l"  # the prompt takes keys; a line was taken
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +113,14 @@ def test_system_flag_and_removal(
     ("line", "problem"),
     [
         ("/nonsense", "no command /nonsense; /help lists them"),
+        ("/sytem x", "no command /sytem; did you mean /system?"),
+        ("/undo", "the conversation has no message yet"),
+        ("/regen", "the conversation has no message yet"),
+        ("/edit", "the conversation has no message yet"),
+        ("/copy", "no answer yet"),
+        ("/file", "/file needs one file name"),
+        ("/file /no/such/file", "cannot attach /no/such/file: No such file"),
+        ("/set nonsense 1", "no setting nonsense; /set lists them"),
         ("/save", "/save needs one file name"),
         ("/load a b", "/load needs one file name"),
         ("/load 'a", "/load 'a: No closing quotation"),
@@ -159,56 +159,9 @@ def test_a_model_without_a_template_says_so(
     assert "bare.gguf has no chat template, so it cannot chat" in capsys.readouterr().err
 
 
-class Terminal:
-    """`engine chat` on a pseudo-terminal."""
-
-    def __init__(self, model: str, home: Path, *flags: str) -> None:
-        self.master, slave = pty.openpty()
-        environment = {
-            **os.environ,
-            "TERM": "xterm",
-            "PROMPT_TOOLKIT_NO_CPR": "1",
-            "XDG_STATE_HOME": str(home),
-            "PYTHONUNBUFFERED": "1",
-        }
-        command = [sys.executable, "-c", MAIN, "chat", "-m", model, *COMMON, "--ignore-eos", *flags]
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # makes it the controlling terminal
-        )  # fmt: skip
-        os.close(slave)
-        self.seen = b""
-        self.at = 0
-
-    def wait_for(self, text: bytes) -> None:
-        """Read until `text` has appeared behind what was waited for before."""
-        self._read_until(lambda: text in self.seen[self.at :], repr(text))
-        self.at = self.seen.index(text, self.at) + len(text)
-
-    def wait_for_bytes(self, count: int) -> None:
-        """Read `count` bytes more than have been waited for."""
-        self._read_until(lambda: len(self.seen) >= self.at + count, f"{count} bytes")
-
-    def _read_until(self, come: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + 120
-        while not come():
-            ready, _, _ = select.select([self.master], [], [], max(0.0, end - time.monotonic()))
-            assert ready, f"{what} did not come; after it: {self.seen[self.at :][-2000:]!r}"
-            self.seen += os.read(self.master, 65536)
-
-    def type(self, keys: bytes) -> None:
-        os.write(self.master, keys)
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        os.close(self.master)
-
-
 @pytest.fixture
 def terminal(model: str, tmp_path: Path) -> Iterator[Terminal]:
-    opened = Terminal(model, tmp_path)
+    opened = Terminal(tmp_path, *chat(model))
     yield opened
     opened.close()
 

@@ -58,7 +58,7 @@ def test_the_model_goes_on_from_the_tokens_that_it_generated(llm: LLM) -> None:
     expected = [*stream, end, *newline, start, *llm.encode("user\nmore"), end, *newline, start]
     expected += llm.encode("assistant\n")
     ask(session, "more")
-    assert session._prompt == expected
+    assert session._turns[-1].prompt == expected
     assert session.last.tokens == llm.generate(expected, PARAMS)[0].tokens
 
 
@@ -69,7 +69,7 @@ def test_a_template_that_changes_the_answer_has_the_last_word(tmp_path: Path) ->
         answer = ask(session, "hello")
         assert answer != answer.upper()
         ask(session, "more")
-        assert session._prompt == llm.encode_chat(session.messages[:3])
+        assert session._turns[-1].prompt == llm.encode_chat(session.messages[:3])
 
 
 def test_a_stop_string_is_not_fed_back(llm: LLM) -> None:
@@ -79,7 +79,7 @@ def test_a_stop_string_is_not_fed_back(llm: LLM) -> None:
     assert ask(session, "hello") == ""
     assert session.messages[1:] == [{"role": "assistant", "content": ""}]
     ask(session, "more")
-    assert session._prompt == llm.encode_chat(session.messages[:3])
+    assert session._turns[-1].prompt == llm.encode_chat(session.messages[:3])
 
 
 def test_an_answer_that_is_broken_off_is_kept_as_far_as_it_came(llm: LLM) -> None:
@@ -189,3 +189,35 @@ def test_files_that_cannot_be_read_or_written_are_errors(llm: LLM, tmp_path: Pat
 def test_a_saved_file_names_the_model(llm: LLM, tmp_path: Path) -> None:
     ChatSession(llm, PARAMS, "x").save(tmp_path / "talk.json")
     assert json.loads((tmp_path / "talk.json").read_text())["model"] == "chat.gguf"
+
+
+def test_a_retry_computes_only_the_last_token_of_the_prompt_again(llm: LLM) -> None:
+    session = ChatSession(
+        llm, SamplingParams(temperature=1.5, max_tokens=10, ignore_eos=True, seed=1), "be kind"
+    )
+    ask(session, "hello")
+    ask(session, "and then?")
+    before, prompt = session.messages.copy(), session._turns[-1].prompt
+    list(session.retry())
+    assert session._turns[-1].prompt == prompt and session.last is not None
+    assert session.last.timings.cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
+    assert session.messages[:-1] == before[:-1] and session.messages[-1] != before[-1]
+    assert session.last.seed == 2
+
+
+def test_a_retry_without_an_answer_leaves_the_old_one(llm: LLM) -> None:
+    session = ChatSession(llm, PARAMS)
+    ask(session, "hello")
+    before, last = session.messages.copy(), session.last
+    with pytest.raises(EngineError, match="context holds"):
+        list(session.retry("word " * 500))
+    assert session.messages == before and session.last is last
+
+
+def test_undo_removes_one_exchange(llm: LLM) -> None:
+    session = ChatSession(llm, PARAMS, "be kind")
+    ask(session, "hello")
+    assert session.undo() == "hello"
+    assert session.messages == [{"role": "system", "content": "be kind"}] and session.used_tokens == 0
+    with pytest.raises(EngineError, match="no message yet"):
+        session.undo()

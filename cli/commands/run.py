@@ -1,0 +1,73 @@
+"""`engine run`: a conversation with a model, or one answer, with the arguments in Ollama's order."""
+
+import inspect
+import sys
+from typing import Annotated
+
+import typer
+
+from quengine.cli.commands.chat import Markdown, Session, chat
+from quengine.cli.commands.generate import PromptFlags, generate
+from quengine.cli.flags import ConstraintFlags, Effort, System, takes_options
+from quengine.config import EngineConfig
+from quengine.errors import EngineError
+from quengine.options import MODEL_HELP, Flag
+from quengine.platform.input_files import read_stream, universal_newlines
+from quengine.request.chat_options import ChatOptions
+from quengine.request.sampling_params import SamplingParams
+
+HUBS = ("hf.co/", "huggingface.co/")
+"""How Ollama begins the names that are written hf: here."""
+
+
+@takes_options
+def run_model(
+    params: SamplingParams,
+    constraint: ConstraintFlags,
+    config: EngineConfig,
+    options: ChatOptions,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="The prompt; without one a conversation."),
+    ] = None,
+    system: System = None,
+    effort: Effort = None,
+    session: Session = None,
+    markdown: Markdown = True,
+    stats: Annotated[bool, Flag("--stats --verbose", "Print the report behind an answer.")] = False,
+) -> None:
+    """Talk with a model, or answer one PROMPT, as `ollama run` does.
+
+    A pipe's text comes before the PROMPT: engine run smollm2-135m "Summarize this:" < notes.txt
+    """
+    for hub in HUBS:
+        if model.startswith(hub):
+            model = f"hf:{model.removeprefix(hub)}"
+    text = _prompt(words or [])
+    common = {
+        "model": model,
+        "params": params,
+        "constraint": constraint,
+        "config": config,
+        "options": options,
+    }
+    if text is None:
+        inspect.unwrap(chat)(**common, system=system, effort=effort, session=session, markdown=markdown)
+        return
+    if session is not None:
+        raise EngineError("--session keeps a conversation: leave the PROMPT out")
+    flags = PromptFlags(prompts=(text,), system=system, effort=effort, stats=stats)
+    inspect.unwrap(generate)(**common, flags=flags)
+
+
+def _prompt(words: list[str]) -> str | None:
+    """What is piped in and the words of the command line; None on a terminal without any."""
+    given = " ".join(words)
+    if sys.stdin.isatty():
+        return given or None
+    piped = universal_newlines(read_stream(sys.stdin.buffer, "cannot read the prompt from standard input"))
+    parts = [part for part in (piped.removesuffix("\n"), given) if part]
+    if not parts:
+        raise EngineError("no prompt: give one behind the model's name, or through a pipe")
+    return "\n\n".join(parts)

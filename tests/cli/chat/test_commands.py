@@ -1,0 +1,129 @@
+"""Commands that answer again, drop, attach and copy; completion of their names."""
+
+import base64
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+
+from quengine.cli.chat.completion import CommandCompleter
+from quengine.cli.main import run
+from tests.cli.chat.chat_terminal import COMMON, READY, TAKEN, Terminal, chat
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=1024)
+    return str(write_tiny(tmp_path_factory.mktemp("chat") / "tiny.gguf", kind="Q8_0", sizes=sizes))
+
+
+@pytest.fixture
+def talk(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs lines through `engine chat` and returns the messages afterwards."""
+
+    def talk(*lines: str, flags: tuple[str, ...] = ("--temp", "1.5", "--seed", "3")) -> list[dict[str, str]]:
+        saved = tmp_path / "talk.json"
+        monkeypatch.setattr(
+            sys, "stdin", io.StringIO("".join(f"{each}\n" for each in (*lines, f"/save {saved}")))
+        )
+        assert run(["chat", "-m", model, *COMMON, "-n", "8", "--ignore-eos", *flags]) == 0
+        messages: list[dict[str, str]] = json.loads(saved.read_text())["messages"]
+        return messages
+
+    return talk
+
+
+def test_regen_gives_another_answer_and_the_same_one_on_every_run(talk) -> None:
+    first = talk("hello")
+    again = talk("hello", "/regen")
+    third = talk("hello", "/regen", "/regen")
+    assert [m["role"] for m in third] == ["user", "assistant"]
+    assert first[0] == again[0] == third[0] == {"role": "user", "content": "hello"}
+    assert len({first[1]["content"], again[1]["content"], third[1]["content"]}) == 3
+    assert talk("hello", "/regen") == again
+
+
+def test_edit_with_text_replaces_the_last_message(talk) -> None:
+    messages = talk("one", "two", "/edit three")
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["one", "three"]
+    assert messages == talk("one", "three")
+
+
+def test_undo_drops_the_last_exchange(talk, capsys: Captured) -> None:
+    assert talk("one", "two", "/undo") == talk("one")
+    assert "dropped: two" in capsys.readouterr().err
+
+
+def test_set_changes_the_next_answer(talk, capsys: Captured) -> None:
+    assert talk("/set n 2", "/set temp 0", "hello") == talk("hello", flags=("-n", "2"))
+    assert "max_tokens" in capsys.readouterr().err
+
+
+def test_a_file_is_sent_with_the_next_message(talk, tmp_path: Path, capsys: Captured) -> None:
+    notes = tmp_path / "my notes.txt"
+    notes.write_text("a ``` fence")
+    messages = talk(f"/file '{notes}'", "what is this?", "and now?")
+    assert messages[0]["content"] == "my notes.txt:\n````\na ``` fence\n````\n\nwhat is this?"
+    assert messages[2]["content"] == "and now?"
+    assert "tokens, sent with the next message" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [3000, 200_000])
+def test_a_file_that_does_not_fit_the_context_is_refused(
+    model: str, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    (tmp_path / "long.txt").write_text("x;" * (size // 2))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/file {tmp_path / 'long.txt'}\n"))
+    assert run(["chat", "-m", model, *COMMON]) == 1
+    err = capsys.readouterr().err
+    assert "cannot attach" in err and err.count("\n") == 1
+
+
+def completed(text: str) -> list[str]:
+    return [each.text for each in CommandCompleter().get_completions(Document(text), CompleteEvent())]
+
+
+def test_commands_settings_and_paths_are_completed(tmp_path: Path) -> None:
+    assert completed("/re") == ["regen", "reset"]
+    assert completed("/set top") == ["top_k", "top_p"]
+    (tmp_path / "notes.txt").touch()
+    assert completed(f"/file {tmp_path}/no") == ["tes.txt"]
+    for none in ("hello", "//re", "/set top_k ", "/nonsense x", "/re\nx"):
+        assert completed(none) == []
+
+
+@pytest.fixture
+def terminal(model: str, tmp_path: Path) -> Iterator[Terminal]:
+    opened = Terminal(tmp_path, *chat(model, "-n", "8"))
+    yield opened
+    opened.close()
+
+
+def test_at_a_terminal_a_message_is_edited_completed_and_copied(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.line("hello")
+    terminal.line("/edit")
+    terminal.wait_for(READY)
+    terminal.wait_for(b"hello")
+    terminal.type(b" you\r")
+    terminal.wait_for(TAKEN)
+    terminal.wait_for(READY)
+    terminal.type(b"/und")
+    terminal.wait_for(b"drop the last message")  # in the menu
+    terminal.type(b"\x03")
+    terminal.line("/copy")
+    terminal.wait_for(b"\x1b]52;c;")
+    terminal.wait_for(b"\x07")
+    copied = base64.b64decode(terminal.seen[: terminal.at - 1].rpartition(b";")[2]).decode()
+    terminal.line(f"/save {tmp_path / 'talk.json'}")
+    terminal.wait_for(b"saved 2 messages")
+    user, assistant = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert user["content"] == "hello you" and assistant["content"] == copied
