@@ -77,7 +77,7 @@ def test_a_prompt_that_is_scored_can_be_left(path: Path) -> None:
     with serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("tiny",)}) as served:
         worker = served.server.worker
         with raw_connection(served) as leaving:
-            leaving.sendall(raw_completion("the cat " * 12, 9, echo=True, logprobs=1))
+            leaving.sendall(raw_completion("the cat " * 12, 100, echo=True, logprobs=1))
             assert served.wait_until(lambda: worker.running == 1)
         assert served.wait_until(lambda: worker.idle and not worker.stats.slots)
         with served.http() as client:
