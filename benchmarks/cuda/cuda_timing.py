@@ -1,6 +1,8 @@
 """Device times of launches, from CUDA graphs: what the benchmarks of the CUDA kernels share."""
 
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -42,6 +44,16 @@ def graph_time(launches: Sequence[Callable[[], object]], replays: int = 7) -> fl
 def launch_time(launches: Sequence[Callable[[], object]]) -> float:
     """Median microseconds of one of `launches`, run one after the other; several on different data pass the caches."""
     return graph_time(launches, 20) / len(launches)
+
+
+def compile_ahead(benchmark: str, arguments: Sequence[str], shares: Sequence[str]) -> None:
+    """Run a module of this folder once for each share with `--compile SHARE`, all at a time: compiling takes long, and
+    timing does not wait for it then. Raises SystemExit where one fails."""
+    command = [sys.executable, "-m", f"benchmarks.cuda.{benchmark}", *arguments, "--compile"]
+    running = [subprocess.Popen([*command, share]) for share in shares]
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise SystemExit("a compile worker failed")
 
 
 def random_part(name: str, rows: int, cols: int, device: str = "cuda") -> PackedPart:

@@ -11,8 +11,6 @@ on m16n8k16 too, for comparison. Writes to the launch table the best program of 
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.cuda.cuda_timing import graph_time, random_part
+from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_part
 from quengine.kernels.cuda.aot.aot_grouped import MODELS, Experts
 from quengine.kernels.cuda.gemm.matmul_wgmma import uses_wgmma
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
@@ -56,6 +54,8 @@ BLOCKS = (8, 16, 32, 64, 128, 256)
 BYTES_PER_US = 4.2e6
 LAYERS = 4
 WORKERS = 14
+MMA_BLOCKS = 16
+"""Rows of the largest block that is timed on m16n8k16 too."""
 
 
 def experts_of(model: Experts) -> tuple[ExpertWeights, ExpertWeights]:
@@ -104,8 +104,13 @@ def layer_time(
     return time, chosen / model.count * sum(each.nbytes for each in layers[0])
 
 
+def rows_of_expert(model: Experts, rows: int) -> int:
+    """On average, rounded up."""
+    return -(-rows * model.used // model.count)
+
+
 def tried_blocks(model: Experts, rows: int) -> list[int]:
-    mean = -(-rows * model.used // model.count)
+    mean = rows_of_expert(model, rows)
     return [block for block in BLOCKS if mean / 4 <= block <= max(16, 4 * mean)]
 
 
@@ -153,7 +158,7 @@ def compile_share(names: list[str], worker: int) -> None:
         for rows in ROWS
         for block in tried_blocks(MODELS[name], rows)
         for mma in (False, True)
-        if block <= 8 or not mma
+        if block <= MMA_BLOCKS or not mma
     ]
     for model, rows, block, mma in runs[worker::WORKERS]:
         layer_time(model, [experts_of(model)], rows, block, mma)
@@ -169,14 +174,6 @@ def compile_share(names: list[str], worker: int) -> None:
             layer_time(model, [experts_of(model)], rows, block)
 
 
-def compile_all(names: list[str]) -> None:
-    """Compile everything in several processes, so that timing does not wait."""
-    command = [sys.executable, "-m", "benchmarks.cuda.grouped_blocks", "-m", *names, "--compile"]
-    running = [subprocess.Popen([*command, str(i)]) for i in range(WORKERS)]
-    if any(process.wait() for process in running):
-        raise SystemExit("a compile worker failed")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -188,7 +185,7 @@ def main() -> None:
     if arguments.compile is not None:
         compile_share(arguments.model, arguments.compile)
         return
-    compile_all(arguments.model)
+    compile_ahead("grouped_blocks", ["-m", *arguments.model], [str(i) for i in range(WORKERS)])
     found = tune_geometries(arguments.model) if uses_wgmma(torch.device("cuda"), 128) else {}
     print(json.dumps({"grouped_wgmma": found}), flush=True)
     launch_table._table().setdefault(launch_table.device_name(), {})["grouped_wgmma"] = found
@@ -197,14 +194,14 @@ def main() -> None:
         model = MODELS[name]
         layers = [experts_of(model) for _ in range(LAYERS)]
         for rows in ROWS:
-            mean, times = -(-rows * model.used // model.count), {}
+            mean, times = rows_of_expert(model, rows), {}
             for block in tried_blocks(model, rows):
                 times[block], nbytes = layer_time(model, layers, rows, block)
                 part = nbytes / BYTES_PER_US / times[block]
                 print(
                     f"{name}, {rows} rows, blocks of {block}: {times[block]:.1f} us, {part:.0%}", flush=True
                 )
-                if block <= 16:
+                if block <= MMA_BLOCKS:
                     mma, _ = layer_time(model, layers, rows, block, True)
                     print(f"{name}, {rows} rows, blocks of {block} on m16n8k16: {mma:.1f} us", flush=True)
             for block, time in times.items():

@@ -1,16 +1,14 @@
 """Choose launch geometries for one row of a mixture of experts by the time of a decode step, and keep them.
 
-    python -m benchmarks.cuda.tune_experts [-m MODEL ...] [--write] [--depth 64]
+    python -m benchmarks.cuda.tune_experts [-m MODEL ...] [--write TABLE.json] [--depth 64]
 
 As tune_matvec_chain does for Mistral-7B: the layers of a model run as the step runs them, attention included, and one
 weight after the other takes the candidate with which the step is shortest. Prints the best ones of each, the times of a
-layer's experts for 1, 2, 4 and 8 rows on the q-dot, and writes launch_table.json ("matvec", "experts").
+layer's experts for 1, 2, 4 and 8 rows on the q-dot, and adds them to a launch table ("matvec", "experts").
 """
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +17,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from benchmarks.cuda.cuda_timing import graph_time, random_part
-from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
-from quengine.kernels.cuda.attention.attention_decode import attention_decode
+from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_part
+from benchmarks.cuda.tune_matvec_chain import layer_attention
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
@@ -33,8 +29,6 @@ from quengine.kernels.cuda.moe.experts import ExpertOperations
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.moe.router import Router
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.config import ModelConfig
@@ -145,27 +139,14 @@ class Step:
         qkv, output = weight("attn_q", "attn_k", "attn_v"), weight("attn_output")
         bias = torch.randn(hidden, device="cuda") if self.config.block.expert_bias else None
         router = Router(experts.router, torch.randn(experts.count, hidden, device="cuda"))
-        ffn = experts.feed_forward_length
+        ffn, config = experts.feed_forward_length, self.config
+        attention = layer_attention(
+            config.head_count, config.head_count_kv, config.head_dim, depth, self.out, self.pdl
+        )
         return Layer(
-            qkv, output, bias, self._attention(depth), router,
+            qkv, output, bias, attention, router,
             of_experts("ffn_gate_exps", 2 * ffn, hidden, True), of_experts("ffn_down_exps", hidden, ffn, False),
         )  # fmt: skip
-
-    def _attention(self, depth: int) -> Callable[[Tensor], object]:
-        heads, kv_heads, width = self.config.head_count, self.config.head_count_kv, self.config.head_dim
-        angles = torch.randn(2, depth + 1, width // 2, device="cuda")
-        band = torch.zeros(1, 1, dtype=torch.bool, device="cuda")
-        spec = AttentionSpec(heads, kv_heads, width, width**-0.5, None, "pairs", angles[0], angles[1], band)
-        workspace = DecodeWorkspace.allocate(1, heads, kv_heads, width, torch.device("cuda"))
-        position = torch.tensor([depth], dtype=torch.int32, device="cuda")
-        blocks = depth // BLOCK_SIZE + 1
-        table = torch.arange(blocks, dtype=torch.int32, device="cuda").view(1, blocks)
-        cache = allocate_layer(blocks * BLOCK_SIZE, kv_heads, width, "cuda")
-        cache.k.normal_()
-        cache.v.normal_()
-        return lambda qkv: attention_decode(
-            qkv, spec, cache, position, table, workspace, self.out, False, self.pdl
-        )
 
     def run(self) -> None:
         x: RmsNormed | None = None
@@ -284,14 +265,6 @@ def compile_share(name: str, worker: int) -> None:
     torch.cuda.synchronize()
 
 
-def compile_all(names: list[str]) -> None:
-    """Compile every candidate in several processes, so that timing does not wait."""
-    command = [sys.executable, "-m", "benchmarks.cuda.tune_experts", "-m", *names, "--compile"]
-    running = [subprocess.Popen([*command, str(i)]) for i in range(WORKERS)]
-    if any(process.wait() for process in running):
-        raise SystemExit("a compile worker failed")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -305,7 +278,7 @@ def main() -> None:
         for name in arguments.model:
             compile_share(name, arguments.compile)
         return
-    compile_all(arguments.model)
+    compile_ahead("tune_experts", ["-m", *arguments.model], [str(i) for i in range(WORKERS)])
     found = [tune(name, arguments.depth) for name in arguments.model]
     print(json.dumps(found))
     if arguments.write:

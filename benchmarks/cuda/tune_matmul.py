@@ -9,8 +9,6 @@ them; times are per launch in a CUDA graph with dependent launch. Variants are c
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -18,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.cuda.cuda_timing import graph_time, random_weights
+from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_weights
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
@@ -143,11 +141,8 @@ def main() -> None:
         for shape in shapes:
             measure(shape, arguments.keep_splits, (part, parts))
         return
-    command = [sys.executable, "-m", "benchmarks.cuda.tune_matmul", "--only", arguments.only, "--compile"]
-    command[3:3] = ["--keep-splits"] if arguments.keep_splits else []
-    running = [subprocess.Popen([*command, f"{i}/{arguments.workers}"]) for i in range(arguments.workers)]
-    if max([process.wait() for process in running]) != 0:
-        raise SystemExit("a compile worker failed")
+    given = ["--only", arguments.only, *(["--keep-splits"] if arguments.keep_splits else [])]
+    compile_ahead("tune_matmul", given, [f"{i}/{arguments.workers}" for i in range(arguments.workers)])
     table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     entries = table.setdefault(launch_table.device_name(), {}).setdefault("wgmma", {})
     times = []

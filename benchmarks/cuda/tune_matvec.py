@@ -10,15 +10,13 @@ dependent launch where the GPU has it. The variants are compiled by several proc
 import argparse
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
-from benchmarks.cuda.cuda_timing import graph_time, random_weights
+from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_weights
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
@@ -104,14 +102,6 @@ def nbytes_of(shape: Shape) -> int:
     return sum(-(-rows // 16) * -(-cols // layout.chunk) * layout.chunk_bytes for layout, rows in layouts)
 
 
-def compile_all(only: str, workers: int) -> None:
-    command = [sys.executable, "-m", "benchmarks.cuda.tune_matvec", "--only", only, "--compile"]
-    running = [subprocess.Popen([*command, f"{i}/{workers}"]) for i in range(workers)]
-    for process in running:
-        if process.wait():
-            raise SystemExit("a compile worker failed")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -128,7 +118,8 @@ def main() -> None:
         for shape in shapes:
             measure(shape, pdl, (part, parts))
         return
-    compile_all(arguments.only, arguments.workers)
+    shares = [f"{i}/{arguments.workers}" for i in range(arguments.workers)]
+    compile_ahead("tune_matvec", ["--only", arguments.only], shares)
     table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     entries = table.setdefault(launch_table.device_name(), {}).setdefault("matvec", {})
     for shape in shapes:

@@ -10,14 +10,13 @@ matrix after the other takes the candidate with which the step is shortest, in t
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.cuda.cuda_timing import graph_time
+from benchmarks.cuda.cuda_timing import compile_ahead, graph_time
 from benchmarks.cuda.matvec_chain import LAYERS, layer, layer_calls
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
@@ -56,42 +55,33 @@ class Chain:
     def __init__(self, layers: int, depth: int, pdl: bool) -> None:
         weights = [layer(i % 2 == 0) for i in range(layers)]
         calls = layer_calls(1, weights[0], pdl)
-        spec = _attention_spec(depth + 1)
-        workspace = DecodeWorkspace.allocate(
-            1, spec.heads, spec.kv_heads, spec.head_dim, torch.device("cuda")
-        )
-        out = QuantizedActivations.empty(1, spec.heads * spec.head_dim, "cuda")
-        position = torch.tensor([depth], dtype=torch.int32, device="cuda")
+        out = QuantizedActivations.empty(1, 4096, "cuda")
         qkv = torch.randn(1, 6144, device="cuda")
-        blocks = depth // BLOCK_SIZE + 1
-        table = torch.arange(blocks, dtype=torch.int32, device="cuda").view(1, blocks)
         self.launches: list[Callable[[], object]] = []
         for weight in weights:
-            cache = allocate_layer(blocks * BLOCK_SIZE, spec.kv_heads, spec.head_dim, "cuda")
-            cache.k.normal_()
-            cache.v.normal_()
+            attention = layer_attention(32, 8, 128, depth, out, pdl)
             before, *behind = [lambda w=weight, c=call: c(w) for call in calls.values()]
-            attend = lambda c=cache: attention_decode(  # noqa: E731
-                qkv, spec, c, position, table, workspace, out, False, pdl
-            )
-            self.launches += [before, attend, *behind]
+            self.launches += [before, partial(attention, qkv), *behind]
 
     def time(self) -> float:
         return min(graph_time(self.launches) for _ in range(2))
 
 
-def _attention_spec(context: int) -> AttentionSpec:
-    angles = torch.randn(2, context, 64, device="cuda")
+def layer_attention(
+    heads: int, kv_heads: int, width: int, depth: int, out: QuantizedActivations, pdl: bool
+) -> Callable[[torch.Tensor], object]:
+    """The attention of one token behind `depth` others, over a cache of its own: a function of q, k and v."""
+    angles = torch.randn(2, depth + 1, width // 2, device="cuda")
     band = torch.zeros(1, 1, dtype=torch.bool, device="cuda")
-    return AttentionSpec(32, 8, 128, 128**-0.5, None, "pairs", angles[0], angles[1], band)
-
-
-def compile_all() -> None:
-    """Compile every candidate in several processes, so that timing does not wait."""
-    command = [sys.executable, "-m", "benchmarks.cuda.tune_matvec_chain", "--compile"]
-    running = [subprocess.Popen([*command, str(i)]) for i in range(WORKERS)]
-    if any(process.wait() for process in running):
-        raise SystemExit("a compile worker failed")
+    spec = AttentionSpec(heads, kv_heads, width, width**-0.5, None, "pairs", angles[0], angles[1], band)
+    workspace = DecodeWorkspace.allocate(1, heads, kv_heads, width, torch.device("cuda"))
+    position = torch.tensor([depth], dtype=torch.int32, device="cuda")
+    blocks = depth // BLOCK_SIZE + 1
+    table = torch.arange(blocks, dtype=torch.int32, device="cuda").view(1, blocks)
+    cache = allocate_layer(blocks * BLOCK_SIZE, kv_heads, width, "cuda")
+    cache.k.normal_()
+    cache.v.normal_()
+    return lambda qkv: attention_decode(qkv, spec, cache, position, table, workspace, out, False, pdl)
 
 
 def compile_share(entries: dict[str, list[object]], worker: int, pdl: bool) -> None:
@@ -117,7 +107,7 @@ def main() -> None:
     if arguments.compile is not None:
         compile_share(entries, arguments.compile, pdl)
         return
-    compile_all()
+    compile_ahead("tune_matvec_chain", [], [str(i) for i in range(WORKERS)])
     chain = Chain(LAYERS, arguments.depth, pdl)
     print(f"{launch_table.device_name()}: {chain.time():.1f} us for {LAYERS} layers before", flush=True)
     for _ in range(ROUNDS):

@@ -50,15 +50,8 @@ def _marks(model: ServedModel, status: int) -> list[int]:
 
 def _parts(marks: Sequence[int], extra: Sequence[str | int], before: str, after: str) -> list[str | int]:
     pre, suf, mid = marks
-    return [
-        "",
-        *extra,
-        pre,
-        before,
-        suf,
-        after,
-        mid,
-    ]  # an empty text first becomes BOS, where the model wants one
+    # An empty text first becomes BOS, where the model wants one.
+    return ["", *extra, pre, before, suf, after, mid]
 
 
 def _extra_parts(model: ServedModel, files: Sequence[ExtraFile]) -> list[str | int]:

@@ -43,6 +43,11 @@ def data(value: Any) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """One event of JSON with a name."""
+    return b"event: " + name.encode() + b"\n" + data(value)
+
+
 DONE = b"data: [DONE]\n\n"
 
 

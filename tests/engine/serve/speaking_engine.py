@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import openai
+
 from quengine.models.tokenizer.token_length import TokenLength
 from quengine.request.chat_format import Ending
 from quengine.request.text_stream import TextStream
@@ -111,3 +113,8 @@ class SpeakingEngine(FakeEngine):
         text = text.removesuffix("<think>\n").removesuffix("<think>\n\n</think>\n\n")
         (tokens,) = (tokens for key, tokens in self._says.items() if text.endswith(key))
         return tokens
+
+
+def chat(client: openai.OpenAI, text: str, **more: Any) -> Any:
+    """The answer to one message."""
+    return client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], **more)

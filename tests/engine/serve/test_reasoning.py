@@ -16,7 +16,7 @@ from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
 from tests.engine.serve.serving import Served, serving
-from tests.engine.serve.speaking_engine import SpeakingEngine
+from tests.engine.serve.speaking_engine import SpeakingEngine, chat
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import harmony_vocabulary, write_tiny
 
@@ -44,16 +44,6 @@ LOOK = {"type": "function", **FUNCTION}
 def served() -> Iterator[Served]:
     with serving(lambda: SpeakingEngine(SAYS), settings={"defaults": SamplingParams()}) as running:
         yield running
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with served.openai() as made:
-        yield made
-
-
-def chat(client: openai.OpenAI, text: str, **more: Any) -> Any:
-    return client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], **more)
 
 
 @pytest.mark.parametrize("stream", [False, True])

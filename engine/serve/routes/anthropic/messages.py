@@ -12,7 +12,7 @@ from quengine.serve.routes.anthropic.chat_form import chat_request
 from quengine.serve.routes.anthropic.content_blocks import ContentBlocks, Event
 from quengine.serve.routes.chat import ChatAnswer, chat_prompt, prepare_chat
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
-from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
+from quengine.serve.routes.streaming import ChunkForm, named_event, stream_answer, whole_answer
 from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quengine.serve.schemas.error_forms import AnthropicError
 from quengine.serve.schemas.errors import ApiError
@@ -113,8 +113,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def _event(event: Event) -> bytes:
-    kind: str = event["type"]
-    return b"event: " + kind.encode() + b"\n" + data(event)
+    return named_event(event["type"], event)
 
 
 def _events(events: list[Event]) -> bytes:

@@ -4,12 +4,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from quengine.serve.http import to_json
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import new_id, token_counts
 from quengine.serve.routes.responses.output_items import Event, OutputItems
 from quengine.serve.routes.responses.tools import OfferedTools
-from quengine.serve.routes.streaming import ChunkForm
+from quengine.serve.routes.streaming import ChunkForm, named_event
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.requests import ResponseRequest
 from quengine.serve.service import Service
@@ -148,5 +147,5 @@ class ResponseForm(ChunkForm):
             kind = f"response.{name}"
             event = {"type": kind, "sequence_number": self._number, **values}
             self._number += 1
-            written += b"event: " + kind.encode() + b"\ndata: " + to_json(event) + b"\n\n"
+            written += named_event(kind, event)
         return written

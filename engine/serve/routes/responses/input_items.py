@@ -91,10 +91,8 @@ class _Conversation:
             kind = value["type"] if isinstance(value, dict) else None
             if isinstance(kind, str) and kind not in KINDS:
                 notes.append(f"input[{i}] skipped: {shown(kind, 40)}")
-                known[i] = {
-                    "type": "item_reference",
-                    "id": "",
-                }  # in its place, so that errors name those of the others
+                # In its place, so that errors name those of the others.
+                known[i] = {"type": "item_reference", "id": ""}
         for i, item in enumerate(read_part(list[InputItem], known, "input")):
             self._add(item, f"input[{i}]", notes)
 

@@ -30,12 +30,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with served.openai() as made:
-        yield made
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI, stream: bool) -> None:
     given = {"model": "tiny", "input": "hi", "tools": [TOOL], "tool_choice": "required", "stream": stream}

@@ -23,12 +23,6 @@ def served() -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with served.openai() as made:
-        yield made
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_continues_a_stored_one(client: openai.OpenAI, stream: bool) -> None:
     given: dict[str, Any] = {"model": "fake", "max_output_tokens": 2}

@@ -12,7 +12,7 @@ from quengine import LLM, SamplingParams
 from quengine.request.chat_options import ChatOptions
 from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.serve.serving import Served, serving
-from tests.engine.serve.speaking_engine import SpeakingEngine, ThinkingModel
+from tests.engine.serve.speaking_engine import SpeakingEngine, ThinkingModel, chat
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import chat_vocabulary, write_tiny
 
@@ -35,16 +35,6 @@ def served() -> Iterator[Served]:
         lambda: SpeakingEngine(SAYS, ThinkingModel(4096)), settings={"defaults": SamplingParams()}
     ) as running:
         yield running
-
-
-@pytest.fixture
-def client(served: Served) -> Iterator[openai.OpenAI]:
-    with served.openai() as made:
-        yield made
-
-
-def chat(client: openai.OpenAI, text: str, **more: Any) -> Any:
-    return client.chat.completions.create(model="fake", messages=[{"role": "user", "content": text}], **more)
 
 
 def parts(answer: Any, stream: bool) -> tuple[str, str, list[str], str]:
