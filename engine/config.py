@@ -79,7 +79,15 @@ class EngineConfig:
     ] = None
     backend: Annotated[str, Flag("--backend", "auto, or reference (float64, slow).", RUN_PANEL)] = "auto"
     _: KW_ONLY
-    chunk_size: Annotated[int | None, Range(1)] = None
+    chunk_size: Annotated[
+        int | None,
+        Range(1),
+        Flag(
+            "-ub --ubatch-size",
+            "Prompt tokens computed at once, at most. (default: what suits the device)",
+            RUN_PANEL,
+        ),
+    ] = None
     reuse_prefix: bool = False
     cache_type: Annotated[
         CacheType, Flag("--cache-type", "Keys and values as f16 or q8_0 (half the memory).", RUN_PANEL)

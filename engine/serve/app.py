@@ -9,23 +9,22 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
-from quengine.serve.guard import LOOPBACK_ORIGIN, Guard, cors_origins
+from quengine.serve.guard import CORS, LOOPBACK_ORIGIN, Guard, cors_origins
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
 from quengine.serve.routes import status_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
-from quengine.serve.routes.chat import chat_completions
+from quengine.serve.routes.chat import chat_completions, chat_tokens
 from quengine.serve.routes.completions import completions
 from quengine.serve.routes.infill import infill
 from quengine.serve.routes.native import completion
 from quengine.serve.routes.ollama.table import OLLAMA_ROUTES
-from quengine.serve.routes.responses.route import delete_response, responses, stored_response
+from quengine.serve.routes.responses.route import delete_response, response_tokens, responses, stored_response
 from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
 from quengine.serve.routes.vectors.rerank import rerank
 from quengine.serve.schemas.errors import ApiError
@@ -37,7 +36,8 @@ Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
 async def page(service: Service, request: Request) -> Response:
     """The chat page: one file, whose script and style are all that it may run."""
-    del service, request
+    if not service.settings.ui:
+        raise ApiError(404, f"there is no {request.method} / here: the server was started with --no-ui")
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -83,7 +83,12 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions/input_tokens", chat_tokens),
+    ("POST", "/chat/completions/input_tokens", chat_tokens),
     ("POST", "/v1/responses", responses),
+    ("POST", "/responses", responses),
+    ("POST", "/v1/responses/input_tokens", response_tokens),
+    ("POST", "/responses/input_tokens", response_tokens),
     ("POST", "/v1/messages", messages),
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("GET", "/v1/responses/{id}", stored_response),
@@ -134,7 +139,7 @@ def make_app(service: Service) -> Starlette:
     if origins := cors_origins(settings):
         middleware.append(
             Middleware(
-                CORSMiddleware,
+                CORS,
                 allow_origins=origins,
                 allow_origin_regex=LOOPBACK_ORIGIN.pattern if "localhost" in origins else None,
                 allow_methods=("GET", "POST", "DELETE", "OPTIONS"),

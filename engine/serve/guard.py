@@ -13,6 +13,8 @@ import re
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quengine.serve.http import error_response
@@ -30,6 +32,15 @@ LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\
 def cors_origins(settings: ServerSettings) -> tuple[str, ...]:
     """The origins whose pages may use the server; "localhost" stands for all of this machine, "*" for any."""
     return settings.cors_origins or (("*",) if settings.api_keys else ())
+
+
+class CORS(CORSMiddleware):
+    """Preflights of pages that may not use the server are answered as well, without what would allow them."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        response.status_code = 200
+        return response
 
 
 class Guard:
@@ -66,7 +77,7 @@ class Guard:
         if self.settings.loopback:
             own = name in _OWN_NAMES or is_loopback(name)
         else:
-            own = name in _OWN_NAMES or name == self.settings.host or as_ip(name) is not None
+            own = name in _OWN_NAMES or name in self.settings.hosts or as_ip(name) is not None
         if not own and name not in allowed:
             raise ApiError(403, f"the Host header {name[:80]!r} is not allowed here (--allowed-host)")
 

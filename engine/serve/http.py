@@ -173,6 +173,9 @@ class Catch:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                # Names are compared in any case, but scripts look for them as llama-server writes them.
+                named = [(name.title(), value) for name, value in message["headers"]]
+                message = {**message, "headers": named}
             await send(message)
 
         try:

@@ -87,17 +87,18 @@ class Server(uvicorn.Server):
             EngineError: the address cannot be used, or the model cannot be loaded.
             CannotRunError: the engine failed again and again.
         """
-        listener = bind(self.settings.host, self.settings.port)
-        self.say(f"listening on {url_of(listener)}; the model is being loaded")
-        asyncio.run(self.serve_engine(listener))
+        listeners = [bind(host, self.settings.port) for host in self.settings.hosts]
+        self.say(f"listening on {' and '.join(map(url_of, listeners))}; the model is being loaded")
+        asyncio.run(self.serve_engine(*listeners))
         if self.problem is not None:
             raise self.problem
 
-    async def serve_engine(self, listener: socket.socket) -> None:
-        """Serve on `listener`, which is closed at the end."""
+    async def serve_engine(self, *listeners: socket.socket) -> None:
+        """Serve on `listeners`, which are closed at the end."""
         asyncio.get_running_loop().set_exception_handler(self._loop_failed)
-        if isinstance(listener, Listener):
-            listener.make_room = self._make_room
+        for listener in listeners:
+            if isinstance(listener, Listener):
+                listener.make_room = self._make_room
         if self.connections.most < self.settings.limits.connections:
             self.say(
                 f"--max-connections {self.settings.limits.connections}: the limit on open files (ulimit -n) leaves "
@@ -105,12 +106,13 @@ class Server(uvicorn.Server):
             )
         self.worker.start()
         try:
-            await self.serve([listener])
+            await self.serve(list(listeners))
         finally:
             self.service.text_pool.close()
             self.worker.stop()
             await self.worker.join(JOIN_SECONDS)
-            listener.close()
+            for listener in listeners:
+                listener.close()
 
     def drain(self) -> None:
         """Take no more requests, and stop when those taken are done."""

@@ -14,7 +14,8 @@ from quengine.serve.processes.server_thread import Handle, NotServingError, Queu
 from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.response_store import ResponseStore
-from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError, bad_request
+from quengine.serve.schemas.requests import ChatRequest, CompletionRequest
 from quengine.serve.settings import ServerSettings
 
 logger = logging.getLogger("quengine.serve")
@@ -55,6 +56,10 @@ class Service:
     def model_name(self) -> str:
         return self.settings.model_names[0]
 
+    def verbose(self, body: ChatRequest | CompletionRequest) -> bool:
+        """Whether answers have `__verbose`: with `engine -v`, as with llama-server's, all do."""
+        return body.verbose or logger.isEnabledFor(logging.DEBUG)
+
     def unavailable(self, state: str) -> ApiError:
         return ApiError(503, _WHY_NOT.get(state, state), code=state, retry_after=5)
 
@@ -83,9 +88,10 @@ class Service:
             return bad_request(message, param, "over_limit")
         return ApiError(
             400,
-            f"{has} and the context holds {context}, of which one is for the answer",
+            f"{has} and the context holds {context}, of which one is for the answer: it is too large and exceeds the "
+            "available context size",
             param=param,
-            code="context_length_exceeded",
+            code=CONTEXT_EXCEEDED,
             details={"n_prompt_tokens": count, "n_ctx": context},
         )
 
@@ -128,7 +134,8 @@ class Service:
         try:
             while left:
                 events = await handle.events()
-                for choice, event in events if len(events) == 1 else _joined(events):
+                scored = handle.requests[0].params.logprobs is not None  # then each token has a piece
+                for choice, event in events if len(events) == 1 or scored else _joined(events):
                     if isinstance(event, Failed):
                         record.error = event.message
                         raise _failure(event)

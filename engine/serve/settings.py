@@ -95,11 +95,14 @@ class ServerSettings:
     strict_model: Annotated[
         bool, Flag("--strict-model", "Refuse requests that name another model (404).")
     ] = False
-    host: Annotated[str, Flag("--host", "Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, Flag("--host", "Address to listen on; a,b for several.")] = "127.0.0.1"
     port: Annotated[int, Range(0, 65535), Flag("--port", "Port to listen on; 0: any free one.")] = 8080
     parallel: Annotated[int, Range(1), Flag("--parallel -np", "Most sequences computed at once.")] = 4
     access_log: Annotated[bool, Flag("--access-log/--no-access-log", "Log a line for each request.")] = True
     pooling: Annotated[Pooling, Flag("--pooling", "Of embeddings: mean, last or none.")] = "mean"
+    ui: Annotated[bool, Flag("--ui/--no-ui", "Serve the chat page at /.")] = True
+    slots: Annotated[bool, Flag("--slots/--no-slots", "Show the slots, with GET /slots.")] = True
+    metrics: Annotated[bool, Flag("--metrics/--no-metrics", "Give metrics, with GET /metrics.")] = True
     api_keys: Annotated[tuple[str, ...], Flag("--api-key", "A key that opens it; repeatable.", _ACCESS)] = ()
     api_key_file: Annotated[
         Path | None, Flag("--api-key-file", "A file with a key on each line.", _ACCESS)
@@ -120,6 +123,8 @@ class ServerSettings:
     ] = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
+        if not self.hosts:
+            raise EngineError("--host: there is no address in it")
         if self.pooling not in POOLINGS:
             raise EngineError(f"--pooling {self.pooling!r}: must be {' or '.join(POOLINGS)}")
         check_ranges(self, "--{name} {value}")
@@ -134,9 +139,14 @@ class ServerSettings:
             )
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses to listen on."""
+        return _names((self.host,))
+
+    @property
     def loopback(self) -> bool:
-        """Whether only this machine reaches the address."""
-        return self.host == "localhost" or is_loopback(self.host)
+        """Whether only this machine reaches the addresses."""
+        return all(host == "localhost" or is_loopback(host) for host in self.hosts)
 
 
 def is_loopback(host: str) -> bool:

@@ -26,6 +26,8 @@ Message = Mapping[str, Any]
 
 _KEY = "tokenizer.chat_template"
 _NAME = re.compile(r"[^\W\d]\w*")
+_TEXT = re.compile(r"[{\s]")
+"""What a template has, and no name."""
 # A template's name of its own in place of the default one, as transformers and GGUF files have it.
 _DEFAULT = "default"
 _WORKER = Path(__file__).with_name("template_worker.py")
@@ -164,7 +166,7 @@ def _given_program(name: str | None, found: Mapping[str, str]) -> str | None:
     """The jinja2 program that `name` is itself, or the built-in one that it names; None: it is one of the model's."""
     if name is None or name in found:
         return None
-    return name if "{" in name else NAMED_TEMPLATES.get(name)
+    return name if _TEXT.search(name) else NAMED_TEMPLATES.get(name)
 
 
 def _choose(found: Mapping[str, str], name: str | None, origin: str) -> str | None:

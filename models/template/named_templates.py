@@ -1,5 +1,5 @@
-"""Chat templates that a GGUF file, or a user, may give by name: of those that llama.cpp has built in, ChatML and
-Mistral's.
+"""Chat templates that a GGUF file, or a user, may give by name: of those that llama.cpp has built in, ChatML,
+Llama 3's, Command R's and Mistral's.
 
 llama.cpp's converter writes the name, in place of a jinja2 program, for a model in Mistral's own format. The programs
 here write what llama.cpp writes for the name (src/llama-chat.cpp).
@@ -40,8 +40,24 @@ _CHATML = (
     "{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+_LLAMA_3 = (
+    "{%- for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+_COMMAND_R = (
+    "{%- set names = {'system': 'SYSTEM', 'user': 'USER', 'assistant': 'CHATBOT'} %}{% for message in messages %}"
+    f"{{%- if message['role'] not in names %}}{_UNKNOWN_ROLE}{{% endif %}}"
+    "{{ '<|START_OF_TURN_TOKEN|><|' + names[message['role']] + '_TOKEN|>' }}"
+    "{{ message['content'] | trim + '<|END_OF_TURN_TOKEN|>' }}"
+    "{%- endfor %}{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
+)
+
 NAMED_TEMPLATES: Mapping[str, str] = {
     "chatml": _CHATML,
+    "llama3": _LLAMA_3,
+    "command-r": _COMMAND_R,
     "mistral-v1": _turns(" ", " ", "message['content']"),
     "mistral-v3": _turns("", " ", "message['content'] | trim"),
     "mistral-v3-tekken": _turns("", "", "message['content']"),

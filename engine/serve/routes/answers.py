@@ -5,10 +5,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from quengine import __version__
 from quengine.request.output import Timings
-from quengine.serve.processes.shared_engine import Finished, GenerationRequest
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece, PromptProgress
 from quengine.serve.routes.streaming import DONE, data
+from quengine.serve.schemas.requests import Generation
 from quengine.serve.service import Service
+
+FINGERPRINT = f"b{__version__}-quengine"
+"""`system_fingerprint` and `build_info`: of another form than b1234-commit, but it begins as llama-server's do."""
 
 
 def new_id(kind: str) -> str:
@@ -22,6 +27,7 @@ def answer_head(service: Service, id_prefix: str, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": int(time.time()),
         "model": service.model_name,
+        "system_fingerprint": FINGERPRINT,
     }
 
 
@@ -49,6 +55,11 @@ def token_counts(requests: Sequence[GenerationRequest], ends: Sequence[Finished]
     )
 
 
+def token_count(tokens: int) -> dict[str, Any]:
+    """How long a prompt is, as OpenAI's /v1/responses/input_tokens says it."""
+    return {"object": "response.input_tokens", "input_tokens": tokens}
+
+
 def stream_end(
     head: dict[str, Any],
     requests: Sequence[GenerationRequest],
@@ -59,6 +70,46 @@ def stream_end(
     """The last events of a stream: one without choices where usage is wanted, and [DONE]."""
     tail = {**head, "choices": [], **answer_tail(requests, ends, reasoning)}
     return (data(tail) if include_usage else b"") + DONE
+
+
+class LiveTimings:
+    """What the events of a stream say of completions that still run: progress of the prompt, and timings.
+
+    Args:
+        body: says which of both it wants, timings with `timings_per_token`, progress with `return_progress`.
+    """
+
+    def __init__(self, body: Generation, requests: Sequence[GenerationRequest]) -> None:
+        self._timings, self._progress = body.timings_per_token, body.return_progress
+        self._requests = requests
+        self._began = time.perf_counter()
+        self._cached, self._generated = dict[int, int](), dict[int, int]()
+        self._first_at: dict[int, float] = {}
+
+    def progress(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
+        """Fields of an event for each step of the prompt that the piece reports."""
+        self._cached |= {choice: each.cache for each in piece.progress}
+        return [self._of_progress(each) for each in piece.progress] if self._progress else []
+
+    def _of_progress(self, each: PromptProgress) -> dict[str, Any]:
+        times = Timings(prompt_tokens=each.processed, cached_tokens=each.cache, prompt_s=each.time_ms / 1e3)
+        return {"prompt_progress": each} | ({"timings": timings_body(times)} if self._timings else {})
+
+    def after(self, choice: int, piece: Piece) -> dict[str, Any]:
+        """Fields of the events of a piece with tokens."""
+        if not self._timings:
+            return {}
+        now = time.perf_counter()
+        first_at = self._first_at.setdefault(choice, now)
+        self._generated[choice] = self._generated.get(choice, 0) + len(piece.tokens)
+        times = Timings(
+            prompt_tokens=len(self._requests[choice].prompt),
+            cached_tokens=self._cached.get(choice, 0),
+            prompt_s=first_at - self._began,
+            generated_tokens=self._generated[choice],
+            decode_s=now - first_at,
+        )
+        return {"timings": timings_body(times)}
 
 
 def timings_body(timings: Timings) -> dict[str, Any]:

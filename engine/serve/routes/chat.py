@@ -11,7 +11,7 @@ from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
+from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end, token_count
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
@@ -42,11 +42,23 @@ async def chat_completions(service: Service, request: Request) -> Response:
     body = await read_request(request, ChatRequest, service.limits)
     requests, answers = await unless_gone(request.receive, prepare_chat(service, body))
     if body.stream:
-        chunks = _Chunks(service, requests, answers, body.stream_options.include_usage, body.verbose)
+        live = LiveTimings(body, requests)
+        chunks = _Chunks(
+            service, requests, answers, body.stream_options.include_usage, service.verbose(body), live
+        )
         return await stream_answer(service, request, requests, chunks)
     outputs = await whole_answer(service, request, requests)
     answer = _body(service, requests, answers, outputs)
-    return json_response(answer | (verbose_result(service, requests, outputs) if body.verbose else {}))
+    return json_response(
+        answer | (verbose_result(service, requests, outputs) if service.verbose(body) else {})
+    )
+
+
+async def chat_tokens(service: Service, request: Request) -> Response:
+    """Tokens of a conversation's prompt, of a request that would be answered."""
+    body = await read_request(request, ChatRequest, service.limits)
+    requests, _ = await unless_gone(request.receive, prepare_chat(service, body))
+    return json_response(token_count(len(requests[0].prompt)))
 
 
 async def prepare_chat(
@@ -68,8 +80,7 @@ async def prepare_chat(
     )
     special = not body.skip_special_tokens or form.shown(use)
     answers = [ChatAnswer(model, form, use, prompt.end) for _ in range(body.n)]
-    progress = body.stream and body.return_progress
-    return requests_of([prompt.ids], body.n, params, special, progress=progress), answers
+    return requests_of([prompt.ids], body.n, params, special, progress=body.reports), answers
 
 
 def _form(service: Service, body: ChatRequest) -> AnswerFormat:
@@ -197,6 +208,7 @@ class _Chunks(ChunkForm):
     answers: Sequence[ChatAnswer]
     include_usage: bool
     verbose: bool
+    live: LiveTimings
 
     def __post_init__(self) -> None:
         self._head = answer_head(self.service, "chatcmpl-", "chat.completion.chunk")
@@ -204,18 +216,19 @@ class _Chunks(ChunkForm):
         self._model = self.service.model
 
     def begin(self) -> bytes:
-        first = {"role": "assistant", "content": ""}
+        first = {"role": "assistant", "content": None}
         return b"".join(self._chunk(index, first, None) for index in range(len(self.requests)))
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         progress = b"".join(
-            self._chunk(choice, {}, None, more={"prompt_progress": each}) for each in piece.progress
+            self._chunk(choice, {}, None, more=each) for each in self.live.progress(choice, piece)
         )
         deltas = self.answers[choice].push(piece)
         if self._with_logprobs and piece.tokens and not deltas:
             deltas = [{}]
+        more = self.live.after(choice, piece)
         return progress + b"".join(
-            self._chunk(choice, d, None, None if i else piece) for i, d in enumerate(deltas)
+            self._chunk(choice, d, None, None if i else piece, more) for i, d in enumerate(deltas)
         )
 
     def finished(self, choice: int, end: Finished) -> bytes:

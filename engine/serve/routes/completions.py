@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
+from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end
 from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.infill import suffix_prompt
 from quengine.serve.routes.logprob_forms import completion_logprobs, echoed_logprobs, joined_logprobs
@@ -31,11 +31,16 @@ async def completions(service: Service, request: Request) -> Response:
     model = service.model
     echoed = [model.decode(each.prompt) if body.echo else "" for each in requests]
     if body.stream:
-        chunks = _Chunks(service, requests, echoed, body.stream_options.include_usage, body.verbose)
+        live = LiveTimings(body, requests)
+        chunks = _Chunks(
+            service, requests, echoed, body.stream_options.include_usage, service.verbose(body), live
+        )
         return await stream_answer(service, request, requests, chunks)
     outputs = await whole_answer(service, request, requests)
     answer = _body(service, requests, echoed, outputs)
-    return json_response(answer | (verbose_result(service, requests, outputs) if body.verbose else {}))
+    return json_response(
+        answer | (verbose_result(service, requests, outputs) if service.verbose(body) else {})
+    )
 
 
 async def prepare_completions(service: Service, body: CompletionRequest) -> list[GenerationRequest]:
@@ -53,8 +58,7 @@ async def prepare_completions(service: Service, body: CompletionRequest) -> list
     special = body.parse_special and not body.suffix
     prompts = await read_prompts(service, given, "prompt", special)
     scored = body.echo and body.logprobs is not None
-    progress = body.stream and body.return_progress
-    return requests_of(prompts, body.n, params, not body.skip_special_tokens, scored, progress)
+    return requests_of(prompts, body.n, params, not body.skip_special_tokens, scored, body.reports)
 
 
 def _body(
@@ -97,6 +101,7 @@ class _Chunks(ChunkForm):
     """What each completion begins with: its prompt, or nothing."""
     include_usage: bool
     verbose: bool
+    live: LiveTimings
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,12 +120,13 @@ class _Chunks(ChunkForm):
 
     def _progress(self, choice: int, piece: Piece) -> bytes:
         return b"".join(
-            self._chunk(choice, "", None, None, {"prompt_progress": each}) for each in piece.progress
+            self._chunk(choice, "", None, None, each) for each in self.live.progress(choice, piece)
         )
 
     def _text(self, choice: int, piece: Piece) -> bytes:
+        more = self.live.after(choice, piece)
         if not self._with_logprobs:
-            return self._chunk(choice, piece.text, None, None) if piece.text else b""
+            return self._chunk(choice, piece.text, None, None, more) if piece.text else b""
         request, echoed = self.requests[choice], b""
         if request.score_prompt and choice not in self._offsets and piece.tokens:
             scores, self._offsets[choice] = echoed_logprobs(
@@ -131,7 +137,7 @@ class _Chunks(ChunkForm):
             return echoed
         start = self._offsets.get(choice, 0)
         logprobs, self._offsets[choice] = completion_logprobs(piece.logprobs, self._model, start)
-        return echoed + self._chunk(choice, piece.text, logprobs, None)
+        return echoed + self._chunk(choice, piece.text, logprobs, None, more)
 
     def finished(self, choice: int, end: Finished) -> bytes:
         more = verbose_chunk(self.service, choice, self.requests[choice], end) if self.verbose else None

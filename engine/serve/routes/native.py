@@ -10,7 +10,8 @@ from starlette.responses import Response
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
-from quengine.serve.routes.answers import timings_body
+from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.answers import LiveTimings, timings_body
 from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
@@ -32,7 +33,7 @@ async def native_answer(
 ) -> Response:
     """The answer, or the stream, in llama-server's own form. Raises ApiError, and ClientGoneError."""
     requests = await unless_gone(request.receive, _prepared(service, body, prompt, parse_special))
-    form = _Form(service, requests, body.response_fields)
+    form = _Form(service, requests, body.response_fields, LiveTimings(body, requests))
     if body.stream:
         return await stream_answer(service, request, requests, form)
     answers = []
@@ -52,7 +53,7 @@ async def _prepared(
         service, body, logprobs=body.n_probs or None, constraint=read_constraint(body)
     )
     prompts = await read_prompts(service, prompt, "prompt", parse_special)
-    return requests_of(prompts, body.n, params, progress=body.stream and body.return_progress)
+    return requests_of(prompts, body.n, params, progress=body.reports)
 
 
 def native_result(
@@ -72,7 +73,7 @@ def native_result(
         "tokens_predicted": generated,
         "tokens_evaluated": prompt,
         "tokens_cached": prompt + generated,
-        "generation_settings": generation_settings(request.params, model.ctx_size) | {"seed": end.seed},
+        "generation_settings": generation_settings(request.params, model) | {"seed": end.seed},
         "prompt": model.decode(request.prompt),
         "has_new_line": "\n" in text,
         "truncated": end.reason == "length" and prompt + generated >= model.ctx_size,
@@ -120,19 +121,20 @@ class _Form(ChunkForm):
     requests: Sequence[GenerationRequest]
     fields: Sequence[str]
     """Of the last chunk, where not all are wanted."""
+    live: LiveTimings
     _predicted: dict[int, int] = field(default_factory=dict)
     _lines: set[int] = field(default_factory=set)
 
     def piece(self, choice: int, piece: Piece) -> bytes:
         progress = b"".join(
-            data(self._chunk(choice, "", ()) | {"prompt_progress": each}) for each in piece.progress
+            data(self._chunk(choice, "", ()) | each) for each in self.live.progress(choice, piece)
         )
-        if progress and not (piece.tokens or piece.text):
+        if not (piece.tokens or piece.text):
             return progress
         self._predicted[choice] = self._predicted.get(choice, 0) + len(piece.tokens)
         if "\n" in piece.text:
             self._lines.add(choice)
-        chunk = self._chunk(choice, piece.text, piece.tokens)
+        chunk = self._chunk(choice, piece.text, piece.tokens) | self.live.after(choice, piece)
         return progress + data(chunk | self.probabilities(choice, piece.logprobs))
 
     def finished(self, choice: int, end: Finished) -> bytes:
@@ -156,12 +158,17 @@ class _Form(ChunkForm):
         return {"completion_probabilities": native_probabilities(entries, self.service.model)}
 
 
-def generation_settings(params: SamplingParams, ctx_size: int) -> dict[str, Any]:
-    """The sampling parameters as llama-server names them."""
+def generation_settings(params: SamplingParams, model: ServedModel) -> dict[str, Any]:
+    """The sampling parameters as llama-server names them; a bias of null bans a token."""
     max_tokens = -1 if params.max_tokens is None else params.max_tokens
     seed = -1 if params.seed is None else params.seed
     banned = float("-inf")
-    biases = [[token, False if bias == banned else bias] for token, bias in params.logit_bias.items()]
+    biases = [
+        {"token": token, "bias": None if bias == banned else bias}
+        for token, bias in params.logit_bias.items()
+    ]
+    if params.ignore_eos:
+        biases += [{"token": token, "bias": None} for token in sorted(model.eos_ids)]
     copied = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n")
     return {
         key: getattr(params, key) for key in (*copied, "presence_penalty", "frequency_penalty", "ignore_eos")
@@ -172,6 +179,8 @@ def generation_settings(params: SamplingParams, ctx_size: int) -> dict[str, Any]
         "stop": list(params.stop),
         "logit_bias": biases,
         "n_probs": params.logprobs or 0,
-        "n_ctx": ctx_size,
+        "n_ctx": model.ctx_size,
         "mirostat": 0,
+        "adaptive_target": -1.0,
+        "adaptive_decay": 0.9,
     }

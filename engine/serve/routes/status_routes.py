@@ -6,8 +6,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine import __version__
 from quengine.serve.http import json_response
+from quengine.serve.routes.answers import FINGERPRINT
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.service import Service
@@ -23,6 +23,12 @@ async def health(service: Service, request: Request) -> Response:
     if (trouble := service.worker.trouble) is not None:
         raise ApiError(503, trouble, code="unresponsive", retry_after=5)
     return json_response({"status": "ok"})
+
+
+def _check_on(on: bool, flag: str) -> None:
+    """Raises ApiError for a route that the server was started without."""
+    if not on:
+        raise ApiError(501, f"this server was started without it: start it with {flag}", code="unsupported")
 
 
 async def models(service: Service, request: Request) -> Response:
@@ -47,6 +53,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 async def metrics(service: Service, request: Request) -> Response:
     del request
+    _check_on(service.settings.metrics, "--metrics")
     headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(service.created)}
     return Response(service.metrics.text(service.worker), headers=headers)
 
@@ -55,7 +62,7 @@ async def props(service: Service, request: Request) -> Response:
     """As llama-server's; the defaults are those of a request that says nothing."""
     del request
     served, settings = service.model, service.settings
-    defaults = generation_settings(settings.defaults, served.ctx_size)
+    defaults = generation_settings(settings.defaults, served)
     bos = served.bos_id
     return json_response(
         {
@@ -67,7 +74,7 @@ async def props(service: Service, request: Request) -> Response:
             "bos_token": "" if bos is None else served.token_bytes(bos).decode(errors="replace"),
             "eos_tokens": [served.token_bytes(t).decode(errors="replace") for t in sorted(served.eos_ids)],
             "modalities": {"vision": False, "audio": False},
-            "build_info": f"quengine {__version__}",
+            "build_info": FINGERPRINT,
             "limits": {
                 "body": settings.limits.body,
                 "prompt_tokens": settings.limits.prompt or served.ctx_size - 1,
@@ -83,6 +90,7 @@ async def props(service: Service, request: Request) -> Response:
 async def slots(service: Service, request: Request) -> Response:
     """One entry a slot, as llama-server's; at most a tenth of a second old."""
     del request
+    _check_on(service.settings.slots, "--slots")
     context, busy = service.model.ctx_size, service.worker.stats.slots
     entries: list[dict[str, Any]] = [
         {

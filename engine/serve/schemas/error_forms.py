@@ -5,7 +5,7 @@ Sources: Anthropic's API reference, "Errors"; Ollama's docs/api.md.
 
 from typing import Any
 
-from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError
 
 _ANTHROPIC, _OLLAMA = "/v1/messages", "/api/"
 _OVERLOADED = 529
@@ -45,7 +45,7 @@ class AnthropicError(DialectError):
     def __init__(self, error: ApiError) -> None:
         super().__init__(error)
         self.status = _STATUSES.get(error.status, error.status)
-        if error.code == "context_length_exceeded":
+        if error.code == CONTEXT_EXCEEDED:
             self.message = _TOO_LONG + error.message
 
     @property

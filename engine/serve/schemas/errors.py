@@ -2,6 +2,9 @@
 
 from typing import Any
 
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""The code of the error of a prompt that does not fit."""
+
 
 class ApiError(Exception):
     """An answer that is an error: {"error": {message, type, param, code}} with an HTTP status.
@@ -30,7 +33,8 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         other = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": self.message, "type": _TYPES.get(self.status, other)}
+        kind = _TYPES_OF_CODES.get(self.code or "") or _TYPES.get(self.status, other)
+        error = {"message": self.message, "type": kind}
         return {"error": error | {"param": self.param, "code": self.code} | self.details}
 
 
@@ -42,6 +46,8 @@ _TYPES = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
+_TYPES_OF_CODES = {CONTEXT_EXCEEDED: "exceed_context_size_error"}
+"""llama-server's; the code is OpenAI's."""
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -30,7 +30,7 @@ _MEANINGS = {
     413: "The body is too large.",
     429: "The queue is full.",
     500: "This request failed; others go on.",
-    501: "The model has no tokens for this.",
+    501: "The model has no tokens for this, or the server was started without it.",
     503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
     529: "The queue is full, or any cause of a 503 of other routes.",
 }
@@ -57,6 +57,13 @@ class Operation:
 _HEALTH = Operation("Whether requests are taken.", ref("Health"), errors=(503,))
 _MODELS = Operation("The names of the model.", ref("ModelList"), errors=(503,))
 _CHAT = Operation("Answer a conversation.", ref("ChatCompletion"), "ChatRequest", "ChatChunk", _COMPUTES)
+_RESPONSES = Operation(
+    "Answer items with items.", ref("Response"), "ResponseRequest", "ResponseEvent", _COMPUTES
+)
+_CHAT_TOKENS = Operation(
+    "Tokens of a conversation's prompt.", ref("PromptTokens"), "ChatRequest", errors=_READS
+)
+_RESPONSE_TOKENS = replace(_CHAT_TOKENS, request="ResponseRequest")
 _ONE = {"anyOf": [ref("NativeCompletion"), ref("NativeFields")]}
 _NATIVE = Operation(
     "Complete a prompt, with llama-server's names.",
@@ -86,13 +93,13 @@ def _ollama(summary: str, name: str, errors: tuple[int, ...], line: str | None =
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("GET", "/"): Operation("The chat page.", "text/html; charset=utf-8"),
+    ("GET", "/"): Operation("The chat page.", "text/html; charset=utf-8", errors=(404,)),
     ("GET", "/openapi.json"): Operation("This document.", OBJECT),
     ("GET", "/health"): _HEALTH,
     ("GET", "/v1/health"): _HEALTH,
-    ("GET", "/metrics"): Operation("Counters, for Prometheus.", CONTENT_TYPE_LATEST),
+    ("GET", "/metrics"): Operation("Counters, for Prometheus.", CONTENT_TYPE_LATEST, errors=(501,)),
     ("GET", "/props"): Operation("The model, the defaults and the limits.", ref("Props"), errors=(503,)),
-    ("GET", "/slots"): Operation("What is being computed.", ref("Slots"), errors=(503,)),
+    ("GET", "/slots"): Operation("What is being computed.", ref("Slots"), errors=(501, 503)),
     ("GET", "/models"): _MODELS,
     ("GET", "/v1/models"): _MODELS,
     ("GET", "/v1/models/{name}"): Operation("The model of a name.", ref("Model"), errors=(404, 503)),
@@ -101,9 +108,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(
         "Complete prompts.", ref("Completion"), "CompletionRequest", "CompletionChunk", _COMPUTES
     ),
-    ("POST", "/v1/responses"): Operation(
-        "Answer items with items.", ref("Response"), "ResponseRequest", "ResponseEvent", _COMPUTES
-    ),
+    ("POST", "/v1/chat/completions/input_tokens"): _CHAT_TOKENS,
+    ("POST", "/chat/completions/input_tokens"): _CHAT_TOKENS,
+    ("POST", "/v1/responses"): _RESPONSES,
+    ("POST", "/responses"): _RESPONSES,
+    ("POST", "/v1/responses/input_tokens"): _RESPONSE_TOKENS,
+    ("POST", "/responses/input_tokens"): _RESPONSE_TOKENS,
     ("POST", "/v1/messages"): Operation(
         "Answer a conversation, with Anthropic's names.",
         ref("AnthropicMessage"),

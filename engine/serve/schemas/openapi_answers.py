@@ -39,13 +39,20 @@ def _const(value: Any) -> Schema:
 
 
 def _head(kind: str) -> dict[str, Schema]:
-    return {"id": STRING, "object": _const(kind), "created": _COUNT, "model": STRING}
+    return {
+        "id": STRING,
+        "object": _const(kind),
+        "created": _COUNT,
+        "model": STRING,
+        "system_fingerprint": STRING,
+    }
 
 
 _TAIL = {"usage": ref("Usage"), "seed": _COUNT, "timings": ref("Timings")}
 _VERBOSE = {
     "__verbose": {"anyOf": [ref("NativeCompletion"), {"type": "array", "items": ref("NativeCompletion")}]}
 }
+_TIMINGS = {"timings": ref("Timings")}
 _PROGRESS = {"prompt_progress": ref("PromptProgress")}
 _REASON = _enum("stop", "length")
 _CHAT_REASON = _enum("stop", "length", "tool_calls")
@@ -92,6 +99,7 @@ def answer_schemas() -> dict[str, Schema]:
         "Tokens": _object(tokens=_array({"anyOf": [TOKEN, _object(id=TOKEN, piece=_piece())]})),
         "DetokenizedText": _object(content=STRING),
         "RenderedPrompt": _object(prompt=STRING),
+        "PromptTokens": _object(object=_const("response.input_tokens"), input_tokens=_COUNT),
     }
 
 
@@ -189,7 +197,9 @@ def _chat() -> dict[str, Schema]:
         refusal=_NULL,
     )
     texts = {"content": STRING, "reasoning_content": STRING}
-    delta = _object({"role": _const("assistant"), **texts, "tool_calls": _array(part)})
+    delta = _object(
+        {"role": _const("assistant"), **texts, "content": _TEXT_OR_NULL, "tool_calls": _array(part)}
+    )
     logprobs = _or_null(_object(content=_array(entry), refusal=_NULL))
     choice = _object(index=_COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
     piece = _object(index=_COUNT, delta=delta, logprobs=logprobs, finish_reason=_or_null(_CHAT_REASON))
@@ -257,7 +267,7 @@ def _native() -> dict[str, Schema]:
         "NativeCompletion": last,
         "NativeChunk": {
             "anyOf": [
-                _object(probabilities | _PROGRESS, **shared, stop=_const(False)),
+                _object(probabilities | _PROGRESS | _TIMINGS, **shared, stop=_const(False)),
                 ref("NativeCompletion"),
                 ref("NativeFields"),
             ]
@@ -281,16 +291,17 @@ def _generation_settings() -> Schema:
         "repeat_penalty",
         "presence_penalty",
         "frequency_penalty",
+        "adaptive_target",
+        "adaptive_decay",
     ]
     whole = ["top_k", "repeat_last_n", "n_predict", "max_tokens", "seed", "n_probs", "n_ctx", "mirostat"]
-    bias = {"anyOf": [_NUMBER, _const(False)]}
-    pair = {"type": "array", "prefixItems": [TOKEN, bias], "minItems": 2, "maxItems": 2}
+    bias = _object(token=TOKEN, bias=_or_null(_NUMBER))
     return _object(
         **dict.fromkeys(numbers, _NUMBER),
         **dict.fromkeys(whole, _WHOLE),
         ignore_eos=BOOLEAN,
         stop=_array(STRING),
-        logit_bias=_array(pair),
+        logit_bias=_array(bias),
     )
 
 
@@ -366,7 +377,7 @@ def _response() -> Schema:
 def _response_event(part: Schema, thought: Schema) -> Schema:
     def event(*names: str, **fields: Schema) -> Schema:
         kinds = _enum(*(f"response.{name}" for name in names))
-        return _object(type=kinds, sequence_number=_COUNT, **fields)
+        return _object(_TIMINGS | _PROGRESS, type=kinds, sequence_number=_COUNT, **fields)
 
     at = {"item_id": STRING, "output_index": _COUNT}
     in_part = {**at, "content_index": _COUNT}

@@ -89,7 +89,6 @@ Effort = Annotated[
     ),
 ]
 JSONSchema = Annotated[Any, _ref("JSONSchema")]
-Progress = Annotated[bool, Meta(description="Events of a stream say how much of the prompt is processed.")]
 Verbose = Annotated[bool, Meta(description="Adds __verbose: the prompt and more, as /completion answers.")]
 
 
@@ -174,7 +173,6 @@ class Accepted(Body, frozen=True):
     n_keep: Any = None
     n_discard: Any = None
     n_cache_reuse: Any = None
-    timings_per_token: Any = None
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -220,6 +218,10 @@ class Generation(Sampling, frozen=True):
         | None
     ) = None
     stream: bool = False
+    return_progress: Annotated[
+        bool, Meta(description="Events of a stream say how much of the prompt is processed.")
+    ] = False
+    timings_per_token: Annotated[bool, Meta(description="Events of a stream have timings.")] = False
     response_format: Annotated[dict[str, Any], _ref("TextFormat")] | None = None
     json_schema: JSONSchema = None
     grammar: str = ""
@@ -233,6 +235,11 @@ class Generation(Sampling, frozen=True):
     structured_outputs: Annotated[Any, _only()] = None
     grammar_triggers: Annotated[Any, _only()] = None
     grammar_lazy: Annotated[Any, _only(False)] = None
+
+    @property
+    def reports(self) -> bool:
+        """Whether events tell of the prompt before there are tokens of the answer."""
+        return self.stream and (self.return_progress or self.timings_per_token)
 
 
 Summary = Literal["auto", "concise", "detailed", "none"]
@@ -304,7 +311,6 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
     ) = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    return_progress: Progress = False
     verbose: Verbose = False
     audio: Annotated[Any, _only()] = None
     web_search_options: Annotated[Any, _only()] = None
@@ -327,7 +333,6 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     ] = ""
     skip_special_tokens: bool = True
     parse_special: bool = True
-    return_progress: Progress = False
     verbose: Verbose = False
 
 
@@ -343,7 +348,6 @@ class Native(Generation, frozen=True, kw_only=True):
     return_tokens: bool = False
     parse_special: bool = True
     post_sampling_probs: Annotated[Any, _only(False)] = None
-    return_progress: Progress = False
     image_data: Annotated[Any, _only([])] = None
     response_fields: Annotated[
         list[str], Meta(description="Answer with these alone; a/b is b in a. None: with all.")

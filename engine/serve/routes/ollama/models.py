@@ -62,7 +62,7 @@ async def show(service: Service, request: Request) -> Response:
     body = await read_request(request, OllamaShowRequest, service.limits)
     service.check_model_name(served_name(service, body.given))
     model = service.model
-    settings = generation_settings(service.settings.defaults, model.ctx_size)
+    settings = generation_settings(service.settings.defaults, model)
     parameters = [("num_ctx", model.ctx_size), *((name, settings[name]) for name in _SHOWN)]
     return json_response(
         {

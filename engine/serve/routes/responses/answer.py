@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
-from quengine.serve.routes.answers import new_id, token_counts
+from quengine.serve.routes.answers import LiveTimings, new_id, timings_body, token_counts
 from quengine.serve.routes.responses.output_items import Event, OutputItems
 from quengine.serve.routes.responses.tools import OfferedTools
 from quengine.serve.routes.streaming import ChunkForm, named_event
@@ -48,6 +48,7 @@ class ResponseForm(ChunkForm):
         self._id, self._created = new_id("resp_"), int(time.time())
         self._stored = service.responses.keeps(body.store)
         self._tools = [tools.entry(tool) for tool in use.tools]
+        self._live = LiveTimings(body, [request])
         self._number = 0
         self._tokens: list[int] = []
 
@@ -65,14 +66,18 @@ class ResponseForm(ChunkForm):
         return self._events([("created", {"response": response}), ("in_progress", {"response": response})])
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        del choice
-        return self._events(self.take(piece))
+        steps = self._live.progress(choice, piece)
+        response = self._response("in_progress") if steps else {}
+        progress = self._events([("in_progress", {"response": response, **step}) for step in steps])
+        more = self._live.after(choice, piece)
+        return progress + self._events([(name, {**values, **more}) for name, values in self.take(piece)])
 
     def finished(self, choice: int, end: Finished) -> bytes:
         del choice
         events = self._output.finish(end.reason == "length")
         response = self._whole(end)
-        return self._events([*events, (response["status"], {"response": response})])
+        timings = {"timings": timings_body(end.timings)} if self._body.timings_per_token else {}
+        return self._events([*events, (response["status"], {"response": response, **timings})])
 
     def failed(self, error: ApiError) -> bytes:
         failure = {"code": error.code or "server_error", "message": error.message}

@@ -5,13 +5,13 @@ from itertools import accumulate
 from typing import Any
 
 from quengine.serve.routes.prompts import chat_ids
-from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError
 from quengine.serve.service import Service
 
 Message = Mapping[str, Any]
 
 _MOST_TRIES = 8
-_TOO_LONG = ("context_length_exceeded", "over_limit")
+_TOO_LONG = (CONTEXT_EXCEEDED, "over_limit")
 
 
 class ConversationPrompt:
@@ -92,7 +92,7 @@ def _without_oldest(messages: list[Message], error: ApiError) -> list[Message] |
     A turn begins with a message of the user's. None where there is one only, or where the length is not what is wrong.
     """
     turns = [n for n, message in enumerate(messages) if message["role"] == "user"]
-    if error.code != "context_length_exceeded" or len(turns) < 2:
+    if error.code != CONTEXT_EXCEEDED or len(turns) < 2:
         return None
     first, keep = turns[0], error.details["n_ctx"] / error.details["n_prompt_tokens"]
     before = list(accumulate((len(message["content"]) for message in messages[first:]), initial=0))

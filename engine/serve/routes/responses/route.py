@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.routes.answers import token_count
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.prompts import reasoning_wanted
 from quengine.serve.routes.responses.answer import ResponseForm
@@ -45,6 +46,13 @@ async def responses(service: Service, request: Request) -> Response:
     return answer
 
 
+async def response_tokens(service: Service, request: Request) -> Response:
+    """Tokens of the prompt of a response."""
+    body = await read_request(request, ResponseRequest, service.limits)
+    form = await unless_gone(request.receive, _prepared(service, body, []))
+    return json_response(token_count(len(form.request.prompt)))
+
+
 async def stored_response(service: Service, request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
         raise bad_request("stream is not supported of a stored response; only false is accepted", "stream")
@@ -75,7 +83,8 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     prompt = await turns.ids([*system, *messages], shorten=body.truncation == "auto")
     constraint = answer_constraint(use, model, text, model.end_of(prompt), budget)
     params = await sampling_params(service, body, logprobs=None, constraint=constraint)
-    (request,) = requests_of([prompt], 1, params, model.answer_format.shown(use))
+    shown = model.answer_format.shown(use)
+    (request,) = requests_of([prompt], 1, params, shown, progress=body.reports)
     return ResponseForm(service, body, request, tools, use, [*earlier, *items])
 
 
