@@ -3,8 +3,8 @@
     python -m benchmarks.llama_server_suite vendor/llama.cpp --work build/suite [-k EXPRESSION]
 
 The folder is llama.cpp's source as the source distribution of llama-cpp-python has it. Their tests are copied to the
-folder `--work` and run there as they are but for what `adapt` says, with the models of `local_models`; those marked slow,
-which need large models, are left out. llama.cpp's server is that of the package `xllamacpp`.
+folder `--work` and run there as they are but for what `adapt` says, with the models of `local_models`; those marked
+slow, which need large models, are left out. llama.cpp's server is that of the package `xllamacpp`.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def _run(server: str, work: Path, chosen: str, port: int) -> None:
         chosen,
     ]
     adapted = ["-p", "benchmarks.llama_server_suite.adapt", "-p", "no:cacheprovider", "unit"]
-    with open(work / f"{server}.log", "w") as log:
+    with (work / f"{server}.log").open("w") as log:
         subprocess.run(
             [*line, *adapted], cwd=work / _TESTS, env=environment, check=False, stdout=log, stderr=log
         )

@@ -1,6 +1,7 @@
 """The models that llama-server's tests ask for by hub name, made here: small ones of random weights.
 
-Their text is pieces of words in an order that means nothing; the vocabulary is SentencePiece's, <s> in front of a prompt. Control and byte tokens are never likely, so that every text is UTF-8 and ends by its length.
+Their text is pieces of words in an order that means nothing; the vocabulary is SentencePiece's, <s> in front of a
+prompt. Control and byte tokens are never likely, so that every text is UTF-8 and ends by its length.
 """
 
 from pathlib import Path

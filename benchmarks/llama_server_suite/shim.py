@@ -1,4 +1,4 @@
-"""Takes llama-server's flags as its tests give them and becomes `engine serve`, or llama.cpp's own server (`xllamacpp`).
+"""Takes llama-server's flags as its tests give them, and becomes `engine serve` or llama.cpp's server (`xllamacpp`).
 
 The tests start the program that LLAMA_SERVER_BIN_PATH names; `python -m benchmarks.llama_server_suite` sets it to a
 script that runs this with the folder of the local models (`local_models`) and the name of the server in front.
@@ -12,29 +12,32 @@ from pathlib import Path
 from typing import Any
 
 _TEXT, _DRAFT = "text.gguf", "draft.gguf"
+_WITH_TEXT = """
+    --model --model-url --model-draft --hf-repo --hf-file --models-dir --models-preset --models-max --host
+    --cors-origins --pooling --alias --tags -ctk -ctv -fa --slot-save-path --spec-type --api-key --lora
+    --reasoning-format --reasoning --chat-template --chat-template-file --mmproj-url --media-path --tools
+    --tools-runtime --mcp-servers-config --mcp-servers-json --spec-synth-rates --spec-synth-len
+"""
+_WITH_NUMBER = """
+    --port --seed --batch-size --ubatch-size --threads --n-gpu-layers --ctx-size --parallel --n-predict
+    --cache-ram --spec-draft-n-max --spec-draft-n-min --sleep-idle-seconds --grp-attn-n --grp-attn-w
+"""
+_ALONE = """
+    --offline --cont-batching --embedding --reranking --metrics --kv-unified --swa-full --slots --no-slots
+    --verbose --context-shift --no-ui --no-models-autoload --jinja --no-jinja --no-mmproj
+    --no-cache-idle-slots --ui-mcp-proxy --backend_sampling
+"""
 
 
 def read_flags(given: list[str]) -> argparse.Namespace:
     """llama-server's flags, those that the tests use."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    for flag in (
-        "--model --model-url --model-draft --hf-repo --hf-file --models-dir --models-preset --models-max --host "
-        "--cors-origins --pooling --alias --tags -ctk -ctv -fa --slot-save-path --spec-type --api-key --lora "
-        "--reasoning-format --reasoning --chat-template --chat-template-file --mmproj-url --media-path --tools "
-        "--tools-runtime --mcp-servers-config --mcp-servers-json --spec-synth-rates --spec-synth-len"
-    ).split():
-        parser.add_argument(flag, action="append" if flag == "--lora" else "store")
-    for flag in (
-        "--port --seed --batch-size --ubatch-size --threads --n-gpu-layers --ctx-size --parallel --n-predict --cache-ram "
-        "--spec-draft-n-max --spec-draft-n-min --sleep-idle-seconds --grp-attn-n --grp-attn-w"
-    ).split():
-        parser.add_argument(flag, type=int)
     parser.add_argument("--temp", type=float)
-    for flag in (
-        "--offline --cont-batching --embedding --reranking --metrics --kv-unified --swa-full --slots --no-slots --verbose "
-        "--context-shift --no-ui --no-models-autoload --jinja --no-jinja --no-mmproj --no-cache-idle-slots "
-        "--ui-mcp-proxy --backend_sampling"
-    ).split():
+    for flag in _WITH_TEXT.split():
+        parser.add_argument(flag)
+    for flag in _WITH_NUMBER.split():
+        parser.add_argument(flag, type=int)
+    for flag in _ALONE.split():
         parser.add_argument(flag, action="store_true")
     return parser.parse_args(given)
 

@@ -88,7 +88,8 @@ class LiveTimings:
 
     def progress(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
         """Fields of an event for each step of the prompt that the piece reports."""
-        self._cached |= {choice: each.cache for each in piece.progress}
+        if piece.progress:
+            self._cached[choice] = piece.progress[-1].cache
         return [self._of_progress(each) for each in piece.progress] if self._progress else []
 
     def _of_progress(self, each: PromptProgress) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def native_result(
         "tokens_evaluated": prompt,
         "tokens_cached": prompt + generated,
         "generation_settings": generation_settings(request.params, model) | {"seed": end.seed},
-        "prompt": model.decode(request.prompt),
+        "prompt": b"".join(map(model.token_bytes, request.prompt)).decode(errors="replace"),
         "has_new_line": "\n" in text,
         "truncated": end.reason == "length" and prompt + generated >= model.ctx_size,
         "stop_type": "word" if word is not None else "limit" if end.reason == "length" else "eos",
