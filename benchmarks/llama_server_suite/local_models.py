@@ -16,21 +16,20 @@ from tests.gguf_builder import BYTE_TOKENS, GGUFBuilder, ModelSizes
 from tests.tiny_models import CHATML, random_weights
 
 _CONTROL = ("<unk>", "<s>", "</s>", "[PREFIX]", "[SUFFIX]", "[MIDDLE]")
-_PIECES = 512
-"""Of the vocabulary: as few as the models of the tests have, so that a text has about as many tokens as there."""
 
 
 def write_models(folder: Path) -> None:
-    """`text.gguf` and `draft.gguf`, which reads the same tokens, where they are not there."""
+    """Those that are not there: `letters.gguf` of 512 tokens, as many as stories260K has, `words.gguf` of 32768, and
+    `draft.gguf` of the same."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, seed in (("text", 0), ("draft", 1)):
+    for name, pieces, seed in (("letters", 512, 0), ("words", 32768, 0), ("draft", 32768, 1)):
         path = folder / f"{name}.gguf"
         if not path.exists():
-            _write(path, name, seed)
+            _write(path, name, pieces, seed)
 
 
-def _write(path: Path, name: str, seed: int) -> None:
-    tokens, types, scores = _vocabulary()
+def _write(path: Path, name: str, pieces: int, seed: int) -> None:
+    tokens, types, scores = _vocabulary(pieces)
     sizes = ModelSizes(embedding=64, feed_forward=128, context=8192)
     metadata = {
         **sizes.metadata(),
@@ -55,15 +54,15 @@ def _write(path: Path, name: str, seed: int) -> None:
     builder.write(path)
 
 
-def _vocabulary() -> tuple[list[str], list[int], list[float]]:
-    """Control and byte tokens, and the pieces of Mistral's that are merged first, with all ASCII characters."""
+def _vocabulary(pieces: int) -> tuple[list[str], list[int], list[float]]:
+    """`pieces` tokens: control and byte tokens, all ASCII characters, and those of Mistral's that are merged first."""
     given = mistral_v3_pieces()
     assert given is not None, "mistral-common is not installed"
     ranked = [piece for piece, kind in zip(given.pieces, given.types, strict=True) if kind == NORMAL]
     single = [piece for piece in ranked if len(piece) == 1 and (piece.isascii() or piece == "\u2581")]
     merged = [piece for piece in ranked if len(piece) > 1]
     tokens = [*_CONTROL, *BYTE_TOKENS]
-    tokens += [*merged[: _PIECES - len(tokens) - len(single)], *single]
+    tokens += [*merged[: pieces - len(tokens) - len(single)], *single]
     kinds = [UNKNOWN, *[CONTROL] * (len(_CONTROL) - 1), *[BYTE] * len(BYTE_TOKENS)]
     types = kinds + [NORMAL] * (len(tokens) - len(kinds))
     return tokens, types, [float(-index) for index in range(len(tokens))]

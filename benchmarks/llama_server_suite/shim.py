@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-_TEXT, _DRAFT = "text.gguf", "draft.gguf"
+_LARGER = ("stories15M", "bert", "jina")
+"""In names of models with a vocabulary of words."""
+_DRAFT = "draft.gguf"
 _WITH_TEXT = """
     --model --model-url --model-draft --hf-repo --hf-file --models-dir --models-preset --models-max --host
     --cors-origins --pooling --alias --tags -ctk -ctv -fa --slot-save-path --spec-type --api-key --lora
@@ -42,12 +44,18 @@ def read_flags(given: list[str]) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+def model_file(flags: argparse.Namespace, models: Path) -> Path:
+    """The local model for the one that is named."""
+    named = f"{flags.model} {flags.hf_repo} {flags.hf_file}"
+    return models / ("words.gguf" if any(name in named for name in _LARGER) else "letters.gguf")
+
+
 def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
     """The command line of `engine` for the same. What only concerns llama-server's speed is left out."""
     slots = flags.parallel or 1
     context = flags.ctx_size or 4096
     named: dict[str, Any] = {
-        "--model": models / _TEXT,
+        "--model": model_file(flags, models),
         "--model-draft": flags.model_draft and models / _DRAFT,
         "--port": flags.port,
         "--host": flags.host,
@@ -84,7 +92,7 @@ def llama_params(flags: argparse.Namespace, models: Path) -> Any:
     import xllamacpp as llama
 
     params = llama.CommonParams()
-    params.model.path = str(models / _TEXT)
+    params.model.path = str(model_file(flags, models))
     copied = {
         "port": flags.port,
         "n_batch": flags.batch_size,
