@@ -89,7 +89,7 @@ class PrefixFiles:
             data = path.read_bytes()
             tensors = load(data)
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, MemoryError, SafetensorError, ValueError) as error:
             raise EngineError(f"cannot be read: {_reason(error)}") from None
         self._check_header(header)
         return self._checked(tensors), len(data)
@@ -154,4 +154,4 @@ class PrefixFiles:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

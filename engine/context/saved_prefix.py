@@ -4,6 +4,7 @@ Between two steps, in torch, so that they are the same on every device and for e
 can share are full and never written again, so what runs meanwhile does not matter.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,7 @@ def save_prefix(scheduler: Scheduler, config: ModelConfig, token_ids: list[int])
         for layer in group.layers:
             stored = scheduler.cache.layers[layer].tensors
             layers[layer] = [_by_block(tensor)[numbers.to(tensor.device)].cpu() for tensor in stored]
-    end = max((index + 1 for of_group in blocks for index in of_group), default=0)
-    return SavedPrefix(token_ids[: end * BLOCK_SIZE], [list(of_group) for of_group in blocks], layers)
+    return SavedPrefix(token_ids[: _tokens(blocks)], [list(of_group) for of_group in blocks], layers)
 
 
 def restore_prefix(scheduler: Scheduler, config: ModelConfig, saved: SavedPrefix) -> None:
@@ -73,6 +73,19 @@ def restore_prefix(scheduler: Scheduler, config: ModelConfig, saved: SavedPrefix
     scheduler.blocks.given_back(keys, taken)
 
 
+def erase_prefix(scheduler: Scheduler, token_ids: list[int]) -> int:
+    """Let no prompt find the blocks of these tokens; how many tokens were there."""
+    keys = _keys(token_ids)
+    found = _tokens(scheduler.blocks.held(keys))
+    scheduler.blocks.discard(keys)
+    return found
+
+
+def _tokens(blocks: Iterable[Iterable[int]]) -> int:
+    """Of the prefix whose blocks have these indices."""
+    return BLOCK_SIZE * max((index + 1 for of_group in blocks for index in of_group), default=0)
+
+
 def _keys(token_ids: list[int]) -> list[bytes]:
     keys: list[bytes] = []
     extend_keys(keys, token_ids)
@@ -81,4 +94,4 @@ def _keys(token_ids: list[int]) -> list[bytes]:
 
 def _by_block(tensor: Tensor) -> Tensor:
     """[rows, ...] as [blocks, BLOCK_SIZE, ...]: a view."""
-    return tensor.unflatten(0, (-1, BLOCK_SIZE))
+    return tensor.view(-1, BLOCK_SIZE, *tensor.shape[1:])

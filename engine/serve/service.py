@@ -112,7 +112,8 @@ class Service:
         self.check_count(len(requests))
         try:
             handle = self.worker.submit(requests)
-            access_log.current().submitted([each for each in requests if isinstance(each, GenerationRequest)])
+            if prompts := [each for each in requests if isinstance(each, GenerationRequest)]:
+                access_log.current().submitted(prompts)
             return handle
         except NotServingError as error:
             raise self.unavailable(error.state) from None
@@ -156,6 +157,7 @@ class Service:
                     if isinstance(event, Failed):
                         record.error = event.message
                         raise _failure(event)
+                    assert not isinstance(event, SlotDone)  # that is the end of an action
                     record.event(event)
                     left -= isinstance(event, Finished)
                     yield choice, event

@@ -66,7 +66,7 @@ class LLMEngine:
             sequence.scores = PromptScores(request.prompt, request.params.logprobs)
         self._llm.scheduler.add(sequence)
         self._requests[request.id] = sequence
-        self._slots.use(request.slot, sequence)
+        self._slots.begun(sequence, request.slot)
         if request.progress:
             self._progress[request.id] = -1
 
@@ -74,6 +74,7 @@ class LLMEngine:
         self._progress.pop(request_id, None)
         if (sequence := self._requests.pop(request_id, None)) is not None:  # else an action on a slot
             self._llm.scheduler.cancel(sequence)
+            self._slots.ended(sequence)
 
     def step(self) -> list[Event]:
         return self._slots.finished(alone=not self._requests) + self._step()
@@ -95,7 +96,7 @@ class LLMEngine:
         if sequence.error is not None:
             self._check_device()
             self._progress.pop(request_id, None)
-            del self._requests[request_id]
+            self._slots.ended(self._requests.pop(request_id))
             return [failed(request_id, sequence.error, "engine")]
         scores: tuple[TokenLogprobs, ...] = ()
         if sequence.scores is not None and not start and sequence.first_token:  # once, with the first token
@@ -107,7 +108,7 @@ class LLMEngine:
             logprobs = tuple(sequence.logprobs[start:])
             events.append(Piece(request_id, tokens, text, logprobs, scores, progress))
         if sequence.finish_reason is not None:
-            del self._requests[request_id]
+            self._slots.ended(self._requests.pop(request_id))
             timings = self._llm.completion(sequence).timings
             stop_text, seed = sequence.stream.stopped, sequence.sampler.seed
             embedding = None if sequence.pool is None else tuple(sequence.pool.embedding())

@@ -78,7 +78,7 @@ Seed = Annotated[
 """OpenAI's are signed 64-bit numbers, ours unsigned ones."""
 SomeText = Annotated[str, Meta(min_length=1)]
 _NO_NAME = r'\x00-\x1f\x7f-\x9f/\\:*?"<>|\uff0e\u2215\u2216\ufeff\ufffd'
-FILE_NAME = f"^(?! )(?!.*[.][.])[^{_NO_NAME}]*[^ .{_NO_NAME}]$"
+FILE_NAME = rf"^(?! )(?!.*[.][.])[^{_NO_NAME}]*[^ .{_NO_NAME}]$(?!\n)"
 """File names as llama-server takes them (common/common.cpp, fs_validate_filename)."""
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
 Token = Annotated[Any, _ref("Token")]
