@@ -55,7 +55,7 @@ def _shifts(t: "Timings") -> list[str]:
     """What a full context has discarded, if it was shifted."""
     if not t.shifts:
         return []
-    return [f"shifted    the context was full {t.shifts} times, {t.discarded_tokens} tokens were discarded"]
+    return [f"shifted    a full context, shifts: {t.shifts}, tokens discarded: {t.discarded_tokens}"]
 
 
 def _experts(llm: "LLM") -> list[str]:

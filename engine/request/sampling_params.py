@@ -136,7 +136,11 @@ class SamplingParams:
     constraint: ConstraintSpec | None = None
     n: Annotated[int, Range(1, MAX_COUNT)] = 1
     context_shift: Annotated[
-        bool, Flag("--context-shift", "Discard old tokens of a full context and go on (-n bounds it).")
+        bool,
+        Flag(
+            "--context-shift/--no-context-shift",
+            "Discard old tokens of a full context and go on (-n bounds it).",
+        ),
     ] = False
     n_keep: Annotated[
         int, Range(-1, MAX_COUNT), Flag("--keep", "First tokens that a context shift keeps; -1: the prompt.")
