@@ -80,7 +80,7 @@ async def prepare_chat(
     )
     special = not body.skip_special_tokens or form.shown(use)
     answers = [ChatAnswer(model, form, use, prompt.end) for _ in range(body.n)]
-    return requests_of([prompt.ids], body.n, params, special, progress=body.reports), answers
+    return requests_of([prompt.ids], body.n, params, special, False, body.reports, body.id_slot), answers
 
 
 def _form(service: Service, body: ChatRequest) -> AnswerFormat:

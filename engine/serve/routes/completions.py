@@ -58,7 +58,8 @@ async def prepare_completions(service: Service, body: CompletionRequest) -> list
     special = body.parse_special and not body.suffix
     prompts = await read_prompts(service, given, "prompt", special)
     scored = body.echo and body.logprobs is not None
-    return requests_of(prompts, body.n, params, not body.skip_special_tokens, scored, body.reports)
+    shown = not body.skip_special_tokens
+    return requests_of(prompts, body.n, params, shown, scored, body.reports, body.id_slot)
 
 
 def _body(

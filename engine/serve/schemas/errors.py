@@ -53,3 +53,8 @@ _TYPES_OF_CODES = {CONTEXT_EXCEEDED: "exceed_context_size_error"}
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400: the request is wrong, asking again will not help."""
     return ApiError(400, message, param=param, code=code)
+
+
+def switched_off(flag: str) -> ApiError:
+    """A 501: the server was started without this route."""
+    return ApiError(501, f"this server was started with {flag}", code="unsupported")

@@ -84,7 +84,7 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     constraint = answer_constraint(use, model, text, model.end_of(prompt), budget)
     params = await sampling_params(service, body, logprobs=None, constraint=constraint)
     shown = model.answer_format.shown(use)
-    (request,) = requests_of([prompt], 1, params, shown, progress=body.reports)
+    (request,) = requests_of([prompt], 1, params, shown, progress=body.reports, slot=body.id_slot)
     return ResponseForm(service, body, request, tools, use, [*earlier, *items])
 
 
