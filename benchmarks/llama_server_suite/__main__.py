@@ -36,6 +36,7 @@ def main() -> None:
     for part in (_TESTS, "models/templates", "tools/mtmd"):
         if (args.source / part).is_dir():
             shutil.copytree(args.source / part, work / part, dirs_exist_ok=True)
+    (work / _TESTS / "tmp").mkdir(exist_ok=True)  # where some tests keep files
     for server in args.server or _SERVERS:
         _run(server, work, args.chosen, args.port)
     _show({server: _results(work, server) for server in _SERVERS})

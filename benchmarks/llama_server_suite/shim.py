@@ -66,6 +66,7 @@ def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
         "--parallel": slots,
         "--n-predict": flags.n_predict,
         "--pooling": flags.pooling,
+        "--slot-save-path": flags.slot_save_path,
         "--api-key": flags.api_key,
         "--cors-origin": flags.cors_origins,
         "--cache-type": flags.ctk,
@@ -81,7 +82,7 @@ def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
     named["--chat-template-kwargs"] = switched.get(flags.reasoning)
     line = ["-v", "serve"] if flags.verbose else ["serve"]
     line += ["--slots" if flags.slots else "--no-slots", "--metrics" if flags.metrics else "--no-metrics"]
-    line += ["--no-ui"] if flags.no_ui else []
+    line += ["--no-ui"] * flags.no_ui + ["--context-shift"] * flags.context_shift
     for flag, value in named.items():
         line += [] if value is None else [flag, str(value)]
     return line

@@ -1,5 +1,6 @@
 """How a model's conversations are written: prompts by its chat template, answers in a form of their own."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +24,8 @@ Ending = Literal["answer", "nothing", "continued"]
 """How a prompt ends: where an answer begins, behind the last message, or within the last message, an answer."""
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y %H:%M:%S GMT"}
 """Variables for the date in templates of Llama 3 and Firefunction; most call strftime_now."""
+
+_TOOLS = re.compile(r"\btools\b")
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class ChatFormat:
         ending: Ending,
     ) -> "_Written":
         """What the template is given. An answer to be continued is not among it: it follows as the form writes it."""
-        variables = {**_dates(self.source or ""), **variables}
+        variables = {**_variables(self.source or ""), **variables}
         given = self.answers.messages(messages, tools)
         if ending != "continued":
             return _Written(given, variables)
@@ -146,6 +149,9 @@ class ChatFormat:
         return self._template
 
 
-def _dates(source: str) -> dict[str, str]:
+def _variables(source: str) -> dict[str, str]:
+    """What a template reads beside the messages: the date. Tools as a text `functions`, which Firefunction's reads in
+    place of `tools`, are left empty: they are described in a system message, as for other templates without tools."""
     now = {"date_string": datetime.now(), "datetime": datetime.now(UTC)}
-    return {name: now[name].strftime(form) for name, form in _DATES.items() if name in source}
+    dates = {name: now[name].strftime(form) for name, form in _DATES.items() if name in source}
+    return dates | ({"functions": ""} if "functions" in source and not _TOOLS.search(source) else {})

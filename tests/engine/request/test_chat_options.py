@@ -1,5 +1,6 @@
 """Options of conversations, and templates that are given by name, as text, or in a file."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from quengine.request.chat_options import ChatOptions
 from quengine.request.chat_session import ChatSession
 from quengine.structured.tool_calls import ReasoningDelta, TextDelta
 from tests.gguf_builder import ModelSizes
+from tests.llama_cpp_source import llama_cpp_source
 from tests.tiny_models import chat_vocabulary, write_tiny
 
 THINKING = "{{ messages[-1].content }}{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
@@ -60,10 +62,18 @@ def test_a_template_is_a_name_or_text(path: Path) -> None:
     assert prompt_of(path, None) == prompt_of(path, "chatml") == chatml
     assert prompt_of(path, "mistral-v7-tekken") == "[INST]Hi[/INST]"
     assert prompt_of(path, THINKING) == "Hi<think>"
+    assert prompt_of(path, "a text without tags") == "a text without tags"
     with pytest.raises(
-        EngineError, match="no chat template is named 'alpaca'; there: default, chatml, mistral"
+        EngineError, match="no chat template is named 'alpaca'; there: default, chatml, command-r"
     ):
         prompt_of(path, "alpaca")
+
+
+def test_a_template_may_read_tools_as_a_text(path: Path) -> None:
+    """Firefunction's, which raises where `functions` is undefined."""
+    firefunction = llama_cpp_source() / "models/templates/fireworks-ai-llama-3-firefunction-v2.jinja"
+    prompt = prompt_of(path, firefunction.read_text())
+    assert f"{datetime.now(UTC):%b %d %Y}" in prompt and "Hi" in prompt
 
 
 @pytest.mark.parametrize(("budget", "form"), [(-1, "auto"), (-1, "none"), (4, "auto"), (0, "auto")])
