@@ -10,11 +10,17 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
+from benchmarks.llama_server_suite.shim import PRESETS
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, UNKNOWN
 from quengine.models.synthetic.synthetic_vocabulary import mistral_v3_pieces
 from tests.gguf_builder import BYTE_TOKENS, GGUFBuilder, ModelSizes
 from tests.tiny_models import CHATML, random_weights
 
+_OF_THE_ROUTER = (
+    "ggml-org/tinygemma3-GGUF:Q8_0",
+    "ggml-org/test-model-stories260K:F32",
+    "ggml-org/test-model-stories260K-infill:F32",
+)
 _CONTROL = ("<unk>", "<s>", "</s>", "[PREFIX]", "[SUFFIX]", "[MIDDLE]")
 
 
@@ -22,6 +28,8 @@ def write_models(folder: Path) -> None:
     """Those that are not there: `letters.gguf` of 512 tokens, as many as stories260K has, `words.gguf` of 32768, and
     `draft.gguf` of the same."""
     folder.mkdir(parents=True, exist_ok=True)
+    names = "".join(f'["{name}"]\nmodel = "letters.gguf"\n' for name in _OF_THE_ROUTER)
+    (folder / PRESETS).write_text(names)
     for name, pieces, seed in (("letters", 512, 0), ("words", 32768, 0), ("draft", 32768, 1)):
         path = folder / f"{name}.gguf"
         if not path.exists():

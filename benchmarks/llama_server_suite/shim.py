@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+PRESETS = "router.toml"
+"""The presets among the local models, for a server that is started without a model."""
 _LARGER = ("stories15M", "bert", "jina")
 """In names of models with a vocabulary of words."""
 _DRAFT = "draft.gguf"
@@ -53,9 +55,13 @@ def model_file(flags: argparse.Namespace, models: Path) -> Path:
 def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
     """The command line of `engine` for the same. What only concerns llama-server's speed is left out."""
     slots = flags.parallel or 1
+    routes = not (flags.model or flags.hf_repo)
     context = flags.ctx_size or 4096
     named: dict[str, Any] = {
-        "--model": model_file(flags, models),
+        "--model": None if routes else model_file(flags, models),
+        "--models-preset": models / PRESETS if routes else None,
+        "--models-max": flags.models_max,
+        "--sleep-idle-seconds": flags.sleep_idle_seconds,
         "--model-draft": flags.model_draft and models / _DRAFT,
         "--port": flags.port,
         "--host": flags.host,
@@ -82,7 +88,8 @@ def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
     named["--chat-template-kwargs"] = switched.get(flags.reasoning)
     line = ["-v", "serve"] if flags.verbose else ["serve"]
     line += ["--slots" if flags.slots else "--no-slots", "--metrics" if flags.metrics else "--no-metrics"]
-    line += ["--no-ui"] * flags.no_ui + ["--context-shift"] * flags.context_shift
+    for flag in ("--no-ui", "--context-shift", "--no-models-autoload"):
+        line += [flag] * getattr(flags, flag[2:].replace("-", "_"))
     for flag, value in named.items():
         line += [] if value is None else [flag, str(value)]
     return line
