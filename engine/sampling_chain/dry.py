@@ -73,39 +73,52 @@ class BreakerFinder:
         tails: dict[int, set[tuple[int, ...]]] = {}
         for text in texts:
             raw = text.encode()
-            for token, word in enumerate(self._words):
-                if raw in word:
-                    tails.setdefault(token, set()).add(())
+            whole = self._words.containing(raw)
+            for token in whole:
+                tails.setdefault(token, set()).add(())
             for length in range(1, len(raw)):
-                begun = raw[:length]
-                ending = [token for token in self._by_end.get(begun[-1], ()) if self._words[token].endswith(begun)]
+                ending = self._words.ending(raw[:length])
                 if ending:
                     ids = self._tokenizer.encode(raw[length:].decode(errors="replace"))
-                    for token in ending:
-                        if raw not in self._words[token]:
-                            tails.setdefault(token, set()).add(tuple(ids[:MAX_TAIL]))
+                    for token in ending - whole:
+                        tails.setdefault(token, set()).add(tuple(ids[:MAX_TAIL]))
         return Breakers.of({token: frozenset(each) for token, each in tails.items()}, self._vocab_size)
 
     @cached_property
-    def _words(self) -> list[bytes]:
+    def _words(self) -> "_Words":
         """Each token as it is written by itself, without the space that encoding puts before a text."""
         tokenizer = self._tokenizer
         words = [tokenizer.token_bytes(token) for token in range(min(tokenizer.vocab_size, self._vocab_size))]
-        if not tokenizer.space_prefix:
-            return words
-        return [
-            word[1:] if word[:1] == b" " and not tokenizer.is_control(token) else word
-            for token, word in enumerate(words)
-        ]
+        if tokenizer.space_prefix:
+            words = [
+                word[1:] if word[:1] == b" " and not tokenizer.is_control(token) else word
+                for token, word in enumerate(words)
+            ]
+        return _Words(words)
 
-    @cached_property
-    def _by_end(self) -> dict[int, list[int]]:
-        """The tokens by their last byte."""
-        by_end: dict[int, list[int]] = {}
-        for token, word in enumerate(self._words):
-            if word:
-                by_end.setdefault(word[-1], []).append(token)
-        return by_end
+
+class _Words:
+    """The bytes of all tokens, one behind the other, to be searched in a few passes."""
+
+    def __init__(self, words: Seq[bytes]) -> None:
+        self._sizes = np.array([len(word) for word in words], dtype=np.int64)
+        self._ends = np.cumsum(self._sizes)
+        self._bytes = np.frombuffer(b"".join(words), dtype=np.uint8)
+
+    def containing(self, raw: bytes) -> set[int]:
+        """The tokens with `raw` in them."""
+        places = np.arange(len(self._bytes) - len(raw) + 1)
+        for offset, byte in enumerate(raw):
+            places = places[self._bytes[places + offset] == byte]
+        tokens = np.searchsorted(self._ends, places, side="right")
+        return set(tokens[places + len(raw) <= self._ends[tokens]].tolist())
+
+    def ending(self, raw: bytes) -> set[int]:
+        """The tokens that end with `raw`."""
+        tokens = np.flatnonzero(self._sizes >= len(raw))
+        for offset, byte in enumerate(reversed(raw), 1):
+            tokens = tokens[self._bytes[self._ends[tokens] - offset] == byte]
+        return set(tokens.tolist())
 
 
 class Dry:

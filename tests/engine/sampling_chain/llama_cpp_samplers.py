@@ -57,6 +57,10 @@ class LlamaCppSampler:
         texts = (ctypes.c_char_p * len(breakers))(*(text.encode() for text in breakers))
         return cls("dry", vocab.pointer, multiplier, base, least, last_n, texts, len(breakers))
 
+    def reset(self) -> "LlamaCppSampler":
+        self._library.llama_sampler_reset(self._sampler)
+        return self
+
     def accept(self, tokens: Sequence[int]) -> "LlamaCppSampler":
         for token in tokens:
             self._library.llama_sampler_accept(self._sampler, ctypes.c_int32(token))
@@ -70,12 +74,13 @@ class LlamaCppSampler:
 
 
 class LlamaCppTokens:
-    """The tokens of one position's logits [V], to which samplers are applied one after the other."""
+    """The tokens of one position's logits [C], to which samplers are applied one after the other; `ids` [C]: of which
+    tokens, where not of all."""
 
-    def __init__(self, logits: npt.NDArray[np.float32]) -> None:
+    def __init__(self, logits: npt.NDArray[np.float32], ids: Sequence[int] | None = None) -> None:
         self._data = (_TokenData * len(logits))()
-        for token, logit in enumerate(logits.tolist()):
-            self._data[token] = _TokenData(token, logit, 0.0)
+        for place, (token, logit) in enumerate(zip(ids or range(len(logits)), logits.tolist(), strict=True)):
+            self._data[place] = _TokenData(token, logit, 0.0)
         self._array = _TokenDataArray(self._data, len(logits), -1, False)
 
     def apply(self, *samplers: LlamaCppSampler) -> "LlamaCppTokens":
@@ -93,10 +98,14 @@ class LlamaCppTokens:
         data = self._array.data[self._array.selected]
         return int(data.id), float(data.p)
 
+    def logits(self) -> dict[int, float]:
+        """Token id -> logit of what is left."""
+        return {each.id: each.logit for each in (self._array.data[i] for i in range(self.size))}
+
     def probabilities(self) -> dict[int, float]:
         """Token id -> probability, of the softmax over the logits; those of 0 are left out."""
-        left = [self._array.data[i] for i in range(self.size)]
-        logits = np.array([each.logit for each in left], dtype=np.float64)
+        left = self.logits()
+        logits = np.array(list(left.values()), dtype=np.float64)
         p = np.exp(logits - logits.max())
         p /= p.sum()
-        return {each.id: value for each, value in zip(left, p.tolist(), strict=True) if value > 0}
+        return {token: value for token, value in zip(left, p.tolist(), strict=True) if value > 0}

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quengine.kernels.sampling import Logits
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.sampling_params import SamplingParams
 from quengine.sampler import Sampler
-from quengine.sampling_chain.dry import BreakerFinder, Breakers
+from quengine.sampling_chain.dry import BreakerFinder, Breakers, Dry
+from quengine.sampling_chain.mirostat import Mirostat
 from tests.engine.sampling_chain.llama_cpp_samplers import LlamaCppSampler, LlamaCppTokens
 from tests.llama_cpp_source import llama_cpp_source
 from tests.llama_cpp_vocab import LlamaCppVocab
@@ -38,8 +40,6 @@ class Chosen:
     ) -> None:
         params = replace(params, post_sampling_probs=True, logprobs=len(logits), seed=params.seed or 5)
         sampler = Sampler(params, len(logits), breakers=breakers)
-        import torch
-
         sample = sampler.sample(torch.from_numpy(logits), history or [], len(history or []))
         assert sample.logprobs is not None
         self.token = sample.token
@@ -126,8 +126,6 @@ def test_any_order() -> None:
 def test_mirostat_keeps_the_same_and_learns_the_same(version: int, tau: float, eta: float) -> None:
     """Theirs draws by random numbers of its own: `eta` 0 in the peer would hold its bound, so each step asks one made
     with the target at which our bound is its beginning."""
-    import torch
-
     params = SamplingParams(
         mirostat=version, mirostat_tau=tau, mirostat_eta=eta, temperature=0.9, dynatemp_range=0.5, top_k=1,
         dry_multiplier=1.0, seed=3, logprobs=VOCAB, post_sampling_probs=True,
@@ -156,8 +154,6 @@ def test_mirostats_bound_moves_as_theirs_does(version: int) -> None:
     """The peer's own draws, step by step: what it draws from next must follow from what it drew before."""
     name = "mirostat" if version == 1 else "mirostat_v2"
     arguments = (VOCAB, 7, 4.0, 0.8, 100) if version == 1 else (7, 4.0, 0.8)
-    from quengine.sampling_chain.mirostat import Mirostat
-
     peer = LlamaCppSampler(name, *arguments)
     params = SamplingParams(mirostat=version, mirostat_tau=4.0, mirostat_eta=0.8)
     ours = Mirostat(params, VOCAB)
@@ -170,40 +166,51 @@ def test_mirostats_bound_moves_as_theirs_does(version: int) -> None:
         ours.observe(tokens.chosen[1])
 
 
-@pytest.fixture(scope="module", params=["llama-bpe", "llama-spm"])
+@pytest.fixture(scope="module", params=["gpt-2", "llama-spm"])
 def vocab(request: pytest.FixtureRequest) -> Iterator[tuple[LlamaCppVocab, Tokenizer]]:
     path = llama_cpp_source() / "models" / f"ggml-vocab-{request.param}.gguf"
     with LlamaCppVocab(path) as theirs:
         yield theirs, Tokenizer.from_gguf(path)
 
 
-BREAKERS = [("\n", ":", '"', "*"), ("the end", "is", " of", "\n\n"), ("<|eot_id|>", "User:", "é"), ()]
+DRY: list[tuple[tuple[str, ...], float, float, int, int]] = [
+    (("\n", ":", '"', "*"), 0.8, 1.75, 2, 64),
+    (("the end", "is", " of", "\n\n"), 1.0, 1.0, 0, 1000),
+    (("<|endoftext|>", "User:", "é", "end of the list"), 0.001, 1e6, 1, 30),
+    ((), 1e6, 1.0000001, 3, 40),
+]
+"""Breakers, multiplier, base, allowed length and last n."""
 
 
-def test_dry_of_random_histories(vocab: tuple[LlamaCppVocab, Tokenizer]) -> None:
-    """A history of few tokens repeats itself everywhere; some of its tokens begin, end or are breakers."""
+@pytest.mark.parametrize("given", DRY, ids=lambda given: str(given[1:]))
+def test_dry_of_random_histories(
+    vocab: tuple[LlamaCppVocab, Tokenizer], given: tuple[tuple[str, ...], float, float, int, int]
+) -> None:
+    """A history of few tokens repeats itself everywhere; some of its tokens begin, end or are breakers. It grows by
+    one token, by several, or is another one."""
     theirs, tokenizer = vocab
-    finder, rng = BreakerFinder(tokenizer, tokenizer.vocab_size), np.random.default_rng(1)
     text = 'He said: "this is the end of the list"\n\n* User: the end is the\n end\nUser: é of the end the'
     words = tokenizer.encode(text)
-    size = tokenizer.vocab_size
-    hit = 0
-    for n in range(80):
-        texts = BREAKERS[n % len(BREAKERS)]
+    breakers, multiplier, base, least, last_n = given
+    peer = LlamaCppSampler.dry(theirs, *given)
+    params = SamplingParams(
+        dry_multiplier=multiplier, dry_base=base, dry_allowed_length=least, dry_penalty_last_n=last_n
+    )
+    found = BreakerFinder(tokenizer, tokenizer.vocab_size).find(breakers)
+    rng, hits = np.random.default_rng(1), 0
+    for n in range(60):
         few = rng.choice(words, 2 + n % 5)
-        history = [*rng.choice(few, int(rng.integers(0, 90))).tolist(), *words[: n % 12], *words[: n % 7]]
-        settings = {
-            "dry_multiplier": [0.8, 1e-3, 1e6][n % 3],
-            "dry_base": [1.75, 1.0, 4.0, 1e6, 1.0000001][n % 5],
-            "dry_allowed_length": [2, 0, 1, 5, 2**31 - 1][n % 5 if n % 20 else 4],
-            "dry_penalty_last_n": [64, 1, 7, 1000][n % 4],
-        }
-        params = SamplingParams(**OFF, **settings, dry_sequence_breakers=texts)
-        logits = np.full(size, -30, dtype=np.float32)
-        logits[words] = random_logits(n, 1.0, len(words))
-        peer = LlamaCppSampler.dry(theirs, texts, *settings.values()).accept(history)  # type: ignore[arg-type]
-        tokens = LlamaCppTokens(logits).apply(peer)
-        assert_same(params, tokens, Chosen(params, logits, history, finder.find(texts)))
-        plain = LlamaCppTokens(logits).probabilities()
-        hit += plain != tokens.probabilities()
-    assert hit > 30
+        history = [*words[: n % 12], *rng.choice(few, int(rng.integers(0, 90))).tolist(), *words[: n % 9]]
+        dry, peer = Dry(params, found), peer.reset().accept(history)
+        for new in (0, 1, 1, 20, 1):
+            more = rng.choice(few, new).tolist()
+            history = history + more
+            ids = sorted(set(words))
+            zeros = np.zeros(len(ids), dtype=np.float32)
+            logits = LlamaCppTokens(zeros, ids).apply(peer.accept(more)).logits()
+            losses = {token: -logit for token, logit in logits.items() if logit}
+            tokens, ours = dry.penalties(history)
+            # Their penalty is fp32, ours is where it is subtracted.
+            assert dict(zip(tokens.tolist(), ours, strict=True)) == pytest.approx(losses, rel=1e-5), history
+            hits += bool(losses)
+    assert hits > 20
