@@ -98,7 +98,7 @@ class SamplingParams:
         constraint: what the text has to be (a JSON schema, a regex, a grammar); None: anything.
         dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: the penalty on going on
             with a repetition (`sampling_chain.dry`); multiplier 0: none. dry_penalty_last_n -1: all tokens.
-        xtc_probability, xtc_threshold: how often the likeliest tokens are dropped, and how likely those are; 0: never.
+        xtc_probability, xtc_threshold: how often the likeliest tokens are dropped, and how likely they are.
         mirostat: keep the surprise at mirostat_tau (bits), with a learning rate of mirostat_eta, by version 1 or 2, with
             no other sampler but the temperature; 0: off.
         dynatemp_range, dynatemp_exponent: the temperature is up to this much lower or higher, by the entropy; 0: fixed.
@@ -178,7 +178,7 @@ class SamplingParams:
         tuple[str, ...],
         Flag(
             "--dry-sequence-breaker",
-            "DRY: no repetition reaches over this text; repeatable; none: nothing does that. Default: newline : \" *",
+            'DRY: no repetition reaches over this text; repeatable; none: nothing does that. Default: newline : " *',
             MORE,
             read=_typed_breakers,
         ),
@@ -191,13 +191,17 @@ class SamplingParams:
     ] = 0.1
     mirostat: Annotated[int, Range(0, 2), Flag("--mirostat", "Mirostat 1 or 2 alone; 0: off.", MORE)] = 0
     mirostat_tau: Annotated[
-        float, Range(0, MAX_PENALTY), Flag("--mirostat-ent --mirostat-tau", "Its target surprise, bits.", MORE)
+        float,
+        Range(0, MAX_PENALTY),
+        Flag("--mirostat-ent --mirostat-tau", "Its target surprise, bits.", MORE),
     ] = 5.0
     mirostat_eta: Annotated[
         float, Range(0, MAX_PENALTY), Flag("--mirostat-lr --mirostat-eta", "Its learning rate.", MORE)
     ] = 0.1
     dynatemp_range: Annotated[
-        float, Range(0, MAX_PENALTY), Flag("--dynatemp-range", "Temperature -/+ this, by entropy; 0: off.", MORE)
+        float,
+        Range(0, MAX_PENALTY),
+        Flag("--dynatemp-range", "Temperature -/+ this, by entropy; 0: off.", MORE),
     ] = 0.0
     dynatemp_exponent: Annotated[
         float, Range(0, MAX_PENALTY), Flag("--dynatemp-exp", "How entropy becomes temperature.", MORE)
@@ -271,7 +275,7 @@ class SamplingParams:
 
     @cached_property
     def chained(self) -> bool:
-        """Whether `sampling_chain` chooses the tokens: for what the fixed order of samplers has not, or another order."""
+        """Whether `sampling_chain` chooses the tokens: other samplers than the fixed order has, or in another order."""
         if self.mirostat or (self.post_sampling_probs and self.logprobs is not None):
             return True
         by_entropy = self.dynatemp_range > 0 and "temperature" in self.order

@@ -39,7 +39,9 @@ class SamplerChain:
         self._dry = None if breakers is None else Dry(params, breakers)
         self._mirostat = Mirostat(params, vocab_size) if params.mirostat else None
 
-    def choose(self, logits: Logits, history: Seq[int], position: int, uniform: float, chance: float) -> Choice:
+    def choose(
+        self, logits: Logits, history: Seq[int], position: int, uniform: float, chance: float
+    ) -> Choice:
         """The token at `position`, given the `logits` [V] there (finite or -inf) and the tokens before it.
 
         `uniform` and `chance`, in (0, 1), draw the token and decide whether XTC has its turn.
@@ -50,7 +52,7 @@ class SamplerChain:
         pool = Pool(logits)
         for name in self._params.order:
             self._apply(name, pool, history, chance)
-        ids, scores = pool.unscaled()
+        ids, scores = pool.candidates()
         mass = pool.masses()
         if self._mirostat is not None:
             gaps = (scores[0] - scores[: len(mass)]) / max(pool.temperature, LEAST_TEMPERATURE)

@@ -46,5 +46,7 @@ class Mirostat:
         with np.errstate(all="ignore"):
             slope = np.sum(steps * drops) / np.sum(steps * steps)
             excess = slope - 1
-            tokens = (excess * np.exp2(self.mu) / (1 - np.float64(self._vocab_size) ** -excess)) ** (1 / slope)
+            tokens = (excess * np.exp2(self.mu) / (1 - np.float64(self._vocab_size) ** -excess)) ** (
+                1 / slope
+            )
         return 1 if math.isnan(tokens) else max(1, int(min(tokens, len(gaps))))

@@ -23,7 +23,10 @@ MAX_SAMPLERS = 32
 _BY_LETTER = {letter: name for name, letter in LETTERS.items()}
 _BY_NAME = {
     **{name.replace("_", between): name for name in LETTERS for between in ("_", "-", "")},
-    **{"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical_p": "typ_p"},
+    "nucleus": "top_p",
+    "temp": "temperature",
+    "typ": "typ_p",
+    "typical_p": "typ_p",
 }
 
 

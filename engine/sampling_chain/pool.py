@@ -29,9 +29,9 @@ class Pool:
         self._logits = logits
         self._ranked: Candidates | None = None
 
-    def ranked(self) -> Candidates:
+    def at_temperature(self) -> Candidates:
         """What is left, ranked, its logits divided by the temperature. Raises NoCandidateError."""
-        ranked = self.unscaled()
+        ranked = self.candidates()
         temperature, self.temperature = self.temperature, 1.0
         if temperature == 0:
             ranked = Candidates(ranked.ids[:1], ranked.logits[:1])
@@ -40,15 +40,15 @@ class Pool:
         self._ranked = ranked
         return ranked
 
-    def unscaled(self, k: int = 0) -> Candidates:
+    def candidates(self, k: int = 0) -> Candidates:
         """What is left, ranked, before the temperature; k > 0: the first k. Raises NoCandidateError."""
         if self._ranked is None:
             self._ranked = sampling.top_k_candidates(self._logits, k)
         return self._ranked
 
     def masses(self) -> Ids:
-        """The probabilities of `unscaled()` at the temperature, int64 [C] with any sum."""
-        logits = self.unscaled().logits
+        """The probabilities of `candidates()` at the temperature, int64 [C] with any sum."""
+        logits = self.candidates().logits
         if self.temperature == 0:
             return np.ones(1, np.int64)
         return sampling.masses(logits[0] - logits, sampling.sharpness(self.temperature))
@@ -58,20 +58,20 @@ class Pool:
         if self._ranked is None and self.temperature == 1:
             self._logits = change(self._logits)
             return
-        ids, logits = self.ranked()
+        ids, logits = self.at_temperature()
         spread = np.full(len(self._logits), -np.inf, dtype=np.float32)
         spread[ids] = np.clip(logits, -_FP32_MAX, _FP32_MAX)
         self._ranked = sampling.top_k_candidates(change(spread), 0)
 
     def top_k(self, k: int) -> None:
-        ranked = self.unscaled(k)
-        if 0 < k:
+        ranked = self.candidates(k)
+        if k > 0:
             self._ranked = Candidates(ranked.ids[:k], ranked.logits[:k])
             self.count = min(self.count, k)
 
     def cut(self, keep: Callable[[Candidates, float], Candidates], p: float) -> None:
         """`keep` some of the candidates, by one of the samplers of `kernels.sampling`."""
-        self._ranked = keep(self.ranked(), p)
+        self._ranked = keep(self.at_temperature(), p)
         self.count = len(self._ranked.ids)
 
     def top_n_sigma(self, n: float) -> None:
@@ -81,7 +81,7 @@ class Pool:
 
     def xtc(self, threshold: float) -> None:
         """Of the tokens that are at least so likely, drop all but the least likely (XTC, p-e-w)."""
-        ranked = self.ranked()
+        ranked = self.at_temperature()
         mass = sampling.masses(ranked.logits[0] - ranked.logits, sampling.sharpness(1.0))
         dropped = max(0, int(np.count_nonzero(mass >= threshold * int(mass.sum()))) - 1)
         self._ranked = Candidates(ranked.ids[dropped:], ranked.logits[dropped:])
@@ -91,7 +91,7 @@ class Pool:
         """Divide the logits, with `spread` > 0 by a temperature from temperature - spread to temperature + spread, the
         higher the entropy is (Entropy-based dynamic temperature, kalomaze)."""
         if self.temperature != 1 or spread > 0:
-            ranked = self.ranked()
+            ranked = self.at_temperature()
         if spread > 0:
             if self.count <= 1:
                 return

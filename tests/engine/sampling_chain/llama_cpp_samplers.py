@@ -52,7 +52,13 @@ class LlamaCppSampler:
 
     @classmethod
     def dry(
-        cls, vocab: LlamaCppVocab, breakers: Sequence[str], multiplier: float, base: float, least: int, last_n: int
+        cls,
+        vocab: LlamaCppVocab,
+        breakers: Sequence[str],
+        multiplier: float,
+        base: float,
+        least: int,
+        last_n: int,
     ) -> "LlamaCppSampler":
         texts = (ctypes.c_char_p * len(breakers))(*(text.encode() for text in breakers))
         return cls("dry", vocab.pointer, multiplier, base, least, last_n, texts, len(breakers))

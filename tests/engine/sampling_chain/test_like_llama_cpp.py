@@ -52,7 +52,10 @@ def assert_same(params: SamplingParams, tokens: LlamaCppTokens, chosen: Chosen) 
     likely = {token for token, p in theirs.items() if p > 1e-9}
     assert likely <= ours.keys(), (params, likely - ours.keys())
     for token in theirs.keys() | ours.keys():
-        assert ours.get(token, 0.0) == pytest.approx(theirs.get(token, 0.0), rel=2e-4, abs=1e-8), (params, token)
+        assert ours.get(token, 0.0) == pytest.approx(theirs.get(token, 0.0), rel=2e-4, abs=1e-8), (
+            params,
+            token,
+        )
 
 
 def make(name: str, params: SamplingParams) -> LlamaCppSampler:
@@ -85,11 +88,25 @@ def make(name: str, params: SamplingParams) -> LlamaCppSampler:
     [
         *({"top_n_sigma": n} for n in (0.01, 1.0, 2.5, 1e6)),
         *({"xtc_probability": 1.0, "xtc_threshold": t} for t in (1e-6, 0.02, 0.1, 0.5)),
-        *({"dynatemp_range": r, "dynatemp_exponent": e} for r in (0.5, 1.0, 30.0) for e in (0.0, 0.3, 1.0, 8.0)),
+        *(
+            {"dynatemp_range": r, "dynatemp_exponent": e}
+            for r in (0.5, 1.0, 30.0)
+            for e in (0.0, 0.3, 1.0, 8.0)
+        ),
         *({"temperature": t, "dynatemp_range": 0.7} for t in (0.0, 0.3, 2.0)),
-        {"top_n_sigma": 1.5, "dynatemp_range": 0.9},  # the banned ones count among the most possible entropy's
+        {
+            "top_n_sigma": 1.5,
+            "dynatemp_range": 0.9,
+        },  # the banned ones count among the most possible entropy's
         {"top_n_sigma": 1.0, "xtc_probability": 1.0, "xtc_threshold": 0.05, "top_k": 10, "min_p": 0.02},
-        {"top_n_sigma": 2.0, "top_k": 12, "top_p": 0.9, "min_p": 0.05, "dynatemp_range": 0.5, "temperature": 0.8},
+        {
+            "top_n_sigma": 2.0,
+            "top_k": 12,
+            "top_p": 0.9,
+            "min_p": 0.05,
+            "dynatemp_range": 0.5,
+            "temperature": 0.8,
+        },
         {"xtc_probability": 1.0, "temperature": 0.0},  # the likeliest token of those that XTC left
     ],
     ids=str,
