@@ -26,8 +26,8 @@ MAX_PENALTY = 1e6
 """Of the temperature and the penalties."""
 
 
-MAX_BREAKER_BYTES = 40
-"""Of a DRY sequence breaker, as in llama.cpp."""
+MAX_BREAKER = 40
+"""Characters of a DRY sequence breaker; llama.cpp cuts longer ones."""
 PANEL = "Sampling"
 MORE = "More samplers"
 _TOKEN = Range(0, MAX_COUNT)
@@ -99,9 +99,9 @@ class SamplingParams:
         dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: the penalty on going on
             with a repetition (`sampling_chain.dry`); multiplier 0: none. dry_penalty_last_n -1: all tokens.
         xtc_probability, xtc_threshold: how often the likeliest tokens are dropped, and how likely they are.
-        mirostat: keep the surprise at mirostat_tau (bits), with a learning rate of mirostat_eta, by version 1 or 2, with
-            no other sampler but the temperature; 0: off.
-        dynatemp_range, dynatemp_exponent: the temperature is up to this much lower or higher, by the entropy; 0: fixed.
+        mirostat: keep the surprise at mirostat_tau (bits), with a learning rate of mirostat_eta, by version 1 or 2
+            with no other sampler but the temperature; 0: off.
+        dynatemp_range, dynatemp_exponent: the temperature is up to this much lower or higher, by entropy; 0: fixed.
         top_n_sigma: keep tokens within so many standard deviations of the largest logit; 0 or -1: all.
         samplers: which of them are applied, in this order: names, or a string of letters (`sampling_chain.names`).
         post_sampling_probs: `logprobs` are those after the samplers, of what the token was drawn from.
@@ -343,8 +343,8 @@ def _order(value: object) -> tuple[str, ...]:
 def _breakers(value: object) -> tuple[str, ...]:
     texts = _texts("dry_sequence_breakers", value, "sequence breaker")
     for text in texts:
-        if len(text.encode()) > MAX_BREAKER_BYTES:
-            rule = f"a sequence breaker has at most {MAX_BREAKER_BYTES} bytes"
+        if len(text) > MAX_BREAKER:
+            rule = f"a sequence breaker has at most {MAX_BREAKER} characters"
             raise _invalid("dry_sequence_breakers", text, rule)
     return texts
 

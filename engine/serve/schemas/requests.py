@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from quengine.request.pooling import POOLINGS, Pooling
-from quengine.request.sampling_params import MAX_BREAKER_BYTES, MAX_SEED, RANGES, Range
+from quengine.request.sampling_params import MAX_BREAKER, MAX_SEED, RANGES, Range
 from quengine.sampling_chain.names import LETTERS, MAX_SAMPLERS
 from quengine.structured.tool_calls import MAX_TOOLS
 
@@ -88,11 +88,11 @@ Seed = Annotated[
 ]
 """OpenAI's are signed 64-bit numbers, ours unsigned ones."""
 SomeText = Annotated[str, Meta(min_length=1)]
-Breaker = Annotated[str, Meta(min_length=1, max_length=MAX_BREAKER_BYTES, description="Of so many bytes.")]
+Breaker = Annotated[str, Meta(min_length=1, max_length=MAX_BREAKER)]
 Samplers = Annotated[
     Annotated[str, Meta(pattern=f"^[{''.join(LETTERS.values())}]{{0,{MAX_SAMPLERS}}}$")]
     | Annotated[
-        list[str], Meta(max_length=MAX_SAMPLERS, extra_json_schema={"items": {"enum": list(LETTERS)}})
+        list[Annotated[str, Meta(extra_json_schema={"enum": list(LETTERS)})]], Meta(max_length=MAX_SAMPLERS)
     ],
     Meta(
         description="Which samplers are applied, in this order: names, or a string of letters.",
