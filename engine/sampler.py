@@ -156,7 +156,8 @@ class Sampler:
 
     def _why_none(self) -> str:
         if self.constraint is None:
-            return "logit_bias bans every token, none is left to choose"
+            by = "logit_bias bans" if self._chain is None else "logit_bias, penalties and DRY ban"
+            return f"{by} every token, none is left to choose"
         return (
             "the constraint allows no token of this vocabulary that logit_bias, min_tokens and ignore_eos leave, "
             "none is left to choose"

@@ -32,8 +32,10 @@ PANEL = "Sampling"
 MORE = "More samplers"
 _TOKEN = Range(0, MAX_COUNT)
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
-_INTEGERS = ("max_tokens", "min_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n")
-_INTEGERS += ("dry_allowed_length", "dry_penalty_last_n", "mirostat")
+_INTEGERS = (
+    *("max_tokens", "min_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n"),
+    *("dry_allowed_length", "dry_penalty_last_n", "mirostat"),
+)
 _FIXED = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
 """The order of the samplers that a CUDA graph has, beside bias."""
 _PLAIN: Mapping[str, Any] = {
@@ -163,7 +165,7 @@ class SamplingParams:
     logprobs: Annotated[int | None, Range(0, MAX_COUNT)] = None
     constraint: ConstraintSpec | None = None
     dry_multiplier: Annotated[
-        float, Range(0, MAX_PENALTY), Flag("--dry-multiplier", "DRY: of the penalty; 0: off.", MORE)
+        float, Range(0, MAX_PENALTY), Flag("--dry-multiplier", "DRY: penalty on repetitions; 0: off.", MORE)
     ] = 0.0
     dry_base: Annotated[
         float, Range(1, MAX_PENALTY), Flag("--dry-base", "DRY: grows by this with each token.", MORE)
@@ -178,7 +180,7 @@ class SamplingParams:
         tuple[str, ...],
         Flag(
             "--dry-sequence-breaker",
-            'DRY: no repetition reaches over this text; repeatable; none: nothing does that. Default: newline : " *',
+            'DRY: a text that ends repetitions, or none; repeatable. Default: newline : " *',
             MORE,
             read=_typed_breakers,
         ),
@@ -189,14 +191,16 @@ class SamplingParams:
     xtc_threshold: Annotated[
         float, Range(0, 1), Flag("--xtc-threshold", "XTC: how likely those are; above 0.5: off.", MORE)
     ] = 0.1
-    mirostat: Annotated[int, Range(0, 2), Flag("--mirostat", "Mirostat 1 or 2 alone; 0: off.", MORE)] = 0
+    mirostat: Annotated[
+        int, Range(0, 2), Flag("--mirostat", "Mirostat 1 or 2, with temperature alone; 0: off.", MORE)
+    ] = 0
     mirostat_tau: Annotated[
         float,
         Range(0, MAX_PENALTY),
-        Flag("--mirostat-ent --mirostat-tau", "Its target surprise, bits.", MORE),
+        Flag("--mirostat-ent", "Mirostat: target surprise, in bits.", MORE),
     ] = 5.0
     mirostat_eta: Annotated[
-        float, Range(0, MAX_PENALTY), Flag("--mirostat-lr --mirostat-eta", "Its learning rate.", MORE)
+        float, Range(0, MAX_PENALTY), Flag("--mirostat-lr", "Mirostat: learning rate.", MORE)
     ] = 0.1
     dynatemp_range: Annotated[
         float,
@@ -204,7 +208,7 @@ class SamplingParams:
         Flag("--dynatemp-range", "Temperature -/+ this, by entropy; 0: off.", MORE),
     ] = 0.0
     dynatemp_exponent: Annotated[
-        float, Range(0, MAX_PENALTY), Flag("--dynatemp-exp", "How entropy becomes temperature.", MORE)
+        float, Range(0, MAX_PENALTY), Flag("--dynatemp-exp", "Exponent of the entropy in that.", MORE)
     ] = 1.0
     top_n_sigma: Annotated[
         float,
