@@ -192,7 +192,7 @@ class SamplingParams:
         float, Range(0, 1), Flag("--xtc-threshold", "XTC: how likely those are; above 0.5: off.", MORE)
     ] = 0.1
     mirostat: Annotated[
-        int, Range(0, 2), Flag("--mirostat", "Mirostat 1 or 2, with temperature alone; 0: off.", MORE)
+        int, Range(0, 2), Flag("--mirostat", "1 or 2, with temperature alone; 0: off.", MORE)
     ] = 0
     mirostat_tau: Annotated[
         float,

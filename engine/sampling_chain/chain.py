@@ -34,6 +34,7 @@ class SamplerChain:
     def __init__(
         self, params: SamplingParams, vocab_size: int, penalize: Penalize, breakers: Breakers | None
     ) -> None:
+        assert breakers is not None or "dry" not in params.order
         self._params = params
         self._penalize = penalize
         self._dry = None if breakers is None else Dry(params, breakers)

@@ -51,7 +51,7 @@ class Breakers:
         """How many tokens come behind the last breaker in `tokens` [n]; n without one."""
         for place in np.flatnonzero(self.begin[tokens])[::-1].tolist():
             behind = len(tokens) - 1 - place
-            complete = [
+            complete: list[int] = [
                 len(tail)
                 for tail in self.tails[int(tokens[place])]
                 if len(tail) <= behind and tuple(tokens[place + 1 : place + 1 + len(tail)].tolist()) == tail
