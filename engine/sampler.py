@@ -66,6 +66,9 @@ Result: TypeAlias = "Sample | Verified | Exception | None"
 """The result of a step for one sequence: its next token, several where it had a draft, why it cannot go on, or None
 where no token was due."""
 
+_SHIFTED_STREAM = 1 << 16
+"""Between the streams of one completion before and after a context shift."""
+
 NO_CHOICE = EngineError("the device found no token to choose")
 """The result where a device's sampling finds no finite logits, or bias leaves no token."""
 
@@ -150,9 +153,16 @@ class Sampler:
             raise EngineError(f"token {position}: {self._why_none()}") from None
         return self._with_logprobs(token, given)
 
+    def change_stream(self) -> None:
+        """Draw from random numbers that no other completion of the prompt has; positions may then come again."""
+        self.stream = (self.stream + _SHIFTED_STREAM) % 2**31
+        self.reset()
+
     def reset(self) -> None:
         """Let the next history begin otherwise than the last one did, where that was as short."""
         self._recent = RecentTokens(self.params.repeat_last_n)
+        if self._chain is not None:
+            self._chain.reset_history()
 
     def _why_none(self) -> str:
         if self.constraint is None:

@@ -34,7 +34,7 @@ _TOKEN = Range(0, MAX_COUNT)
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
 _INTEGERS = (
     *("max_tokens", "min_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n"),
-    *("dry_allowed_length", "dry_penalty_last_n", "mirostat"),
+    *("dry_allowed_length", "dry_penalty_last_n", "mirostat", "n_keep", "n_discard"),
 )
 _FIXED = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
 """The order of the samplers that a CUDA graph has, beside bias."""
@@ -79,7 +79,7 @@ class SamplingParams:
     """How one sequence is sampled; immutable, checked once when made.
 
     Attributes:
-        max_tokens: most tokens to generate; None: until the context is full.
+        max_tokens: most tokens to generate; None: until the context is full, or with `context_shift` for ever.
         min_tokens: no end token and none of `stop_token_ids` before so many tokens; stop strings and
             `max_tokens` end the text anyhow.
         temperature: logits are divided by it; 0 takes the most likely token (greedy).
@@ -107,6 +107,8 @@ class SamplingParams:
         top_n_sigma: keep tokens within so many standard deviations of the largest logit; 0 or -1: all.
         samplers: which of them are applied, in this order: names, or a string of letters (`sampling_chain.names`).
         post_sampling_probs: `logprobs` are those after the samplers, of what the token was drawn from.
+        context_shift: where the context is full, discard tokens behind the first `n_keep` (-1: the prompt) and go on:
+            `n_discard` of them, 0: half (context/context_shift.py).
         n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
 
     Raises:
@@ -227,13 +229,24 @@ class SamplingParams:
     ] = DEFAULT_ORDER
     post_sampling_probs: bool = False
     n: Annotated[int, Range(1, MAX_COUNT)] = 1
+    context_shift: Annotated[
+        bool,
+        Flag(
+            "--context-shift/--no-context-shift",
+            "Discard old tokens of a full context and go on (-n bounds it).",
+        ),
+    ] = False
+    n_keep: Annotated[
+        int, Range(-1, MAX_COUNT), Flag("--keep", "First tokens that a context shift keeps; -1: the prompt.")
+    ] = 0
+    n_discard: Annotated[int, Range(0, MAX_COUNT)] = 0
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in ("max_tokens", "seed", "logprobs"):
                 _check_number(name, value, allowed, name in _INTEGERS)
-        for name in ("ignore_eos", "post_sampling_probs"):
+        for name in ("ignore_eos", "post_sampling_probs", "context_shift"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "must be True or False")
         if self.constraint is not None and not isinstance(self.constraint, ConstraintSpec):

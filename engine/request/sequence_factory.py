@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from quengine.context.context_shift import ContextShift
 from quengine.errors import EngineError
 from quengine.kernels.sampling import Choose
 from quengine.models.config import ModelConfig
@@ -51,7 +52,8 @@ class SequenceFactory:
         breakers = self._breakers.find(params.dry_sequence_breakers) if "dry" in params.order else None
         sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose, breakers)
         stream = TextStream(self._shown_bytes(show_special), params.stop)
-        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size)
+        shift = ContextShift.of(params, len(ids), self.tokenizer.add_bos)
+        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size, shift=shift)
 
     @cached_property
     def _breakers(self) -> BreakerFinder:

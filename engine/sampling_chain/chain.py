@@ -40,6 +40,13 @@ class SamplerChain:
         self._dry = None if breakers is None else Dry(params, breakers)
         self._mirostat = Mirostat(params, vocab_size) if params.mirostat else None
 
+    def reset_history(self) -> None:
+        """The next history may be as long as the last one was, and another. Mirostat's bound stays."""
+        if self._dry is not None:
+            self._dry.reset()
+        if self._mirostat is not None:
+            self._mirostat.reset()
+
     def choose(
         self, logits: Logits, history: Seq[int], position: int, uniform: float, chance: float
     ) -> Choice:

@@ -127,9 +127,13 @@ class Dry:
     def __init__(self, params: SamplingParams, breakers: Breakers) -> None:
         self._params = params
         self._breakers = breakers
-        self._repeats = _Repeats(params.dry_penalty_last_n)
+        self.reset()
         base = params.dry_base
         self._most = int(_LOG_MAX / math.log(base)) if base > 1.000001 else 0
+
+    def reset(self) -> None:
+        """The next history begins otherwise than the last one did."""
+        self._repeats = _Repeats(self._params.dry_penalty_last_n)
 
     def penalties(self, history: Seq[int]) -> tuple[Ids, Floats]:
         """Distinct token ids [n], and what their logits lose [n]."""

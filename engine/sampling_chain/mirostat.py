@@ -20,6 +20,10 @@ class Mirostat:
         self._position = -1
         self._before = self.mu = 2 * params.mirostat_tau
 
+    def reset(self) -> None:
+        """Positions may come again, for other tokens."""
+        self._position = -1
+
     def kept(self, gaps: Floats, mass: Ids, position: int) -> int:
         """How many of the first candidates for the token at `position` are kept.
 

@@ -14,6 +14,7 @@ from quengine.request.sampling_params import RANGES, SamplingParams
 from quengine.runners.graph_keys import SamplingKind
 from quengine.sampler import Sampler
 from quengine.sampling_chain.dry import Breakers
+from quengine.sampling_chain.mirostat import Mirostat
 from quengine.sampling_chain.names import DEFAULT_ORDER, read_flags
 
 VOCAB = 200
@@ -104,6 +105,27 @@ def test_a_token_that_is_chosen_again_has_the_same_bound() -> None:
     for position in range(20):
         first = once.sample(logits, [], position)
         assert twice.sample(logits, [], position) == twice.sample(logits, [], position) == first
+
+
+def test_another_history_of_the_same_length_is_seen_after_a_context_shift() -> None:
+    logits = torch.from_numpy(np.random.default_rng(1).standard_normal(VOCAB).astype(np.float32))
+    for settings in (
+        {"dry_multiplier": 2.0, "temperature": 0.1},
+        {"repeat_penalty": 5.0, "temperature": 0.1},
+    ):
+        params = SamplingParams(**settings, seed=1)
+        shifted, new = Sampler(params, VOCAB, breakers=BREAKERS), Sampler(params, VOCAB, breakers=BREAKERS)
+        likeliest = int(logits.argmax())
+        other = shifted.sample(logits, [8, likeliest, 8, likeliest, 8], 5)
+        for sampler in (shifted, new):
+            sampler.change_stream()
+        assert shifted.sample(logits, [9] * 5, 5) == new.sample(logits, [9] * 5, 5) != other
+    bound = Mirostat(SamplingParams(mirostat=2, mirostat_tau=1.0), VOCAB)
+    for _ in range(2):
+        bound.kept(np.zeros(3), np.ones(3, np.int64), 5)
+        bound.observe(0.3)
+        bound.reset()
+    assert bound.mu == pytest.approx(2 - 2 * 0.1 * (-math.log2(0.3) - 1))
 
 
 def test_extreme_values_choose_an_allowed_token() -> None:
