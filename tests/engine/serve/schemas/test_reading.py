@@ -50,7 +50,7 @@ def chat(**fields: Any) -> ChatRequest:
         (
             "dry_sequence_breakers",
             [],
-            "dry_sequence_breakers = []: must be an array of at least one item",
+            "dry_sequence_breakers = []: must be an array of at least one string",
             None,
         ),
         ("top_n_sigma", -2, "top_n_sigma = -2: must be a number from -1 to 1000000", None),
