@@ -49,9 +49,10 @@ class Breakers:
 
     def distance(self, tokens: Ids) -> int:
         """How many tokens come behind the last breaker in `tokens` [n]; n without one."""
-        for place in np.flatnonzero(self.begin[tokens])[::-1].tolist():
+        places: list[int] = np.flatnonzero(self.begin[tokens])[::-1].tolist()
+        for place in places:
             behind = len(tokens) - 1 - place
-            complete: list[int] = [
+            complete = [
                 len(tail)
                 for tail in self.tails[int(tokens[place])]
                 if len(tail) <= behind and tuple(tokens[place + 1 : place + 1 + len(tail)].tolist()) == tail
