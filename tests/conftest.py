@@ -32,15 +32,15 @@ def _kernels_compile_quietly() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _interpreter_adds_in_one_order() -> Iterator[None]:
+def _interpreter_for_tests() -> Iterator[None]:
     """Tests of bit-equality through the interpreter must not depend on the host's BLAS."""
     if torch.cuda.is_available():
         yield
         return
-    from tests import interpreter_dot
+    from tests import interpreter
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter_dot.InterpreterBuilder, "create_dot", interpreter_dot.create_dot)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        interpreter.patch(monkeypatch)
         yield
 
 
