@@ -1,16 +1,20 @@
 """GGUF files written by llama.cpp's own converter, `convert_hf_to_gguf.py`, from checkpoint folders.
 
-The converter runs in a process of its own, over its own `gguf` package; one process converts many folders, because
-starting it takes seconds.
+The converter runs in a process of its own, over its own `gguf` package; one process serves all tests of this one,
+because starting it takes seconds.
 """
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.llama_cpp_source import llama_cpp_source
 
@@ -80,18 +84,59 @@ def convert(conversions: Sequence[Conversion]) -> None:
     Raises:
         RuntimeError: the converter failed; with the end of what it said.
     """
-    jobs = json.dumps([(job.pre, job.arguments) for job in conversions])
-    root = Path(__file__).parent.parent
+    jobs = [(job.pre, job.arguments) for job in conversions]
+    process = _converter()
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps(jobs), file=process.stdin, flush=True)
+    said = process.stdout.readline()
+    if not said:
+        _converter.cache_clear()
+        raise RuntimeError(f"llama.cpp's converter ended with status {process.wait()}")
+    if failure := json.loads(said):
+        raise RuntimeError(f"llama.cpp's converter failed: {failure}")
+
+
+@cache
+def _converter() -> subprocess.Popen[str]:
+    """The converter's process: it ends when its input does, that is with this process."""
     command = [sys.executable, "-m", "tests.llama_cpp_convert", str(llama_cpp_source())]
-    done = subprocess.run(command, input=jobs, cwd=root, capture_output=True, text=True, timeout=240)
-    if done.returncode:
-        raise RuntimeError(f"llama.cpp's converter failed: {done.stderr[-2000:]}")
+    pipe, root = subprocess.PIPE, Path(__file__).parent.parent
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=root, text=True)
 
 
-def _run(source: str, jobs: list[tuple[str, list[str]]]) -> None:
-    """In the converter's process."""
+def _serve(source: str) -> None:
+    """In the converter's process: a line of conversions in, a line with what went wrong, or "", out.
+
+    Each line's are done in a fork, because the converter keeps state and is altered for each.
+    """
     sys.path.insert(0, source)
     import convert_hf_to_gguf as converter
+
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as output:
+            child = os.fork()
+            if not child:
+                _run_in_fork(converter, json.loads(line), output.fileno())
+            failed = os.waitpid(child, 0)[1] != 0
+            output.seek(0)
+            print(json.dumps(output.read()[-2000:] or "it said nothing" if failed else ""), flush=True)
+
+
+def _run_in_fork(converter: Any, jobs: list[tuple[str, list[str]]], output: int) -> NoReturn:
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    status = 1
+    try:
+        _run(converter, jobs)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _run(converter: Any, jobs: list[tuple[str, list[str]]]) -> None:
     import gguf
     from conversion.base import TextModel
 
@@ -114,4 +159,4 @@ if __name__ == "__main__":
     sys.path.pop(
         0
     )  # the checkout: none of its folders must stand in for a package that the converter imports
-    _run(sys.argv[1], json.load(sys.stdin))
+    _serve(sys.argv[1])
