@@ -23,6 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none here"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Torch's operators on one thread, whatever a test before has set: several spin longer than tests' sizes take, and
+    each worker of a run has one core. With a GPU a reference is of real models' sizes, and keeps torch's threads."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _kernels_compile_quietly() -> None:
     """A fresh checkout compiles kernels in whichever test comes first; its output must not depend on that."""
