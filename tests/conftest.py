@@ -7,7 +7,7 @@ The interpreter's variable must be set before anything imports triton, and pytes
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -52,12 +52,27 @@ def _interpreter_for_tests() -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests and all modules stay to the end: the garbage collector never walks through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(autouse=True)
-def _collector_as_found() -> Iterator[None]:
-    """A command run in a test keeps what is there from being collected, as if it were the whole process."""
-    thresholds = gc.get_threshold()
-    yield
-    gc.unfreeze()
+def _collector_as_found() -> Iterator[Callable[[], None]]:
+    """A command run in a test must not keep what is there from being collected, as if it were the whole process.
+
+    Yields what freezes.
+    """
+    freeze, thresholds = gc.freeze, gc.get_threshold()
+    gc.freeze = lambda: None
+    yield freeze
+    gc.freeze = freeze
     gc.set_threshold(*thresholds)
 
 
