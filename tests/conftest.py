@@ -45,7 +45,7 @@ def _interpreter_for_tests() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from tests import interpreter
+    from tests.kernels.cuda import interpreter
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         interpreter.patch(monkeypatch)
