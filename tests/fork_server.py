@@ -5,6 +5,7 @@ A fork is a process of the program's own: what it changes in modules, and how it
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,19 +42,28 @@ class ForkServer:
     def __init__(self, imports: Sequence[str], path: Sequence[str], environment: Mapping[str, str]) -> None:
         command = [sys.executable, __file__, json.dumps([imports, path])]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True
+        )
 
     def run(self, code: str, *arguments: object) -> str:
         """What the program prints; `arguments` are strings in its `sys.argv`.
 
         Raises:
-            AssertionError: it failed, or the server has ended.
+            AssertionError: it failed; with what it said.
+            OSError, ValueError: the server has ended.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps([code, *map(str, arguments)]), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        assert answer, f"the server has ended with status {self._process.wait()}"
-        status, output, errors = json.loads(answer)
+        try:
+            print(json.dumps([code, *map(str, arguments)]), file=self._process.stdin, flush=True)
+            status, output, errors = json.loads(self._process.stdout.readline())
+        except (
+            BaseException
+        ):  # it has ended, or the test's time has: what it says later is no answer to another
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            fork_server.cache_clear()
+            raise
         assert status == 0, f"{output[-2000:]}\n{errors[-4000:]}"
         return str(output)
 
