@@ -1,7 +1,8 @@
 """What holds for all tests: Triton's interpreter without a CUDA device, no test that needs a GPU where there is
 none, no notice of kernels being compiled, no logging and no garbage collector set up by a test before.
 
-The interpreter's variable must be set before anything imports triton, and pytest imports this file first.
+The interpreter's variable must be set before anything imports triton, and OpenMP's before torch; pytest imports this
+file first.
 """
 
 import gc
@@ -10,7 +11,11 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
+
+# Workers of a run share the cores: threads that wait must not spin, which takes most of the time of small operators.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
