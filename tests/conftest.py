@@ -15,7 +15,7 @@ import pytest
 # Workers of a run share the cores: threads that wait must not spin, which takes most of the time of small operators.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
