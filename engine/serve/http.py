@@ -27,6 +27,8 @@ logger = logging.getLogger("quengine.serve")
 _NAMED_FIELDS = 20
 """Fields that a line of the log names."""
 _NAMED_LENGTH = 500
+_READ = "quengine.body"
+"""The key of a scope under which its body is, once it has been read."""
 _encode = msgspec.json.Encoder().encode
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -59,8 +61,11 @@ def error_response(error: ApiError, path: str) -> Response:
     return response
 
 
-async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
-    """The body of a request. Raises ApiError for one too large, too slow, or not of its route's form."""
+async def read_raw(request: Request, limits: Limits) -> bytes:
+    """The bytes of a body, which may be asked for twice. Raises ApiError for one too large or too slow."""
+    read: bytes | None = request.scope.get(_READ)
+    if read is not None:
+        return read
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limits.body:
         raise _too_large(limits)
@@ -75,9 +80,15 @@ async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
         raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s (--read-timeout)") from None
     except ClientDisconnect:
         raise ClientGoneError from None
-    record = access_log.current()
+    request.scope[_READ] = read = bytes(body)
+    return read
+
+
+async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
+    """The body of a request. Raises ApiError for one too large, too slow, or not of its route's form."""
+    body, record = await read_raw(request, limits), access_log.current()
     with collector.paused():  # a million small objects need no collections between them
-        read = read_body(kind, bytes(body), record.ignored)
+        read = read_body(kind, body, record.ignored)
     if record.ignored and logger.isEnabledFor(logging.DEBUG):
         names = one_line(", ".join(record.ignored[:_NAMED_FIELDS]), _NAMED_LENGTH)
         logger.debug("%s: unknown fields ignored (%d): %s", request.url.path, len(record.ignored), names)

@@ -1,4 +1,4 @@
-"""The state of the server: models, health, metrics, properties, slots."""
+"""The state of the server and of its models: health, metrics, properties, slots. None of it loads a model."""
 
 from typing import Any
 
@@ -8,53 +8,63 @@ from starlette.responses import Response
 
 from quengine import __version__
 from quengine.serve.http import json_response
+from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.models.registry import Models
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.service import Service
+from quengine.serve.settings import ServerSettings
 
 
-async def health(service: Service, request: Request) -> Response:
-    """200 while requests are taken and computed; 503 while the model is loaded, the engine is replaced or does not
-    answer, or the server is ending."""
+def _asked(models: Models, request: Request) -> ModelEntry | None:
+    """The only model, or the one that the query names; None: the server is meant. Raises ApiError (404)."""
+    name = request.query_params.get("model", "")
+    return models.named(name) if name else models.only
+
+
+async def health(models: Models, request: Request) -> Response:
+    """200 while requests are taken; 503 while an only model is loaded or its engine replaced, a model does not answer,
+    or the server is ending."""
     del request
-    state = service.worker.state
-    if state != "ready":
-        raise service.unavailable(state)
-    if (trouble := service.worker.trouble) is not None:
-        raise ApiError(503, trouble, code="unresponsive", retry_after=5)
-    return json_response({"status": "ok"})
+    for entry in models.entries:
+        state = entry.service.worker.state
+        if (entry.alone and not entry.asleep and state != "ready") or state == "draining":
+            raise entry.service.unavailable(state)
+        if (trouble := entry.service.worker.trouble) is not None:
+            raise ApiError(503, trouble, code="unresponsive", retry_after=5)
+    if models.draining:
+        raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+    sleeping = models.only is not None and models.only.asleep
+    return json_response({"status": "ok", **({"is_sleeping": True} if sleeping else {})})
 
 
-async def models(service: Service, request: Request) -> Response:
-    del request
-    return json_response(
-        {"object": "list", "data": [_model(service, n) for n in service.settings.model_names]}
-    )
+async def metrics(models: Models, request: Request) -> Response:
+    """Of the server and its only model, or of one that is named, also under llama-server's names."""
+    headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(models.created)}
+    entry = _asked(models, request)
+    if entry is None:
+        text = models.metrics.text({each.name: each.service.metrics for each in models.entries})
+    else:
+        own = models.metrics.text({}) if entry.alone else b""
+        text = own + entry.service.metrics.text(entry.service.worker)
+    return Response(text, headers=headers)
 
 
-async def model(service: Service, request: Request) -> Response:
-    name = request.path_params["name"]
-    if name not in service.settings.model_names:
-        raise ApiError(404, f"no model {name[:80]!r} here", param="model", code="model_not_found")
-    return json_response(_model(service, name))
-
-
-def _model(service: Service, name: str) -> dict[str, Any]:
-    shown = {key: value for key, value in service.model.facts.items() if key != "path"}
-    meta = shown | {"n_ctx": service.model.ctx_size}
-    return {"id": name, "object": "model", "created": service.created, "owned_by": "quengine", "meta": meta}
-
-
-async def metrics(service: Service, request: Request) -> Response:
-    del request
-    headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(service.created)}
-    return Response(service.metrics.text(service.worker), headers=headers)
-
-
-async def props(service: Service, request: Request) -> Response:
+async def props(models: Models, request: Request) -> Response:
     """As llama-server's; the defaults are those of a request that says nothing."""
-    del request
-    served, settings = service.model, service.settings
+    entry = _asked(models, request)
+    if entry is None:
+        return json_response(
+            {
+                "role": "router",
+                "max_instances": models.settings.models.most,
+                "models_autoload": models.settings.models.autoload,
+                "is_sleeping": False,
+                "build_info": f"quengine {__version__}",
+                "limits": _limits(models.settings, 0),
+            }
+        )
+    served, settings, service = entry.service.model, entry.spec.settings, entry.service
     defaults = generation_settings(settings.defaults, served.ctx_size)
     bos = served.bos_id
     return json_response(
@@ -67,22 +77,39 @@ async def props(service: Service, request: Request) -> Response:
             "bos_token": "" if bos is None else served.token_bytes(bos).decode(errors="replace"),
             "eos_tokens": [served.token_bytes(t).decode(errors="replace") for t in sorted(served.eos_ids)],
             "modalities": {"vision": False, "audio": False},
+            "is_sleeping": entry.state == "sleeping",
             "build_info": f"quengine {__version__}",
-            "limits": {
-                "body": settings.limits.body,
-                "prompt_tokens": settings.limits.prompt or served.ctx_size - 1,
-                "n": settings.limits.n,
-                "stop": settings.limits.stops,
-                "logit_bias": settings.limits.biases,
-                "queue": settings.limits.queue,
-            },
+            "limits": _limits(settings, served.ctx_size),
         }
     )
 
 
-async def slots(service: Service, request: Request) -> Response:
-    """One entry a slot, as llama-server's; at most a tenth of a second old."""
-    del request
+def _limits(settings: ServerSettings, ctx_size: int) -> dict[str, int]:
+    return {
+        "body": settings.limits.body,
+        "prompt_tokens": settings.limits.prompt or max(0, ctx_size - 1),
+        "n": settings.limits.n,
+        "stop": settings.limits.stops,
+        "logit_bias": settings.limits.biases,
+        "queue": settings.limits.queue,
+    }
+
+
+async def slots(models: Models, request: Request) -> Response:
+    """One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own."""
+    if (asked := _asked(models, request)) is not None:
+        return json_response(_slots(asked.service))
+    return json_response(
+        [
+            slot | {"model": each.name}
+            for each in models.entries
+            if each.loaded
+            for slot in _slots(each.service)
+        ]
+    )
+
+
+def _slots(service: Service) -> list[dict[str, Any]]:
     context, busy = service.model.ctx_size, service.worker.stats.slots
     entries: list[dict[str, Any]] = [
         {
@@ -97,5 +124,7 @@ async def slots(service: Service, request: Request) -> Response:
         for index, slot in enumerate(busy)
     ]
     idle = range(len(busy), service.worker.slots)
-    entries += [{"id": i, "id_task": -1, "n_ctx": context, "is_processing": False} for i in idle]
-    return json_response(entries)
+    return [
+        *entries,
+        *({"id": i, "id_task": -1, "n_ctx": context, "is_processing": False} for i in idle),
+    ]

@@ -510,6 +510,10 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
+class ModelRequest(Body, frozen=True):
+    """Of a route that loads or unloads a model."""
+
+
 BODIES: tuple[type[Body], ...] = (
     ChatRequest,
     CompletionRequest,
@@ -522,4 +526,5 @@ BODIES: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     TemplateRequest,
+    ModelRequest,
 )

@@ -61,7 +61,7 @@ def serving(
         **(settings or {}),
     }
     said: list[str] = []
-    server = Server(ServerSettings(**chosen), make_engine, said.append)  # type: ignore[arg-type]
+    server = Server(ServerSettings(**chosen), lambda *_: make_engine(), said.append)  # type: ignore[arg-type]
     listener = bind("127.0.0.1", 0)
     served = Served(server, f"http://127.0.0.1:{listener.getsockname()[1]}", said)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve_engine(listener)))
@@ -71,7 +71,7 @@ def serving(
             assert served.wait_until(lambda: server.worker.state == "ready", 30), server.worker.state
         yield served
     finally:
-        server.worker.stop()
+        server.models.stop()
         server.should_exit = server.force_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server did not stop"
