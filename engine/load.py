@@ -70,7 +70,7 @@ class LoadedModel:
     @property
     def nbytes(self) -> int:
         """Of weights and caches."""
-        drafts = 0 if self.draft is None else self.draft.runner.cache.nbytes
+        drafts = 0 if self.draft is None else self.draft.cache_bytes
         files = (self.checkpoint, self.draft_checkpoint)
         return sum(file.nbytes for file in files if file is not None) + self.cache.nbytes + drafts
 

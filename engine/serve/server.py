@@ -19,6 +19,7 @@ from quengine.serve.listener import OUT_OF_RESOURCES, Listener, bind, connection
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.registry import Launch, Models
 from quengine.serve.processes.server_thread import Worker
+from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
 
 logger = logging.getLogger("quengine.serve")
@@ -73,9 +74,13 @@ class Server(uvicorn.Server):
         )
 
     @property
-    def worker(self) -> Worker:
+    def service(self) -> Service:
         """That of the only model, or of the first."""
-        return self.models.entries[0].service.worker
+        return self.models.entries[0].service
+
+    @property
+    def worker(self) -> Worker:
+        return self.service.worker
 
     def run_until_stopped(self) -> None:
         """Serve until a signal has been obeyed.
