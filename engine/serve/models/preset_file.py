@@ -22,7 +22,7 @@ from typing import Any
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.hub.hub import resolve_model
-from quengine.options import table_values
+from quengine.options import table_fields, table_values
 from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
@@ -33,6 +33,7 @@ from quengine.serve.settings import ServerSettings
 DEFAULTS = "defaults"
 _OWN = ("model", "load_on_startup")
 """Keys that are no option of a command."""
+_GROUPS = (EngineConfig, ChatOptions, SamplingParams, ServerSettings)
 _OF_MODELS = ("model_names", "parallel", "pooling", "sleep_s")
 """The server's options that each model may have its own of."""
 
@@ -69,9 +70,14 @@ def read_presets(file: Path) -> dict[str, dict[str, Any]]:
     for name, table in tables.items():
         if not isinstance(table, dict):
             raise EngineError(f"--models-preset {file}: {name}: must be in a table, as in [{DEFAULTS}]")
-    return {
-        name: {key.replace("-", "_"): value for key, value in table.items()} for name, table in tables.items()
-    }
+    return {name: _by_field(table, f"{file}: [{name}]") for name, table in tables.items()}
+
+
+def _by_field(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The table with each option under its field's name, so that a model's takes the place of a default."""
+    given = {key.replace("-", "_"): value for key, value in table.items()}
+    own = {key: given.pop(key) for key in _OWN if key in given}
+    return own | {name: value for name, (_, _, value) in table_fields(given, _GROUPS, where).items()}
 
 
 def _with_options(
@@ -79,7 +85,7 @@ def _with_options(
 ) -> ModelSpec:
     """The model with the options of its table. `found`: in the folder; else the table says where."""
     given = {key: value for key, value in table.items() if key not in _OWN}
-    values = table_values(given, (EngineConfig, ChatOptions, SamplingParams, ServerSettings), where)
+    values = table_values(given, _GROUPS, where)
     of_server = values.get(ServerSettings, {})
     if other := of_server.keys() - set(_OF_MODELS):
         raise EngineError(f"{where}: {min(other)}: that is an option of the whole server")
