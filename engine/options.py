@@ -4,8 +4,8 @@
     class Example:
         ctx_size: Annotated[int | None, Range(1), Flag("-c --ctx-size", "Context in tokens.")] = None
 
-`quengine.cli.flags` makes a command's flags from such fields, `check_ranges` checks their values, and `table_values` reads
-them from a table of a TOML file.
+`quengine.cli.flags` makes a command's flags from such fields, `check_ranges` checks their values, and `table_values`
+reads them from a table of a TOML file.
 """
 
 import difflib

@@ -1,6 +1,7 @@
 """`engine ps`: the models of a running server."""
 
 import json
+import time
 from typing import Annotated, Any
 
 import typer
@@ -61,14 +62,20 @@ def _row(model: dict[str, Any]) -> tuple[str, ...]:
         status.get("device") or "-",
         str(meta.get("n_ctx", "-")),
         requests if "running" in status else "-",
-        _seconds(status.get("idle_seconds")),
-        _seconds(status.get("expires_in")),
+        *_times(status),
     )
 
 
-def _seconds(count: float | None) -> str:
-    if count is None:
-        return "-"
+def _times(status: dict[str, Any]) -> tuple[str, str]:
+    """Since its last request, and until it is unloaded."""
+    if "last_used" not in status:
+        return "-", "-"
+    busy, keep = status["running"] or status["waiting"], status["keep_seconds"]
+    idle = 0.0 if busy else max(0.0, time.time() - status["last_used"])
+    return _seconds(idle), "-" if keep < 0 else _seconds(max(0.0, keep - idle))
+
+
+def _seconds(count: float) -> str:
     return (
         f"{count:.0f} s"
         if count < 120

@@ -50,8 +50,9 @@ def test_ps_lists_what_is_loaded_and_stop_unloads_it(
     assert run(["stop", "nope"]) == 1 and "there: a, b, broken" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("url")
 def test_stop_ends_the_process_that_listens_there(
-    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *given: sent.append(given))

@@ -12,6 +12,9 @@ from quengine.serve.models.registry import Models
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.requests import ModelRequest
 
+_EPOCH = time.time() - time.monotonic()
+"""The Unix time at which the other clock begins."""
+
 
 async def models(models: Models, request: Request) -> Response:
     """All models; with `?reload=1` they are looked for again before."""
@@ -82,7 +85,7 @@ def _status(entry: ModelEntry) -> dict[str, Any]:
             "memory": entry.memory,
             "running": worker.running,
             "waiting": worker.waiting,
-            "idle_seconds": 0.0 if entry.uses else round(time.monotonic() - entry.used_at, 3),
-            "expires_in": entry.expires_in,
+            "last_used": round(_EPOCH + entry.used_at, 3),
+            "keep_seconds": entry.keep_s,
         }
     return status
