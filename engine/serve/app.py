@@ -21,7 +21,7 @@ from quengine.serve.guard import LOOPBACK_ORIGIN, Guard, cors_origins
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
 from quengine.serve.models.model_route import Endpoint, ModelRoute
 from quengine.serve.models.registry import Models
-from quengine.serve.routes import status_routes, token_routes
+from quengine.serve.routes import slot_routes, status_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
@@ -79,7 +79,10 @@ SERVER_ROUTES: tuple[tuple[str, str, ServerEndpoint], ...] = (
     ("GET", "/v1/health", status_routes.health),
     ("GET", "/metrics", status_routes.metrics),
     ("GET", "/props", status_routes.props),
-    ("GET", "/slots", status_routes.slots),
+    ("POST", "/props", status_routes.change_props),
+    ("GET", "/slots", slot_routes.slots),
+    ("GET", "/lora-adapters", status_routes.lora_adapters),
+    ("POST", "/lora-adapters", status_routes.change_lora_adapters),
     ("GET", "/models", table.models),
     ("GET", "/v1/models", table.models),
     ("GET", "/v1/models/{name:path}", table.model),
@@ -92,6 +95,7 @@ SERVER_ROUTES: tuple[tuple[str, str, ServerEndpoint], ...] = (
 """Of no model: called with all of them."""
 
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+    ("POST", "/slots/{id_slot}", slot_routes.slot_action),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),

@@ -62,8 +62,8 @@ class _Wanted(msgspec.Struct):
 class ModelRoute:
     """The ASGI application of a path: its function by method, called with the service of the model.
 
-    POST takes the model's name from the body and waits for it; other methods take it from the query, and do not load
-    it nor keep it from sleep.
+    POST takes the model's name from the query or the body and waits for it; other methods take it from the query, and
+    neither load it nor keep it from sleep.
     """
 
     def __init__(self, models: Models, endpoints: Mapping[str, Endpoint]) -> None:
@@ -106,12 +106,15 @@ class ModelRoute:
 
 async def _wanted(request: Request, limits: Limits) -> _Wanted:
     """Raises ApiError for a body that is too large, too slow, or no JSON."""
-    raw = await read_raw(request, limits)
-    try:
-        return msgspec.json.decode(raw, type=_Wanted)
-    except msgspec.DecodeError:
-        read_body(Body, raw, [])
-        return _Wanted()
+    raw, name = await read_raw(request, limits), request.query_params.get("model", "")
+    wanted = _Wanted()
+    if raw:
+        try:
+            wanted = msgspec.json.decode(raw, type=_Wanted)
+        except msgspec.DecodeError:
+            read_body(Body, raw, [])
+    wanted.model = name or wanted.model
+    return wanted
 
 
 def seconds_of(keep_alive: Any) -> float:

@@ -101,6 +101,10 @@ class Models:
             404, f"no model {name[:80]!r} here; there: {listed}", param="model", code="model_not_found"
         )
 
+    def asked(self, name: str) -> ModelEntry | None:
+        """The model that a query names, or the only one; None: the server is meant. Raises ApiError (404)."""
+        return self.named(name) if name else self.only
+
     @asynccontextmanager
     async def using(self, entry: ModelEntry, keep_s: float | None = None) -> AsyncIterator[Service]:
         """The service of a model, loaded, which stays so in the block. `keep_s`: how long it does so afterwards.

@@ -1,25 +1,16 @@
-"""The state of the server and of its models: health, metrics, properties, slots. None of it loads a model."""
-
-from typing import Any
+"""The state of the server and of its models: health, metrics, properties, adapters. None of it loads a model."""
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine import __version__
-from quengine.serve.http import json_response
-from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.http import json_response, read_array
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.native import generation_settings
-from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service
+from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.reading import shown
 from quengine.serve.settings import ServerSettings
-
-
-def _asked(models: Models, request: Request) -> ModelEntry | None:
-    """The only model, or the one that the query names; None: the server is meant. Raises ApiError (404)."""
-    name = request.query_params.get("model", "")
-    return models.named(name) if name else models.only
 
 
 async def health(models: Models, request: Request) -> Response:
@@ -41,7 +32,7 @@ async def health(models: Models, request: Request) -> Response:
 async def metrics(models: Models, request: Request) -> Response:
     """Of the server and its only model, or of one that is named, also under llama-server's names."""
     headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(models.created)}
-    entry = _asked(models, request)
+    entry = models.asked(request.query_params.get("model", ""))
     if entry is None:
         text = models.metrics.text({each.name: each.service.metrics for each in models.entries})
     else:
@@ -52,7 +43,7 @@ async def metrics(models: Models, request: Request) -> Response:
 
 async def props(models: Models, request: Request) -> Response:
     """As llama-server's; the defaults are those of a request that says nothing."""
-    entry = _asked(models, request)
+    entry = models.asked(request.query_params.get("model", ""))
     if entry is None:
         return json_response(
             {
@@ -95,36 +86,21 @@ def _limits(settings: ServerSettings, ctx_size: int) -> dict[str, int]:
     }
 
 
-async def slots(models: Models, request: Request) -> Response:
-    """One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own."""
-    if (asked := _asked(models, request)) is not None:
-        return json_response(_slots(asked.service))
-    return json_response(
-        [
-            slot | {"model": each.name}
-            for each in models.entries
-            if each.loaded
-            for slot in _slots(each.service)
-        ]
-    )
+async def change_props(models: Models, request: Request) -> Response:
+    """POST /props, as llama-server without --props."""
+    del models, request
+    raise ApiError(501, "this server does not support changing global properties")
 
 
-def _slots(service: Service) -> list[dict[str, Any]]:
-    context, busy = service.model.ctx_size, service.worker.stats.slots
-    entries: list[dict[str, Any]] = [
-        {
-            "id": index,
-            "id_task": slot.request_id,
-            "n_ctx": context,
-            "is_processing": True,
-            "n_prompt_tokens": slot.prompt_tokens,
-            "n_computed": slot.computed,
-            "n_decoded": slot.generated,
-        }
-        for index, slot in enumerate(busy)
-    ]
-    idle = range(len(busy), service.worker.slots)
-    return [
-        *entries,
-        *({"id": i, "id_task": -1, "n_ctx": context, "is_processing": False} for i in idle),
-    ]
+async def lora_adapters(models: Models, request: Request) -> Response:
+    """GET /lora-adapters: there are none."""
+    del models, request
+    return json_response([])
+
+
+async def change_lora_adapters(models: Models, request: Request) -> Response:
+    """POST /lora-adapters: the scales of adapters, of which there are none."""
+    if adapters := await read_array(request, models.settings.limits):
+        message = f"adapter {shown(adapters[0])}: this server has no adapters; only [] is accepted"
+        raise bad_request(message, code="unsupported")
+    return json_response({"success": True})
