@@ -164,8 +164,14 @@ class Models:
         """Look for models again. One that has changed, or is there no more, is unloaded after its running answers."""
         if self._find is None:
             return
-        specs = await asyncio.to_thread(self._find)
-        check_names(specs)
+        find = self._find
+
+        def found() -> Sequence[ModelSpec]:
+            specs = find()
+            check_names(specs)
+            return specs
+
+        specs = await off_loop(found)
         for entry in self.entries:
             if entry.spec not in specs:
                 await self._until(lambda entry=entry: entry.state != "loading")  # type: ignore[misc]
@@ -194,7 +200,7 @@ class Models:
         """Unload what has been idle for long enough."""
         for entry in self.entries:
             if entry.expired:
-                self._say(f"{entry.name}: unloaded, for nobody used it for {entry.keep_s:g} s")
+                self._say(f"{entry.name}: unloaded after {entry.keep_s:g} s without a request")
                 self._task(self._unload(entry))
 
     def drain(self) -> None:
@@ -414,12 +420,12 @@ class Models:
 
     def _stopped(self, entry: ModelEntry, problem: BaseException | None) -> None:
         """The thread of a worker has ended."""
+        if isinstance(problem, LoadCancelledError):
+            problem = None
         if entry.alone and not entry.asleep:
             if problem is not None:
                 self._failed(problem)
             return
-        if isinstance(problem, LoadCancelledError):
-            problem = None
         if problem is not None:
             entry.failure = str(problem)
             self._say(f"{entry.name}: the engine failed: {problem}")

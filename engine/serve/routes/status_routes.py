@@ -1,5 +1,7 @@
 """The state of the server and of its models: health, metrics, properties, adapters. None of it loads a model."""
 
+from typing import Any
+
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -45,44 +47,45 @@ async def props(models: Models, request: Request) -> Response:
     """As llama-server's; the defaults are those of a request that says nothing."""
     entry = models.asked(request.query_params.get("model", ""))
     if entry is None:
-        return json_response(
-            {
-                "role": "router",
-                "max_instances": models.settings.models.most,
-                "models_autoload": models.settings.models.autoload,
-                "is_sleeping": False,
-                "build_info": f"quengine {__version__}",
-                "limits": _limits(models.settings, 0),
-            }
-        )
-    served, settings, service = entry.service.model, entry.spec.settings, entry.service
-    defaults = generation_settings(settings.defaults, served.ctx_size)
+        router = {
+            "role": "router",
+            "max_instances": models.settings.models.most,
+            "models_autoload": models.settings.models.autoload,
+            "is_sleeping": False,
+        }
+        return json_response(_settings(models.settings, 0) | router)
+    served, service = entry.service.model, entry.service
     bos = served.bos_id
     return json_response(
-        {
-            "default_generation_settings": {"n_ctx": served.ctx_size, "params": defaults},
+        _settings(entry.spec.settings, served.ctx_size)
+        | {
             "total_slots": service.worker.slots,
             "model_alias": service.model_name,
             "model_path": served.facts.get("path", ""),
             "chat_template": served.template or "",
             "bos_token": "" if bos is None else served.token_bytes(bos).decode(errors="replace"),
             "eos_tokens": [served.token_bytes(t).decode(errors="replace") for t in sorted(served.eos_ids)],
-            "modalities": {"vision": False, "audio": False},
             "is_sleeping": entry.state == "sleeping",
-            "build_info": f"quengine {__version__}",
-            "limits": _limits(settings, served.ctx_size),
         }
     )
 
 
-def _limits(settings: ServerSettings, ctx_size: int) -> dict[str, int]:
-    return {
+def _settings(settings: ServerSettings, ctx_size: int) -> dict[str, Any]:
+    """What does not depend on the model but by its context."""
+    limits = {
         "body": settings.limits.body,
         "prompt_tokens": settings.limits.prompt or max(0, ctx_size - 1),
         "n": settings.limits.n,
         "stop": settings.limits.stops,
         "logit_bias": settings.limits.biases,
         "queue": settings.limits.queue,
+    }
+    params = generation_settings(settings.defaults, ctx_size)
+    return {
+        "default_generation_settings": {"n_ctx": ctx_size, "params": params},
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"quengine {__version__}",
+        "limits": limits,
     }
 
 

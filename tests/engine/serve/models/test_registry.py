@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from quengine.serve.models import model_route
+from tests.engine.serve.fake_engine import CRASHING_PROMPT
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states
 from tests.engine.serve.serving import Served
 
@@ -228,6 +229,16 @@ def test_the_server_ends_while_requests_wait(asking: ThreadPoolExecutor) -> None
         assert waiting.result().status_code == 503
 
 
+def test_an_engine_that_fails_is_replaced_without_another_models_leaving() -> None:
+    device = Device(10)
+    with serving_models(device, spec("a", 5), spec("b", 5)) as served, served.http() as client:
+        assert ask(served, "a").status_code == ask(served, "b").status_code == 200
+        body = {"model": "a", "prompt": CRASHING_PROMPT}
+        assert client.post("/v1/completions", json=body).status_code == 500
+        assert served.wait_until(lambda: ask(served, "a").status_code == 200)
+        assert states(served) == {"a": "loaded", "b": "loaded"} and device.loads == ["a", "b", "a"]
+
+
 def test_lists_state_and_counters_tell_the_models_apart() -> None:
     with serving_models(Device(), spec("a", 2, "aa"), spec("b", 3)) as served, served.http() as client:
         ask(served, "a", 3)
@@ -237,7 +248,8 @@ def test_lists_state_and_counters_tell_the_models_apart() -> None:
         assert status["value"] == "loaded" and status["memory"] == 2 and status["device"] == "cuda:0"
         assert client.get("/v1/models/aa").json()["id"] == "aa"
         assert client.get("/health").json() == {"status": "ok"}
-        assert client.get("/props").json()["role"] == "router"
+        props = client.get("/props").json()
+        assert props["role"] == "router" and props["default_generation_settings"]["params"]["n_predict"] == 8
         assert client.get("/props", params={"model": "a"}).json()["model_alias"] == "a"
         assert client.get("/props", params={"model": "b"}).status_code == 400
         assert {slot["model"] for slot in client.get("/slots").json()} == {"a"}
