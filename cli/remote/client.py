@@ -65,7 +65,7 @@ class RemoteServer:
 
     def process(self) -> int:
         """The id of the server's process. Raises EngineError where it is none of this machine and this user."""
-        import psutil
+        import psutil  # type: ignore[import-untyped]
 
         parts = urlsplit(self.address)
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -78,7 +78,7 @@ class RemoteServer:
                     if address is None or each.laddr.port != port:
                         continue
                     if host == "localhost" or address.is_unspecified or address == as_ip(host):
-                        return process.pid
+                        return int(process.pid)
             except (psutil.AccessDenied, psutil.NoSuchProcess):
                 continue
         raise EngineError(
@@ -98,7 +98,7 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 def ended(pid: int, seconds: float) -> bool:
     """Whether a process has ended after so many seconds."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     end = time.monotonic() + seconds
     while time.monotonic() < end:
