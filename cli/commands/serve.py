@@ -16,7 +16,7 @@ from quengine.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
     from quengine.serve.models.model_spec import ModelSpec
-    from quengine.serve.models.registry import MakeRoom
+    from quengine.serve.models.residency import MakeRoom
     from quengine.serve.processes.shared_engine import Engine
 
 

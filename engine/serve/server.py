@@ -17,7 +17,8 @@ from quengine.serve.app import make_app
 from quengine.serve.connections import Connections
 from quengine.serve.listener import OUT_OF_RESOURCES, Listener, bind, connection_limit, url_of
 from quengine.serve.models.model_spec import ModelSpec
-from quengine.serve.models.registry import Launch, Models
+from quengine.serve.models.registry import Models
+from quengine.serve.models.residency import Launch
 from quengine.serve.processes.server_thread import Worker
 from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings

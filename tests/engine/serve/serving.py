@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.models.model_spec import ModelSpec
-from quengine.serve.models.registry import Launch
+from quengine.serve.models.residency import Launch
 from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.server import Server, bind
 from quengine.serve.settings import Limits, ServerSettings

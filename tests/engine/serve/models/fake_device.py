@@ -9,7 +9,7 @@ from dataclasses import replace
 from quengine.errors import CannotRunError, EngineError
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.models.model_spec import ModelSpec
-from quengine.serve.models.registry import MakeRoom
+from quengine.serve.models.residency import MakeRoom
 from quengine.serve.settings import ModelsOptions, ServerSettings
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving

@@ -10,7 +10,7 @@ from quengine.config import EngineConfig
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.preset_file import find_specs
-from quengine.serve.models.registry import MakeRoom
+from quengine.serve.models.residency import MakeRoom
 from quengine.serve.processes.server_engine import ProcessEngine
 from quengine.serve.settings import ModelsOptions, ServerSettings
 from tests.engine.serve.models.fake_device import states
