@@ -30,7 +30,7 @@ def stop(
         server.post("/models/unload", {"model": name})
         typer.echo(f"{name} is unloaded when its running answers have ended", err=True)
         return
-    if not str(server.get("/props").get("build_info", "")).startswith("quengine"):
+    if "quengine" not in str(server.get("/props").get("build_info")):
         raise EngineError(f"what answers at {server.address} is no server of this program")
     pid = server.process()
     with suppress(ProcessLookupError):
