@@ -549,6 +549,10 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
+class ModelRequest(Body, frozen=True):
+    """Of a route that loads or unloads a model."""
+
+
 class SlotFileRequest(Body, frozen=True, kw_only=True):
     """Of /slots/{id_slot} with the actions save and restore."""
 
@@ -578,4 +582,5 @@ BODIES: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     TemplateRequest,
+    ModelRequest,
 )
