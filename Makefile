@@ -39,8 +39,11 @@ $(VENV)/llama_cpp: $(VENV)/made
 	rm $(VENV)/llama_cpp.part/*.tar.gz
 	mv -T $(VENV)/llama_cpp.part $@
 
+# Clients that tests drive, and that ask for older versions of packages than quengine's own (rich, huggingface_hub).
+CLIENTS := 'litellm>=1.105,<2' 'instructor>=1.16,<2'
 $(VENV)/tested: $(VENV)/installed $(VENV)/llama_cpp
 	$(PIP) -q $(EDITABLE) '.[test]'
+	$(PIP) -q --no-deps $(CLIENTS)
 	touch $@
 
 $(VENV)/linted: $(VENV)/tested
