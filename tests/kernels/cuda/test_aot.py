@@ -1,8 +1,5 @@
 """Compiling ahead of time: what is compiled, what counts as a fault, and one kernel compiled without a GPU."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +10,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot import overlap_faults
 from quengine.kernels.cuda.aot.aot_cases import ARCHS, COMMON_TYPES, cases
 from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
+from tests.fork_server import without_interpreter
 
 HEAD = """
 .visible .entry kernel(
@@ -164,19 +162,13 @@ print(made.registers, made.stack, report.failure or "right")
 
 def test_the_decode_matvec_for_sm_90_reads_its_weights_and_nothing_else_above_the_wait() -> None:
     """In a process of its own: these tests may run in Triton's interpreter, which compiles nothing."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    reads, numbers = done.stdout.splitlines()
+    reads, numbers = without_interpreter(COMPILE).splitlines()
     assert {"low_a", "scales_a"} <= set(reads.split()) <= {"low_a", "high_a", "scales_a", "supers_a"}
     registers, stack, verdict = numbers.split()
     assert 16 < int(registers) <= 255 and (int(stack), verdict) == (0, "right")
 
 
 def test_the_list_of_variants_has_no_launch_twice() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = """
 from quengine.kernels.cuda.aot.aot import launches, variants
 work = variants([80, 89, 90], "mistral-7b, v and down Q4_K, decode")
@@ -186,10 +178,7 @@ assert len(keys) == len(set(keys)) and all(v.decode for v in work)
 assert {"matvec_kernel", "glu_kernel"} <= names, names
 assert {v.archs for v in work} == {(80, 89), (90,)}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
+    without_interpreter(code)
 
 
 TWINS = """
@@ -207,11 +196,7 @@ for only, name in (("Q8_0, matmul, 16", "fused_kernel"), ("smollm2 9/3x64 q8_0, 
 
 
 def test_what_is_made_of_another_gpus_ptx_is_what_triton_makes_for_this_one() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", TWINS], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
+    without_interpreter(TWINS)
 
 
 LISTED = """
@@ -235,14 +220,8 @@ for v in aot.variants([90]):
 
 
 def test_what_batches_launch_is_compiled() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", LISTED], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    found = [
-        (line.split()[0], dict(x.split("=") for x in line.split()[1:])) for line in done.stdout.splitlines()
-    ]
+    lines = without_interpreter(LISTED).splitlines()
+    found = [(line.split()[0], dict(x.split("=") for x in line.split()[1:])) for line in lines]
 
     def met(kernel: str, *flags: str) -> set[tuple[str, ...]]:
         return {tuple(given[flag] for flag in flags) for name, given in found if name == kernel}
