@@ -17,6 +17,7 @@ from typing import Annotated, TextIO
 import typer
 
 from quengine.cli import process, streams
+from quengine.cli.command_table import COMMANDS, ExampleCommand
 from quengine.errors import EngineError, visible
 from quengine.platform import collector, log_lines
 
@@ -37,22 +38,6 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 logger = logging.getLogger("quengine")
-
-COMMANDS = {
-    "generate": "generate",
-    "chat": "chat",
-    "run": "run_model",
-    "serve": "serve",
-    "bench": "bench",
-    "parity": "parity",
-    "tokenize": "tokenize",
-    "show": "show",
-    "pull": "pull",
-    "list": "list_models",
-    "rm": "remove",
-    "doctor": "doctor",
-}
-"""The function of each command, in the file of the command's name."""
 
 app = typer.Typer(
     name="engine",
@@ -92,8 +77,13 @@ def register_commands(args: list[str]) -> None:
     present = {command.name for command in app.registered_commands}
     for name in [named] if named in COMMANDS else COMMANDS:
         if name not in present:
-            file = import_module(f"quengine.cli.commands.{name}")
-            app.command(name, cls=getattr(file, "Command", None))(getattr(file, COMMANDS[name]))
+            entry = COMMANDS[name]
+            file = import_module(f"quengine.cli.{entry.room}.{name}")
+            app.command(
+                name,
+                cls=getattr(file, "Command", ExampleCommand),
+                rich_help_panel=entry.panel,
+            )(getattr(file, entry.function))
 
 
 def _show_warning(

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from quengine.cli.chat.arguments import file_name, one_word, suggestion
+from quengine.cli.chat.arguments import file_name, one_word
 from quengine.cli.chat.attachment import read_attachment
 from quengine.cli.chat.clipboard import copy
 from quengine.cli.chat.notes import note
 from quengine.cli.chat.session_file import SessionFile, excerpt, save, session_lines, session_path
 from quengine.cli.chat.settings import changed, settings_lines
 from quengine.cli.report import print_report
-from quengine.errors import EngineError
+from quengine.errors import EngineError, nearest
 
 if TYPE_CHECKING:
     from quengine.cli.chat.repl import Repl
@@ -40,7 +40,7 @@ def run_command(repl: "Repl", line: str) -> None:
     name, _, rest = line.partition(" ")
     command = COMMANDS.get(name.strip())
     if command is None:
-        near = suggestion(name.strip(), COMMANDS, "/")
+        near = nearest(name.strip(), COMMANDS, "/")
         raise EngineError(f"no command /{name.strip()}{near}; /help lists them (// sends a message with /)")
     command.run(repl, rest.strip())
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Annotated
 
-from quengine.cli.flags import ConstraintFlags, Effort, Model, System, takes_options
+from quengine.cli.flags import ConstraintFlags, Effort, Model, takes_options
 from quengine.cli.loading import load_llm
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
@@ -30,7 +30,6 @@ def chat(
     constraint: ConstraintFlags,
     config: EngineConfig,
     options: ChatOptions,
-    system: System = None,
     effort: Effort = None,
     session: Session = None,
     markdown: Markdown = True,
@@ -49,6 +48,6 @@ def chat(
                 f"engine generate --raw completes text with it"
             )
         variables = {**llm.effort_variables(effort, options.reasoning_budget), **options.variables}
-        conversation = ChatSession(llm, params, system, variables, options)
+        conversation = ChatSession(llm, params, variables, options)
         file = SessionFile(conversation, session_path(session)) if session is not None else None
         Repl(conversation, file, markdown).run()

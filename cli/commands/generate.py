@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quengine.cli.flags import ConstraintFlags, Effort, Model, System, takes_options
+from quengine.cli.flags import ConstraintFlags, Effort, Model, takes_options
 from quengine.cli.loading import load_llm
 from quengine.cli.report import completion_json, print_report
 from quengine.cli.terminal import AnswerPrinter, json_line, write_text
@@ -33,7 +33,6 @@ class PromptFlags:
         tuple[str, ...], Flag("-p --prompt", "The prompt; - reads standard input.", metavar="TEXT")
     ] = ()
     files: Annotated[tuple[Path, ...], Flag("-f --file", "Read the prompt from a file.", metavar="FILE")] = ()
-    system: System = None
     effort: Effort = None
     chat: Annotated[
         bool | None,
@@ -121,7 +120,7 @@ def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, options: ChatOption
     """The prompt, by the template with `chat`. Raises EngineError where a flag would have no effect."""
     if not chat:
         for flag, given in (
-            ("--system", flags.system is not None),
+            ("--system", options.system is not None),
             ("--reasoning-effort", flags.effort is not None),
             ("--chat-template-kwargs", options.template_kwargs is not None),
             ("--reasoning-budget", options.reasoning_budget >= 0),
@@ -131,10 +130,9 @@ def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, options: ChatOption
                     f"{flag} needs a chat template: leave it out, or use --chat with a model that has one"
                 )
         return llm.encode(source, special=flags.special)
-    messages = [{"role": "system", "content": flags.system}] if flags.system is not None else []
-    asked = {"role": "user", "content": source}
+    messages = options.opened([{"role": "user", "content": source}])
     variables = {**llm.effort_variables(flags.effort, options.reasoning_budget), **options.variables}
-    return llm.encode_chat([*messages, asked], variables=variables)
+    return llm.encode_chat(messages, variables=variables)
 
 
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from quengine.cli.commands.chat import Markdown, Session, chat
 from quengine.cli.commands.generate import PromptFlags, generate
-from quengine.cli.flags import ConstraintFlags, Effort, System, takes_options
+from quengine.cli.flags import ConstraintFlags, Effort, takes_options
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.options import MODEL_HELP, Flag
@@ -31,7 +31,6 @@ def run_model(
         list[str] | None,
         typer.Argument(metavar="[PROMPT]...", help="The prompt; without one a conversation."),
     ] = None,
-    system: System = None,
     effort: Effort = None,
     session: Session = None,
     markdown: Markdown = True,
@@ -53,11 +52,11 @@ def run_model(
         "options": options,
     }
     if text is None:
-        inspect.unwrap(chat)(**common, system=system, effort=effort, session=session, markdown=markdown)
+        inspect.unwrap(chat)(**common, effort=effort, session=session, markdown=markdown)
         return
     if session is not None:
         raise EngineError("--session keeps a conversation: leave the PROMPT out")
-    flags = PromptFlags(prompts=(text,), system=system, effort=effort, stats=stats)
+    flags = PromptFlags(prompts=(text,), effort=effort, stats=stats)
     inspect.unwrap(generate)(**common, flags=flags)
 
 

@@ -18,22 +18,31 @@ def show(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a model's sizes, types, memory need, tokenizer and template; reads the header only."""
+    """Show a model's sizes, types, memory need, tokenizer and template, and a preset's options.
+
+    Reads the header only.
+    """
     import json
 
+    from quengine.cli.presets.preset import named_lines
     from quengine.cli.show_report import as_object, devices_of, lines_of
     from quengine.cli.terminal import write_line
     from quengine.errors import EngineError
     from quengine.models.hub.hub import resolve_model
+    from quengine.models.hub.presets import find_preset
     from quengine.models.model_summary import summarize
 
     given = [name for name in (model, model_option) if name is not None]
     if len(given) != 1:
         raise EngineError("show takes one model: engine show MODEL")
+    preset = find_preset(given[0])
     summary = summarize(resolve_model(given[0]))
     devices = devices_of(summary)
     if as_json:
-        typer.echo(json.dumps(as_object(summary, devices, tensors), indent=2))
+        shown = as_object(summary, devices, tensors)
+        typer.echo(json.dumps(shown if preset is None else {**shown, "preset": preset}, indent=2))
         return
+    for line in [] if preset is None else ["preset", *(f"  {each}" for each in named_lines(preset)), ""]:
+        write_line(line)
     for line in lines_of(summary, devices, tensors):
         write_line(line)

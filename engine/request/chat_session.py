@@ -42,14 +42,14 @@ class ChatSession:
     """A conversation; `llm` should have been made with `reuse_prefix=True`.
 
     `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here. `variables` are more
-    names for the template, and `options` say what becomes of reasoning.
+    names for the template; `options` have the system message and messages that every conversation begins with, and say
+    what becomes of reasoning.
     """
 
     def __init__(
         self,
         llm: "LLM",
         params: SamplingParams,
-        system: str | None = None,
         variables: Mapping[str, Any] | None = None,
         options: ChatOptions | None = None,
     ) -> None:
@@ -57,11 +57,10 @@ class ChatSession:
         self.variables = variables
         self.options = options or ChatOptions()
         self.params = params.with_seed()
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = [dict(each) for each in self.options.opened(())]
         self.last: Completion | None = None
         self._turns: list[_Turn] = []
         self._retries = 0  # how often the last message was answered again
-        self.set_system(system)
 
     @property
     def system(self) -> str | None:
@@ -80,8 +79,9 @@ class ChatSession:
         self.messages = ([{"role": "system", "content": text}] if text else []) + rest
 
     def reset(self) -> None:
-        """Remove all messages but the system message."""
-        self.messages = [] if self.system is None else self.messages[:1]
+        """Remove all messages but the system message and those that every conversation begins with."""
+        system = [] if self.system is None else self.messages[:1]
+        self.messages = [*system, *map(dict, self.options.messages)]
         self.last = None
         self._turns.clear()
 
