@@ -20,7 +20,7 @@ from quengine.request.sampling_params import PANEL
 if TYPE_CHECKING:
     from quengine.structured.constraint_spec import ConstraintSpec
 
-Model = Annotated[str, Flag("-m --model", MODEL_HELP, show_default=False)]
+Model = Annotated[str, Flag("-m --model", MODEL_HELP, show_default=False, completes="model")]
 Effort = Annotated[
     str | None,
     Flag("--reasoning-effort", "How long the model reasons, as its template has it.", metavar="LEVEL"),
@@ -130,12 +130,38 @@ def _parameters(name: str, annotation: Any, default: Any) -> Iterator[inspect.Pa
             rich_help_panel=flag.panel,
             metavar=flag.metavar,
             show_default=flag.show_default,
+            autocompletion=_completer(kind, flag),
         )
         annotation = Annotated[_typed(kind, flag), option]
         default = flag.none if flag.none is not None else None if _repeats(kind) else default
     yield inspect.Parameter(
         _name(name), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """The names of models that begin so: presets, aliases, what is in the Hugging Face cache."""
+    from quengine.cli.commands.list import model_names
+
+    return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def _complete_devices(incomplete: str) -> list[str]:
+    gpus = Path("/proc/driver/nvidia/gpus")  # torch, which counts them too, takes a second to import
+    count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    names = ["auto", "cpu", "cuda", *(f"cuda:{index}" for index in range(count))]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+_COMPLETERS = {"model": complete_models, "device": _complete_devices}
+
+
+def _completer(kind: Any, flag: Flag) -> Callable[[str], list[str]] | None:
+    values = (flag.completes or "").split() or (get_args(kind) if get_origin(kind) is Literal else ())
+    named = _COMPLETERS.get(flag.completes or "")
+    if named is not None or not values:
+        return named
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
 def _value(name: str, annotation: Any, given: _Given) -> Any:

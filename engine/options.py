@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from quengine.errors import EngineError, nearest, shown
 
-MODEL_HELP = "Alias, hf:user/repo:QUANT, GGUF file or checkpoint folder."
+MODEL_HELP = "Alias, preset, hf:user/repo:QUANT, GGUF file or checkpoint folder."
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class Flag:
         none: the number that stands for None, which is the default.
         read: makes the field's value from the texts of a repeatable flag; None: a tuple of them.
         show_default: whether the help ends with the default.
+        completes: what a shell completes its value with: "model", "device", or the values with spaces between; None:
+            those of a Literal, else files.
     """
 
     names: str
@@ -74,6 +76,7 @@ class Flag:
     none: int | None = None
     read: Callable[[list[str]], Any] | None = None
     show_default: bool = True
+    completes: str | None = None
 
 
 class Only:

@@ -32,7 +32,7 @@ class Command:
     argument: str
     help: str
     run: "Callable[[Repl, str], None]"
-    completes: Literal["", "path", "session", "setting"] = ""
+    completes: Literal["", "path", "session", "setting", "model"] = ""
 
 
 def run_command(repl: "Repl", line: str) -> None:
@@ -100,6 +100,21 @@ def _file(repl: "Repl", text: str) -> None:
     note(f"{path.name}: {attached.tokens} tokens, sent with the next message")
 
 
+def _image(repl: "Repl", _: str) -> None:
+    raise EngineError(
+        f"{repl.models.name} reads text only, as every model here does; /file sends a text file"
+    )
+
+
+def _model(repl: "Repl", name: str) -> None:
+    if name:
+        used = len(repl.session.messages)
+        repl.models.change(repl.session, name)
+        note(f"the conversation of {used} messages goes on with {name}")
+    llm = repl.session.llm
+    note(f"{repl.models.name}: {llm.model_config.name}, context {llm.ctx_size} tokens, {llm.loaded.path}")
+
+
 def _copy(repl: "Repl", _: str) -> None:
     answers = [each["content"] for each in repl.session.messages if each["role"] == "assistant"]
     if not answers:
@@ -157,6 +172,10 @@ COMMANDS = {
         "[NAME VALUE]", "change how tokens are chosen; alone it lists the settings", _set, "setting"
     ),
     "file": Command("PATH", "send a text file with the next message", _file, "path"),
+    "image": Command("PATH", "refused: models here read text", _image, "path"),
+    "model": Command(
+        "[NAME]", "go on with another model or preset; alone it shows the one in use", _model, "model"
+    ),
     "copy": Command("", "the last answer to the clipboard", _copy),
     "save": Command("NAME|FILE", "write the conversation to a file", _save, "session"),
     "load": Command("NAME|FILE", "go on with a saved conversation", _load, "session"),

@@ -22,6 +22,7 @@ from quengine.errors import EngineError, visible
 from quengine.request.chat_session import ChatSession
 
 if TYPE_CHECKING:
+    from quengine.cli.chat.models import ChatModels
     from quengine.cli.chat.prompt import TerminalPrompt
     from quengine.structured.tool_calls import Delta
 
@@ -29,15 +30,20 @@ if TYPE_CHECKING:
 class Repl:
     """Reads messages and commands until the end of input.
 
-    On a terminal an error is one line and the conversation goes on; piped in, it ends the program. `attachments` go
-    with the next message; `session_file`, if any, is written whenever a line changed the conversation. Answers on a
-    terminal are rendered as `markdown`.
+    On a terminal an error is one line and the conversation goes on; piped in, it ends the program. `models` opens those
+    that the conversation may change to; `attachments` go with the next message; `session_file`, if any, is written
+    whenever a line changed the conversation. Answers on a terminal are rendered as `markdown`.
     """
 
     def __init__(
-        self, session: ChatSession, session_file: SessionFile | None = None, markdown: bool = True
+        self,
+        session: ChatSession,
+        models: "ChatModels",
+        session_file: SessionFile | None = None,
+        markdown: bool = True,
     ) -> None:
         self.session = session
+        self.models = models
         self.session_file = session_file
         self._markdown = markdown
         self.attachments: list[Attachment] = []

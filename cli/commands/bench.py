@@ -45,7 +45,7 @@ class BenchFlags:
     """The models and the tests of a `BenchPlan` as they are typed, and the form of the output."""
 
     models: Annotated[
-        tuple[str, ...], Flag("-m --model", f"{MODEL_HELP[:-1]}; repeatable.", read=_split)
+        tuple[str, ...], Flag("-m --model", f"{MODEL_HELP[:-1]}; repeatable.", read=_split, completes="model")
     ] = ()
     synthetic: Annotated[
         tuple[str, ...],

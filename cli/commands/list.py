@@ -68,6 +68,14 @@ def installed_rows() -> list[Row]:
     return rows
 
 
+def model_names() -> list[str]:
+    """What --model takes, but paths: presets, aliases, and names of other models that are here."""
+    from quengine.models.hub.catalogue import catalogue
+    from quengine.models.hub.presets import preset_names
+
+    return list(dict.fromkeys([*preset_names(), *catalogue(), *(row.name for row in installed_rows())]))
+
+
 def preset_rows() -> list[Row]:
     """The presets, with the size of the file that each is made of, where it is here."""
     from quengine.models.hub.hub import resolve_model

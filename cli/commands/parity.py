@@ -85,7 +85,13 @@ def parity(
     flags: ParityFlags,
     config: Annotated[EngineConfig, Only("threads", "cache_type")],
     model: Annotated[
-        str | None, Flag("-m --model", "The model of the sides that name no file.", show_default=False)
+        str | None,
+        Flag(
+            "-m --model",
+            "The model of the sides that name no file.",
+            show_default=False,
+            completes="model",
+        ),
     ] = None,
 ) -> None:
     """Compare the logits and the greedy text of two ways to run a model, or of two files (--a FILE --b FILE)."""

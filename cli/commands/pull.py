@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from quengine.cli.command_table import ExampleCommand
+from quengine.cli.flags import complete_models
 
 
 class Command(ExampleCommand):
@@ -21,7 +22,11 @@ class Command(ExampleCommand):
 def pull(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME...", help="Aliases, hf:user/repo:QUANT or hf:user/repo/file.gguf."),
+        typer.Argument(
+            metavar="NAME...",
+            help="Aliases, hf:user/repo:QUANT or hf:user/repo/file.gguf.",
+            autocompletion=complete_models,
+        ),
     ],
     offline: Annotated[
         bool, typer.Option("--offline", help="Use only what is here (as HF_HUB_OFFLINE=1 does).")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quengine.cli.flags import complete_models
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -12,7 +13,12 @@ if TYPE_CHECKING:
 
 
 def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names as `engine list` shows them.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...", help="Names as `engine list` shows them.", autocompletion=complete_models
+        ),
+    ],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete models from the Hugging Face cache, and presets, after asking.

@@ -8,7 +8,7 @@ import typer
 
 from quengine.cli.commands.chat import Markdown, Session, chat
 from quengine.cli.commands.generate import PromptFlags, generate
-from quengine.cli.flags import ConstraintFlags, Effort, takes_options
+from quengine.cli.flags import ConstraintFlags, Effort, complete_models, takes_options
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.options import MODEL_HELP, Flag
@@ -26,7 +26,7 @@ def run_model(
     constraint: ConstraintFlags,
     config: EngineConfig,
     options: ChatOptions,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_models)],
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PROMPT]...", help="The prompt; without one a conversation."),

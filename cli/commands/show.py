@@ -4,16 +4,18 @@ from typing import Annotated
 
 import typer
 
+from quengine.cli.flags import complete_models
+from quengine.options import MODEL_HELP
+
 
 def show(
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MODEL", help="Alias, hf:user/repo:QUANT, GGUF file or folder.", show_default=False
-        ),
+        typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=complete_models),
     ] = None,
     model_option: Annotated[
-        str | None, typer.Option("-m", "--model", help="The same.", show_default=False)
+        str | None,
+        typer.Option("-m", "--model", help="The same.", show_default=False, autocompletion=complete_models),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from quengine.cli.flags import complete_models
 from quengine.cli.presets.create import check_name
 from quengine.cli.presets.preset import absolute
 from quengine.errors import EngineError
@@ -12,7 +13,9 @@ from quengine.models.hub.presets import find_preset, write_preset
 
 
 def copy(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A preset, or a model.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A preset, or a model.", autocompletion=complete_models)
+    ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="The new preset.")],
 ) -> None:
     """Copy a preset under another NAME; of a model's name, make a preset of it without options."""

@@ -85,6 +85,12 @@ class ChatSession:
         self.last = None
         self._turns.clear()
 
+    def change_model(self, llm: "LLM", variables: Mapping[str, Any], options: ChatOptions) -> None:
+        """Go on with another model, which computes the conversation anew."""
+        self.llm, self.variables, self.options = llm, variables, options
+        self.last = None
+        self._turns.clear()
+
     def ask(self, text: str) -> Generator[str, None, None]:
         """Send `text` as the user's message; yields the answer's text as it comes. See `deltas`."""
         with closing(self.deltas(text)) as deltas:

@@ -188,6 +188,26 @@ def test_a_reader_that_goes_away_is_quiet(args):
     assert done.returncode == main.READER_GONE
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("chat --model smollm2-135", ["smollm2-135m"]),
+        ("run smollm2-135", ["smollm2-135m"]),
+        ("serve --device c", ["cpu", "cuda"]),
+        ("generate --cache-type ", ["f16", "q8_0"]),
+        ("chat --reasoning-format d", ["deepseek"]),
+    ],
+)
+def test_completion_offers_models_devices_and_choices(typed, offered, monkeypatch, capsys):
+    """In this process, what the shells' scripts ask for: a value a line."""
+    monkeypatch.setenv("_ENGINE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"engine {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" "))))
+    assert main.run([]) == 0
+    lines = capsys.readouterr().out.split()
+    assert [line for line in lines if not line.startswith("cuda:")] == offered
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_offers_the_commands(shell):
     variables = {"bash": {"COMP_WORDS": "engine pu", "COMP_CWORD": "1"}}
