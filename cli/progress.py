@@ -1,6 +1,10 @@
 """What a long command is doing: one line on standard error that is overwritten, for who watches."""
 
 import sys
+import time
+
+LONG_PROMPT = 256
+"""Tokens of a prompt that may take over a second, on the slowest machines that run a model at all."""
 
 
 class ProgressLine:
@@ -18,3 +22,26 @@ class ProgressLine:
     def clear(self) -> None:
         """Erase the line, before something else is printed."""
         self("")
+
+
+class PromptProgress:
+    """How far a prompt is, and how fast, as `CompletionStream.progress` is called; a short one is not shown."""
+
+    def __init__(self) -> None:
+        self._line = ProgressLine()
+        self._shown = False
+        self._began: tuple[int, float] | None = None  # tokens that the cache had, and when
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        first, began = self._began = self._began or (done, now)
+        if total - first > LONG_PROMPT or now - began > 1:
+            rate = f", {(done - first) / (now - began):.0f} tok/s" if done > first else ""
+            self._line(f"prompt: {done} of {total} tokens{rate}")
+            self._shown = True
+
+    def clear(self) -> None:
+        """Erase the line, before the answer; the next prompt begins anew."""
+        if self._shown:
+            self._line.clear()
+        self._shown, self._began = False, None

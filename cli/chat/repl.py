@@ -17,6 +17,7 @@ from quengine.cli.chat.piped import piped_lines
 from quengine.cli.chat.quoted_block import joined
 from quengine.cli.chat.session_file import SessionFile, excerpt
 from quengine.cli.display.answer_view import AnswerView
+from quengine.cli.progress import PromptProgress
 from quengine.cli.terminal import AnswerPrinter, write_text
 from quengine.errors import EngineError, visible
 from quengine.request.chat_session import ChatSession
@@ -74,12 +75,16 @@ class Repl:
         stopped, before = False, self.session.last
         moves = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")  # the cursor
         printer = AnswerView(self._markdown) if moves else AnswerPrinter()
+        self.session.progress = progress = PromptProgress()
         with one_interrupt(), no_echo(), contextlib.closing(deltas), contextlib.closing(printer):
             try:
                 for delta in deltas:
+                    progress.clear()
                     printer.write(delta)
             except KeyboardInterrupt:
                 stopped = True
+            finally:
+                progress.clear()
         write_text("\n")
         last = self.session.last
         if last is None or last is before or not last.tokens:

@@ -12,6 +12,7 @@ import typer
 
 from quengine.cli.flags import ConstraintFlags, Effort, Model, takes_options
 from quengine.cli.loading import load_llm
+from quengine.cli.progress import PromptProgress
 from quengine.cli.report import completion_json, print_report
 from quengine.cli.terminal import AnswerPrinter, json_line, write_text
 from quengine.config import EngineConfig
@@ -136,9 +137,14 @@ def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, options: ChatOption
 
 
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:
-    printer = AnswerPrinter()
-    for delta in stream.deltas():
-        if not quiet:
-            printer.write(delta)
+    printer, progress = AnswerPrinter(), PromptProgress()
+    stream.progress = progress
+    try:
+        for delta in stream.deltas():
+            progress.clear()
+            if not quiet:
+                printer.write(delta)
+    finally:
+        progress.clear()
     if not quiet:
         write_text("\n")

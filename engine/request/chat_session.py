@@ -6,7 +6,7 @@ them.
 
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +59,7 @@ class ChatSession:
         self.params = params.with_seed()
         self.messages: list[dict[str, str]] = [dict(each) for each in self.options.opened(())]
         self.last: Completion | None = None
+        self.progress: Callable[[int, int], None] | None = None  # of prompts (`CompletionStream.progress`)
         self._turns: list[_Turn] = []
         self._retries = 0  # how often the last message was answered again
 
@@ -154,6 +155,7 @@ class ChatSession:
                 reasoning_budget=self.options.reasoning_budget,
                 reasoning_format=self.options.reasoning_format,
             )
+            stream.progress = self.progress
             try:
                 yield from stream.deltas()
             finally:
