@@ -15,6 +15,7 @@ import typer
 from quengine.errors import EngineError
 from quengine.options import MODEL_HELP, Flag, Only
 from quengine.platform.input_files import read_text
+from quengine.request.chat_options import PANEL as CONVERSATIONS
 from quengine.request.sampling_params import PANEL
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Model = Annotated[str, Flag("-m --model", MODEL_HELP, show_default=False, completes="model")]
 Effort = Annotated[
     str | None,
-    Flag("--reasoning-effort", "How long the model reasons, as its template has it.", metavar="LEVEL"),
+    Flag("--reasoning-effort", "How long the model reasons, as its template has it.", CONVERSATIONS, "LEVEL"),
 ]
 
 

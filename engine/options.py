@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args, get_origin
 from quengine.errors import EngineError, nearest, shown
 
 MODEL_HELP = "Alias, preset, hf:user/repo:QUANT, GGUF file or checkpoint folder."
+OUTPUT = "What is printed"
+"""The heading of flags about a command's output."""
 
 
 @dataclass(frozen=True)

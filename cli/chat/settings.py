@@ -53,7 +53,9 @@ def changed(params: SamplingParams, name: str, text: str) -> SamplingParams:
 
 
 def _field(name: str) -> Field[Any]:
-    known = {each: field for field in reversed(flagged(SamplingParams)) for each in spellings(field)}
+    known: dict[str, Field[Any]] = {
+        each: field for field in reversed(flagged(SamplingParams)) for each in spellings(field)
+    }
     wanted = name.lstrip("-").replace("-", "_")
     if wanted not in known:
         raise EngineError(f"no setting {name}{nearest(wanted, known)}; /set lists them")

@@ -5,7 +5,8 @@ from typing import Annotated
 
 from quengine.cli.flags import ConstraintFlags, Effort, Model, takes_options
 from quengine.config import EngineConfig
-from quengine.options import Flag
+from quengine.options import OUTPUT, Flag
+from quengine.request.chat_options import PANEL as CONVERSATIONS
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 
@@ -14,11 +15,14 @@ Session = Annotated[
     Flag(
         "--session",
         "Save the conversation after each answer under a name or in a file, and go on with it.",
-        metavar="NAME|FILE",
+        CONVERSATIONS,
+        "NAME|FILE",
     ),
 ]
 
-Markdown = Annotated[bool, Flag("--markdown/--no-markdown", "On a terminal, render the markdown of answers.")]
+Markdown = Annotated[
+    bool, Flag("--markdown/--no-markdown", "On a terminal, render the markdown of answers.", OUTPUT)
+]
 
 
 @takes_options

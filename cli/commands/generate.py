@@ -17,7 +17,7 @@ from quengine.cli.report import completion_json, print_report
 from quengine.cli.terminal import AnswerPrinter, json_line, write_text
 from quengine.config import EngineConfig
 from quengine.errors import EngineError, visible
-from quengine.options import Flag
+from quengine.options import OUTPUT, Flag
 from quengine.platform.input_files import read_stream, read_text, universal_newlines
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
@@ -25,31 +25,33 @@ from quengine.request.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quengine.llm import LLM, CompletionStream
 
+PROMPT = "The prompt"
+
 
 @dataclass(frozen=True)
 class PromptFlags:
     """Where the prompt comes from, how it becomes tokens, and what is printed of its completion."""
 
     prompts: Annotated[
-        tuple[str, ...], Flag("-p --prompt", "The prompt; - reads standard input.", metavar="TEXT")
+        tuple[str, ...], Flag("-p --prompt", "The prompt; - reads standard input.", PROMPT, "TEXT")
     ] = ()
-    files: Annotated[tuple[Path, ...], Flag("-f --file", "Read the prompt from a file.", metavar="FILE")] = ()
+    files: Annotated[tuple[Path, ...], Flag("-f --file", "Read the prompt from a file.", PROMPT, "FILE")] = ()
     effort: Effort = None
     chat: Annotated[
         bool | None,
-        Flag("--chat/--raw", "Use the model's chat template or not. (default: chat if it has one)"),
+        Flag("--chat/--raw", "Use the model's chat template or not. (default: chat if it has one)", PROMPT),
     ] = None
-    special: Annotated[bool, Flag("--special", "Control tokens: take them from the prompt, show them.")] = (
-        False
-    )
+    special: Annotated[
+        bool, Flag("--special", "Control tokens: take them from the prompt, show them.", PROMPT)
+    ] = False
     show_prompt: Annotated[
-        bool, Flag("--show-prompt", "Print the exact prompt first, to standard error.")
+        bool, Flag("--show-prompt", "Print the exact prompt first, to standard error.", OUTPUT)
     ] = False
     logprobs: Annotated[
-        int | None, Flag("--logprobs", "Report log-probabilities of K tokens.", metavar="K")
+        int | None, Flag("--logprobs", "Report log-probabilities of K tokens.", OUTPUT, "K")
     ] = None
-    stats: Annotated[bool, Flag("--stats/--no-stats", "Print the report at the end.")] = True
-    as_json: Annotated[bool, Flag("--json", "Print one JSON object instead of text.")] = False
+    stats: Annotated[bool, Flag("--stats/--no-stats", "Print the report at the end.", OUTPUT)] = True
+    as_json: Annotated[bool, Flag("--json", "Print one JSON object instead of text.", OUTPUT)] = False
 
 
 @takes_options

@@ -11,7 +11,7 @@ from quengine.cli.commands.generate import PromptFlags, generate
 from quengine.cli.flags import ConstraintFlags, Effort, complete_models, takes_options
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.options import MODEL_HELP, Flag
+from quengine.options import MODEL_HELP, OUTPUT, Flag
 from quengine.platform.input_files import read_stream, universal_newlines
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ def run_model(
     effort: Effort = None,
     session: Session = None,
     markdown: Markdown = True,
-    stats: Annotated[bool, Flag("--stats --verbose", "Print the report behind an answer.")] = False,
+    stats: Annotated[bool, Flag("--stats --verbose", "Print the report behind an answer.", OUTPUT)] = False,
 ) -> None:
     """Talk with a model, or answer one PROMPT, as `ollama run` does.
 
