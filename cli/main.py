@@ -12,7 +12,7 @@ import sys
 import warnings
 from importlib import import_module
 from types import FrameType
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -115,7 +115,17 @@ def _print_error(message: str, hint: str = "") -> None:
 def _usage_hint(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "engine"
-    return f"Try `{command} --help`."
+    names = (
+        "`engine list --all` shows names of models. "
+        if getattr(error, "param", None) in _models(context)
+        else ""
+    )
+    return f"{names}Try `{command} --help`."
+
+
+def _models(context: Any) -> list[Any]:
+    """The parameters of a command that name a model."""
+    return [] if context is None else [each for each in context.command.params if each.name == "model"]
 
 
 def _report(error: BaseException) -> int:
@@ -162,6 +172,8 @@ def run(args: list[str]) -> int:
     """Runs one command line (without the program's name) and returns the exit code."""
     logger.setLevel(logging.WARNING)
     try:
+        if args[:1] == ["help"]:
+            args = [*args[1:2], "--help"]
         register_commands(args)
         outcome = typer.main.get_command(app).main(args or ["--help"], "engine", standalone_mode=False)
         sys.stdout.flush()

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from quengine.cli.chat.answering_keys import no_echo
 from quengine.cli.chat.arguments import file_name, one_word
 from quengine.cli.chat.attachment import read_attachment
 from quengine.cli.chat.clipboard import copy
 from quengine.cli.chat.notes import note
 from quengine.cli.chat.session_file import SessionFile, excerpt, save, session_lines, session_path
 from quengine.cli.chat.settings import changed, settings_lines
+from quengine.cli.pulling import offer_pull
 from quengine.cli.report import print_report
 from quengine.errors import EngineError, nearest
 
@@ -109,7 +111,9 @@ def _image(repl: "Repl", _: str) -> None:
 def _model(repl: "Repl", name: str) -> None:
     if name:
         used = len(repl.session.messages)
-        repl.models.change(repl.session, name)
+        offer_pull(name)
+        with no_echo():
+            repl.models.change(repl.session, name)
         note(f"the conversation of {used} messages goes on with {name}")
     llm = repl.session.llm
     note(f"{repl.models.name}: {llm.model_config.name}, context {llm.ctx_size} tokens, {llm.loaded.path}")

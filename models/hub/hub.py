@@ -66,6 +66,10 @@ def _resolved(name: str) -> Path:
     path = Path(name).expanduser()
     if not name.startswith("hf:"):
         if path.is_file() or (path / "config.json").is_file():
+            if path.suffix == ".toml":
+                raise ModelNameError(
+                    f"{name}: no model, but TOML; a preset is made of it with: engine create NAME -f {name}"
+                )
             return path
         if name.lower() not in catalogue():
             raise _no_path(name, path) if path.exists() or _is_like_path(name) else _unknown(name)
