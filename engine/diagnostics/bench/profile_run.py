@@ -39,7 +39,12 @@ def profile_decode(llm: LLM, prompts: list[list[int]], steps: int = PROFILED_STE
     The first steps of the requests, which prepare their sampling, are not in it.
     """
     with decoding(llm, prompts) as streams:
-        trace = _traced(lambda: [decode_step(llm, streams) for _ in range(steps)])
+
+        def several() -> None:
+            for _ in range(steps):
+                decode_step(llm, streams)
+
+        trace = _traced(several)
     return read_profile(trace["traceEvents"], "decode step", steps), trace
 
 
