@@ -38,13 +38,14 @@ def show(
     if len(given) != 1:
         raise EngineError("show takes one model: engine show MODEL")
     preset = find_preset(given[0])
+    if preset is not None and not as_json:
+        for line in ("preset", *(f"  {each}" for each in named_lines(preset)), ""):
+            write_line(line)
     summary = summarize(resolve_model(given[0]))
     devices = devices_of(summary)
     if as_json:
         shown = as_object(summary, devices, tensors)
         typer.echo(json.dumps(shown if preset is None else {**shown, "preset": preset}, indent=2))
         return
-    for line in [] if preset is None else ["preset", *(f"  {each}" for each in named_lines(preset)), ""]:
-        write_line(line)
     for line in lines_of(summary, devices, tensors):
         write_line(line)

@@ -11,6 +11,7 @@
 A stored one (`quengine.models.hub.presets`) has the template's text in place of a file, and an absolute path.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,10 @@ def _excerpt(value: Any) -> str:
 
 
 def absolute(model: str, folder: Path) -> str:
-    """A model's name for a preset: a path is made absolute, from the folder of the file that names it."""
+    """A model's name for a preset: a path is made absolute, from the folder of the file that names it.
+
+    Links stay: shards are found beside a link, and not beside what it leads to.
+    """
     path = Path(model).expanduser()
     here = path if path.is_absolute() else folder / path
-    return str(here.resolve()) if here.is_file() or (here / "config.json").is_file() else model
+    return os.path.normpath(here.absolute()) if here.is_file() or (here / "config.json").is_file() else model

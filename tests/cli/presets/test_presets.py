@@ -133,6 +133,12 @@ def test_a_model_is_run_by_its_presets_name(
     assert [each["content"] for each in messages] == ["be kind", "hi", "Ahoy."]
 
 
+def test_a_link_stays_one(model: str, create: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "sha256-abc").symlink_to(model)
+    assert create("linked", 'model = "./sha256-abc"') == 0
+    assert find_preset("linked") == {"model": str(tmp_path / "sha256-abc")}
+
+
 def test_list_show_cp_and_rm_have_presets(model: str, create: Callable[..., int], capsys: Captured) -> None:
     assert create("pirate", PIRATE.format(model=model)) == 0
     assert run(["cp", "pirate", "corsair"]) == 0
