@@ -10,14 +10,16 @@ from quengine.cli.progress import PromptProgress
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture(autouse=True)
-def terminal(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    del capsys  # which puts its own stream there first
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard error, captured, is a terminal of 40 columns."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")
 
 
-def test_a_long_prompt_is_shown_with_its_rate_and_erased(capsys: Captured) -> None:
+def test_a_long_prompt_is_shown_with_its_rate_and_erased(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    on_terminal(monkeypatch)
     progress = PromptProgress()
     for done in (512, 1024, 3000):
         progress(done, 3000)
@@ -27,14 +29,16 @@ def test_a_long_prompt_is_shown_with_its_rate_and_erased(capsys: Captured) -> No
     assert " tok/s" in second and third.endswith(" tok/s\r\x1b[K")
 
 
-def test_a_short_prompt_is_not(capsys: Captured) -> None:
+def test_a_short_prompt_is_not(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    on_terminal(monkeypatch)
     progress = PromptProgress()
     progress(0, 20)
     progress.clear()
     assert capsys.readouterr().err == ""
 
 
-def test_words_of_a_note_are_whole(capsys: Captured) -> None:
+def test_words_of_a_note_are_whole(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    on_terminal(monkeypatch)
     note(
         "a line of more words than fit forty columns, /and/a/path/that/is/longer/than/a/whole/line/by/itself"
     )
