@@ -18,6 +18,7 @@ import typer
 
 from quengine.cli import process, streams
 from quengine.cli.command_table import COMMANDS, ExampleCommand
+from quengine.cli.progress import clear_before
 from quengine.errors import EngineError, visible
 from quengine.platform import collector, log_lines
 
@@ -68,6 +69,8 @@ def options(
     """Run quantized GGUF language models as they are stored."""
     del version
     log_lines.set_up(verbose)
+    for handler in logger.handlers:
+        handler.addFilter(clear_before)
     warnings.showwarning = _show_warning
 
 

@@ -1,7 +1,9 @@
 """What a long command is doing: one line on standard error that is overwritten, for who watches."""
 
+import logging
 import sys
 import time
+from typing import ClassVar
 
 LONG_PROMPT = 256
 """Tokens of a prompt that may take over a second, on the slowest machines that run a model at all."""
@@ -9,6 +11,9 @@ LONG_PROMPT = 256
 
 class ProgressLine:
     """Shows the latest text on a terminal; off a terminal it stays silent. Leaves an empty line behind."""
+
+    on_screen: ClassVar[bool] = False
+    """Whether any of them shows a text now."""
 
     def __init__(self) -> None:
         self.shown = sys.stderr.isatty()
@@ -18,10 +23,19 @@ class ProgressLine:
             # \r goes back to the line's start and \x1b[K erases what the last text left there.
             sys.stderr.write(f"\r\x1b[K{text}")
             sys.stderr.flush()
+            ProgressLine.on_screen = bool(text)
 
     def clear(self) -> None:
         """Erase the line, before something else is printed."""
         self("")
+
+
+def clear_before(record: logging.LogRecord) -> bool:
+    """A filter of a log's handler that lets all pass: what is logged does not go on in the line of a progress."""
+    del record
+    if ProgressLine.on_screen:
+        ProgressLine().clear()
+    return True
 
 
 class PromptProgress:

@@ -1,11 +1,12 @@
 """What a terminal shows while a prompt is computed, and lines about a conversation that are wrapped at words."""
 
+import logging
 import sys
 
 import pytest
 
 from quengine.cli.chat.notes import note
-from quengine.cli.progress import PromptProgress
+from quengine.cli.progress import ProgressLine, PromptProgress, clear_before
 
 Captured = pytest.CaptureFixture[str]
 
@@ -27,6 +28,15 @@ def test_a_long_prompt_is_shown_with_its_rate_and_erased(
     _, first, second, third = capsys.readouterr().err.split("prompt: ")
     assert first.startswith("512 of 3000 tokens\r") and second.startswith("1024 of 3000 tokens, ")
     assert " tok/s" in second and third.endswith(" tok/s\r\x1b[K")
+
+
+def test_a_log_line_takes_its_place(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    on_terminal(monkeypatch)
+    line = ProgressLine()
+    for shown in ("loading", ""):
+        line(shown)
+        clear_before(logging.LogRecord("x", logging.WARNING, "", 0, "compiling", None, None))
+    assert capsys.readouterr().err.endswith("loading\r\x1b[K\r\x1b[K")
 
 
 def test_a_short_prompt_is_not(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
