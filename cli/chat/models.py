@@ -26,6 +26,9 @@ class ChatModels:
     options: ChatOptions
     effort: str | None
 
+    def __post_init__(self) -> None:
+        self._running = self.config  # of the model that is open
+
     def session(self, params: SamplingParams) -> ChatSession:
         """A conversation with the first model. Raises what `LLM` does, and EngineError where it cannot chat."""
         llm, variables = self._open(self.name, self.config, self.options)
@@ -46,14 +49,14 @@ class ChatModels:
         try:
             llm, variables = self._open(name, config, options)
         except EngineError:
-            llm, variables = self._open(self.name, self.config, before)
+            llm, variables = self._open(self.name, self._running, before)
             session.change_model(llm, variables, before)
             raise
         session.change_model(llm, variables, options)
         session.params = replace(session.params, **preset.get(SamplingParams, {})).with_seed()
         if options.system != before.system:
             session.set_system(options.system)
-        self.name = name
+        self.name, self._running = name, config
 
     def _open(self, name: str, config: EngineConfig, options: ChatOptions) -> "tuple[LLM, Mapping[str, Any]]":
         """A model, and the variables of its template."""

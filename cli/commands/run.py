@@ -9,15 +9,13 @@ import typer
 from quengine.cli.commands.chat import Markdown, Session, chat
 from quengine.cli.commands.generate import PromptFlags, generate
 from quengine.cli.flags import ConstraintFlags, Effort, complete_models, takes_options
+from quengine.cli.presets.modelfile import own_name
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.options import MODEL_HELP, OUTPUT, Flag
 from quengine.platform.input_files import read_stream, universal_newlines
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
-
-HUBS = ("hf.co/", "huggingface.co/")
-"""How Ollama begins the names that are written hf: here."""
 
 
 @takes_options
@@ -40,12 +38,9 @@ def run_model(
 
     A pipe's text comes before the PROMPT: engine run smollm2-135m "Summarize this:" < notes.txt
     """
-    for hub in HUBS:
-        if model.startswith(hub):
-            model = f"hf:{model.removeprefix(hub)}"
     text = _prompt(words or [])
     common = {
-        "model": model,
+        "model": own_name(model),
         "params": params,
         "constraint": constraint,
         "config": config,

@@ -64,7 +64,9 @@ def read_preset(file: Path) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(table.get("model"), str):
         raise EngineError(f'{file}: it names no model: model = "smollm2-135m"')
     table = _with_template(_named_by_fields(table, str(file)), file)
-    table["model"] = absolute(table["model"], file.absolute().parent)
+    for key in ("model", "draft_model"):
+        if isinstance(table.get(key), str):
+            table[key] = absolute(table[key], file.absolute().parent)
     if (base := find_preset(table["model"])) is not None:
         table = {**base, **table, "model": base["model"]}
     table_options(table, str(file))

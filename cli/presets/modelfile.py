@@ -10,7 +10,7 @@ from quengine.errors import EngineError
 from quengine.options import flagged, spellings, value_type
 
 _INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")
-_VALUE = re.compile(r'"""(.*?)"""|"([^"\n]*)"[ \t]*(?=\n|$)|([^\n]*)', re.DOTALL)
+_VALUE = re.compile(r'"""(.*?)"""|"(.*?)"[ \t]*(?=\n|$)|([^\n]*)', re.DOTALL)
 _HUBS = ("hf.co/", "huggingface.co/")
 _OPTIONS = {
     "num_ctx": "ctx_size",
@@ -19,6 +19,12 @@ _OPTIONS = {
     "use_mmap": "mmap",
 }
 """Parameters that have another name here."""
+
+
+def own_name(model: str) -> str:
+    """A model's name as it is written here: Ollama begins those of the Hugging Face Hub with its address."""
+    hub = next((each for each in _HUBS if model.startswith(each)), None)
+    return model if hub is None else f"hf:{model.removeprefix(hub)}"
 
 
 def is_modelfile(text: str) -> bool:
@@ -38,8 +44,7 @@ def modelfile_table(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
     for number, name, value in _instructions(text, where):
         at = f"{where}, line {number}"
         if name == "FROM":
-            hub = next((each for each in _HUBS if value.startswith(each)), None)
-            table["model"] = value if hub is None else f"hf:{value.removeprefix(hub)}"
+            table["model"] = own_name(value)
         elif name == "PARAMETER":
             _take_parameter(table, notes, value, at)
         elif name == "TEMPLATE":
@@ -48,7 +53,7 @@ def modelfile_table(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
             table["system"] = value
         elif name == "MESSAGE":
             role, _, content = value.partition(" ")
-            table.setdefault("messages", []).append({"role": role, "content": _unquoted(content.strip())})
+            table.setdefault("messages", []).append({"role": role, "content": content})
         elif name == "LICENSE":
             table["license"] = f"{table['license']}\n\n{value}" if "license" in table else value
         elif name == "ADAPTER":
@@ -81,18 +86,14 @@ def _instructions(text: str, where: str) -> Iterator[tuple[int, str, str]]:
         value = next(part for part in given.groups() if part is not None)
         if given[3] is not None and value.startswith('"""'):
             raise EngineError(f'{where}, line {number}: {name} begins with """ and does not end')
-        yield number, name, f"{head[0]}{value}" if head is not None else value if given[1] else value.strip()
+        value = value if given[1] else value.strip()
+        yield number, name, value if head is None else f"{head[0].strip()} {value}"
         at = given.end()
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 
 def _take_parameter(table: dict[str, Any], notes: list[str], text: str, at: str) -> None:
     """One PARAMETER; those without an option here, or an effect, are noted."""
     name, _, value = text.partition(" ")
-    value = value.strip()
     name = _OPTIONS.get(name.lower(), name.lower())
     known = {each: field for group in GROUPS for field in flagged(group) for each in spellings(field)}
     if name == "num_gpu" and value == "0":

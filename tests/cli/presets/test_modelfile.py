@@ -11,14 +11,15 @@ MARIO = '''# a comment
 from hf.co/someone/Mario-GGUF:Q4_K_M
 
 PARAMETER temperature 1
-PARAMETER num_ctx 4096
+PARAMETER num_ctx\t4096
 PARAMETER num_predict -2
 PARAMETER num_gpu 0
 parameter stop "AI assistant:"
 PARAMETER stop <|x|>
 PARAMETER use_mmap false
 PARAMETER tfs_z 0.5
-SYSTEM You are Mario.
+SYSTEM "You are "Mario".
+Be brief."
 MESSAGE user "Is Toronto in Canada?"
 MESSAGE assistant """yes
 it is"""
@@ -42,7 +43,7 @@ def test_instructions_are_options() -> None:
         "device": "cpu",
         "stop": ["AI assistant:", "<|x|>"],
         "mmap": False,
-        "system": "You are Mario.",
+        "system": 'You are "Mario".\nBe brief.',
         "messages": [
             {"role": "user", "content": "Is Toronto in Canada?"},
             {"role": "assistant", "content": "yes\nit is"},
