@@ -64,6 +64,8 @@ COMMANDS = {
             "engine serve -m qwen3-4b-q4k -c 8192 --host 0.0.0.0 --api-key-file keys",
         ),
     ),
+    "ps": Entry("ps", RUN, ("engine ps",)),
+    "stop": Entry("stop", RUN, ("engine stop qwen3-4b-q4k",)),
     "list": Entry("list_models", MODELS, ("engine list --all",)),
     "pull": Entry("pull", MODELS, ("engine pull qwen3-4b-q4k", "engine pull hf:user/repo:Q4_K_M")),
     "show": Entry("show", MODELS, ("engine show smollm2-135m", "engine show model.gguf --tensors")),

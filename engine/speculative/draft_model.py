@@ -122,6 +122,10 @@ class DraftModel:
         """Weight bytes that one drafted token reads."""
         return self._runner.decoder.bytes_per_token
 
+    @property
+    def cache_bytes(self) -> int:
+        return self._runner.cache.nbytes
+
     def room(self, sequence: Sequence) -> int:
         """Tokens that can be drafted before the draft model's own context ends."""
         return self._runner.cache.ctx_size - len(sequence.token_ids)

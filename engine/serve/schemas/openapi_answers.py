@@ -397,10 +397,24 @@ def _status() -> dict[str, Schema]:
     slot_file = {"id_slot": _COUNT, "filename": STRING}
     busy = dict.fromkeys(("id_task", "n_prompt_tokens", "n_computed", "n_decoded"), _COUNT)
     model = _object(
-        id=STRING, object=_const("model"), created=_COUNT, owned_by=_const("quengine"), meta=OBJECT
+        id=STRING,
+        object=_const("model"),
+        created=_COUNT,
+        owned_by=_const("quengine"),
+        aliases=_array(STRING),
+        meta=OBJECT,
+        status=_object(
+            {
+                "failed": _const(True),
+                **dict.fromkeys(("error", "device"), STRING),
+                **dict.fromkeys(("memory", "running", "waiting"), _COUNT),
+                **dict.fromkeys(("last_used", "keep_seconds"), _NUMBER),
+            },
+            value=_enum("unloaded", "loading", "loaded", "sleeping"),
+        ),
     )
     return {
-        "Health": _object(status=_const("ok")),
+        "Health": _object({"is_sleeping": _const(True)}, status=_const("ok")),
         "Model": model,
         "ModelList": _object(object=_const("list"), data=_array(ref("Model"))),
         "Slots": _array(
@@ -429,6 +443,7 @@ def _status() -> dict[str, Schema]:
             bos_token=STRING,
             eos_tokens=_array(STRING),
             modalities=_object(vision=BOOLEAN, audio=BOOLEAN),
+            is_sleeping=BOOLEAN,
             build_info=STRING,
             limits=_object(**dict.fromkeys(limits, _COUNT)),
         ),
@@ -488,5 +503,5 @@ def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tup
     counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), _COUNT)
     optional = {**optional, **logprobs}
     end = _object(optional, **head, done=_const(True), done_reason=_enum("stop", "length"), **counts)
-    empty = _object(**head, done=_const(True), done_reason=_const("load"))
+    empty = _object(**head, done=_const(True), done_reason=_enum("load", "unload"))
     return {"anyOf": [end, empty]}, {"anyOf": [_object(optional, **head, done=_const(False)), end]}

@@ -523,6 +523,10 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
+class ModelRequest(Body, frozen=True):
+    """Of a route that loads or unloads a model."""
+
+
 class SlotFileRequest(Body, frozen=True, kw_only=True):
     """Of /slots/{id_slot} with the actions save and restore."""
 
@@ -552,4 +556,5 @@ BODIES: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     TemplateRequest,
+    ModelRequest,
 )
