@@ -80,7 +80,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     def run(ctx: typer.Context, **values: Any) -> None:
         given = _Given(values, frozenset(name for name in values if _is_typed(ctx, name)))
         if isinstance(model := values.get("model"), str):
-            from quengine.cli.presets.preset import preset_values
+            from quengine.request.preset import preset_values
 
             given = replace(given, preset=preset_values(model))
         command(**{each.name: _value(each.name, each.annotation, given) for each in taken})

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quengine.cli.loading import load_llm
-from quengine.cli.presets.preset import preset_values
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.request.chat_options import ChatOptions
 from quengine.request.chat_session import ChatSession
+from quengine.request.preset import preset_values
 from quengine.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """`engine show`: what a model is and what it needs, from its header alone."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +27,6 @@ def show(
     """
     import json
 
-    from quengine.cli.presets.preset import named_lines
     from quengine.cli.show_report import as_object, devices_of, lines_of
     from quengine.cli.terminal import write_line
     from quengine.errors import EngineError
@@ -39,7 +39,7 @@ def show(
         raise EngineError("show takes one model: engine show MODEL")
     preset = find_preset(given[0])
     if preset is not None and not as_json:
-        for line in ("preset", *(f"  {each}" for each in named_lines(preset)), ""):
+        for line in ("preset", *(f"  {each}" for each in _preset_lines(preset)), ""):
             write_line(line)
     summary = summarize(resolve_model(given[0]))
     devices = devices_of(summary)
@@ -49,3 +49,17 @@ def show(
         return
     for line in lines_of(summary, devices, tensors):
         write_line(line)
+
+
+def _preset_lines(table: Mapping[str, Any]) -> list[str]:
+    """A preset's options for people, a line each; long texts by their first line and length."""
+    return [f"{key:12} {_excerpt(value)}" for key, value in table.items()]
+
+
+def _excerpt(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return f"{len(value)} messages"
+    text = str(value) if not isinstance(value, list) else ", ".join(map(repr, value))
+    lines = text.strip().splitlines() or [""]
+    more = f" ({len(text)} characters)" if len(lines) > 1 or len(text) > 100 else ""
+    return f"{lines[0][:100]}{'...' if more else ''}{more}"

@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 
 from quengine.cli.flags import complete_models
-from quengine.cli.presets.create import check_name
-from quengine.cli.presets.preset import absolute
+from quengine.cli.presets.create import absolute, check_name
 from quengine.errors import EngineError
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
 from quengine.models.hub.presets import find_preset, write_preset

@@ -1,5 +1,6 @@
 """`engine create`: makes a preset of a TOML file or of Ollama's Modelfile."""
 
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from quengine.cli.presets.preset import GROUPS, PLAIN_KEYS, absolute, check_no_adapter, table_options
 from quengine.errors import EngineError
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
 from quengine.models.hub.presets import find_preset, preset_path, write_preset
 from quengine.options import table_fields
 from quengine.platform.input_files import read_text
+from quengine.request.preset import GROUPS, PLAIN_KEYS, check_no_adapter, table_options
 
 
 def create(
@@ -95,3 +96,13 @@ def _with_template(table: dict[str, Any], file: Path) -> dict[str, Any]:
     if not isinstance(given, str):
         raise EngineError(f"{file}: template_file must be a file's name")
     return {**table, "template": ChatOptions(template_file=file.parent / Path(given).expanduser()).source()}
+
+
+def absolute(model: str, folder: Path) -> str:
+    """A model's name for a preset: a path is made absolute, from the folder of the file that names it.
+
+    Links stay: shards are found beside a link, and not beside what it leads to.
+    """
+    path = Path(model).expanduser()
+    here = path if path.is_absolute() else folder / path
+    return os.path.normpath(here.absolute()) if here.is_file() or (here / "config.json").is_file() else model

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from quengine.cli.presets.go_template import UnknownFormError, jinja_of
-from quengine.cli.presets.preset import GROUPS
 from quengine.errors import EngineError
 from quengine.options import flagged, spellings, value_type
+from quengine.request.preset import GROUPS
 
 _INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")
 _VALUE = re.compile(r'"""(.*?)"""|"(.*?)"[ \t]*(?=\n|$)|([^\n]*)', re.DOTALL)

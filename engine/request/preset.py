@@ -11,9 +11,7 @@
 A stored one (`quengine.models.hub.presets`) has the template's text in place of a file, and an absolute path.
 """
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from quengine.config import EngineConfig
@@ -72,27 +70,3 @@ def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:
             rule = f"each must be {{ role = ..., content = text }}, the role {', '.join(_ROLES)}"
             raise EngineError(f"{where}: messages: {shown(message)}: {rule}")
     return tuple(value)
-
-
-def named_lines(table: Mapping[str, Any]) -> list[str]:
-    """A preset's options for people, a line each; long texts by their first line and length."""
-    return [f"{key:12} {_excerpt(value)}" for key, value in table.items()]
-
-
-def _excerpt(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return f"{len(value)} messages"
-    text = str(value) if not isinstance(value, list) else ", ".join(map(repr, value))
-    lines = text.strip().splitlines() or [""]
-    more = f" ({len(text)} characters)" if len(lines) > 1 or len(text) > 100 else ""
-    return f"{lines[0][:100]}{'...' if more else ''}{more}"
-
-
-def absolute(model: str, folder: Path) -> str:
-    """A model's name for a preset: a path is made absolute, from the folder of the file that names it.
-
-    Links stay: shards are found beside a link, and not beside what it leads to.
-    """
-    path = Path(model).expanduser()
-    here = path if path.is_absolute() else folder / path
-    return os.path.normpath(here.absolute()) if here.is_file() or (here / "config.json").is_file() else model
