@@ -148,7 +148,7 @@ def test_every_command_is_there_and_explains_itself_and_its_exit_codes(capsys):
         assert main.run([command, "--help"]) == 0
         shown = capsys.readouterr().out
         assert (
-            f"Usage: engine {command}" in shown and f"\n  engine {command} " in shown.partition("Examples")[2]
+            f"Usage: engine {command}" in shown and f"\n  engine {command}" in shown.partition("Examples")[2]
         )
 
 
