@@ -175,7 +175,7 @@ def table_values(
     for name, (group, field, value) in table_fields(table, groups, where).items():
         try:
             found.setdefault(group, {})[name] = _table_value(field, value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, EngineError) as error:
             raise EngineError(f"{where}: {name} = {shown(value)}: {error}") from None
     return found
 
