@@ -18,7 +18,7 @@ _END_SECONDS = 90.0
 @takes_options
 def stop(
     *,
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Unload this one.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Unload this one.")] = None,
     server: RemoteServer,
 ) -> None:
     """Unload a MODEL of a running server once its answers have ended; or end the server, without one named.
@@ -26,11 +26,11 @@ def stop(
     A server is ended as Ctrl-C ends it: what runs is finished first. It has to be a process of this user on this
     machine.
     """
-    if model is not None:
-        server.post("/models/unload", {"model": model})
-        typer.echo(f"{model} is unloaded when its running answers have ended", err=True)
+    if name is not None:
+        server.post("/models/unload", {"model": name})
+        typer.echo(f"{name} is unloaded when its running answers have ended", err=True)
         return
-    if not str(server.get("/props").get("build_info", "")).startswith("quengine"):
+    if "quengine" not in str(server.get("/props").get("build_info")):
         raise EngineError(f"what answers at {server.address} is no server of this program")
     pid = server.process()
     with suppress(ProcessLookupError):

@@ -84,15 +84,15 @@ async def read_raw(request: Request, limits: Limits) -> bytes:
     if read is not None:
         return read
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limits.body:
-        raise _too_large(limits)
     body = bytearray()
     try:
         async with asyncio.timeout(limits.read_s):
+            if declared.isdecimal() and int(declared) > limits.body:
+                raise await _too_large(request, limits)
             async for part in request.stream():
                 body += part
                 if len(body) > limits.body:
-                    raise _too_large(limits)
+                    raise await _too_large(request, limits)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s (--read-timeout)") from None
     except ClientDisconnect:
@@ -101,7 +101,11 @@ async def read_raw(request: Request, limits: Limits) -> bytes:
     return read
 
 
-def _too_large(limits: Limits) -> ApiError:
+async def _too_large(request: Request, limits: Limits) -> ApiError:
+    """The error. A connection that is to be closed is read to the body's end: else the answer would be lost with it."""
+    if "close" in request.headers.get("connection", "").lower():
+        async for _ in request.stream():
+            pass
     return ApiError(413, f"the body is over {limits.body} bytes (--max-body)", code="over_limit")
 
 

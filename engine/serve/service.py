@@ -115,7 +115,9 @@ class Service:
             return bad_request(message, param, "over_limit")
         return ApiError(
             400,
-            f"{has} and the context holds {context}, of which one is for the answer",
+            # litellm knows the error by llama-server's words, LangChain by the code, both in the message.
+            f"{has} and the context holds {context}, of which one is for the answer: it exceeds the available context "
+            f"size (context_length_exceeded)",
             param=param,
             code="context_length_exceeded",
             details={"n_prompt_tokens": count, "n_ctx": context},

@@ -193,7 +193,7 @@ class DraftModel:
         params, vocab = sequence.params, self._runner.decoder.config.vocab_size
         bias = {token: value for token, value in params.logit_bias.items() if token < vocab}
         plain: SamplingParams = replace(
-            params,
+            params.plain(),
             logit_bias=bias,
             logprobs=None,
             constraint=None,

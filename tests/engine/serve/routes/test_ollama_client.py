@@ -369,7 +369,7 @@ def test_what_the_command_line_does_is_not_pretended(client: ollama.Client) -> N
         ({"stream": "yes"}, "stream"),
         ({"options": {"temperature": -1}}, "options.temperature = -1"),
         ({"options": {"num_predict": -3}}, "options.num_predict = -3"),
-        ({"options": {"mirostat": 2}}, "options.mirostat is not supported"),
+        ({"options": {"mirostat": 3}}, "options.mirostat = 3"),
         ({"options": {"stop": ["a"] * 17}}, "--max-stops"),
         ({"options": {"seed": 2**70}}, "seed"),
         ({"options": 1}, "options"),
