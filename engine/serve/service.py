@@ -178,11 +178,12 @@ class Service:
         What has gathered since the last write is one piece. Closing it early cancels. Raises ApiError when a completion
         fails; the others of the request are then cancelled too.
         """
-        left, record = len(handle.requests), access_log.current()
+        left, record, first = len(handle.requests), access_log.current(), handle.requests[0]
+        # A scored token has an event of its own.
+        scored = isinstance(first, GenerationRequest) and first.params.logprobs is not None
         try:
             while left:
                 events = await handle.events()
-                scored = handle.requests[0].params.logprobs is not None  # then each token has a piece
                 for choice, event in events if len(events) == 1 or scored else _joined(events):
                     if isinstance(event, Failed):
                         record.error = event.message

@@ -104,7 +104,6 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
         {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 3}},
         {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": []}},
         {"tool_choice": "required"},
-        {"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
         {"text": {"format": {"type": "json_object"}}, "grammar": 'root ::= "a"'},
         {"input": [{"type": "reasoning", "summary": []}]},
         {"input": [{"type": "web_search_call"}]},
