@@ -7,7 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from quengine.errors import EngineError
 from quengine.serve.routes.answers import FINGERPRINT
+from quengine.serve.settings import ServerSettings
 from tests.engine.serve.fake_engine import FakeModel
 from tests.engine.serve.serving import Served, serving
 
@@ -121,3 +123,11 @@ def test_a_preflight_of_a_page_that_may_not_come_is_answered_without_leave(bare:
         answer = bare.options("/completions", headers={**asked, "Origin": origin})
         assert answer.status_code == 200
         assert answer.headers.get("Access-Control-Allow-Origin") == (origin if allowed else None)
+
+
+def test_several_addresses_are_one_flag() -> None:
+    settings = ServerSettings(("fake",), host="127.0.0.1, ::1")
+    assert settings.hosts == ("127.0.0.1", "::1") and settings.loopback
+    for host, error in (("127.0.0.1,0.0.0.0", "lets other machines in"), (",", "no address")):
+        with pytest.raises(EngineError, match=error):
+            ServerSettings(("fake",), host=host)
