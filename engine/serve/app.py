@@ -1,10 +1,7 @@
 """The application: which function answers which path, and what every request passes on its way there."""
 
-from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cache, partial
-from hashlib import sha256
-from pathlib import Path
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,6 +15,7 @@ from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import LOOPBACK_ORIGIN, Guard, cors_origins
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
+from quengine.serve.page.files import page, page_file
 from quengine.serve.routes import status_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions
@@ -35,18 +33,6 @@ from quengine.serve.service import Service
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
 
-async def page(service: Service, request: Request) -> Response:
-    """The chat page: one file, whose script and style are all that it may run."""
-    del service, request
-    html, policy = _page()
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",
-    }
-    return Response(html, headers=headers, media_type="text/html; charset=utf-8")
-
-
 async def openapi(service: Service, request: Request) -> Response:
     """What every route takes and answers."""
     del request
@@ -54,23 +40,9 @@ async def openapi(service: Service, request: Request) -> Response:
     return json_response(document(service.settings, None if engine is None else engine.model.vocab_size))
 
 
-@cache
-def _page() -> tuple[bytes, str]:
-    html = Path(__file__).with_name("page.html").read_bytes()
-
-    def source(tag: bytes) -> str:
-        inside = html.partition(b"<" + tag + b">")[2].partition(b"</" + tag + b">")[0]
-        return f"'sha256-{b64encode(sha256(inside).digest()).decode()}'"
-
-    policy = (
-        f"default-src 'none'; script-src {source(b'script')}; style-src {source(b'style')}; "
-        f"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return html, policy
-
-
 ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/", page),
+    ("GET", "/page/{name}", page_file),
     ("GET", "/openapi.json", openapi),
     ("GET", "/health", status_routes.health),
     ("GET", "/v1/health", status_routes.health),
