@@ -1,11 +1,15 @@
 // Where the page starts.
 
 import { render } from "preact";
-import { start } from "./state/store";
+import { describe, start } from "./state/store";
 import { App } from "./view/app";
 import { watchServer } from "./view/live";
 import { applyTheme } from "./view/sidebar";
 
 applyTheme();
-render(<App />, document.body);
-void start().then(watchServer);
+void start().then(() => {
+  render(<App />, document.body);
+  document.getElementById("input")?.focus();
+  void describe();
+  void watchServer();
+});

@@ -1,7 +1,7 @@
 """A headless Chromium for the tests of the chat page.
 
-They want a Chromium on PATH (Debian's package `chromium`) and the playwright package (`pip install -e '.[browser]'`), and
-are skipped without.
+They want a Chromium on PATH (Debian's package `chromium`) and the playwright package (`pip install -e '.[browser]'`),
+and are skipped without.
 """
 
 import shutil

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NARROW = {"width": 390, "height": 780}
+LOOKS = Path(__file__).with_name("looks.js").read_text("utf-8")
 EXPECTED = ("status of 4", "status of 5")
 """Lines that Chromium's console has for every answer with an error status."""
 
@@ -57,12 +58,18 @@ def choose(page: Any, **settings: object) -> None:
             page.locator(f"#{name}").set_checked(value)
         else:
             page.locator(f"#{name}").fill(str(value))
-    page.keyboard.press("Escape")
+    close(page)
 
 
 def open_settings(page: Any) -> None:
     page.get_by_role("button", name="Settings", exact=True).click()
     page.locator("dialog").wait_for()
+
+
+def close(page: Any) -> None:
+    """Close the dialog that is open."""
+    page.keyboard.press("Escape")
+    page.locator("dialog").wait_for(state="detached")
 
 
 def wait_for_text(element: Any, text: str | re.Pattern[str]) -> None:
@@ -137,50 +144,9 @@ def pdf(text: str) -> bytes:
     return made.encode()
 
 
-CONTRAST = """() => {
-  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const rgba = color => {
-    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
-    return canvas.getImageData(0, 0, 1, 1).data;
-  };
-  const light = ([r, g, b]) => {
-    const part = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-    return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
-  };
-  const backOf = element => {
-    for (let e = element; e; e = e.parentElement) {
-      const back = rgba(getComputedStyle(e).backgroundColor);
-      if (back[3] === 255) return back;
-    }
-    return rgba("white");
-  };
-  const open = document.querySelector("dialog[open]");
-  const found = [];
-  const walker = document.createTreeWalker(open ?? document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !element.checkVisibility({ opacityProperty: true, visibilityProperty: true })) continue;
-    if (element.closest(".hidden, .katex-mathml, :disabled")) continue;
-    const style = getComputedStyle(element);
-    const [one, two] = [light(rgba(style.color)), light(backOf(element))].sort((a, b) => b - a);
-    const ratio = (one + 0.05) / (two + 0.05);
-    if (ratio < 4.5) found.push(`${ratio.toFixed(2)} ${walker.currentNode.data.trim().slice(0, 40)}`);
-  }
-  return found;
-}"""
-"""Texts whose contrast with what is behind them is below WCAG's AA."""
-
-UNNAMED = """() => [...document.querySelectorAll("button, input, textarea, select, a, summary, [tabindex]")]
-  .filter(e => e.checkVisibility() && !e.hidden && !(e.ariaLabel || e.labels?.length || e.textContent.trim() || e.title))
-  .map(e => e.outerHTML.slice(0, 200))"""
-"""Controls without a name for screen readers."""
-
-FOCUS = """() => {
-  const e = document.activeElement, style = getComputedStyle(e), box = e.closest(".composer");
-  const seen = style.outlineStyle !== "none" || (box && getComputedStyle(box).boxShadow !== "none");
-  return { seen: Boolean(seen) || e === document.body, name: (e.ariaLabel || e.id || (e === document.body ? "body" : e.textContent) || e.tagName).trim().slice(0, 60) };
-}"""
-"""The focused element's name, and whether its focus is seen."""
+def look(page: Any, name: str) -> Any:
+    """What a function of looks.js finds."""
+    return page.evaluate(f"() => {{ {LOOKS} return {name}(); }}")
 
 
 def tab(page: Any, times: int, key: str = "Tab") -> list[str]:
@@ -188,7 +154,7 @@ def tab(page: Any, times: int, key: str = "Tab") -> list[str]:
     names = []
     for _ in range(times):
         page.keyboard.press(key)
-        now = page.evaluate(FOCUS)
+        now = look(page, "focus")
         assert now["seen"], now
         names.append(re.sub(r"\s+", " ", now["name"]))
     return names

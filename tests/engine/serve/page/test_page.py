@@ -131,6 +131,18 @@ def test_a_partial_answer_survives_a_switch_and_a_reload_and_is_continued(page: 
     assert text.inner_text().startswith(kept) and len(text.inner_text()) > len(kept)
 
 
+def test_a_chat_or_message_that_is_deleted_is_answered_no_longer(page: Any, served: Served) -> None:
+    choose(page, max_tokens=3000)
+    worker = served.server.worker
+    ask(page, "a long one")
+    wait_for_text(page.locator(".assistant .markdown"), PARTIAL)
+    menu(page, "Actions on a long one", "Delete")
+    assert served.wait_until(lambda: worker.idle and not worker.stats.slots)
+    assert titles(page) == []
+    page.get_by_role("button", name="Undo").click()
+    wait_for_text(page.locator(".chats .title"), "a long one")
+
+
 def test_edits_and_second_answers_are_branches_and_messages_are_deleted(page: Any) -> None:
     choose(page, max_tokens=3)
     ask(page, "one")
@@ -189,6 +201,7 @@ def test_settings_are_sent_kept_with_the_chat_and_given_back_to_the_server(page:
     assert body["seed"] == 9 and body["response_format"]["json_schema"]["schema"] == json.loads(schema)
     open_settings(page)
     page.get_by_role("button", name="Server's defaults").click()
+    page.locator("dialog").wait_for(state="detached")
     with page.expect_request("**/v1/chat/completions") as sent:
         page.keyboard.press("Alt+r")
     bare = {"model", "messages", "stream", "stream_options", "return_progress"}
@@ -254,6 +267,7 @@ def test_the_live_view_shows_speed_batch_queue_and_cache(page: Any) -> None:
     assert re.search(r"tok/s.*0 waiting.*% of [\d,]+ tokens", shown.inner_text(), re.DOTALL)
     assert page.locator("dialog .plot polyline").count() == 4
     page.keyboard.press("Escape")
+    page.locator("dialog").wait_for(state="detached")
     page.keyboard.press("Escape")
     wait_for_text(page.locator(".assistant"), "Stopped")
 

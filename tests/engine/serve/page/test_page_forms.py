@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from tests.engine.serve.page.driving import (
-    CONTRAST,
     NARROW,
-    UNNAMED,
     act,
     answer_with,
     answered,
     ask,
     choose,
+    look,
     opened,
     shot,
     stream,
@@ -174,14 +173,14 @@ def test_everything_is_reached_by_the_keyboard_with_a_focus_that_is_seen(page: A
     seen = set(tab(page, 28))
     wanted = {"new", "Search chats", "Conversation", "Copy", "Edit", "Regenerate", "Continue", "Delete"}
     assert wanted | {"Attach files", "Send", "Settings", "live", "Message", "Model: fake"} <= seen, seen
-    assert not page.evaluate(UNNAMED)
+    assert not look(page, "unnamed")
     page.get_by_role("button", name="Settings", exact=True).press("Enter")
     page.locator("dialog").wait_for()
     tab(page, 30)
     assert page.evaluate(
         "() => document.activeElement.closest('dialog') !== null || document.activeElement === document.body"
     )
-    assert not page.evaluate(UNNAMED)
+    assert not look(page, "unnamed")
     page.keyboard.press("Escape")
     page.locator("dialog").wait_for(state="detached")
     assert page.evaluate("() => document.activeElement.ariaLabel") == "Settings"
@@ -206,7 +205,7 @@ def test_nothing_sticks_out_and_text_can_be_read(
         def check(name: str) -> None:
             page.wait_for_timeout(250)
             shot(page, f"{scheme}-{width}-{name}")
-            assert not page.evaluate(CONTRAST), name
+            assert not look(page, "contrast"), name
             assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), name
             assert page.evaluate("() => document.documentElement.scrollHeight <= innerHeight"), name
 

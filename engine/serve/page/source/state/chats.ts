@@ -46,6 +46,8 @@ export interface Chat {
   title: string;
   named: boolean;
   updated: number;
+  /** When it was last written, by which another tab finds what it has not seen. */
+  saved: number;
   leaf: string | null;
   messages: Record<string, Message>;
   settings: Settings;
@@ -58,6 +60,7 @@ export function newChat(settings: Settings, model?: string): Chat {
     title: "New chat",
     named: false,
     updated: Date.now(),
+    saved: 0,
     leaf: null,
     messages: {},
     settings,

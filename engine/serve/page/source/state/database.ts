@@ -1,4 +1,4 @@
-// Chats in IndexedDB, a record each. A chat that changes often is written every WAIT_MS, and at once when the page is
+// Chats in IndexedDB, a record each. One that grows token by token is written every WAIT_MS, and at once when the page is
 // left: with the connection open and the transaction committed by hand, no step of it waits for the page. Other tabs of
 // this page are told what was written.
 
@@ -38,9 +38,11 @@ export async function removeChat(id: string): Promise<void> {
   tabs.postMessage(id);
 }
 
-/** Write a chat soon. */
-export function saveChat(chat: Chat): void {
-  if (!waiting.has(chat.id)) {
+/** Write a chat, now or soon. */
+export function saveChat(chat: Chat, soon: boolean): void {
+  chat.saved = Date.now();
+  if (!soon) void write(chat);
+  else if (!waiting.has(chat.id)) {
     waiting.set(chat.id, { chat, timer: window.setTimeout(() => void write(chat), WAIT_MS) });
   }
 }

@@ -5,9 +5,11 @@ import { ApiError, events, request } from "./api";
 import { withAttachments } from "./attachments";
 import { type Attachment, type Chat, type Costs, type Message, type Token, addMessage, pathTo } from "./chats";
 import { fieldsOf } from "./options";
-import { changed, keep, modelOf, notify, show, speak, state } from "./store";
+import { keep, modelOf, notify, show, speak, state } from "./store";
 
 interface Run {
+  chat: Chat;
+  message: Message;
   control: AbortController;
   /** How much of the prompt is computed, 0 to 1. */
   progress: number;
@@ -37,7 +39,12 @@ addEventListener("pagehide", () => (leaving = true));
 addEventListener("pageshow", () => (leaving = false));
 
 export const runOf = (message: Message): Run | undefined => runs.get(message.id);
-export const runningIn = (chat: Chat): Message | undefined => Object.values(chat.messages).find(message => runs.has(message.id));
+
+/** The answer under way of a chat. */
+export function runningIn(chat: Chat): Message | undefined {
+  for (const run of runs.values()) if (run.chat === chat) return run.message;
+  return undefined;
+}
 
 export function stop(chat: Chat): void {
   const message = runningIn(chat);
@@ -69,7 +76,7 @@ export async function resume(chat: Chat, message: Message): Promise<void> {
 }
 
 async function fill(chat: Chat, message: Message): Promise<void> {
-  const run: Run = { control: new AbortController(), progress: 0 };
+  const run: Run = { chat, message, control: new AbortController(), progress: 0 };
   runs.set(message.id, run);
   message.state = "running";
   delete message.error;
@@ -132,6 +139,7 @@ async function stream(chat: Chat, message: Message, run: Run): Promise<void> {
   let thinkingSince = 0;
   const scored = !message.content || message.tokens !== undefined; // else those before are missing
   for await (const event of events(response)) {
+    if (!(message.id in chat.messages) || !state.chats.includes(chat)) return run.control.abort(); // deleted meanwhile
     const chunk = event as Chunk;
     if (chunk.error) throw new ApiError(chunk.error.message);
     const choice = chunk.choices?.[0];
@@ -146,10 +154,9 @@ async function stream(chat: Chat, message: Message, run: Run): Promise<void> {
     if (chunk.prompt_progress) run.progress = chunk.prompt_progress.processed / Math.max(1, chunk.prompt_progress.total);
     end = choice?.finish_reason ?? end;
     if (chunk.usage) message.costs = costsOf(chunk, end);
-    keep(chat);
+    keep(chat, true);
   }
   if (!end) throw new ApiError("The connection ended before the answer did.");
-  changed();
 }
 
 const tokenOf = (scored: Scored & { top_logprobs?: Scored[] }): Token => ({

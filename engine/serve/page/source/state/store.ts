@@ -1,5 +1,5 @@
 // What the page shows, and how it changes: all chats, the open one, the server's models, and short notices. Views call
-// `useStore` and are drawn again, at most once a frame, after `changed`.
+// `useStore` and are drawn again after `changed`, or after `growing` at most once a frame.
 
 import { useEffect, useState } from "preact/hooks";
 import { ApiError, keyKept, request } from "./api";
@@ -29,9 +29,12 @@ interface Notice {
 
 type Panel = "settings" | "live" | "key" | "about" | "";
 
+const DEFAULTS = "quengine.defaults";
+const OPEN = "quengine.open";
+
 export const state = {
   chats: [] as Chat[],
-  chat: newChat({}),
+  chat: freshChat(),
   models: [] as Model[],
   props: null as Props | null,
   notice: null as Notice | null,
@@ -41,19 +44,18 @@ export const state = {
   spoken: "",
 };
 
-const DEFAULTS = "quengine.defaults";
-const OPEN = "quengine.open";
 const watchers = new Set<() => void>();
 let drawn = true;
 
 export function changed(): void {
+  drawn = true;
+  for (const watcher of watchers) watcher();
+}
+
+function growing(): void {
   if (!drawn) return;
   drawn = false;
-  const draw = (): void => {
-    if (drawn) return;
-    drawn = true;
-    for (const watcher of watchers) watcher();
-  };
+  const draw = (): void => void (drawn || changed());
   if (document.hidden) setTimeout(draw, 200); // no frames are drawn then
   else requestAnimationFrame(draw);
 }
@@ -99,11 +101,12 @@ export function report(error: unknown): void {
   else notify((error as Error).message);
 }
 
-function readDefaults(): { settings: Settings; model?: string } {
+function freshChat(): Chat {
   try {
-    return { settings: {}, ...JSON.parse(localStorage.getItem(DEFAULTS) ?? "{}") };
+    const { settings, model } = JSON.parse(localStorage.getItem(DEFAULTS) ?? "{}") as { settings?: Settings; model?: string };
+    return newChat(settings ?? {}, model);
   } catch {
-    return { settings: {} };
+    return newChat({});
   }
 }
 
@@ -113,30 +116,29 @@ export function keepDefaults(chat: Chat): void {
 
 /** Chats of earlier visits; an answer that a reload cut is marked, and kept as far as it came. */
 export async function start(): Promise<void> {
-  const last = sessionStorage.getItem(OPEN);
   watchDatabase(error => notify(`This chat cannot be kept: ${(error as Error).message}`), id => void otherTab(id));
-  beginChat();
   try {
-    state.chats = await loadChats();
+    const loaded = await loadChats();
+    for (const chat of loaded) interrupt(chat);
+    state.chats.push(...loaded);
   } catch (error) {
     notify(`Chats cannot be kept in this browser: ${(error as Error).message}`);
   }
-  for (const chat of state.chats) interrupt(chat);
   sort();
-  const open = state.chats.find(chat => chat.id === last);
-  if (open) openChat(open);
-  changed();
-  await describe();
+  const last = state.chats.find(chat => chat.id === sessionStorage.getItem(OPEN));
+  if (last) openChat(last);
 }
 
+const isRunning = (message: Message): boolean => message.state === "running";
+
 function interrupt(chat: Chat): void {
-  for (const message of Object.values(chat.messages)) if (message.state === "running") message.state = "interrupted";
+  for (const message of Object.values(chat.messages)) if (isRunning(message)) message.state = "interrupted";
 }
 
 async function otherTab(id: string): Promise<void> {
-  const here = state.chats.find(chat => chat.id === id);
-  if (here && Object.values(here.messages).some(message => message.state === "running")) return;
   const written = await loadChat(id);
+  const here = state.chats.find(chat => chat.id === id);
+  if (here && (Object.values(here.messages).some(isRunning) || (written && written.saved <= here.saved))) return;
   state.chats = state.chats.filter(chat => chat.id !== id);
   if (written) {
     state.chats.push(written);
@@ -172,8 +174,7 @@ export function modelOf(chat: Chat): string {
 
 /** A new chat, which is kept when its first message is sent. */
 export function beginChat(): void {
-  const { settings, model } = readDefaults();
-  openChat(newChat(structuredClone(settings), model));
+  openChat(freshChat());
   if (!isNarrow()) document.getElementById("input")?.focus(); // where a keyboard would cover the screen
 }
 
@@ -184,13 +185,15 @@ export function openChat(chat: Chat): void {
   changed();
 }
 
-/** Keep a chat that has changed. */
-export function keep(chat: Chat): void {
-  if (!Object.keys(chat.messages).length) return changed();
+/** Keep a chat that has changed; `soon`: it goes on growing. */
+export function keep(chat: Chat, soon = false): void {
+  if (!chat.leaf && !Object.keys(chat.messages).length) return changed();
   if (!state.chats.includes(chat)) state.chats.push(chat);
+  if (chat === state.chat) sessionStorage.setItem(OPEN, chat.id);
   sort();
-  saveChat(chat);
-  changed();
+  saveChat(chat, soon);
+  if (soon) growing();
+  else changed();
 }
 
 export function deleteChat(chat: Chat): void {

@@ -157,7 +157,7 @@ const PANELS = { settings: SettingsDialog, live: LiveDialog, key: KeyDialog, abo
 
 export function App(): JSX.Element {
   const { sidebar, panel, spoken } = useStore();
-  useEffect(() => {
+  useLayoutEffect(() => {
     document.addEventListener("keydown", shortcuts);
     return () => document.removeEventListener("keydown", shortcuts);
   }, []);

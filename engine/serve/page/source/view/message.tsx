@@ -24,13 +24,14 @@ export function Markdown({ text, live }: { text: string; live: boolean }): JSX.E
     last.current = { text, blocks: made, at: now, cost: performance.now() - now };
     return made;
   }, [text, live]);
-  return (
+  const draw = (): JSX.Element => (
     <div class="markdown">
       {blocks.map(block => (
         <Html key={block.key} html={block.html} />
       ))}
     </div>
   );
+  return useMemo(draw, [blocks]); // the same tree is not compared again
 }
 
 function Html({ html }: { html: string }): JSX.Element {

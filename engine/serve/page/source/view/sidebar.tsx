@@ -2,10 +2,10 @@
 
 import { Download, Ellipsis, KeyRound, Moon, Pencil, Plus, Sun, SunMoon, Trash2, Upload } from "lucide-preact";
 import type { JSX } from "preact";
-import { useRef, useState } from "preact/hooks";
+import { useMemo, useRef, useState } from "preact/hooks";
 import { type Chat, exported, imported, search } from "../state/chats";
 import { runningIn } from "../state/generation";
-import { beginChat, deleteChat, keep, notify, openChat, show, useStore } from "../state/store";
+import { beginChat, deleteChat, keep, notify, openChat, show, state, useStore } from "../state/store";
 import { type Entry, Menu, download } from "./widgets";
 
 const DAY_MS = 86_400_000;
@@ -38,14 +38,17 @@ function ageOf(chat: Chat): string {
 }
 
 export function Sidebar(): JSX.Element {
-  const state = useStore();
+  useStore();
   const [words, setWords] = useState("");
   const file = useRef<HTMLInputElement>(null);
   const found = search(state.chats, words);
+  // Drawn anew when it differs, not with every token of an answer.
+  const signature = JSON.stringify([state.chat.id, found.map(chat => [chat.id, chat.title, runningIn(chat)?.id])]);
+  const list = useMemo(() => <ChatList chats={found} />, [signature]);
   const load = async (files: FileList | null): Promise<void> => {
     try {
       const chats = imported((await files?.[0]?.text()) ?? "");
-      chats.forEach(keep);
+      for (const chat of chats) keep(chat);
       if (chats[0]) openChat(chats[0]);
       notify(`Imported ${chats.length} ${chats.length === 1 ? "chat" : "chats"}`);
     } catch (error) {
@@ -66,7 +69,7 @@ export function Sidebar(): JSX.Element {
       </button>
       <input type="search" placeholder="Search chats" aria-label="Search chats" value={words} onInput={event => setWords(event.currentTarget.value)} />
       <div class="chats">
-        <ChatList chats={found} />
+        {list}
         {!found.length && <p class="hint">{words ? "No chat holds these words." : "Chats stay in this browser."}</p>}
       </div>
       <input ref={file} type="file" accept=".json,application/json" hidden aria-label="File of chats" onChange={event => void load(event.currentTarget.files)} />
@@ -94,7 +97,6 @@ function ChatList({ chats }: { chats: Chat[] }): JSX.Element {
 }
 
 function Row({ chat }: { chat: Chat }): JSX.Element {
-  const state = useStore();
   const [naming, setNaming] = useState(false);
   const rename = (title: string): void => {
     setNaming(false);

@@ -2,7 +2,7 @@
 
 import type { LucideIcon } from "lucide-preact";
 import type { ComponentChildren, JSX } from "preact";
-import { useEffect, useId, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useId, useRef, useState } from "preact/hooks";
 
 export interface IconButtonProps {
   icon: LucideIcon;
@@ -49,7 +49,7 @@ export function Menu({ label, entries, button, class: name, onOpen }: MenuProps)
     setOpen(false);
     box.current?.querySelector("button")?.focus();
   };
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!open) return;
     (items().find(item => item.ariaChecked === "true") ?? items()[0])?.focus();
     const outside = (event: Event): void => void (box.current?.contains(event.target as Node) || setOpen(false));
@@ -121,7 +121,7 @@ interface DialogProps {
 export function Dialog({ title, class: name, onClose, children }: DialogProps): JSX.Element {
   const element = useRef<HTMLDialogElement>(null);
   const id = useId();
-  useEffect(() => element.current?.showModal(), []);
+  useLayoutEffect(() => element.current?.showModal(), []);
   const onPointer = (event: MouseEvent): void => void (event.target === element.current && onClose());
   return (
     <dialog ref={element} class={name} aria-labelledby={id} onClose={onClose} onPointerDown={onPointer}>
