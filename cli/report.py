@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _TIMINGS = (
     *("load_s", "prompt_s", "ttft_s", "decode_s", "prompt_tok_s", "decode_tok_s", "gb_s", "bytes_per_token"),
     *("cached_tokens", "peak_bytes", "drafts", "drafted_tokens", "accepted_tokens"),
-    *("accept_rate", "accept_length"),
+    *("accept_rate", "accept_length", "shifts", "discarded_tokens"),
 )
 """Of `Timings`, what `--json` prints."""
 
@@ -31,6 +31,7 @@ def print_report(completion: "Completion", llm: "LLM") -> None:
         f"generated  {t.generated_tokens} tokens in {t.decode_s:.2f} s, {t.decode_tok_s:.1f} tok/s, "
         f"{per_token:.1f} ms/token; ended by {completion.finish_reason}, seed {completion.seed}",
         *_drafts(t),
+        *_shifts(t),
         f"read       {gib(t.bytes_per_token)} a token, {t.gb_s:.1f} GB/s",
         f"load       {t.load_s:.2f} s; peak memory {gib(t.peak_bytes)}; {llm.loaded.device}, "
         f"{llm.loaded.threads} threads, {llm.loaded.decoder.backend.name} backend",
@@ -48,6 +49,13 @@ def _drafts(t: "Timings") -> list[str]:
         f"drafted    {t.drafted_tokens} tokens in {t.drafts} steps, {t.accepted_tokens} accepted "
         f"({100 * t.accept_rate:.0f}%); {t.accept_length:.2f} tokens a step with a draft"
     ]
+
+
+def _shifts(t: "Timings") -> list[str]:
+    """What a full context has discarded, if it was shifted."""
+    if not t.shifts:
+        return []
+    return [f"shifted    a full context, shifts: {t.shifts}, tokens discarded: {t.discarded_tokens}"]
 
 
 def _experts(llm: "LLM") -> list[str]:

@@ -10,7 +10,7 @@ still to be computed sees is released, and its entry in the table becomes the pa
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import sha256
@@ -128,6 +128,45 @@ class BlockManager:
         """Release all blocks of a sequence. Its end is evicted before its beginning."""
         for pool, table in zip(self._pools, tables, strict=True):
             pool.release(number for number in reversed(table) if number != PADDING_BLOCK)
+
+    def held(self, keys: Seq[bytes]) -> list[dict[int, int]]:
+        """Of each group the blocks, by index, that hold the longest prefix of `keys` that all groups hold.
+
+        In a group with a window also those behind it that are still there.
+        """
+        prefix = keys[: self._match(keys)]
+        return [
+            {index: pool.by_key[key] for index, key in enumerate(prefix) if key in pool.by_key}
+            for pool in self._pools
+        ]
+
+    def take_back(self, keys: Seq[bytes], held: Seq[Seq[int]]) -> list[dict[int, int]] | None:
+        """Blocks, by index, for contents that were held; the caller owns them, writes them, and calls `given_back`.
+
+        `held`: of each group the indices. What is in the cache already is left out, and what a window hides from the
+        end of `keys` where it has no room. None, and nothing is owned, where the rest has none.
+        """
+        taken: list[dict[int, int]] = []
+        for pool, indices in zip(self._pools, held, strict=True):
+            first = pool.shape.first_visible(len(keys) * BLOCK_SIZE)
+            pool.own(present := [pool.by_key[keys[index]] for index in indices if keys[index] in pool.by_key])
+            missing = [index for index in sorted(indices, reverse=True) if keys[index] not in pool.by_key]
+            short = sum(index >= first for index in missing) > pool.num_free
+            blocks = {} if short else {index: pool.take() for index in missing[: pool.num_free]}
+            pool.release(reversed(present))
+            taken.append(blocks)
+            if short:
+                for owner, owned in zip(self._pools, taken, strict=False):
+                    owner.release(owned.values())
+                return None
+        return taken
+
+    def given_back(self, keys: Seq[bytes], taken: Seq[Mapping[int, int]]) -> None:
+        """The blocks of `take_back` hold these contents now: they are free, and are found by them."""
+        for pool, blocks in zip(self._pools, taken, strict=True):
+            for index, number in blocks.items():  # from the end on, which is evicted first
+                pool.name(number, keys[index])
+                pool.release([number])
 
     def discard(self, keys: Seq[bytes]) -> None:
         """No block is found by these keys any more: its content may be wrong."""

@@ -294,9 +294,10 @@ class LLM:
             if sequence.finished:
                 t = self.completion(sequence).timings
                 logger.info(
-                    "request of %d tokens (%d from the cache): %.2f s; %d generated, %.1f tok/s; ended by %s",
+                    "request of %d tokens (%d from the cache): %.2f s; %d generated, %.1f tok/s; ended by %s%s",
                     *(t.prompt_tokens, t.cached_tokens, t.prompt_s, t.generated_tokens, t.decode_tok_s),
                     sequence.finish_reason,
+                    f"; {t.shifts} context shifts" if t.shifts else "",
                 )
 
     def _take(self, sequence: Sequence, result: Result) -> str:

@@ -63,6 +63,9 @@ Result: TypeAlias = "Sample | Verified | Exception | None"
 """The result of a step for one sequence: its next token, several where it had a draft, why it cannot go on, or None
 where no token was due."""
 
+_SHIFTED_STREAM = 1 << 16
+"""Between the streams of one completion before and after a context shift."""
+
 NO_CHOICE = EngineError("the device found no token to choose")
 """The result where a device's sampling finds no finite logits, or bias leaves no token."""
 
@@ -141,6 +144,10 @@ class Sampler:
         return Sample(
             token, None if params.logprobs is None else token_logprobs(given, token, params.logprobs)
         )
+
+    def change_stream(self) -> None:
+        """Draw from random numbers that no other completion of the prompt has; positions may then come again."""
+        self.stream = (self.stream + _SHIFTED_STREAM) % 2**31
 
     def reset(self) -> None:
         """Let the next history begin otherwise than the last one did, where that was as short."""

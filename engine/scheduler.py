@@ -145,10 +145,13 @@ class Scheduler:
         return max(0, min(most, held - len(sequence.token_ids)))
 
     def release(self) -> None:
-        """Free the blocks of finished sequences."""
+        """Free the blocks of finished sequences; those with a full context discard tokens of it, and begin again."""
         for sequence in self._running:
             if sequence.finished:
                 self._remove(sequence)
+            elif sequence.context_full:
+                self._preempt(sequence)
+                sequence.shift_context()
 
     def retry_alone(self) -> None:
         """Compute the sequences of the current batch one at a time: the step of all of them failed."""
@@ -176,7 +179,7 @@ class Scheduler:
         """
         if sequence.pool is not None:
             return sequence.num_prompt_tokens
-        end = sequence.num_prompt_tokens if self.deterministic else len(sequence.token_ids)
+        end = sequence.num_prefill_tokens if self.deterministic else len(sequence.token_ids)
         return end if end > 1 else 0
 
     def _cached(self, sequence: Sequence, count: int) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_part
 from quengine.kernels.cuda.aot.aot_grouped import MODELS, Experts
-from quengine.kernels.cuda.gemm.matmul_wgmma import uses_wgmma
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped import grouped_add, grouped_glu
@@ -82,7 +82,7 @@ def layer_time(
     mma: bool = False,
 ) -> tuple[float, float]:
     """Microseconds of a layer, and the bytes of the experts that a layer's rows chose. mma: on m16n8k16."""
-    wgmma = uses_wgmma(torch.device("cuda"), 128) and not mma
+    wgmma = is_hopper(torch.device("cuda")) and not mma
     room, pdl = MatmulWorkspace(0, "cuda"), torch.cuda.get_device_capability() >= (9, 0)
     norm = RMSNorm(torch.ones(model.hidden, device="cuda"), 1e-5)
     hidden = 1e-3 * torch.randn(rows, model.hidden, device="cuda")
@@ -97,7 +97,7 @@ def layer_time(
     launches = [lambda w=w, r=r: run(w, r) for w, r in zip(layers, routings, strict=True)]
     with (
         patch("quengine.kernels.cuda.moe.grouped.grouped_block", lambda *_: block),
-        patch("quengine.kernels.cuda.moe.grouped.uses_wgmma", lambda *_: wgmma),
+        patch("quengine.kernels.cuda.moe.grouped.is_hopper", lambda *_: wgmma),
     ):
         time = graph_time(launches) / len(layers)
     chosen = sum(routing.experts.unique().numel() for routing in routings) / len(layers)
@@ -186,7 +186,7 @@ def main() -> None:
         compile_share(arguments.model, arguments.compile)
         return
     compile_ahead("grouped_blocks", ["-m", *arguments.model], [str(i) for i in range(WORKERS)])
-    found = tune_geometries(arguments.model) if uses_wgmma(torch.device("cuda"), 128) else {}
+    found = tune_geometries(arguments.model) if is_hopper(torch.device("cuda")) else {}
     print(json.dumps({"grouped_wgmma": found}), flush=True)
     launch_table._table().setdefault(launch_table.device_name(), {})["grouped_wgmma"] = found
     relative: dict[int, dict[int, list[float]]] = {}

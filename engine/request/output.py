@@ -37,7 +37,8 @@ class Timings:
     to its first token, `decode_s` the time of the tokens after the first. `gb_s` is `bytes_per_token` (weights,
     and the cache read on average) over the time of a decoded token, in 1e9 bytes per second. Rates of phases
     that did not happen are 0. `drafts` are the decode steps that also computed drafted tokens, `drafted_tokens` those
-    tokens, `accepted_tokens` the ones among them that the sequence accepted.
+    tokens, `accepted_tokens` the ones among them that the sequence accepted. `shifts` is how often the context was full
+    and `discarded_tokens` of it were dropped; `prompt_tokens` do not count what was computed again then.
     """
 
     load_s: float = 0.0
@@ -52,6 +53,8 @@ class Timings:
     drafts: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    shifts: int = 0
+    discarded_tokens: int = 0
 
     @property
     def prompt_tok_s(self) -> float:
@@ -88,7 +91,8 @@ class Completion:
     Attributes:
         text: what the user sees; without the end token and without the stop string.
         tokens: the ids that were generated, without the model's end token.
-        finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens or a full context).
+        finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens, or a full context where
+            it is not shifted).
         logprobs: one entry a token where requested, else None.
         timings: see Timings.
         seed: the seed that was used; the same one gives the same text.

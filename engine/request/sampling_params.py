@@ -27,7 +27,10 @@ MAX_PENALTY = 1e6
 PANEL = "Sampling"
 _TOKEN = Range(0, MAX_COUNT)
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
-_INTEGERS = ("max_tokens", "min_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n")
+_INTEGERS = (
+    *("max_tokens", "min_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n"),
+    *("n_keep", "n_discard"),
+)
 
 
 def _typed_biases(texts: Iterable[str]) -> dict[int, float]:
@@ -53,7 +56,7 @@ class SamplingParams:
     """How one sequence is sampled; immutable, checked once when made.
 
     Attributes:
-        max_tokens: most tokens to generate; None: until the context is full.
+        max_tokens: most tokens to generate; None: until the context is full, or with `context_shift` for ever.
         min_tokens: no end token and none of `stop_token_ids` before so many tokens; stop strings and
             `max_tokens` end the text anyhow.
         temperature: logits are divided by it; 0 takes the most likely token (greedy).
@@ -72,6 +75,8 @@ class SamplingParams:
         ignore_eos: go on after the model's end tokens (benchmarks).
         logprobs: report the log-probability of each token and of this many likely ones; None: of none.
         constraint: what the text has to be (a JSON schema, a regex, a grammar); None: anything.
+        context_shift: where the context is full, discard tokens behind the first `n_keep` (-1: the prompt) and go on:
+            `n_discard` of them, 0: half (context/context_shift.py).
         n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
 
     Raises:
@@ -130,14 +135,26 @@ class SamplingParams:
     logprobs: Annotated[int | None, Range(0, MAX_COUNT)] = None
     constraint: ConstraintSpec | None = None
     n: Annotated[int, Range(1, MAX_COUNT)] = 1
+    context_shift: Annotated[
+        bool,
+        Flag(
+            "--context-shift/--no-context-shift",
+            "Discard old tokens of a full context and go on (-n bounds it).",
+        ),
+    ] = False
+    n_keep: Annotated[
+        int, Range(-1, MAX_COUNT), Flag("--keep", "First tokens that a context shift keeps; -1: the prompt.")
+    ] = 0
+    n_discard: Annotated[int, Range(0, MAX_COUNT)] = 0
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in ("max_tokens", "seed", "logprobs"):
                 _check_number(name, value, allowed, name in _INTEGERS)
-        if not isinstance(self.ignore_eos, bool):
-            raise _invalid("ignore_eos", self.ignore_eos, "must be True or False")
+        for name in ("ignore_eos", "context_shift"):
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(name, getattr(self, name), "must be True or False")
         if self.constraint is not None and not isinstance(self.constraint, ConstraintSpec):
             raise _invalid("constraint", self.constraint, "must be a ConstraintSpec")
         # A caller may hand in a list, one string or a dict that it goes on to change: keep our own copies.

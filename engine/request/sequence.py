@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quengine.context.context_shift import ContextShift
 from quengine.request.output import Completion, Timings
 from quengine.request.pooling import Pool
 from quengine.request.prompt_scores import PromptScores
@@ -33,6 +34,9 @@ class Sequence:
         drafts_by_length: how many of its steps had a draft of each length, in tokens.
         accepted_tokens: drafted tokens that the sequence accepted.
         draft_bytes: bytes read for drafts.
+        shift: what it discards when its context is full; None: it ends then.
+        shifts, discarded_tokens: how often it has done so, and what.
+        num_prefill_tokens: tokens that were not generated token by token: the prompt, or what the last shift has left.
     """
 
     token_ids: list[int]
@@ -61,9 +65,12 @@ class Sequence:
     drafts_by_length: Counter[int] = field(default_factory=Counter)
     accepted_tokens: int = 0
     draft_bytes: int = 0
+    shift: ContextShift | None = None
+    shifts: int = 0
+    discarded_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
 
     @property
     def max_positions(self) -> int:
@@ -79,6 +86,11 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def context_full(self) -> bool:
+        """Whether there is no position for a further token."""
+        return len(self.token_ids) >= self.ctx_size
 
     @property
     def pooled(self) -> bool:
@@ -119,9 +131,27 @@ class Sequence:
             self.finish_reason = "stop"
         elif constraint is not None and constraint.finished:
             text += self._finish("stop")
-        elif len(self.generated) == self.params.max_tokens or len(self.token_ids) >= self.ctx_size:
+        elif len(self.generated) == self.params.max_tokens or (self.context_full and not self._discarded):
             text += self._finish("length")
         return text
+
+    @property
+    def _discarded(self) -> range:
+        return range(0) if self.shift is None else self.shift.discarded(len(self.token_ids))
+
+    def shift_context(self) -> None:
+        """Discard tokens of a full context; nothing of what is left is in the cache any more.
+
+        Its random numbers go on in another stream: those of the same positions were drawn before.
+        """
+        gone = self._discarded
+        self.token_ids = self.token_ids[: gone.start] + self.token_ids[gone.stop :]
+        self.num_prefill_tokens = len(self.token_ids)
+        self.num_cached_tokens = 0
+        self.block_keys = []
+        self.sampler.change_stream()
+        self.shifts += 1
+        self.discarded_tokens += len(gone)
 
     def fail(self, error: Exception) -> None:
         """End here, without a further token."""
@@ -155,6 +185,8 @@ class Sequence:
             drafts=self.drafts_by_length.total(),
             drafted_tokens=sum(length * steps for length, steps in self.drafts_by_length.items()),
             accepted_tokens=self.accepted_tokens,
+            shifts=self.shifts,
+            discarded_tokens=self.discarded_tokens,
         )
         return Completion(
             text=self.stream.text,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
+from quengine.context.context_shift import ContextShift
 from quengine.errors import EngineError
 from quengine.kernels.sampling import Choose
 from quengine.models.config import ModelConfig
@@ -48,7 +49,8 @@ class SequenceFactory:
             mask = MinTokens(params.min_tokens, end_ids, self.config.vocab_size, constraint)
         sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose)
         stream = TextStream(self._shown_bytes(show_special), params.stop)
-        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size)
+        shift = ContextShift.of(params, len(ids), self.tokenizer.add_bos)
+        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size, shift=shift)
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a seed, and `ignore_eos` as a bias."""

@@ -16,7 +16,7 @@ from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import LOOPBACK_ORIGIN, Guard, cors_origins
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
 from quengine.serve.page.files import page, page_file
-from quengine.serve.routes import status_routes, token_routes
+from quengine.serve.routes import slot_routes, status_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
@@ -48,7 +48,11 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/v1/health", status_routes.health),
     ("GET", "/metrics", status_routes.metrics),
     ("GET", "/props", status_routes.props),
-    ("GET", "/slots", status_routes.slots),
+    ("POST", "/props", status_routes.change_props),
+    ("GET", "/slots", slot_routes.slots),
+    ("POST", "/slots/{id_slot}", slot_routes.slot_action),
+    ("GET", "/lora-adapters", status_routes.lora_adapters),
+    ("POST", "/lora-adapters", status_routes.change_lora_adapters),
     ("GET", "/models", status_routes.models),
     ("GET", "/v1/models", status_routes.models),
     ("GET", "/v1/models/{name:path}", status_routes.model),

@@ -18,7 +18,7 @@ from quengine.serve import access_log
 from quengine.serve.connections import SlowReaderError
 from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.reading import read_body
+from quengine.serve.schemas.reading import parse_array, read_body
 from quengine.serve.schemas.requests import Body
 from quengine.serve.settings import Limits
 
@@ -59,6 +59,22 @@ def error_response(error: ApiError, path: str) -> Response:
 
 async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
     """The body of a request. Raises ApiError for one too large, too slow, or not of its route's form."""
+    body = await _read_bytes(request, limits)
+    record = access_log.current()
+    with collector.paused():  # a million small objects need no collections between them
+        read = read_body(kind, body, record.ignored)
+    if record.ignored and logger.isEnabledFor(logging.DEBUG):
+        names = one_line(", ".join(record.ignored[:_NAMED_FIELDS]), _NAMED_LENGTH)
+        logger.debug("%s: unknown fields ignored (%d): %s", request.url.path, len(record.ignored), names)
+    return read
+
+
+async def read_array(request: Request, limits: Limits) -> list[Any]:
+    """The body of a request that is an array. Raises ApiError as `read_request`."""
+    return parse_array(await _read_bytes(request, limits))
+
+
+async def _read_bytes(request: Request, limits: Limits) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limits.body:
         raise _too_large(limits)
@@ -73,13 +89,7 @@ async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
         raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s (--read-timeout)") from None
     except ClientDisconnect:
         raise ClientGoneError from None
-    record = access_log.current()
-    with collector.paused():  # a million small objects need no collections between them
-        read = read_body(kind, bytes(body), record.ignored)
-    if record.ignored and logger.isEnabledFor(logging.DEBUG):
-        names = one_line(", ".join(record.ignored[:_NAMED_FIELDS]), _NAMED_LENGTH)
-        logger.debug("%s: unknown fields ignored (%d): %s", request.url.path, len(record.ignored), names)
-    return read
+    return bytes(body)
 
 
 def _too_large(limits: Limits) -> ApiError:

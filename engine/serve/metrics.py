@@ -53,7 +53,7 @@ class Metrics:
             self._generated.inc(len(event.tokens))
         elif isinstance(event, Failed):
             self._ended.labels("error").inc()
-        else:
+        elif isinstance(event, Finished):
             self._finished(event)
 
     def _finished(self, event: Finished) -> None:

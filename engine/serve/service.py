@@ -3,6 +3,7 @@
 Errors of the worker become statuses of HTTP, with Retry-After and both numbers of a limit.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -11,7 +12,16 @@ from quengine.serve import access_log
 from quengine.serve.metrics import Metrics
 from quengine.serve.processes.server_text import TextPool
 from quengine.serve.processes.server_thread import Handle, NotServingError, QueueFullError, Worker
-from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_engine import (
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Piece,
+    SlotAction,
+    SlotDone,
+    Work,
+)
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.response_store import ResponseStore
 from quengine.serve.schemas.errors import ApiError, bad_request
@@ -97,12 +107,13 @@ class Service:
                 f"{sequences} completions in one request: this server holds at most {most} at a time"
             )
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Handle:
+    def submit(self, requests: Sequence[Work]) -> Handle:
         """Queue all completions of an HTTP request. Raises ApiError where the queue or the engine takes none."""
         self.check_count(len(requests))
         try:
             handle = self.worker.submit(requests)
-            access_log.current().submitted(requests)
+            if prompts := [each for each in requests if isinstance(each, GenerationRequest)]:
+                access_log.current().submitted(prompts)
             return handle
         except NotServingError as error:
             raise self.unavailable(error.state) from None
@@ -113,6 +124,20 @@ class Service:
                 code="queue_full",
                 retry_after=self._retry_after(),
             ) from None
+
+    async def slot_action(self, action: SlotAction) -> SlotDone:
+        """What comes of an action, once its slot is free. Raises ApiError where it fails."""
+        handle = self.submit([action])
+        try:
+            while True:
+                for _, event in await handle.events():
+                    if isinstance(event, Failed):
+                        raise _failure(event)
+                    if isinstance(event, SlotDone):
+                        return event
+        except asyncio.CancelledError:
+            self.worker.cancel(handle)
+            raise
 
     def _retry_after(self) -> int:
         """Seconds, estimated from the queue's length and the slots."""
@@ -132,6 +157,7 @@ class Service:
                     if isinstance(event, Failed):
                         record.error = event.message
                         raise _failure(event)
+                    assert not isinstance(event, SlotDone)  # that is the end of an action
                     record.event(event)
                     left -= isinstance(event, Finished)
                     yield choice, event

@@ -99,6 +99,9 @@ class ServerSettings:
     port: Annotated[int, Range(0, 65535), Flag("--port", "Port to listen on; 0: any free one.")] = 8080
     parallel: Annotated[int, Range(1), Flag("--parallel -np", "Most sequences computed at once.")] = 4
     access_log: Annotated[bool, Flag("--access-log/--no-access-log", "Log a line for each request.")] = True
+    slot_save_path: Annotated[
+        Path | None, Flag("--slot-save-path", "Let /slots save prompts' keys and values here.", metavar="DIR")
+    ] = None
     pooling: Annotated[Pooling, Flag("--pooling", "Of embeddings: mean, last or none.")] = "mean"
     api_keys: Annotated[tuple[str, ...], Flag("--api-key", "A key that opens it; repeatable.", _ACCESS)] = ()
     api_key_file: Annotated[
@@ -116,12 +119,17 @@ class ServerSettings:
     chat: ChatOptions = field(default_factory=ChatOptions)
     defaults: Annotated[
         SamplingParams,
-        Only("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"),
+        Only(
+            *("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed"),
+            *("context_shift", "n_keep"),
+        ),
     ] = field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
         if self.pooling not in POOLINGS:
             raise EngineError(f"--pooling {self.pooling!r}: must be {' or '.join(POOLINGS)}")
+        if self.slot_save_path is not None and not self.slot_save_path.is_dir():
+            raise EngineError(f"--slot-save-path {self.slot_save_path}: there is no such folder")
         check_ranges(self, "--{name} {value}")
         keys = dict.fromkeys((*self.api_keys, *_keys_of(self.api_key_file)))
         object.__setattr__(self, "api_keys", tuple(keys))

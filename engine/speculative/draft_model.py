@@ -170,7 +170,8 @@ class DraftModel:
         """Brought up to the tokens that the sequence took of the last draft, or begun anew with its new blocks."""
         progress = self._progresses.get(sequence)
         if progress is None or progress.block_table is not sequence.block_tables[0]:
-            sampler = self._sampler(sequence) if progress is None else progress.sampler
+            same = progress is not None and progress.sampler.stream == sequence.sampler.stream
+            sampler = progress.sampler if progress is not None and same else self._sampler(sequence)
             progress = self._progresses[sequence] = _Progress(sequence.block_tables[0], sampler)
             self._share(progress, sequence)
             return progress

@@ -23,11 +23,13 @@ from quengine.speculative.draft_ngram import NgramIndex
 
 @dataclass
 class _Drafting:
-    """Of one sequence: its index, if there is look-up, and the lengths of either kind of draft."""
+    """Of one sequence, after so many context shifts: its index, if there is look-up, and the lengths of either kind of
+    draft."""
 
     index: NgramIndex | None
     lookup: DraftLength
     model: DraftLength
+    shifts: int
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,9 @@ class Speculation:
         return None
 
     def _drafting(self, sequence: Sequence) -> _Drafting:
-        if sequence not in self._draftings:
+        drafting = self._draftings.get(sequence)
+        if drafting is None or drafting.shifts != sequence.shifts:
             index = NgramIndex(self._longest) if self._longest else None
-            self._draftings[sequence] = _Drafting(index, DraftLength(self._most), DraftLength(self._most))
-        return self._draftings[sequence]
+            lookup, model = DraftLength(self._most), DraftLength(self._most)
+            drafting = self._draftings[sequence] = _Drafting(index, lookup, model, sequence.shifts)
+        return drafting

@@ -273,7 +273,8 @@ class CudaBackend:
             qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width), self.pdl
         )
         out, form = q.view(tokens, width), OperandLayout.ROW_MAJOR
-        if stores_wgmma_layout(spec, layer, tiles) and room.layout(tokens, width) is OperandLayout.WGMMA:
+        wgmma = width % 128 == 0 and room.layout(tokens) is OperandLayout.WGMMA
+        if wgmma and stores_wgmma_layout(spec, layer, tiles):
             out, form = room.fp16_operand(tokens, width).values, OperandLayout.WGMMA
         attention_prefill(
             q, spec, layer, tables, tiles, out, wgmma_layout=form is OperandLayout.WGMMA, pdl=self.pdl
@@ -317,6 +318,7 @@ class CudaBackend:
             return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
         room = self._room()
         half = room.fp16_operand(rows, width)
+        half.clear_padding(width)
         out = room.without_row_scales(half.values, rows, half.layout)
         return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl)
 

@@ -16,7 +16,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
     OperandLayout,
     ScaledProduct,
     fp16_row_scale,
-    store_operand,
+    store_row,
 )
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
@@ -74,7 +74,7 @@ def _post_norm_add_kernel(
     elif KIND == _FP16:
         scale, row_scale = fp16_row_scale(tl.max(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
         tl.store(scale_ptr + row, row_scale)
-        store_operand(out_ptr, row, column, out_stride, z * scale, inside, LAYOUT)
+        store_row(out_ptr, row, column, out_stride, z * scale, inside, LAYOUT)
 
 
 def post_norm_add(
@@ -113,6 +113,6 @@ def post_norm_add(
     _post_norm_add_kernel[(y.shape[0],)](
         y, product_scale, residual, post_weight, next_weight, *outputs,
         bias, row_scale, stride, 1.0 / weight_scale, post_eps, next_eps,
-        WIDTH=y.shape[1], BLOCK=max(shape.head, 32), SCALED=scaled, KIND=kind.value, LAYOUT=int(layout), PDL=pdl,
+        WIDTH=y.shape[1], BLOCK=max(shape.head, 128), SCALED=scaled, KIND=kind.value, LAYOUT=int(layout), PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -24,7 +24,7 @@ def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
 @gluon.jit
 def _norm_wgmma_kernel(
     x_ptr, weight_ptr, out_ptr, row_scale_ptr, x_stride, eps,
-    BLOCKS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCKS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     # [block of 128 columns, bits 1 to 3 of a column, bits 4 to 6, bit 0]
     L: gl.constexpr = gl.BlockedLayout([1, 1, 8, 2], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
@@ -40,7 +40,7 @@ def _norm_wgmma_kernel(
     column += (
         gl.arange(0, 8, layout=H)[None, None, :, None] * 16 + gl.arange(0, 2, layout=E)[None, None, None, :]
     )
-    live = column < BLOCKS * 128
+    live = column < WIDTH
     weight = gl.load(weight_ptr + column, mask=live, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -50,7 +50,7 @@ def _norm_wgmma_kernel(
     squares, largest = gl.reduce(
         (gl.reshape(x * x, [PADDED * 128]), gl.reshape(size, [PADDED * 128])), 0, _sum_and_largest
     )
-    inverse_rms = gl.rsqrt(squares / (BLOCKS * 128) + eps)
+    inverse_rms = gl.rsqrt(squares / WIDTH + eps)
     largest = (largest.to(gl.float32, bitcast=True) * inverse_rms).to(gl.int32, bitcast=True)
     scale, row_scale = fp16_row_scale(largest)
     gl.store(row_scale_ptr + row, row_scale)
@@ -81,13 +81,13 @@ def _store_wgmma_layout(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
 def launch_norm_wgmma(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: Fp16Operand, pdl: bool = False
 ) -> None:
-    """RMSNorm of fp32 rows x [T, D] with fp32 weights [D], to the WGMMA layout; D a multiple of 128."""
-    blocks = x.shape[1] // 128
+    """RMSNorm of fp32 rows x [T, D] with fp32 weights [D], to the WGMMA layout, padded with zeros."""
+    blocks = -(-x.shape[1] // 128)
     padded = max(4, triton.next_power_of_2(blocks))
     warps = min(32, padded // 4)
-    assert out.is_wgmma and x.dtype == weight.dtype == torch.float32 and x.shape[1] % 128 == 0
+    assert out.is_wgmma and x.dtype == weight.dtype == torch.float32
     _norm_wgmma_kernel[(x.shape[0],)](
         x, weight, out.values, out.row_scale, x.stride(0), eps,
-        BLOCKS=blocks, PADDED=padded, WARPS=warps, PDL=pdl,
+        WIDTH=x.shape[1], BLOCKS=blocks, PADDED=padded, WARPS=warps, PDL=pdl,
         num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -140,7 +140,24 @@ _GPT_OSS: Mapping[str, Any] = {
     "yarn_factor": 32.0,
     "experts_used": 4,
 }
-_OF_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_OTHERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3-8b": (
+        "qwen3",
+        {"vocab_size": 151936, "context_length": 40960, "block_count": 36, "feed_forward_length": 12288},
+    ),
+    "llama-3.2-1b": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "context_length": 131072,
+            "embedding_length": 2048,
+            "block_count": 16,
+            "feed_forward_length": 8192,
+            "head_dim": 64,
+            "rope_freq_base": 5e5,
+            "tied_output": True,
+        },
+    ),
     "mixtral-8x7b": ("llama", {"vocab_size": 32000, "experts": 8, "experts_used": 2}),
     "mixtral-tiny": ("llama", {"experts": 8, "experts_used": 2, "feed_forward_length": 512}),
     "qwen3-30b-a3b": ("qwen3moe", _QWEN3_30B),
@@ -189,7 +206,7 @@ _OF_EXPERTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**_GPT_OSS, "feed_forward_length": 256, "sliding_window": 64, "yarn_context": 128, "experts": 8},
     ),
 }
-"""Mixtures of experts: preset -> architecture, and fields as `Architecture.synthetic` has them."""
+"""Dense models and mixtures of experts: preset -> architecture, and fields as `Architecture.synthetic` has them."""
 
 
 def _declared(preset: str, architecture: str, sizes: Mapping[str, Any]) -> SyntheticModel:
@@ -208,5 +225,5 @@ PRESETS: Mapping[str, SyntheticModel] = (
         for declared in ARCHITECTURES.values()
         for preset, sizes in declared.synthetic.items()
     }
-    | {preset: _declared(preset, *described) for preset, described in _OF_EXPERTS.items()}
+    | {preset: _declared(preset, *described) for preset, described in _OTHERS.items()}
 )

@@ -346,3 +346,27 @@ def test_a_pool_of_one_sequences_blocks_is_enough_for_every_position(window: int
         assert len(table) * BLOCK_SIZE > min(start + chunk, 1999)
         seen = table[max(0, start - window + 1) // BLOCK_SIZE : (start + chunk) // BLOCK_SIZE + 1]
         assert PADDING_BLOCK not in seen and len(set(seen)) == len(seen)
+
+
+def test_saved_blocks_are_taken_back_into_free_ones_and_found_again() -> None:
+    manager = BlockManager((CachePool(4), CachePool(3, window=40, chunk=CHUNK)))
+    keys = keys_of(expanded([1, 2, 3, 4]))
+    every = [range(4), range(4)]
+    taken = manager.take_back(keys, every)
+    # Of the group with a window what its end sees, 2 and 3, and what else there is room for.
+    assert taken is not None and [list(blocks) for blocks in taken] == [[3, 2, 1, 0], [3, 2, 1]]
+    assert manager.num_free == 0
+    manager.given_back(keys, taken)
+    assert manager.num_free == 3 and [dict(sorted(held.items())) for held in manager.held(keys)] == [
+        dict(sorted(blocks.items())) for blocks in taken
+    ]
+    assert manager.take_back(keys, every) == [{}, {}]
+    allocation = manager.allocate(keys, 4 * BLOCK_SIZE)
+    assert allocation is not None and allocation.num_cached_tokens == 4 * BLOCK_SIZE
+    manager.free(allocation.block_tables)
+    other = manager.allocate([], 2 * BLOCK_SIZE)
+    assert other is not None
+    free = manager.num_free
+    assert manager.take_back(keys_of(expanded([9, 9, 9, 9])), every) is None and manager.num_free == free
+    manager.free(other.block_tables)
+    assert manager.num_free == 3

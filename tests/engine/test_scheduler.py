@@ -30,10 +30,11 @@ class FakeSequence:
     started: float = 0.0
     error: Exception | None = None
     pool: None = None
+    context_full: bool = False
     scores: PromptScores | None = None
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
         self.max_positions = len(self.token_ids) + self.wanted
 
     @property

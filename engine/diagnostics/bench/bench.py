@@ -21,7 +21,7 @@ from quengine.diagnostics.bench.bench_time import batch_positions, random_prompt
 from quengine.diagnostics.bench.bench_work import bytes_per_token, prompt_operations
 from quengine.diagnostics.bench.profile import Profile, TraceFile
 from quengine.diagnostics.bench.profile_run import (
-    PROFILED_TOKENS,
+    PROFILED_STEPS,
     check_can_profile,
     profile_decode,
     profile_prompt,
@@ -99,8 +99,10 @@ def _loads(plan: BenchPlan, device: str) -> Iterator[tuple[int, list[int]]]:
 def _positions(plan: BenchPlan, test: BenchTest, batch: int, device: str) -> int:
     """Positions that a sequence of the test needs in the cache, and its profile."""
     timed = test.positions if plan.config.speculates else batch_positions(test, batch, device)
-    profiled = test.depth + test.prompt + 1 + PROFILED_TOKENS
-    return max(timed, profiled if plan.profiled and test.generate else 0)
+    if not plan.profiled or not test.generate:
+        return timed
+    tokens = BenchTest(0, PROFILED_STEPS, test.depth + test.prompt)
+    return max(timed, batch_positions(tokens, batch, device))
 
 
 def _timed(
@@ -124,7 +126,7 @@ def _timed(
     if not plan.profiled:
         return row
     progress(f"{label}, profiling")
-    return replace(row, profile=_profiles(llm, test, label, trace))
+    return replace(row, profile=_profiles(llm, test, batch, label, trace))
 
 
 def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
@@ -138,13 +140,15 @@ def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
     return trace
 
 
-def _profiles(llm: LLM, test: BenchTest, label: str, trace: TraceFile | None) -> tuple[Profile, ...]:
+def _profiles(
+    llm: LLM, test: BenchTest, batch: int, label: str, trace: TraceFile | None
+) -> tuple[Profile, ...]:
     """The kernels of a test: of its prompt, and of a decode step after it."""
-    (ids,), found = random_prompts(llm, 1, test.depth + max(test.prompt, 1)), []
+    prompts, found = random_prompts(llm, batch, test.depth + max(test.prompt, 1)), []
     if test.prompt:
-        found.append(profile_prompt(llm, ids, test.depth))
+        found.append(profile_prompt(llm, prompts[0], test.depth))
     if test.generate:
-        found.append(profile_decode(llm, ids, len(ids) - 1))
+        found.append(profile_decode(llm, prompts))
     for profile, events in found:
         if trace is not None:
             trace.add(f"{label}, {profile.what}", events)

@@ -111,8 +111,10 @@ class BenchPlan:
                 raise EngineError(f"{flag} {least}: must be at least 1")
         if self.config.speculates and self.profiled:
             raise EngineError("--profile and --trace time steps without drafts; leave out the --draft flags")
-        if max(self.batches) > 1 and self.profiled:
-            raise EngineError("--profile and --trace time the kernels of one sequence; leave out -b")
+        if max(self.batches) > 1 and self.profiled and any(test.prompt for test in self.tests):
+            raise EngineError(
+                "--profile and --trace time one prompt at a time; with -b, leave prompts out (-p 0)"
+            )
         for test in self.tests:
             if test.prompt and test.depth % BLOCK_SIZE:
                 raise EngineError(

@@ -6,6 +6,7 @@ Every sequence has random tokens of its own, so that none shares what another co
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from quengine.config import MIXED_CHUNK, MIXED_SECONDS
@@ -110,29 +111,37 @@ def _time_requests(llm: LLM, test: BenchTest, batch: int) -> tuple[float, list[C
 
 
 def _time_tokens(llm: LLM, test: BenchTest, batch: int) -> float:
-    streams = [llm.stream(ids, greedy(None)) for ids in random_prompts(llm, batch, test.depth + 1)]
-    try:
-        for stream in streams:
-            stream.start()
-        while not all(stream.sequence.generated for stream in streams):
-            _step(llm, streams)
-        for _ in range(_WARM_UP_STEPS):  # a runner that is a step ahead is so for all of them
-            _step(llm, streams)
+    with decoding(llm, random_prompts(llm, batch, test.depth + 1)) as streams:
         before = sum(len(stream.sequence.generated) for stream in streams)
         began = time.perf_counter()
         for _ in range(test.generate):
-            _step(llm, streams)
+            decode_step(llm, streams)
         seconds = time.perf_counter() - began
         count = sum(len(stream.sequence.generated) for stream in streams) - before
-    finally:
-        for stream in streams:
-            stream.close()
     if count != test.generate * batch:
         raise RuntimeError(f"timed {count} tokens, not {test.generate} of each of {batch} sequences")
     return seconds
 
 
-def _step(llm: LLM, streams: list[CompletionStream]) -> None:
+@contextmanager
+def decoding(llm: LLM, prompts: list[list[int]]) -> Iterator[list[CompletionStream]]:
+    """A greedy request for each prompt, all of them generating, each batch with a token of every one."""
+    streams = [llm.stream(ids, greedy(None)) for ids in prompts]
+    try:
+        for stream in streams:
+            stream.start()
+        while not all(stream.sequence.generated for stream in streams):
+            decode_step(llm, streams)
+        for _ in range(_WARM_UP_STEPS):  # a runner that is a step ahead is so for all of them
+            decode_step(llm, streams)
+        yield streams
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def decode_step(llm: LLM, streams: list[CompletionStream]) -> None:
+    """One batch; raises what ended a request."""
     llm.step()
     for stream in streams:
         if stream.sequence.error is not None:

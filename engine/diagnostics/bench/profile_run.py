@@ -2,25 +2,21 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quengine.diagnostics.bench.bench_time import greedy
+from quengine.diagnostics.bench.bench_time import decode_step, decoding, greedy
 from quengine.diagnostics.bench.profile import Profile, read_profile
 from quengine.errors import CannotRunError
-from quengine.llm import LLM
+from quengine.llm import LLM, CompletionStream
 
 Traced = tuple[Profile, dict[str, Any]]
 """A table, and the Chrome trace that it was read from."""
 
 PROFILED_STEPS = 32
-_WARM_STEPS = 4
-PROFILED_TOKENS = _WARM_STEPS + PROFILED_STEPS + 2
-"""Tokens of the request that `profile_decode` makes: two steps more, as a runner may work ahead."""
 
 
 def check_can_profile(device: torch.device) -> None:
@@ -37,44 +33,38 @@ def check_can_profile(device: torch.device) -> None:
         )
 
 
-def profile_decode(llm: LLM, ids: list[int], cached: int, steps: int = PROFILED_STEPS) -> Traced:
-    """The table and the trace of `steps` decode steps after prompt `ids`, of which `cached` are in the cache.
+def profile_decode(llm: LLM, prompts: list[list[int]], steps: int = PROFILED_STEPS) -> Traced:
+    """The table and the trace of `steps` decode steps of as many sequences as there are prompts, after these.
 
-    The first steps of the request, which prepare its sampling, are not in it.
+    The first steps of the requests, which prepare their sampling, are not in it.
     """
-    with _request(llm, ids, cached, PROFILED_TOKENS - PROFILED_STEPS + steps) as step:
-        for _ in range(_WARM_STEPS):
-            step()
-        trace = _traced(lambda: [step() for _ in range(steps)])
+    with decoding(llm, prompts) as streams:
+
+        def several() -> None:
+            for _ in range(steps):
+                decode_step(llm, streams)
+
+        trace = _traced(several)
     return read_profile(trace["traceEvents"], "decode step", steps), trace
 
 
 def profile_prompt(llm: LLM, ids: list[int], cached: int) -> Traced:
     """The table and the trace of prompt `ids` up to its first token; the first `cached` are in the cache."""
-    with _request(llm, ids, cached, 1) as step:
-        trace = _traced(lambda: [None for _ in iter(step, True)])
-    return read_profile(trace["traceEvents"], "prompt", 1), trace
-
-
-@contextmanager
-def _request(llm: LLM, ids: list[int], cached: int, count: int) -> Iterator[Callable[[], bool]]:
-    """A greedy request of `count` tokens; each call computes one batch and says whether it was the last."""
     llm.scheduler.reset()  # else the blocks of a prompt that was timed before would be found
     if cached:  # whole blocks of it; the rest is computed in front of what is traced
         llm.generate([ids[: cached + 1]], greedy(1))
-    stream = llm.stream(ids, greedy(count))
+    stream = llm.stream(ids, greedy(1))
     llm.scheduler.add(stream.sequence)
-
-    def step() -> bool:
-        llm.step()
-        if stream.sequence.error is not None:
-            raise stream.sequence.error
-        return stream.sequence.finished
-
     try:
-        yield step
+        trace = _traced(lambda: _until_finished(llm, stream))
     finally:
         llm.scheduler.cancel(stream.sequence)
+    return read_profile(trace["traceEvents"], "prompt", 1), trace
+
+
+def _until_finished(llm: LLM, stream: CompletionStream) -> None:
+    while not stream.sequence.finished:
+        decode_step(llm, [stream])
 
 
 def _traced(work: Callable[[], object]) -> dict[str, Any]:

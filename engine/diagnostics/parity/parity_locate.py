@@ -182,9 +182,10 @@ class _Replay:
         if call.operation != operation:
             raise ValueError(f"side a ran {call.operation} where side b runs {operation}")
         backend = self._b.decoder.backend
-        # A residual is added as it is; what is multiplied comes in the form in which side b has it.
-        given = [in_the_form_of(call.inputs[0], inputs[0], backend)] if inputs else []
-        given += [value.to(backend.device, backend.dtype) for value in call.inputs[1:]]
+        # A residual is added, and read by routers, as it is; what is multiplied comes in the form that side b has.
+        placed = [value.to(backend.device, backend.dtype) for value in call.inputs]
+        first = [in_the_form_of(call.inputs[0], inputs[0], backend)] if inputs else []
+        given = placed if operation == "route" else first + placed[1:]
         further = {} if call.experts is None else {"experts": call.experts.to(backend.device)}
         output = run(*given, **further)
         self._layer += operation == "norm+qkv"

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -36,15 +35,15 @@ class _File:
     etag: str
 
 
-async def page(service: Service, request: Request) -> Response:
+async def page(server: object, request: Request) -> Response:
     """The chat page."""
-    del service
+    del server
     return _answer(request, "index.html")
 
 
-async def page_file(service: Service, request: Request) -> Response:
+async def page_file(server: object, request: Request) -> Response:
     """A script, style or font of the page. Raises ApiError for a name that is not among them."""
-    del service
+    del server
     return _answer(request, request.path_params["name"])
 
 

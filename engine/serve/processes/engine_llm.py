@@ -10,14 +10,16 @@ from quengine.llm import LLM
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.sampler import TokenLogprobs
+from quengine.serve.processes.engine_slots import EngineSlots
 from quengine.serve.processes.shared_engine import (
     EngineStats,
     Event,
     Finished,
-    GenerationRequest,
     Piece,
     PromptProgress,
+    SlotAction,
     SlotStats,
+    Work,
     failed,
 )
 from quengine.serve.processes.shared_model import ServedModel, TextSide
@@ -44,11 +46,15 @@ class LLMEngine:
         )
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}
+        self._slots = EngineSlots(llm)
         self._progress: dict[int, int] = {}  # tokens processed of prompts whose progress is reported
 
     silent_seconds = 0.0
 
-    def add(self, request: GenerationRequest) -> None:
+    def add(self, request: Work) -> None:
+        if isinstance(request, SlotAction):
+            self._slots.begin(request)
+            return
         if request.pooling is not None:
             sequence = self._llm.embedding_sequence(list(request.prompt), request.pooling)
         else:
@@ -60,14 +66,20 @@ class LLMEngine:
             sequence.scores = PromptScores(request.prompt, request.params.logprobs)
         self._llm.scheduler.add(sequence)
         self._requests[request.id] = sequence
+        self._slots.begun(sequence, request.slot)
         if request.progress:
             self._progress[request.id] = -1
 
     def cancel(self, request_id: int) -> None:
         self._progress.pop(request_id, None)
-        self._llm.scheduler.cancel(self._requests.pop(request_id))
+        if (sequence := self._requests.pop(request_id, None)) is not None:  # else an action on a slot
+            self._llm.scheduler.cancel(sequence)
+            self._slots.ended(sequence)
 
     def step(self) -> list[Event]:
+        return self._slots.finished(alone=not self._requests) + self._step()
+
+    def _step(self) -> list[Event]:
         ids = {sequence: request_id for request_id, sequence in self._requests.items()}
         before = {request_id: len(sequence.generated) for request_id, sequence in self._requests.items()}
         try:
@@ -84,7 +96,7 @@ class LLMEngine:
         if sequence.error is not None:
             self._check_device()
             self._progress.pop(request_id, None)
-            del self._requests[request_id]
+            self._slots.ended(self._requests.pop(request_id))
             return [failed(request_id, sequence.error, "engine")]
         scores: tuple[TokenLogprobs, ...] = ()
         if sequence.scores is not None and not start and sequence.first_token:  # once, with the first token
@@ -96,7 +108,7 @@ class LLMEngine:
             logprobs = tuple(sequence.logprobs[start:])
             events.append(Piece(request_id, tokens, text, logprobs, scores, progress))
         if sequence.finish_reason is not None:
-            del self._requests[request_id]
+            self._slots.ended(self._requests.pop(request_id))
             timings = self._llm.completion(sequence).timings
             stop_text, seed = sequence.stream.stopped, sequence.sampler.seed
             embedding = None if sequence.pool is None else tuple(sequence.pool.embedding())
@@ -128,6 +140,7 @@ class LLMEngine:
         """Nothing: it runs in this process."""
 
     def close(self) -> None:
+        self._slots.close()
         self._llm.close()
 
     def _step_failed(self, error: Exception, ids: Mapping[LLMSequence, int]) -> list[Event]:

@@ -25,6 +25,8 @@ from quengine.serve.processes.shared_engine import (
     Failed,
     GenerationRequest,
     Piece,
+    SlotAction,
+    Work,
     add,
     failed,
 )
@@ -101,7 +103,7 @@ class EngineLoop:
                 request = message.request
             except Exception as error:
                 return failed(message.request_id, error, "request")
-            if request.params.constraint is None:
+            if isinstance(request, SlotAction) or request.params.constraint is None:
                 return self._add(request)
             self._prepare(request)
         return None
@@ -130,7 +132,7 @@ class EngineLoop:
             self._engine.cancel(request_id)
         self._preparing = {future: given for future, given in self._preparing.items() if given != request_id}
 
-    def _add(self, request: GenerationRequest) -> Failed | None:
+    def _add(self, request: Work) -> Failed | None:
         failure = add(self._engine, request)
         if failure is None:
             self._running.add(request.id)

@@ -18,7 +18,7 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.bus_error import install
 from quengine.serve.processes import shared_heartbeat
-from quengine.serve.processes.shared_engine import EngineStats, Event, GenerationRequest
+from quengine.serve.processes.shared_engine import EngineStats, Event, Work
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.processes.shared_wire import (
     Add,
@@ -102,7 +102,7 @@ class ProcessEngine:
     def silent_seconds(self) -> float:
         return self._heartbeat.age
 
-    def add(self, request: GenerationRequest) -> None:
+    def add(self, request: Work) -> None:
         self._send(Add.of(request))
 
     def cancel(self, request_id: int) -> None:

@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from quengine.errors import CannotRunError
+from quengine.serve.processes.server_slots import SlotTable
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Engine,
     EngineStats,
     Event,
     Failed,
-    GenerationRequest,
     Piece,
+    Work,
     add,
 )
 
@@ -54,7 +55,7 @@ class NotServingError(Exception):
 class Handle:
     """The events of one HTTP request's completions, in order, each with the position of its completion."""
 
-    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(self, requests: Sequence[Work]) -> None:
         self.requests = tuple(requests)
         self.cancelled = False
         self._choice = {request.id: choice for choice, request in enumerate(requests)}
@@ -107,7 +108,8 @@ class Worker:
         self._observe = observe
         self._stopped = stopped
         self._wake = threading.Condition()
-        self._waiting: deque[tuple[Handle, GenerationRequest]] = deque()
+        self._waiting: deque[tuple[Handle, Work]] = deque()
+        self._slots = SlotTable()
         self._running: dict[int, Handle] = {}
         self._cancels: list[int] = []
         self._stopping = False
@@ -135,6 +137,11 @@ class Worker:
         return self.parallel if self.engine is None else min(self.parallel, self.engine.capacity)
 
     @property
+    def slot_holders(self) -> dict[int, int]:
+        """The request of each slot that is taken."""
+        return self._slots.holders
+
+    @property
     def trouble(self) -> str | None:
         """Why the engine may not answer although the state is "ready"; None where all is well."""
         engine, began = self.engine, self._step_began
@@ -144,7 +151,7 @@ class Worker:
             return f"the engine has been in one step for {taken:.0f} s"
         return None
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Handle:
+    def submit(self, requests: Sequence[Work]) -> Handle:
         """Queue the requests of one HTTP request, all of them or none.
 
         Raises:
@@ -275,15 +282,29 @@ class Worker:
             cancels, self._cancels = self._cancels, []
             for request_id in cancels:
                 if self._running.pop(request_id, None) is not None:
+                    self._slots.release(request_id)
                     engine.cancel(request_id)
-            free = min(self.parallel, engine.capacity) - len(self._running)
-            admitted = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-            self._running.update({request.id: handle for handle, request in admitted})
+            admitted = self._admit(min(self.parallel, engine.capacity))
         # At once: the engine reports nothing while it has nothing to compute.
-        self._deliver([event for _, request in admitted if (event := add(engine, request)) is not None])
+        self._deliver([event for request in admitted if (event := add(engine, request)) is not None])
         if self._running:
             self._step(engine)
         return True
+
+    def _admit(self, slots: int) -> list[Work]:
+        """Of those that wait, in order, the ones whose slot is free; they run from now on. The lock is held."""
+        admitted, passed = list[Work](), deque[tuple[Handle, Work]]()
+        while self._waiting and len(self._running) < slots:
+            handle, request = self._waiting.popleft()
+            slot = self._slots.take(request.id, request.slot, slots)
+            if slot is None:
+                passed.append((handle, request))
+                continue
+            request.slot = slot
+            self._running[request.id] = handle
+            admitted.append(request)
+        self._waiting.extendleft(reversed(passed))
+        return admitted
 
     def _has_work(self) -> bool:
         return bool(self._stopping or self._waiting or self._running or self._cancels)
@@ -314,6 +335,7 @@ class Worker:
                     continue
                 if not isinstance(event, Piece):
                     del self._running[event.request_id]
+                    self._slots.release(event.request_id)
                 pairs.append((handle, event))
         if pairs:
             self._call(lambda: self._distribute(pairs))

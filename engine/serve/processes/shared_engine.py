@@ -19,12 +19,13 @@ from quengine.sampler import TokenLogprobs
 from quengine.serve.processes.shared_model import ServedModel
 
 logger = logging.getLogger("quengine.serve")
+_ids = itertools.count(1)
 
 STATS_SECONDS = 0.1
 """Between two looks at what an engine holds, while it computes."""
 
 
-class GenerationRequest(msgspec.Struct, frozen=True):
+class GenerationRequest(msgspec.Struct, tag=True):
     """One sequence to compute: made by a route, and sent to the engine as it is.
 
     Attributes:
@@ -35,6 +36,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         score_prompt: give the log-probabilities of the prompt's tokens too; `params.logprobs` is set then.
         progress: report how far the prompt is, step by step.
         pooling: no text is wanted but the prompt's embedding, pooled so.
+        slot: the one that it is to run in, -1 for any; the worker sets the one that it has.
         arrived: `time.perf_counter()` when the request was made.
         id: unique in the server's process.
     """
@@ -46,8 +48,26 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     score_prompt: bool = False
     progress: bool = False
     pooling: Pooling | None = None
+    slot: int = -1
     arrived: float = msgspec.field(default_factory=time.perf_counter)
-    id: int = msgspec.field(default_factory=itertools.count(1).__next__)
+    id: int = msgspec.field(default_factory=_ids.__next__)
+
+
+SlotActionKind = Literal["save", "restore", "erase"]
+
+
+class SlotAction(msgspec.Struct, tag=True):
+    """Save what a slot holds to the file `path`, restore it from there, or erase it. No sequence runs in it meanwhile;
+    `id` is one of those of requests."""
+
+    action: SlotActionKind
+    slot: int
+    path: str = ""
+    id: int = msgspec.field(default_factory=_ids.__next__)
+
+
+Work = GenerationRequest | SlotAction
+"""What an engine takes."""
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
@@ -98,7 +118,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     fault: str = "engine"
 
 
-Event = Piece | Finished | Failed
+class SlotDone(msgspec.Struct, frozen=True, tag=True):
+    """The end of an action on a slot of so many tokens, with the bytes of its file and the seconds that it took."""
+
+    request_id: int
+    tokens: int
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+Event = Piece | Finished | Failed | SlotDone
 
 
 class SlotStats(msgspec.Struct, frozen=True):
@@ -133,8 +162,8 @@ class Engine(Protocol):
         """How many sequences it takes at once."""
         ...
 
-    def add(self, request: GenerationRequest) -> None:
-        """Take a sequence. Raises EngineError where it cannot be computed."""
+    def add(self, request: Work) -> None:
+        """Take a sequence, or an action on a slot. Raises EngineError where it cannot be computed."""
         ...
 
     def cancel(self, request_id: int) -> None:
@@ -159,7 +188,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def add(engine: Engine, request: GenerationRequest) -> Failed | None:
+def add(engine: Engine, request: Work) -> Failed | None:
     """Give an engine a sequence; the reason why it cannot be computed, if so."""
     try:
         engine.add(request)

@@ -12,7 +12,7 @@ import msgspec
 from quengine.serve.processes.shared_engine import (
     EngineStats,
     Event,
-    GenerationRequest,
+    Work,
 )
 
 
@@ -24,19 +24,19 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: take a sequence. Its request is a message within the message, so that one that cannot be read
-    fails alone."""
+    """To the engine: take a sequence, or an action on a slot. It is a message within the message, so that one that
+    cannot be read fails alone."""
 
     request_id: int
     encoded: msgspec.Raw
 
     @classmethod
-    def of(cls, request: GenerationRequest) -> "Add":
+    def of(cls, request: Work) -> "Add":
         """Raises OverflowError, UnicodeError or TypeError for a value that has no form on the wire."""
         return cls(request.id, msgspec.Raw(_encoder.encode(request)))
 
     @property
-    def request(self) -> GenerationRequest:
+    def request(self) -> Work:
         """Raises msgspec.MsgspecError for what is none."""
         return _request.decode(self.encoded)
 
@@ -84,7 +84,7 @@ ToEngine = Load | Add | Cancel
 FromEngine = Progress | Ready | Step | Broken
 
 _encoder = msgspec.msgpack.Encoder()
-_request: msgspec.msgpack.Decoder[GenerationRequest] = msgspec.msgpack.Decoder(GenerationRequest)
+_request: msgspec.msgpack.Decoder[Work] = msgspec.msgpack.Decoder(Work)
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 

@@ -62,7 +62,7 @@ def stream_end(
 
 
 def timings_body(timings: Timings) -> dict[str, Any]:
-    """An engine's timings as llama-server's clients read them; of drafts only where there were any."""
+    """An engine's timings as llama-server's clients read them; drafts and context shifts only where there were any."""
     computed = timings.prompt_tokens - timings.cached_tokens
     decoded = max(0, timings.generated_tokens - 1)
     body = {
@@ -84,4 +84,6 @@ def timings_body(timings: Timings) -> dict[str, Any]:
             "draft_accept_rate": timings.accept_rate,
             "draft_accept_length": timings.accept_length,
         }
+    if timings.shifts:
+        body |= {"shift_n": timings.shifts, "shift_discarded_n": timings.discarded_tokens}
     return body

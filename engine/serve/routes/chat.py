@@ -69,7 +69,7 @@ async def prepare_chat(
     special = not body.skip_special_tokens or form.shown(use)
     answers = [ChatAnswer(model, form, use, prompt.end) for _ in range(body.n)]
     progress = body.stream and body.return_progress
-    return requests_of([prompt.ids], body.n, params, special, progress=progress), answers
+    return requests_of([prompt.ids], body.n, params, special, False, progress, body.id_slot), answers
 
 
 def _form(service: Service, body: ChatRequest) -> AnswerFormat:

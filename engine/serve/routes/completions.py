@@ -54,7 +54,8 @@ async def prepare_completions(service: Service, body: CompletionRequest) -> list
     prompts = await read_prompts(service, given, "prompt", special)
     scored = body.echo and body.logprobs is not None
     progress = body.stream and body.return_progress
-    return requests_of(prompts, body.n, params, not body.skip_special_tokens, scored, progress)
+    shown = not body.skip_special_tokens
+    return requests_of(prompts, body.n, params, shown, scored, progress, body.id_slot)
 
 
 def _body(

@@ -52,30 +52,33 @@ async def _prepared(
         service, body, logprobs=body.n_probs or None, constraint=read_constraint(body)
     )
     prompts = await read_prompts(service, prompt, "prompt", parse_special)
-    return requests_of(prompts, body.n, params, progress=body.stream and body.return_progress)
+    progress = body.stream and body.return_progress
+    return requests_of(prompts, body.n, params, progress=progress, slot=body.id_slot)
 
 
 def native_result(
     service: Service, index: int, request: GenerationRequest, end: Finished, text: str, tokens: Sequence[int]
 ) -> dict[str, Any]:
-    """llama-server's own answer for one completion. `truncated`: the context was full; no prompt is ever cut."""
+    """llama-server's own answer for one completion. `truncated`: the context was full, and ended the text or was
+    shifted; no prompt is ever cut."""
     model = service.model
     prompt, generated = len(request.prompt), end.timings.generated_tokens
+    cached = prompt + generated - end.timings.discarded_tokens
     word = end.stop_text
     return {
         "index": index,
         "content": text,
         "tokens": tokens,
-        "id_slot": -1,
+        "id_slot": request.slot,
         "stop": True,
         "model": service.model_name,
         "tokens_predicted": generated,
         "tokens_evaluated": prompt,
-        "tokens_cached": prompt + generated,
+        "tokens_cached": cached,
         "generation_settings": generation_settings(request.params, model.ctx_size) | {"seed": end.seed},
         "prompt": model.decode(request.prompt),
         "has_new_line": "\n" in text,
-        "truncated": end.reason == "length" and prompt + generated >= model.ctx_size,
+        "truncated": end.timings.shifts > 0 or (end.reason == "length" and cached >= model.ctx_size),
         "stop_type": "word" if word is not None else "limit" if end.reason == "length" else "eos",
         "stopping_word": word or "",
         "timings": timings_body(end.timings),
@@ -145,7 +148,7 @@ class _Form(ChunkForm):
             "content": text,
             "tokens": tokens,
             "stop": False,
-            "id_slot": -1,
+            "id_slot": self.requests[choice].slot,
             "tokens_predicted": self._predicted.get(choice, 0),
             "tokens_evaluated": len(self.requests[choice].prompt),
         }
@@ -162,10 +165,11 @@ def generation_settings(params: SamplingParams, ctx_size: int) -> dict[str, Any]
     seed = -1 if params.seed is None else params.seed
     banned = float("-inf")
     biases = [[token, False if bias == banned else bias] for token, bias in params.logit_bias.items()]
-    copied = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repeat_penalty", "repeat_last_n")
-    return {
-        key: getattr(params, key) for key in (*copied, "presence_penalty", "frequency_penalty", "ignore_eos")
-    } | {
+    copied = (
+        *("temperature", "top_k", "top_p", "min_p", "typical_p"),
+        *("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"),
+    )
+    return {key: getattr(params, key) for key in (*copied, *("ignore_eos", "n_keep", "n_discard"))} | {
         "n_predict": max_tokens,
         "max_tokens": max_tokens,
         "seed": seed,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quengine.errors import EngineError
-from quengine.request.sampling_params import MAX_BIAS, MAX_SEED, Range, SamplingParams
+from quengine.request.sampling_params import MAX_BIAS, MAX_COUNT, MAX_SEED, Range, SamplingParams
 from quengine.serve.http import off_loop
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
@@ -49,6 +49,7 @@ async def sampling_params(
     """
     limits, model = service.limits, service.model
     given = {name: getattr(body, name) for name in _NAMES}
+    shifts = service.settings.defaults.context_shift if body.context_shift is None else body.context_shift
     if body.repetition_penalty is not None:
         given["repeat_penalty"] = body.repetition_penalty
     given |= {
@@ -56,7 +57,7 @@ async def sampling_params(
         "stop": _stops(body.stop, limits),
         "stop_token_ids": _stop_ids(body.stop_token_ids, limits, model),
         "logit_bias": _biases(body.logit_bias, limits, model),
-        "max_tokens": _max_tokens(body, model.ctx_size) or max_tokens,
+        "max_tokens": _max_tokens(body, MAX_COUNT if shifts else model.ctx_size) or max_tokens,
         "logprobs": logprobs,
         "constraint": constraint,
     }
@@ -87,11 +88,14 @@ def requests_of(
     show_special: bool | frozenset[int] = False,
     score_prompt: bool = False,
     progress: bool = False,
+    slot: int = -1,
 ) -> list[GenerationRequest]:
-    """`n` completions of each prompt, in order; all under one seed."""
+    """`n` completions of each prompt, in order; all under one seed. `slot`: of the first of each prompt."""
     seeded = params.with_seed()
     return [
-        GenerationRequest(prompt, seeded, index, show_special, score_prompt, progress)
+        GenerationRequest(
+            *(prompt, seeded, index, show_special, score_prompt, progress), slot=-1 if index else slot
+        )
         for prompt in prompts
         for index in range(n)
     ]
@@ -104,13 +108,13 @@ def _too_many(name: str, count: int, limit: int, flag: str) -> ApiError:
     )
 
 
-def _max_tokens(body: Generation, ctx_size: int) -> int | None:
+def _max_tokens(body: Generation, unlimited: int) -> int | None:
     given = {key: value for key in body.MAX_TOKENS if (value := getattr(body, key)) is not None}
     for key, value in given.items():
         if value == 0:
             raise wrong_value(type(body), key, value)
     first: int | None = next(iter(given.values()), None)
-    return ctx_size if first == -1 else first
+    return unlimited if first == -1 else first
 
 
 def _seed(body: Generation) -> int | None:

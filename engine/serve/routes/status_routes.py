@@ -1,4 +1,4 @@
-"""The state of the server: models, health, metrics, properties, slots."""
+"""The state of the server: models, health, metrics, properties, adapters."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine import __version__
-from quengine.serve.http import json_response
+from quengine.serve.http import json_response, read_array
 from quengine.serve.routes.native import generation_settings
-from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.reading import shown
 from quengine.serve.service import Service
 
 
@@ -80,22 +81,21 @@ async def props(service: Service, request: Request) -> Response:
     )
 
 
-async def slots(service: Service, request: Request) -> Response:
-    """One entry a slot, as llama-server's; at most a tenth of a second old."""
-    del request
-    context, busy = service.model.ctx_size, service.worker.stats.slots
-    entries: list[dict[str, Any]] = [
-        {
-            "id": index,
-            "id_task": slot.request_id,
-            "n_ctx": context,
-            "is_processing": True,
-            "n_prompt_tokens": slot.prompt_tokens,
-            "n_computed": slot.computed,
-            "n_decoded": slot.generated,
-        }
-        for index, slot in enumerate(busy)
-    ]
-    idle = range(len(busy), service.worker.slots)
-    entries += [{"id": i, "id_task": -1, "n_ctx": context, "is_processing": False} for i in idle]
-    return json_response(entries)
+async def change_props(service: Service, request: Request) -> Response:
+    """POST /props, as llama-server without --props."""
+    del service, request
+    raise ApiError(501, "this server does not support changing global properties")
+
+
+async def lora_adapters(service: Service, request: Request) -> Response:
+    """GET /lora-adapters: there are none."""
+    del service, request
+    return json_response([])
+
+
+async def change_lora_adapters(service: Service, request: Request) -> Response:
+    """POST /lora-adapters: the scales of adapters, of which there are none."""
+    if adapters := await read_array(request, service.limits):
+        message = f"adapter {shown(adapters[0])}: this server has no adapters; only [] is accepted"
+        raise bad_request(message, code="unsupported")
+    return json_response({"success": True})

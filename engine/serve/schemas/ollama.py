@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from quengine.request.sampling_params import RANGES
-from quengine.serve.schemas.requests import Body, Effort, Logprobs, Sampling, SomeText, _only, _ref
+from quengine.serve.schemas.requests import Body, Effort, Logprobs, Sampling, SomeText, _of, _only, _ref
 from quengine.structured.tool_calls import MAX_TOOLS
 
 NoImages = Annotated[
@@ -62,12 +62,12 @@ class OllamaOptions(Sampling, frozen=True):
         ]
         | None
     ) = None
+    num_keep: Annotated[int, _of("n_keep")] | None = None
     stop: SomeText | list[SomeText] | None = None
     penalize_newline: Annotated[Any, _only(True)] = None
 
     model: Any = None
     num_ctx: Any = None
-    num_keep: Any = None
     num_batch: Any = None
     num_gpu: Any = None
     main_gpu: Any = None
@@ -83,8 +83,8 @@ class OllamaOptions(Sampling, frozen=True):
 
 
 class OllamaGeneration(Body, frozen=True):
-    """What both generating routes take. A prompt is never cut, nor the context shifted, whatever `truncate` and
-    `shift` say: one that does not fit is a 400."""
+    """What both generating routes take. A prompt is never cut, whatever `truncate` says: one that does not fit is a
+    400. `shift` may switch a context shift off (--context-shift), not on."""
 
     stream: bool = True
     format: Format = None

@@ -30,11 +30,13 @@ _MEANINGS = {
     413: "The body is too large.",
     429: "The queue is full.",
     500: "This request failed; others go on.",
-    501: "The model has no tokens for this.",
+    501: "The model has no tokens for this, or the server was not started with the flag for it.",
     503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
     529: "The queue is full, or any cause of a 503 of other routes.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
+_PART: Schema = {"type": "string", "minLength": 1}
+_SLOT: Schema = {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}
 _READS = (400, 404, 408, 413, 503)
 _COMPUTES = (*_READS, 429, 500)
 _ANTHROPICS = (400, 404, 408, 413, 500, 529)
@@ -52,6 +54,8 @@ class Operation:
     errors: tuple[int, ...] = ()
     error: str = "Error"
     line: str | None = None
+    query: tuple[tuple[str, Schema], ...] = ()
+    """Names and schemas of parameters behind the path, all of them required."""
 
 
 _HEALTH = Operation("Whether requests are taken.", ref("Health"), errors=(503,))
@@ -95,7 +99,19 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/v1/health"): _HEALTH,
     ("GET", "/metrics"): Operation("Counters, for Prometheus.", CONTENT_TYPE_LATEST),
     ("GET", "/props"): Operation("The model, the defaults and the limits.", ref("Props"), errors=(503,)),
+    ("POST", "/props"): Operation("Refused.", ref("Success"), errors=(501,)),
     ("GET", "/slots"): Operation("What is being computed.", ref("Slots"), errors=(503,)),
+    ("POST", "/slots/{id_slot}"): Operation(
+        "Save what a slot holds to a file, restore it from there, or erase it (without a body).",
+        ref("SlotAction"),
+        "SlotFileRequest",
+        errors=(*_COMPUTES, 501),
+        query=(("action", {"enum": ["save", "restore", "erase"]}),),
+    ),
+    ("GET", "/lora-adapters"): Operation("The adapters: none.", ref("LoraAdapters")),
+    ("POST", "/lora-adapters"): Operation(
+        "Set no adapters.", ref("Success"), "LoraAdapters", errors=(400, 408, 413)
+    ),
     ("GET", "/models"): _MODELS,
     ("GET", "/v1/models"): _MODELS,
     ("GET", "/v1/models/{name}"): Operation("The model of a name.", ref("Model"), errors=(404, 503)),
@@ -201,9 +217,14 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
             **{str(status): _failure(status, operation.error) for status in errors},
         },
     }
-    if names := re.findall(r"\{(\w+)\}", path):
-        given = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        made["parameters"] = [{"name": name, **given} for name in names]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _SLOT if name == "id_slot" else _PART}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    for name, schema in operation.query:
+        parameters.append({"name": name, "in": "query", "required": True, "schema": schema})
+    if parameters:
+        made["parameters"] = parameters
     if operation.request is not None:
         made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(operation.request)}}}
     if keyed:

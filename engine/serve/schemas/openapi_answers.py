@@ -167,7 +167,8 @@ def _piece() -> Schema:
 def _timings() -> Schema:
     phases = [f"{p}_{what}" for p in ("prompt", "predicted") for what in ("ms", "per_token_ms", "per_second")]
     numbers = {key: {"type": "number", "minimum": 0} for key in phases}
-    drafts = dict.fromkeys(("draft_n", "draft_n_accepted", "draft_steps"), _COUNT)
+    counts = ("draft_n", "draft_n_accepted", "draft_steps", "shift_n", "shift_discarded_n")
+    drafts = dict.fromkeys(counts, _COUNT)
     rates = {key: {"type": "number", "minimum": 0} for key in ("draft_accept_rate", "draft_accept_length")}
     return _object({**drafts, **rates}, cache_n=_COUNT, prompt_n=_COUNT, predicted_n=_COUNT, **numbers)
 
@@ -234,7 +235,7 @@ def _native() -> dict[str, Schema]:
         "index": _COUNT,
         "content": STRING,
         "tokens": _TOKENS,
-        "id_slot": _const(-1),
+        "id_slot": _COUNT,
         "tokens_predicted": _COUNT,
         "tokens_evaluated": _COUNT,
     }
@@ -282,7 +283,10 @@ def _generation_settings() -> Schema:
         "presence_penalty",
         "frequency_penalty",
     ]
-    whole = ["top_k", "repeat_last_n", "n_predict", "max_tokens", "seed", "n_probs", "n_ctx", "mirostat"]
+    whole = [
+        *("top_k", "repeat_last_n", "n_predict", "max_tokens", "seed", "n_probs", "n_ctx", "mirostat"),
+        *("n_keep", "n_discard"),
+    ]
     bias = {"anyOf": [_NUMBER, _const(False)]}
     pair = {"type": "array", "prefixItems": [TOKEN, bias], "minItems": 2, "maxItems": 2}
     return _object(
@@ -390,6 +394,7 @@ def _response_event(part: Schema, thought: Schema) -> Schema:
 def _status() -> dict[str, Schema]:
     limits = ("body", "prompt_tokens", "n", "stop", "logit_bias", "queue")
     slot = {"id": _COUNT, "n_ctx": _COUNT}
+    slot_file = {"id_slot": _COUNT, "filename": STRING}
     busy = dict.fromkeys(("id_task", "n_prompt_tokens", "n_computed", "n_decoded"), _COUNT)
     model = _object(
         id=STRING, object=_const("model"), created=_COUNT, owned_by=_const("quengine"), meta=OBJECT
@@ -406,6 +411,15 @@ def _status() -> dict[str, Schema]:
                 ]
             }
         ),
+        "SlotAction": {
+            "anyOf": [
+                _object(**slot_file, n_saved=_COUNT, n_written=_COUNT, timings=_object(save_ms=_NUMBER)),
+                _object(**slot_file, n_restored=_COUNT, n_read=_COUNT, timings=_object(restore_ms=_NUMBER)),
+                _object(id_slot=_COUNT, n_erased=_COUNT),
+            ]
+        },
+        "LoraAdapters": {"type": "array", "maxItems": 0},
+        "Success": _object(success=_const(True)),
         "Props": _object(
             default_generation_settings=_object(n_ctx=_COUNT, params=ref("GenerationSettings")),
             total_slots=_COUNT,

@@ -30,16 +30,28 @@ _OF_TYPES = re.compile("Expected |Invalid |Number out of range|Integer value out
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises ApiError."""
+    value = _parse(raw)
+    if not isinstance(value, dict):
+        raise bad_request(f"the body must be a JSON object, not {_json_type(value)}")
+    return value
+
+
+def parse_array(raw: bytes) -> list[Any]:
+    """The JSON array of a body. Raises ApiError."""
+    value = _parse(raw)
+    if not isinstance(value, list):
+        raise bad_request(f"the body must be a JSON array, not {_json_type(value)}")
+    return value
+
+
+def _parse(raw: bytes) -> Any:
     try:
-        value = strict_json.loads(raw.decode(json.detect_encoding(raw)))
+        return strict_json.loads(raw.decode(json.detect_encoding(raw)))
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is not JSON: it is not {error.encoding} at byte {error.start}") from None
     except strict_json.StrictJSONError as error:
         name = error.place[:80] if error.place else None
         raise bad_request(f"the body is not JSON: {error}", name, "invalid_value") from None
-    if not isinstance(value, dict):
-        raise bad_request(f"the body must be a JSON object, not {_json_type(value)}")
-    return value
 
 
 def read_body(kind: type[B], raw: bytes, ignored: list[str] | None = None) -> B:

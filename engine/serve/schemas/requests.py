@@ -51,6 +51,8 @@ _ABOUT = {
     "repeat_last_n": "How many tokens the penalties look at; -1: all.",
     "presence_penalty": "Subtracted from the logit of every recent token.",
     "frequency_penalty": "Subtracted for every time a token is among the recent ones.",
+    "n_keep": "First tokens that a context shift keeps; -1: the prompt.",
+    "n_discard": "Tokens that it discards; 0: half of the others.",
 }
 _UNTIL_FULL = f"must be a whole number {RANGES['max_tokens']}, or -1 for until the context is full"
 UntilFull = Annotated[
@@ -75,6 +77,9 @@ Seed = Annotated[
 ]
 """OpenAI's are signed 64-bit numbers, ours unsigned ones."""
 SomeText = Annotated[str, Meta(min_length=1)]
+_NO_NAME = r'\x00-\x1f\x7f-\x9f/\\:*?"<>|\uff0e\u2215\u2216\ufeff\ufffd'
+FILE_NAME = rf"^(?! )(?!.*[.][.])[^{_NO_NAME}]*[^ .{_NO_NAME}]$(?!\n)"
+"""File names as llama-server takes them (common/common.cpp, fs_validate_filename)."""
 Logprobs = Annotated[int, Meta(ge=0, le=20)]
 Token = Annotated[Any, _ref("Token")]
 Prompt = Annotated[
@@ -170,9 +175,6 @@ class Accepted(Body, frozen=True):
     dry_sequence_breakers: Any = None
     xtc_threshold: Any = None
     cache_prompt: Any = None
-    id_slot: Any = None
-    n_keep: Any = None
-    n_discard: Any = None
     n_cache_reuse: Any = None
     timings_per_token: Any = None
     user: Any = None
@@ -201,6 +203,11 @@ class Sampling(Accepted, frozen=True):
     frequency_penalty: Annotated[float, _of("frequency_penalty")] | None = None
     seed: Seed | None = None
     ignore_eos: Annotated[bool, Meta(description="Go on after the model's end tokens.")] | None = None
+    context_shift: (
+        Annotated[bool, Meta(description="A full context discards old tokens and goes on.")] | None
+    ) = None
+    n_keep: Annotated[int, _of("n_keep")] | None = None
+    n_discard: Annotated[int, _of("n_discard")] | None = None
 
 
 class Generation(Sampling, frozen=True):
@@ -220,6 +227,12 @@ class Generation(Sampling, frozen=True):
         | None
     ) = None
     stream: bool = False
+    id_slot: Annotated[
+        int,
+        Meta(
+            ge=-1, le=RANGES["max_tokens"].high, description="Run in this slot, once it is free; -1: in any."
+        ),
+    ] = -1
     response_format: Annotated[dict[str, Any], _ref("TextFormat")] | None = None
     json_schema: JSONSchema = None
     grammar: str = ""
@@ -510,7 +523,24 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
+class SlotFileRequest(Body, frozen=True, kw_only=True):
+    """Of /slots/{id_slot} with the actions save and restore."""
+
+    filename: Annotated[
+        str,
+        Meta(
+            pattern=FILE_NAME,
+            max_length=255,
+            description="In the folder of --slot-save-path.",
+            extra={
+                "rule": "must be a file's name of at most 255 bytes, without a path, .. or any of :*?\"<>|"
+            },
+        ),
+    ]
+
+
 BODIES: tuple[type[Body], ...] = (
+    SlotFileRequest,
     ChatRequest,
     CompletionRequest,
     NativeRequest,

@@ -43,7 +43,8 @@ _WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
 class Fp16Operand:
     """T rows of K activations: x is about values * row_scale.
 
-    values: fp16 of the shape `operand_shape` gives, unit inner stride; rows and columns that pad it are anything.
+    values: fp16 of the shape `operand_shape` gives, unit inner stride. Rows that pad it are anything; columns are
+    zeros in the WGMMA layout and anything in the MMA layout.
     row_scale: fp32 [T], powers of two.
     """
 
@@ -59,7 +60,6 @@ class Fp16Operand:
         device: torch.device | str,
         layout: OperandLayout = OperandLayout.ROW_MAJOR,
     ) -> "Fp16Operand":
-        """Raises ValueError where `cols` has no such layout."""
         return cls(
             torch.empty(operand_shape(rows, cols, layout), dtype=torch.float16, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
@@ -84,10 +84,15 @@ class Fp16Operand:
         return self.values.stride(0)
 
     def fits(self, cols: int) -> bool:
-        """Whether these are rows of `cols` columns, in the MMA layout padded to 128."""
+        """Whether these are rows of `cols` columns, padded to 128 where they are not row-major."""
         if self.is_mma:
             return self.values.shape[1] == -(-cols // _TILE_COLUMNS)
-        return self.values.shape[-1] == cols
+        return self.values.shape[-1] == (padded_cols(cols) if self.is_wgmma else cols)
+
+    def clear_padding(self, cols: int) -> None:
+        """Zeros behind the columns, in the WGMMA layout, of whose last 128 only the first are written."""
+        if self.is_wgmma and cols % _TILE_COLUMNS:
+            self.values[:, cols // _TILE_COLUMNS * _TILE_COLUMNS :].zero_()
 
     def as_mma(self) -> "Fp16Operand":
         """Row-major values copied to the MMA layout."""
@@ -98,18 +103,19 @@ class Fp16Operand:
         return Fp16Operand(padded.permute(0, 2, 4, 1, 3, 5).contiguous(), self.row_scale, OperandLayout.MMA)
 
     def as_wgmma(self) -> "Fp16Operand":
-        """Row-major values copied to the WGMMA layout. Raises ValueError where K is no multiple of 128."""
+        """Row-major values copied to the WGMMA layout."""
         rows, cols = self.values.shape
         ordered = self.values.new_empty(operand_shape(rows, cols, OperandLayout.WGMMA))
-        split = self.values.view(rows, -1, 4, 4, 2, 2, 2)
-        ordered[:rows] = split.permute(0, 1, 3, 4, 5, 2, 6).reshape(rows, cols)
+        padded = torch.nn.functional.pad(self.values, (0, ordered.shape[1] - cols))
+        split = padded.view(rows, -1, 4, 4, 2, 2, 2)
+        ordered[:rows] = split.permute(0, 1, 3, 4, 5, 2, 6).reshape(rows, ordered.shape[1])
         return Fp16Operand(ordered, self.row_scale, OperandLayout.WGMMA)
 
     def row_major(self, cols: int) -> Tensor:
         """The values, fp16 [T, cols], row-major."""
         if self.is_wgmma:
             split = self.values[: self.rows].view(self.rows, -1, 4, 2, 2, 4, 2)
-            return split.permute(0, 1, 5, 2, 3, 4, 6).reshape(self.rows, cols)
+            return split.permute(0, 1, 5, 2, 3, 4, 6).reshape(self.rows, -1)[:, :cols].contiguous()
         if not self.is_mma:
             return self.values
         tiles, blocks = self.values.shape[:2]
@@ -117,12 +123,12 @@ class Fp16Operand:
         return rows[: self.rows, :cols].contiguous()
 
     def dequantize(self, cols: int | None = None) -> Tensor:
-        """fp32 [T, K]; K must be given in the MMA layout where it is no multiple of 128."""
+        """fp32 [T, K]; K must be given where the layout pads it, else it is a multiple of 128."""
         width = self.values.shape[1] * _TILE_COLUMNS if self.is_mma else self.values.shape[-1]
         return self.row_major(width if cols is None else cols).float() * self.row_scale[:, None]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Some rows, fp32 [rows, K]. In the MMA layout K must be a multiple of 128."""
+        """Some rows, fp32 [rows, K]. K must be a multiple of 128 where the layout pads it."""
         if self.is_mma:
             return self.dequantize()[rows]
         return Fp16Operand(self.values[: self.rows][rows], self.row_scale[rows], self.layout).dequantize()
@@ -156,19 +162,19 @@ def padded_rows(rows: int) -> int:
     return _TILE_ROWS * (1 << (tiles - 1).bit_length() if tiles <= 8 else -(-tiles // 8) * 8)
 
 
+def padded_cols(cols: int) -> int:
+    """A multiple of 128."""
+    return -(-cols // _TILE_COLUMNS) * _TILE_COLUMNS
+
+
 def operand_shape(rows: int, cols: int, layout: OperandLayout) -> tuple[int, ...]:
     """The shape of an operand's values: row-major [rows, cols]; MMA, six axes (see the module), rows padded as
-    `padded_rows` says and columns to 128; WGMMA [rows padded likewise, cols].
-
-    Raises ValueError where `cols` has no such layout.
-    """
+    `padded_rows` says and columns to 128; WGMMA [rows, columns], padded likewise."""
     if layout is OperandLayout.ROW_MAJOR:
         return rows, cols
     if layout is OperandLayout.MMA:
         return padded_rows(rows) // _TILE_ROWS, -(-cols // _TILE_COLUMNS), 4, 8, 4, 8
-    if cols % _TILE_COLUMNS:
-        raise ValueError(f"the WGMMA layout takes a multiple of {_TILE_COLUMNS} columns, not {cols}")
-    return padded_rows(rows), cols
+    return padded_rows(rows), padded_cols(cols)
 
 
 @triton.jit
@@ -210,6 +216,15 @@ def wgmma_order(values):
     return tl.reshape(tl.permute(tl.reshape(values, [N // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4]), [N])
 
 
+@triton.jit
+def store_row(out_ptr, row, column, stride, values, inside, LAYOUT: tl.constexpr):
+    """Store a row's values, zeros where it is padded, at columns [N], a multiple of 128, of an operand."""
+    if LAYOUT == _WGMMA:
+        tl.store(out_ptr + row * stride + column, wgmma_order(values.to(tl.float16)), mask=column < stride)
+    else:
+        store_operand(out_ptr, row, column, stride, values, inside, LAYOUT)
+
+
 @DirectLaunch
 @triton.jit
 def _to_fp16_operand_kernel(
@@ -227,16 +242,13 @@ def _to_fp16_operand_kernel(
     for start in range(0, K, BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-        if LAYOUT == _WGMMA:
-            tl.store(out_ptr + row * stride + k, wgmma_order((x * scale).to(tl.float16)), mask=k < K)
-        else:
-            store_operand(out_ptr, row, k, stride, x * scale, k < K, LAYOUT)
+        store_row(out_ptr, row, k, stride, x * scale, k < K, LAYOUT)
 
 
 def to_fp16_operand(x: Tensor, out: Fp16Operand | None = None, pdl: bool = False) -> Fp16Operand:
     """Round contiguous fp32 rows [T, K] to scaled fp16, in the layout of `out` (row-major by default)."""
     rows = Fp16Operand.empty(x.shape[0], x.shape[1], x.device) if out is None else out
-    block = min(4096, int(triton.next_power_of_2(x.shape[1])))
+    block = min(4096, max(_TILE_COLUMNS, int(triton.next_power_of_2(x.shape[1]))))
     _to_fp16_operand_kernel[(x.shape[0],)](
         x, rows.values, rows.row_scale, x.shape[1], rows.stride, BLOCK=block, LAYOUT=int(rows.layout), PDL=pdl,
         num_warps=8, launch_pdl=pdl,
@@ -251,7 +263,7 @@ def _to_wgmma_layout_kernel(x_ptr, out_ptr, K, stride, BLOCK: tl.constexpr, PDL:
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-    tl.store(out_ptr + row * stride + k, wgmma_order(x), mask=k < K)
+    tl.store(out_ptr + row * stride + k, wgmma_order(x), mask=k < stride)
 
 
 def to_wgmma_layout(x: Fp16Operand, out: Tensor, pdl: bool = False) -> Fp16Operand:

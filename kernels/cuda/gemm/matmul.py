@@ -26,7 +26,6 @@ from quengine.kernels.cuda.gemm.matmul_wgmma import (
     launch_wgmma_glu,
     launch_wgmma_two_parts,
     takes_two_parts,
-    uses_wgmma,
 )
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.glu import glu_product, glu_rows, product_bound
@@ -145,7 +144,7 @@ def matmul_glu(
     """
     operand = _operand(x, gate_up, workspace, pdl)
     rows, width, part = operand.rows, gate_up.rows // 2, gate_up.parts[0]
-    apart = operand.is_wgmma and not uses_wgmma(operand.values.device, width)
+    apart = operand.is_wgmma and width % 128 > 0  # what pads the rows of the result is not written
     if apart or not gate_up.paired or not isinstance(part, PackedPart):
         return glu_rows(matmul(operand, gate_up, workspace, pdl=pdl, exact=exact), activation, pdl)
     mode = MatmulMode(exact, workspace.batch_invariant, pdl)
@@ -169,7 +168,7 @@ def _operand(
             raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")
         x = to_fp16_operand(x, workspace.fp16_operand(x.shape[0], x.shape[1]), pdl)
     elif x.layout is OperandLayout.ROW_MAJOR:
-        layout = workspace.layout(x.rows, weight.cols)
+        layout = workspace.layout(x.rows)
         if layout is OperandLayout.WGMMA:
             x = to_wgmma_layout(x, workspace.fp16_operand(x.rows, weight.cols).values, pdl)
         elif layout is OperandLayout.MMA:
@@ -187,7 +186,7 @@ def _adds_bias(x: Fp16Operand, weight: PackedWeight) -> bool:
 
 def _dequantizes_at_once(x: Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace) -> bool:
     """Whether these are rows for cuBLAS, and the whole weight fits the workspace, its rows in their order."""
-    if workspace.layout(x.rows, weight.cols) is not OperandLayout.ROW_MAJOR:
+    if workspace.layout(x.rows) is not OperandLayout.ROW_MAJOR:
         return False
     packed = all(isinstance(part, PackedPart) for part in weight.parts)
     return packed and not weight.paired and weight.rows * weight.cols <= workspace.max_weights

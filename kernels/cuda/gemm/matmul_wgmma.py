@@ -14,13 +14,11 @@ among few rows, one split after the other, added up in the same order.
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
@@ -127,11 +125,6 @@ def subnormal_weight_scale(part: PackedPart) -> float:
     return part.weight_scale * 2.0 ** (-11 if few else -9)
 
 
-def uses_wgmma(device: torch.device, cols: int) -> bool:
-    """Whether this kernel takes weights of `cols` columns on `device`."""
-    return is_hopper(device) and cols % 128 == 0
-
-
 def launch_wgmma(
     x: Fp16Operand,
     part: PackedPart,
@@ -189,7 +182,7 @@ def launch_wgmma_two_parts(
     geometry = wgmma_geometry(one, "rows", x.rows)
     flags = WgmmaFlags(ROWS.value, False, mode.exact, mode.pdl)
     plan = wgmma_plan_two_parts(
-        geometry, (one.layout, two.layout), (one.rows, two.rows), one.cols, x.rows, flags
+        geometry, (one.layout, two.layout), (one.rows, two.rows), x.values.shape[1], x.rows, flags
     )
     assert x.rows * out.shape[1] < 2**31, "the kernel counts results in 32 bits"
     partials, arrivals = scratch.take(plan.partial, plan.grid[0])
@@ -219,7 +212,7 @@ def _launch(
 ) -> None:
     """outputs: residual, result and its row scale, each anything where there is none. columns: the first one that is
     written, and the distance of rows."""
-    plan = wgmma_plan(geometry, part.layout, part.rows, part.cols, x.rows, flags)
+    plan = wgmma_plan(geometry, part.layout, part.rows, x.values.shape[1], x.rows, flags)
     assert x.is_wgmma and x.rows * columns[1] < 2**31, "the kernel counts results in 32 bits"
     weight_scale = part.weight_scale if flags.exact else subnormal_weight_scale(part)
     pointers = (*part.planes, Copied(x.values, plan.tma_block), x.row_scale, *outputs)

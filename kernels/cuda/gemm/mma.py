@@ -19,6 +19,9 @@ import triton.language as tl
 SUBNORMALS = tl.constexpr(16777216.0)
 """A byte alone in the bits of an fp16 stands for so many times less."""
 
+E2M1 = tl.constexpr(16384.0)
+"""A 4-bit float with its exponent in fp16's place stands for so many times less."""
+
 
 @cache
 def uses_assembly() -> bool:
@@ -295,6 +298,30 @@ def scale_small(word, scale, minimum):
         "=&r,=&r,r,r,r",
         [word, scale, minimum],
         dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def scale_e2m1(word, near, far):
+    """MXFP4 weights in fp16: of a word of eight 4-bit floats, four of row r and above them four of row r + 8, the words
+    (first two of r, first two of r + 8, last two of r, last two of r + 8), two fp16 each.
+
+    `near`, `far`: two equal fp16 a word, the scales of the rows times E2M1. A float's sign, exponent and mantissa go
+    where fp16 has them, which makes it E2M1 times too small, also where its exponent is 0: nothing is looked up, and
+    nothing rounds. NVIDIA only.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b, c, d, e, f;"
+        " shl.b32 a, $4, 1; shl.b32 b, $4, 4; shr.u32 c, $4, 3; and.b32 a, a, 0x0e0e0e0e; and.b32 c, c, 0x0e0e0e0e;"
+        " lop3.b32 a, b, 0x80808080, a, 0xea; lop3.b32 c, $4, 0x80808080, c, 0xea;"  # the high bytes of fp16
+        " prmt.b32 d, a, c, 0x5140; prmt.b32 e, a, c, 0x7362;"
+        " prmt.b32 a, d, 0, 0x1404; prmt.b32 b, e, 0, 0x1404; prmt.b32 c, d, 0, 0x3424; prmt.b32 f, e, 0, 0x3424;"
+        " mul.rn.f16x2 $0, a, $5; mul.rn.f16x2 $1, b, $6; mul.rn.f16x2 $2, c, $5; mul.rn.f16x2 $3, f, $6; }",
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [word, near, far],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=True,
         pack=1,
     )

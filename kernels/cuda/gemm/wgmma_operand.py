@@ -9,7 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from quengine.kernels.cuda.gemm.fragments import chunk_scales, step_codes
-from quengine.kernels.cuda.gemm.mma import SUBNORMALS, pack_halves, scale_bytes_once, scale_small
+from quengine.kernels.cuda.gemm.mma import (
+    E2M1,
+    SUBNORMALS,
+    pack_halves,
+    scale_bytes_once,
+    scale_e2m1,
+    scale_small,
+)
 
 
 @gluon.jit
@@ -59,32 +66,43 @@ def weights_operand(
     """
     FMT: gl.constexpr = P.layout
     EXACT: gl.constexpr = P.flags.exact
+    E2M1_CODES: gl.constexpr = FMT.table == 2
     WARPS: gl.constexpr = P.warps
     STEPS: gl.constexpr = FMT.steps_per_set
     SETS: gl.constexpr = FMT.sets_per_block
     SIGNED: gl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
     operand = ()
     for s in gl.static_range(SETS):
-        scales = chunk_scales(words, half * SETS + s, weight_scale, FMT, SUBNORMALS)
+        # The table of MXFP4's values is doubled, and its scales are halved.
+        scales = chunk_scales(
+            words, half * SETS + s, weight_scale, FMT, 2 * E2M1 if E2M1_CODES else SUBNORMALS
+        )
         near, near_min, far, far_min = scales
-        if not EXACT:
+        if E2M1_CODES:  # powers of two
+            near, far = _twice(near), _twice(far)
+        elif not EXACT:
             near, near_min = _fp16_scales(near, near_min, SIGNED)
             far, far_min = _fp16_scales(far, far_min, SIGNED)
         for j in gl.static_range(STEPS):
-            codes = step_codes(words, (half * SETS + s) * STEPS + j, FMT, True)
-            for part in gl.static_range(2):
-                near_codes = codes[2 * part]
-                far_codes = codes[2 * part + 1]
-                if EXACT:
-                    near_low, near_high = scale_bytes_once(near_codes, near, near_min, SIGNED, True)
-                    far_low, far_high = scale_bytes_once(far_codes, far, far_min, SIGNED, True)
-                else:
-                    if SIGNED:
-                        near_codes = near_codes ^ -2139062144
-                        far_codes = far_codes ^ -2139062144
-                    near_low, near_high = scale_small(near_codes, near, near_min)
-                    far_low, far_high = scale_small(far_codes, far, far_min)
-                operand = operand + (near_low, far_low, near_high, far_high)
+            if E2M1_CODES:
+                step = words[(half * SETS + s) * STEPS + j]
+                operand = operand + scale_e2m1(step.to(gl.int32), near, far)
+                operand = operand + scale_e2m1((step >> 32).to(gl.int32), near, far)
+            else:
+                codes = step_codes(words, (half * SETS + s) * STEPS + j, FMT, True)
+                for part in gl.static_range(2):
+                    near_codes = codes[2 * part]
+                    far_codes = codes[2 * part + 1]
+                    if EXACT:
+                        near_low, near_high = scale_bytes_once(near_codes, near, near_min, SIGNED, True)
+                        far_low, far_high = scale_bytes_once(far_codes, far, far_min, SIGNED, True)
+                    else:
+                        if SIGNED:
+                            near_codes = near_codes ^ -2139062144
+                            far_codes = far_codes ^ -2139062144
+                        near_low, near_high = scale_small(near_codes, near, near_min)
+                        far_low, far_high = scale_small(far_codes, far, far_min)
+                    operand = operand + (near_low, far_low, near_high, far_high)
     apart = _fp16_pairs(operand, 32)  # [thread, 8 blocks of 16 columns, pair, rh, e]: see below
     apart = gl.reshape(apart, [WARPS, 8, 4, 8, 2, 2, 2])  # warp, r, q, block, pair, rh, e
     return gl.convert_layout(

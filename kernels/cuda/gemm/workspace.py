@@ -1,6 +1,6 @@
 """Memory that the matmuls of one stream reuse, and which of them takes how many rows.
 
-| rows of a weight            | Hopper, columns a multiple of 128 | other GPUs and columns                   |
+| rows of a weight            | Hopper                            | other GPUs                               |
 |-----------------------------|-----------------------------------|------------------------------------------|
 | 1, in a batch of one        | q-dot: gemv/ (not batch-invariant)| q-dot: gemv/ (not batch-invariant)       |
 | packed, up to a limit       | WGMMA: matmul_wgmma.py, 4096      | MMA: matmul_fused.py, 64                 |
@@ -28,9 +28,9 @@ import math
 import torch
 from torch import Tensor
 
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.cuda.gemm.matmul_fused import SplitScratch
-from quengine.kernels.cuda.gemm.matmul_wgmma import uses_wgmma
 from quengine.kernels.cuda.weights.launch_table import fused_limit
 
 FEW_ROWS = 128
@@ -66,9 +66,9 @@ class MatmulWorkspace:
         self._few_ones = torch.ones(FEW_ROWS, dtype=torch.float32, device=device)
         self._ones = self._few_ones
 
-    def layout(self, rows: int, cols: int) -> OperandLayout:
-        """In which layout rows are multiplied by weights of `cols` columns; row-major: by cuBLAS."""
-        wgmma = uses_wgmma(self.device, cols)
+    def layout(self, rows: int) -> OperandLayout:
+        """In which layout rows are multiplied by weights; row-major: by cuBLAS."""
+        wgmma = is_hopper(self.device)
         limit = fused_limit(wgmma) if self.packed else min(fused_limit(wgmma), FEW_ROWS)
         if not self.batch_invariant and rows > limit:
             return OperandLayout.ROW_MAJOR
@@ -76,7 +76,7 @@ class MatmulWorkspace:
 
     def fp16_operand(self, rows: int, cols: int) -> Fp16Operand:
         """The input of a matmul, in its layout; one is in use at a time."""
-        layout = self.layout(rows, cols)
+        layout = self.layout(rows)
         values = self._take("rows", torch.float16, rows, *operand_shape(rows, cols, layout))
         return Fp16Operand(values, self._take("row_scale", torch.float32, rows, rows), layout)
 

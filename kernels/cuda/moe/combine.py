@@ -11,10 +11,8 @@ from torch import Tensor
 
 from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
-    OperandLayout,
     fp16_row_scale,
-    store_operand,
-    wgmma_order,
+    store_row,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
@@ -24,17 +22,6 @@ from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.rms_norm import geometry
 from quengine.kernels.glu import Activation
 from quengine.kernels.rms_norm import RMSNorm
-
-_WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
-
-
-@triton.jit
-def _store_row(out_ptr, row, column, stride, values, inside, LAYOUT: tl.constexpr):
-    """Store a row's values at columns 0, 1, ... of an operand."""
-    if LAYOUT == _WGMMA and column.shape[0] % 128 == 0:
-        tl.store(out_ptr + row * stride + column, wgmma_order(values.to(tl.float16)), mask=inside)
-    else:
-        store_operand(out_ptr, row, column, stride, values, inside, LAYOUT)
 
 
 @triton.jit
@@ -64,7 +51,7 @@ def _grouped_glu_rows_kernel(
         for start in range(0, padded, BLOCK):
             column = start + tl.arange(0, BLOCK)
             y = _gated_at(row_ptr, column, width, ACTIVATION)
-            _store_row(out_ptr, place, column, stride, y * scale, column < padded, LAYOUT)
+            store_row(out_ptr, place, column, stride, y * scale, column < padded, LAYOUT)
 
 
 def grouped_glu_rows(
@@ -108,7 +95,7 @@ def _combine_kernel(
         z = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * norm
         scale, row_scale = fp16_row_scale(tl.max(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
         tl.store(row_scale_ptr + row, row_scale)
-        _store_row(out_ptr, row, column, out_stride, z * scale, inside, LAYOUT)
+        store_row(out_ptr, row, column, out_stride, z * scale, inside, LAYOUT)
 
 
 def combine_experts(
@@ -130,6 +117,6 @@ def combine_experts(
         products, groups.positions, weights, residual, residual if norm is None else norm.weight,
         residual if out is None else out.values, residual if out is None else out.row_scale,
         0 if out is None else out.stride, 0.0 if norm is None else norm.eps,
-        USED=weights.shape[1], WIDTH=width, BLOCK=shape.head, NORM=norm is not None,
+        USED=weights.shape[1], WIDTH=width, BLOCK=max(shape.head, 128), NORM=norm is not None,
         LAYOUT=0 if out is None else int(out.layout), PDL=pdl, num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
     OperandLayout,
@@ -23,7 +24,6 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
     to_fp16_operand,
 )
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
-from quengine.kernels.cuda.gemm.matmul_wgmma import uses_wgmma
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.moe.combine import combine_experts, grouped_glu_rows
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -177,7 +177,7 @@ def _layout_and_block(
     tokens: int, used: int, experts: int, workspace: MatmulWorkspace
 ) -> tuple[OperandLayout, int]:
     block = grouped_block(tokens * used, experts)
-    if uses_wgmma(workspace.device, 128):
+    if is_hopper(workspace.device):
         return OperandLayout.WGMMA, block
     return OperandLayout.MMA, min(block, _MOST_MMA_ROWS)
 

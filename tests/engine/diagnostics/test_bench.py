@@ -1,7 +1,6 @@
 """What a benchmark times and how it counts: the tests of a command line, the numbers of a row."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from quengine.diagnostics.bench.bench_work import (
     prompt_operations,
 )
 from quengine.diagnostics.bench.profile import read_profile
-from quengine.diagnostics.bench.profile_run import PROFILED_TOKENS, Traced
+from quengine.diagnostics.bench.profile_run import PROFILED_STEPS, Traced
 from quengine.errors import CannotRunError
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
@@ -247,17 +246,18 @@ def test_every_test_of_a_plan_is_profiled_and_the_trace_written(
     event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 0.0, "dur": 2.0, "args": {"grid": [4, 1, 1]}}
     asked: list[tuple[str, int, int]] = []
 
-    def profiled(what: str) -> Callable[..., Traced]:
-        def run(llm: LLM, ids: list[int], cached: int) -> Traced:
-            assert llm.ctx_size >= len(ids) + PROFILED_TOKENS or what == "prompt"
-            asked.append((what, len(ids), cached))
-            return read_profile([event], what, 1), {"traceEvents": [event]}
+    def profiled_prompt(_: LLM, ids: list[int], cached: int) -> Traced:
+        asked.append(("prompt", len(ids), cached))
+        return read_profile([event], "prompt", 1), {"traceEvents": [event]}
 
-        return run
+    def profiled_decode(llm: LLM, prompts: list[list[int]]) -> Traced:
+        assert llm.ctx_size > len(prompts[0]) + PROFILED_STEPS
+        asked.append(("decode step", len(prompts[0]), len(prompts)))
+        return read_profile([event], "decode step", 1), {"traceEvents": [event]}
 
     monkeypatch.setattr(bench, "check_can_profile", lambda _: None)
-    monkeypatch.setattr(bench, "profile_prompt", profiled("prompt"))
-    monkeypatch.setattr(bench, "profile_decode", profiled("decode step"))
+    monkeypatch.setattr(bench, "profile_prompt", profiled_prompt)
+    monkeypatch.setattr(bench, "profile_decode", profiled_decode)
     path = tmp_path / "trace.json"
     tests = [BenchTest(9, 0, 32), BenchTest(0, 3), BenchTest(4, 2)]
     plan = BenchPlan([model], tests, 1, threads=(1,), config=CPU, trace=path)
@@ -267,7 +267,7 @@ def test_every_test_of_a_plan_is_profiled_and_the_trace_written(
         ["decode step"],
         ["prompt", "decode step"],
     ]
-    assert asked == [("prompt", 41, 32), ("decode step", 1, 0), ("prompt", 4, 0), ("decode step", 4, 3)]
+    assert asked == [("prompt", 41, 32), ("decode step", 1, 1), ("prompt", 4, 0), ("decode step", 4, 1)]
     labels = [e["name"] for e in json.loads(path.read_text())["traceEvents"] if e["cat"] == "test"]
     assert labels[-1] == "tiny, 1 threads: pp4+tg2, decode step"
     assert len(labels) == 4
@@ -288,7 +288,7 @@ def test_kernels_cannot_be_timed_on_the_cpu_and_that_is_said_before_anything_run
     ("test", "plan", "message"),
     [
         (BenchTest(1, 0), {"batches": (1, 0)}, "-b 0: must be at least 1"),
-        (BenchTest(1, 0), {"batches": (1, 2), "profile": True}, "time the kernels of one sequence"),
+        (BenchTest(1, 0), {"batches": (1, 2), "profile": True}, "time one prompt at a time"),
         (BenchTest(4, 0, 5), {"batches": (2,)}, "-d 5: must be a multiple of 32.*-p 0 times generation"),
     ],
 )

@@ -11,7 +11,6 @@ from quengine import LLM, CannotRunError
 from quengine.batch import Batch
 from quengine.diagnostics.bench import profile_run as module
 from quengine.diagnostics.bench.profile_run import (
-    PROFILED_TOKENS,
     check_can_profile,
     profile_decode,
     profile_prompt,
@@ -61,9 +60,9 @@ def test_decode_steps_are_profiled_after_those_that_prepare_a_request(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = Counter(llm, monkeypatch)
-    profile, trace = profile_decode(llm, [1, 2, 3, 4, 5], 0, 10)
+    profile, trace = profile_decode(llm, [[1, 2, 3, 4, 5]], 10)
     assert counter.batches[0] == (5, 0)
-    assert counter.traced == [(1, position) for position in range(8, 18)]
+    assert counter.traced == [(1, position) for position in range(13, 23)]
     assert (profile.what, profile.steps, profile.launches, profile.wall_us) == ("decode step", 10, 10, 10.0)
     assert len(trace["traceEvents"]) == 10
 
@@ -79,14 +78,14 @@ def test_a_prompt_is_profiled_whole_and_only_beyond_what_is_cached(
     assert (profile.what, profile.steps, profile.launches) == ("prompt", 1, 2)
 
 
-def test_no_request_stays_behind_and_the_tokens_counted_for_it_are_enough(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+def test_several_sequences_decode_together_and_no_request_stays_behind(
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counter = Counter(llm, monkeypatch)
-    profile_decode(llm, [1], 0)
-    assert not llm.scheduler.waiting and llm.scheduler.cache_used == 0
-    assert not llm.scheduler.waiting
-    assert counter.batches[-1][1] + 1 < PROFILED_TOKENS
+    with LLM(model, "cpu", 128, parallel=3, reuse_prefix=True) as llm:
+        counter = Counter(llm, monkeypatch)
+        profile_decode(llm, [[1, 2], [3, 4], [5, 6]], 10)
+        assert len(counter.traced) == 10
+        assert not llm.scheduler.waiting and llm.scheduler.cache_used == 0
 
 
 def test_what_cannot_be_profiled_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

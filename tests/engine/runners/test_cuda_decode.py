@@ -31,7 +31,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def decode(llm: LLM) -> Profile:
-    profile, _ = profile_decode(llm, [1, 2, 3, 4, 5], 0, STEPS)
+    profile, _ = profile_decode(llm, [[1, 2, 3, 4, 5]], STEPS)
     return profile
 
 
@@ -72,7 +72,7 @@ def test_no_step_makes_a_mask_or_runs_a_kernel_of_torch(decode: Profile) -> None
 
 
 def test_a_step_costs_the_same_launches_at_any_position(llm: LLM, decode: Profile) -> None:
-    later, _ = profile_decode(llm, list(range(1, 130)), 0, 10)
+    later, _ = profile_decode(llm, [list(range(1, 130))], 10)
     assert later.launches * STEPS == decode.launches * 10
 
 

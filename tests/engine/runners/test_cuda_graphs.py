@@ -145,7 +145,7 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
 ) -> None:
     """Their attention has padding tiles, and their rows' bits follow from how many there are."""
     if way == "expanded weights":
-        monkeypatch.setattr(workspace, "uses_wgmma", lambda *_: False)
+        monkeypatch.setattr(workspace, "is_hopper", lambda *_: False)
     sizes = ModelSizes(
         blocks=2, embedding=256, feed_forward=512, heads=4, kv_heads=2, head_dim=128, context=512
     )

@@ -27,7 +27,10 @@ from quengine.serve.processes.shared_engine import (
     GenerationRequest,
     Piece,
     PromptProgress,
+    SlotAction,
+    SlotDone,
     SlotStats,
+    Work,
 )
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.structured.answer_format import AnswerFormat, TextFormat
@@ -132,10 +135,14 @@ class FakeEngine:
         self._step_s = step_s
         self._chunk = chunk
         self._sequences: dict[int, _Sequence] = {}
+        self._slots_done: list[Event] = []
 
     silent_seconds = 0.0
 
-    def add(self, request: GenerationRequest) -> None:
+    def add(self, request: Work) -> None:
+        if isinstance(request, SlotAction):
+            self._slots_done.append(SlotDone(request.id, 0))
+            return
         if len(self._sequences) >= self.capacity:
             raise EngineError(f"all {self.capacity} slots are taken")
         prompt = b"".join(t.to_bytes(4, "little") for t in request.prompt)
@@ -144,11 +151,11 @@ class FakeEngine:
         self._sequences[request.id] = _Sequence(request, key, stream)
 
     def cancel(self, request_id: int) -> None:
-        del self._sequences[request_id]
+        self._sequences.pop(request_id, None)
 
     def step(self) -> list[Event]:
         time.sleep(self._step_s)
-        events: list[Event] = []
+        events, self._slots_done = self._slots_done, []
         for sequence in list(self._sequences.values()):
             events += self._advance(sequence)
         return events

@@ -45,6 +45,7 @@ UNSAID = re.compile(
     "|dimensions = .*: must be at most|pooling none gives a row"
     "|suffix needs a prompt that is one text"
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
+    "|filename: it has more than"
     "|in a message of the assistant's|a raw prompt has none|no model is fetched|does not reason"
 )
 BODIES: dict[str, dict[str, Any]] = {
@@ -89,8 +90,9 @@ def make_engine() -> FakeEngine:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(make_engine, settings={"defaults": SamplingParams(max_tokens=3)}) as running:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    given = {"defaults": SamplingParams(max_tokens=3), "slot_save_path": tmp_path_factory.mktemp("slots")}
+    with serving(make_engine, settings=given) as running:
         yield running
 
 
@@ -140,7 +142,7 @@ bounded = settings(
 load_all_checks()
 
 
-@driven(False, True).exclude(path=list(TWINS)).parametrize()
+@driven(False, True).exclude(path=list(TWINS)).exclude(method="POST", path="/props").parametrize()
 @bounded
 def test_answers_are_as_documented(
     case: Any, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]

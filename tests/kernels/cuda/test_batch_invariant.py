@@ -44,7 +44,7 @@ def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytes
     if request.param == "wgmma" and not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
     if request.param == "fused":
-        monkeypatch.setattr(workspace_module, "uses_wgmma", lambda *_: False)
+        monkeypatch.setattr(workspace_module, "is_hopper", lambda *_: False)
 
 
 def exact(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:

@@ -35,7 +35,7 @@ def backend(
     if device.type == "cpu":
         monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
     if request.param == "dequantized":
-        monkeypatch.setattr(workspace_module, "uses_wgmma", lambda *_: False)
+        monkeypatch.setattr(workspace_module, "is_hopper", lambda *_: False)
         monkeypatch.setattr(workspace_module, "fused_limit", lambda _: 0)
     return CudaBackend(device, request.param == "batch-invariant")
 

@@ -65,6 +65,10 @@ def _fields(service: Service, body: OllamaGeneration) -> dict[str, Any]:
     options = body.options
     fields = {name: getattr(options, name) for name in _SAMPLING}
     limit = options.num_predict
+    if options.num_keep is not None:
+        fields["n_keep"] = options.num_keep
+    if body.shift is False:
+        fields["context_shift"] = False
     return {
         **fields,
         "model": served_name(service, body.model),

@@ -75,7 +75,8 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     prompt = await turns.ids([*system, *messages], shorten=body.truncation == "auto")
     constraint = answer_constraint(use, model, text, model.end_of(prompt), budget)
     params = await sampling_params(service, body, logprobs=None, constraint=constraint)
-    (request,) = requests_of([prompt], 1, params, model.answer_format.shown(use))
+    shown = model.answer_format.shown(use)
+    (request,) = requests_of([prompt], 1, params, shown, slot=body.id_slot)
     return ResponseForm(service, body, request, tools, use, [*earlier, *items])
 
 

@@ -211,7 +211,7 @@ def test_settings_are_sent_kept_with_the_chat_and_given_back_to_the_server(page:
 def test_every_sampler_of_the_server_is_offered(page: Any, served: Served) -> None:
     with served.http() as client:
         params = client.get("/props").json()["default_generation_settings"]["params"]
-    elsewhere = {"n_predict", "stop", "logit_bias", "n_probs", "n_ctx"}
+    elsewhere = {"n_predict", "stop", "logit_bias", "n_probs", "n_ctx", "post_sampling_probs"}
     if "mirostat_tau" not in params:
         elsewhere.add("mirostat")
     open_settings(page)

@@ -18,7 +18,15 @@ from quengine.errors import CannotRunError
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.server_engine import EngineFailedError, ProcessEngine
-from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_engine import (
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    Piece,
+    SlotAction,
+    SlotDone,
+)
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
@@ -119,6 +127,26 @@ def test_a_cancelled_sequence_has_no_more_events_and_holds_nothing(engine: Proce
         seen += engine.step()
     assert {event.request_id for event in seen if not isinstance(event, Piece)} == {13}
     assert engine.stats().slots == () and engine.stats().cache_used == 0
+
+
+def test_a_slot_is_saved_restored_and_erased(engine: ProcessEngine, tmp_path: Path) -> None:
+    def done(action: SlotAction) -> SlotDone:
+        engine.add(action)
+        while not (events := engine.step()):
+            pass
+        (event,) = events
+        assert isinstance(event, SlotDone) and event.request_id == action.id
+        return event
+
+    short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    events_of(engine, [request(21, list(range(70)), short, slot=2)])
+    saved = done(SlotAction("save", 2, str(tmp_path / "x"), id=22))
+    assert saved.tokens == 64 and saved.nbytes == (tmp_path / "x").stat().st_size
+    assert done(SlotAction("erase", 2, id=23)) == SlotDone(23, 64)
+    restored = done(SlotAction("restore", 1, str(tmp_path / "x"), id=24))
+    assert (restored.tokens, restored.nbytes) == (64, saved.nbytes)
+    (*_, end) = events_of(engine, [request(25, list(range(70)), short)])[25]
+    assert isinstance(end, Finished) and end.timings.cached_tokens == 64
 
 
 def test_a_model_that_cannot_be_loaded_is_its_own_error(path: str, tmp_path: Path) -> None:

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    Fp16Operand,
+    OperandLayout,
+    operand_shape,
+    to_fp16_operand,
+    to_wgmma_layout,
+)
+from quengine.kernels.cuda.post_norm import post_norm_add
+from quengine.kernels.rms_norm import RMSNorm
 
 
 def plain(rows: int, cols: int) -> Fp16Operand:
@@ -26,3 +34,39 @@ def test_rows_are_picked_as_fp32(rows: slice | torch.Tensor, form: OperandLayout
     expected = (x.values.float() * x.row_scale[:, None])[rows]
     assert torch.equal(lying.dequantize()[rows], expected)
     assert torch.equal(lying.gather(rows), expected)
+
+
+@pytest.mark.parametrize("cols", [96, 576, 4160])
+def test_whoever_writes_the_wgmma_layout_pads_its_columns_with_zeros(cols: int, device: torch.device) -> None:
+    """Blocks of 128 columns are copied and multiplied whole: what is behind the last column must be no NaN."""
+    x, rows = plain(3, cols), 3
+    padded = -(-cols // 128) * 128
+
+    def room() -> Fp16Operand:
+        made = Fp16Operand.empty(rows, cols, device, OperandLayout.WGMMA)
+        made.values.fill_(float("nan"))
+        return made
+
+    def wide(made: Fp16Operand) -> torch.Tensor:
+        assert made.values.shape[1] == padded and made.fits(cols) and not made.fits(padded + 1)
+        return made.row_major(padded).cpu()
+
+    values = x.values.to(device)
+    moved = to_wgmma_layout(Fp16Operand(values, x.row_scale.to(device)), room().values)
+    rounded = to_fp16_operand(values.float(), room())
+    normed, residual = room(), torch.zeros(rows, cols, device=device)
+    norm = RMSNorm(torch.ones(cols, device=device), 1e-5)
+    post_norm_add(values.float(), residual, None, norm, normed, bias=torch.zeros(cols, device=device))
+    for made in (moved, rounded, normed, x.as_wgmma()):
+        assert (wide(made)[:, cols:] == 0).all()
+    assert torch.equal(wide(moved)[:, :cols], x.values)
+    assert torch.equal(rounded.dequantize(cols).cpu(), x.values.float())
+    scale = x.values.float().square().mean(1, keepdim=True).add(1e-5).rsqrt()
+    assert torch.allclose(normed.dequantize(cols).cpu(), x.values.float() * scale, rtol=2e-3, atol=1e-3)
+
+
+def test_a_part_of_the_last_columns_is_cleared_before_they_are_written() -> None:
+    room = Fp16Operand.empty(3, 200, "cpu", OperandLayout.WGMMA)
+    room.values.fill_(float("nan"))
+    room.clear_padding(200)
+    assert room.values[:, 128:].eq(0).all() and room.values[:, :128].isnan().all()

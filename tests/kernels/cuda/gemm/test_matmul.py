@@ -59,7 +59,7 @@ def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytes
     if request.param == "wgmma" and not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
     if request.param == "fused":
-        monkeypatch.setattr(workspace_module, "uses_wgmma", lambda *_: False)
+        monkeypatch.setattr(workspace_module, "is_hopper", lambda *_: False)
     monkeypatch.setattr(
         workspace_module, "fused_limit", lambda _: 0 if request.param == "dequantized" else 64
     )
@@ -225,7 +225,7 @@ def test_the_norm_behind_a_matmul(rows: int, device: torch.device) -> None:
 def test_every_way_to_share_a_product_gives_it(
     geometry: FusedGeometry, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workspace_module, "uses_wgmma", lambda *_: False)
+    monkeypatch.setattr(workspace_module, "is_hopper", lambda *_: False)
     monkeypatch.setattr(matmul_fused, "fused_geometry", lambda *_: geometry)
     weight, x = ordinary_weight(name, 24, 512), ordinary_activations(9, 512)
     residual = ordinary_activations(9, 24, 3)
@@ -514,7 +514,7 @@ def test_many_rows_of_a_model_of_floats_stay_in_order(
 ) -> None:
     monkeypatch.setattr(workspace_module, "fused_limit", lambda _: 4096)
     room = MatmulWorkspace(0, "cpu", packed=packed)
-    assert room.layout(129, 256) is form and room.layout(128, 256) is OperandLayout.MMA
+    assert room.layout(129) is form and room.layout(128) is OperandLayout.MMA
 
 
 @pytest.mark.parametrize(

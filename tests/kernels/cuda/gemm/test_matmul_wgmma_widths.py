@@ -21,12 +21,13 @@ def hopper(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3])
-@pytest.mark.parametrize("columns", [128, 384, 896, 1152])
+@pytest.mark.parametrize("columns", [96, 128, 384, 576, 896, 1152])
 @pytest.mark.parametrize("name", ["MXFP4", "Q5_1"])
 def test_any_number_of_chunks_overlapped_or_not(
     name: str, columns: int, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1, 3, 7 and 9 chunks; 3 splits of 7 have 3, 3 and 1. The same bits whether the matrix units overlap or not."""
+    """1, 3, 5, 7 and 9 chunks, some with a part of the last one; 3 splits of 7 have 3, 3 and 1. The same bits
+    whether the matrix units overlap or not."""
     weight = ordinary_weight(name, 200, columns)
     packed, room = pack(weight, device), MatmulWorkspace(0, device)
     for rows in (8, 100, 300):

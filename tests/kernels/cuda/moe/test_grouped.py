@@ -26,7 +26,7 @@ ROUNDED_ONCE = 8e-8
 @pytest.fixture(params=["mma", "wgmma"], autouse=True)
 def way(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "mma":
-        monkeypatch.setattr(module, "uses_wgmma", lambda *_: False)
+        monkeypatch.setattr(module, "is_hopper", lambda *_: False)
     elif not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
 

@@ -5,7 +5,7 @@ import { ApiError, events, request } from "./api";
 import { withAttachments } from "./attachments";
 import { type Attachment, type Chat, type Costs, type Message, type Token, addMessage, pathTo } from "./chats";
 import { fieldsOf } from "./options";
-import { keep, modelOf, notify, show, speak, state } from "./store";
+import { followLoading, keep, modelOf, notify, show, speak, state, statusOf } from "./store";
 
 interface Run {
   chat: Chat;
@@ -82,6 +82,7 @@ async function fill(chat: Chat, message: Message): Promise<void> {
   delete message.error;
   keep(chat);
   speak("Answering");
+  if ((statusOf(message.model ?? "") ?? "loaded") !== "loaded") void followLoading();
   let ending: Message["state"];
   try {
     await stream(chat, message, run);
@@ -111,7 +112,8 @@ function settle(chat: Chat, message: Message): void {
     if (chat.leaf === message.id) chat.leaf = message.parent;
   }
   chat.updated = Date.now();
-  if (state.chats.includes(chat)) keep(chat);
+  if (!state.chats.includes(chat)) return;
+  keep(chat);
   if (chat !== state.chat) notify(`${message.error ? "No answer" : "Answered"}: ${chat.title}`);
 }
 

@@ -31,6 +31,9 @@ export const GROUPS: { name: string; options: Option[] }[] = [
       { key: "max_tokens", label: "Max tokens", help: "Most tokens of an answer", min: 1, step: 1, always: true },
       { key: "min_tokens", label: "Min tokens", help: "No end before so many", min: 0, step: 1, always: true },
       { key: "ignore_eos", label: "Ignore end tokens", help: "Go on until the limit", kind: "switch" },
+      { key: "context_shift", label: "Context shift", help: "Discard old tokens of a full context and go on", kind: "switch" },
+      { key: "n_keep", label: "Tokens kept", help: "First tokens that a context shift keeps; -1: the prompt", min: -1, step: 1 },
+      { key: "n_discard", label: "Tokens discarded", help: "By a context shift; 0: half of the others", min: 0, step: 1 },
     ],
   },
   {
@@ -38,7 +41,7 @@ export const GROUPS: { name: string; options: Option[] }[] = [
     options: [
       { key: "seed", label: "Seed", help: "Gives the same answer again; -1 draws one", min: -1, step: 1, always: true },
       { key: "temperature", label: "Temperature", help: "0 takes the likeliest token", min: 0, step: 0.1 },
-      { key: "top_k", label: "Top-k", help: "Keep so many of the likeliest; 0: all", min: 0, step: 1 },
+      { key: "top_k", label: "Top-k", help: "Keep so many of the likeliest; 0: all", min: -1, step: 1 },
       { key: "top_p", label: "Top-p", help: "Keep the likeliest up to this sum", min: 0, max: 1, step: 0.01 },
       { key: "min_p", label: "Min-p", help: "Drop those below this share of the likeliest", min: 0, max: 1, step: 0.01 },
       { key: "typical_p", label: "Typical-p", help: "Keep those of typical surprise; 1: all", min: 0, max: 1, step: 0.01 },
@@ -61,7 +64,7 @@ export const GROUPS: { name: string; options: Option[] }[] = [
       { key: "presence_penalty", label: "Presence penalty", help: "Subtracted from every recent token", step: 0.1 },
       { key: "frequency_penalty", label: "Frequency penalty", help: "Subtracted each time a token came", step: 0.1 },
       { key: "dry_multiplier", label: "DRY multiplier", help: "Penalty of repeated sequences; 0: off", min: 0, step: 0.1 },
-      { key: "dry_base", label: "DRY base", help: "Growth with the sequence's length", min: 0, step: 0.05 },
+      { key: "dry_base", label: "DRY base", help: "Growth with the sequence's length", min: 1, step: 0.05 },
       { key: "dry_allowed_length", label: "DRY allowed length", help: "Repeats up to it cost nothing", min: 0, step: 1 },
       { key: "dry_penalty_last_n", label: "DRY window", help: "Tokens it looks at; -1: all", min: -1, step: 1 },
       { key: "dry_sequence_breakers", label: "DRY breakers", help: "End a sequence; by commas", kind: "list" },
@@ -89,7 +92,7 @@ export function defaultText(option: Option, defaults: Defaults): string {
   const value = defaults[option.key];
   if (option.key === "max_tokens" && value === -1) return "no limit";
   if (option.key === "seed" && value === -1) return "random";
-  if (Array.isArray(value)) return value.map(part => JSON.stringify(part).slice(1, -1)).join(", ");
+  if (Array.isArray(value)) return textOf(value);
   return typeof value === "number" ? String(Number(value.toPrecision(6))) : "";
 }
 
@@ -104,14 +107,20 @@ export function schemaProblem(text: string): string {
   }
 }
 
-/** The lines of a text field, with \n and \t in them read as such. */
-const stopStrings = (text: string): string[] =>
-  text.split("\n").filter(Boolean).map(line => line.replace(/\\([nt\\])/g, (_, c: string) => (c === "n" ? "\n" : c === "t" ? "\t" : c)));
+/** The parts of a text field, in which \n and \t stand for what they are in code. */
+export function partsOf(text: string, separator: string): string[] {
+  const read = (part: string): string => part.replace(/\\([nt\\"])/g, (_, c: string) => ({ n: "\n", t: "\t" })[c] ?? c);
+  const parts = text.split(separator);
+  return (separator === "\n" ? parts : parts.map(part => part.trim())).filter(Boolean).map(read);
+}
+
+/** What `partsOf` reads again. */
+export const textOf = (parts: unknown[]): string => parts.map(part => JSON.stringify(part).slice(1, -1)).join(", ");
 
 /** The fields of a chat completion that the settings become. */
 export function fieldsOf(settings: Settings): Record<string, unknown> {
   const fields: Record<string, unknown> = { ...settings.values };
-  const stop = stopStrings(settings.stop ?? "");
+  const stop = partsOf(settings.stop ?? "", "\n");
   if (stop.length) fields.stop = stop;
   if (settings.effort === "none") fields.enable_thinking = false;
   else if (settings.effort) fields.reasoning_effort = settings.effort;

@@ -15,11 +15,8 @@ export interface Model {
 
 interface Props {
   default_generation_settings: { n_ctx: number; params: Defaults };
-  model_alias: string;
-  chat_template: string;
   build_info: string;
-  total_slots: number;
-  limits?: { body: number };
+  total_slots?: number;
 }
 
 interface Notice {
@@ -29,6 +26,7 @@ interface Notice {
 
 type Panel = "settings" | "live" | "key" | "about" | "";
 
+const POLL_MS = 1000;
 const DEFAULTS = "quengine.defaults";
 const OPEN = "quengine.open";
 
@@ -153,10 +151,11 @@ const sort = (): void => void state.chats.sort((a, b) => b.updated - a.updated);
 /** The server's models, its defaults and what it is. */
 export async function describe(): Promise<void> {
   try {
-    const [models, props] = await Promise.all([request("v1/models"), request("props")]);
-    state.models = ((await models.json()) as { data: Model[] }).data;
-    state.props = (await props.json()) as Props;
-    document.title = modelOf(state.chat) || "quengine";
+    const models = (await (await request("v1/models")).json()) as { data: Model[] };
+    state.models = models.data;
+    const model = modelOf(state.chat);
+    state.props = (await (await request(`props?model=${encodeURIComponent(model)}`)).json()) as Props;
+    document.title = model || "quengine";
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) {
       if (keyKept()) notify("The server does not take the key that this page has.");
@@ -164,6 +163,16 @@ export async function describe(): Promise<void> {
     }
   }
   changed();
+}
+
+export const statusOf = (id: string): string | undefined => state.models.find(model => model.id === id)?.status?.value;
+
+/** Look after the models for as long as one is being loaded. */
+export async function followLoading(): Promise<void> {
+  do {
+    await new Promise(resolve => setTimeout(resolve, POLL_MS));
+    await describe();
+  } while (state.models.some(model => model.status?.value === "loading"));
 }
 
 /** The model that answers a chat: its own while the server has it, else the server's first. */

@@ -32,12 +32,18 @@ export async function watchServer(): Promise<never> {
   }
 }
 
+/** The sum of a metric over its labels, which are the models' names where there are several. */
+function total(metrics: string, name: string): number {
+  const lines = metrics.matchAll(new RegExp(`^quengine_${name}(?:\\{.*\\})? (\\S+)$`, "gm"));
+  return [...lines].reduce((sum, line) => sum + Number(line[1]), 0);
+}
+
 async function sample(): Promise<void> {
   if (state.panel === "key") return;
   const lost = problem !== "";
   try {
     const text = await (await request("metrics")).text();
-    const value = (name: string): number => Number(new RegExp(`^quengine_${name} (.*)$`, "m").exec(text)?.[1] ?? 0);
+    const value = (name: string): number => total(text, name);
     const now = { tokens: value("generated_tokens_total"), at: performance.now() };
     const speed = before ? Math.max(0, (1000 * (now.tokens - before.tokens)) / (now.at - before.at)) : 0;
     before = now;

@@ -5,7 +5,7 @@ import type { JSX } from "preact";
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { type Chat, type Costs, type Message, showBranch, siblings } from "../state/chats";
 import { regenerate, resume, runOf, send } from "../state/generation";
-import { deleteMessage, keep, notify } from "../state/store";
+import { deleteMessage, keep, notify, statusOf } from "../state/store";
 import { type Block, blocksOf, typeset } from "./markdown";
 import { Tokens } from "./tokens";
 import { IconButton, copy } from "./widgets";
@@ -196,7 +196,8 @@ function Waiting({ message }: { message: Message }): JSX.Element | null {
   const run = runOf(message);
   if (!run || message.content || message.thought) return null;
   const part = run.progress > 0 && run.progress < 1 ? ` ${Math.round(100 * run.progress)}%` : "";
-  return <p class="hint busy">Reading{part}</p>;
+  const loading = (statusOf(message.model ?? "") ?? "loaded") !== "loaded";
+  return <p class="hint busy">{loading ? `Loading ${message.model}` : `Reading${part}`}</p>;
 }
 
 export function MessageView({ chat, message }: { chat: Chat; message: Message }): JSX.Element {

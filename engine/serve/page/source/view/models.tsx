@@ -3,21 +3,15 @@
 import { ChevronDown, Info } from "lucide-preact";
 import type { JSX } from "preact";
 import { request } from "../state/api";
-import { type Model, describe, keep, keepDefaults, modelOf, report, show, state, useStore } from "../state/store";
+import { type Model, describe, followLoading, keep, keepDefaults, modelOf, report, show, state, statusOf, useStore } from "../state/store";
 import { Dialog, type Entry, Menu } from "./widgets";
 
-const POLL_MS = 1000;
-
-const statusOf = (model: Model): string => (model.status?.failed ? "failed" : (model.status?.value ?? ""));
+const shownStatus = (model: Model): string => (model.status?.failed ? "failed" : (model.status?.value ?? ""));
 
 async function act(action: "load" | "unload", model: string): Promise<void> {
   try {
     await request(`models/${action}`, { model });
-    await describe();
-    while (state.models.some(each => each.status?.value === "loading")) {
-      await new Promise(resolve => setTimeout(resolve, POLL_MS));
-      await describe();
-    }
+    await followLoading();
   } catch (error) {
     report(error);
   }
@@ -26,17 +20,16 @@ async function act(action: "load" | "unload", model: string): Promise<void> {
 export function ModelPicker(): JSX.Element {
   useStore();
   const current = modelOf(state.chat);
-  const model = state.models.find(each => each.id === current);
   const choose = (id: string): void => {
     state.chat.model = id;
     keepDefaults(state.chat);
-    document.title = id;
     keep(state.chat);
+    void describe();
   };
-  const entries: Entry[] = state.models.map(each => ({ label: each.id, detail: statusOf(each), checked: each.id === current, act: () => choose(each.id) }));
-  const status = model && statusOf(model);
-  if (model && status === "unloaded") entries.push({ label: `Load ${current}`, act: () => void act("load", current) });
-  if (model && status === "loaded") entries.push({ label: `Unload ${current}`, act: () => void act("unload", current) });
+  const entries: Entry[] = state.models.map(each => ({ label: each.id, detail: state.models.length > 1 ? shownStatus(each) : "", checked: each.id === current, act: () => choose(each.id) }));
+  const status = statusOf(current);
+  if (status === "unloaded") entries.push({ label: `Load ${current}`, act: () => void act("load", current) });
+  if (status === "loaded") entries.push({ label: `Unload ${current}`, act: () => void act("unload", current) });
   entries.push({ label: "About this model", icon: Info, act: () => show("about") });
   return (
     <Menu

@@ -1,7 +1,7 @@
 // The settings of the open chat: what it says to the model, how long it reasons, and every sampler that the server has.
 
 import type { JSX } from "preact";
-import { EFFORTS, GROUPS, type Option, type Settings, defaultText, offered, schemaProblem } from "../state/options";
+import { EFFORTS, GROUPS, type Option, type Settings, defaultText, offered, partsOf, schemaProblem, textOf } from "../state/options";
 import { keep, keepDefaults, notify, show, state, useStore } from "../state/store";
 import { Dialog } from "./widgets";
 
@@ -50,17 +50,22 @@ function Switch({ id, label, help, value, set }: { id: string; label: string; he
 function OptionField({ option }: { option: Option }): JSX.Element {
   const { key, label, help, kind } = option;
   const value = state.chat.settings.values?.[key];
-  if (kind === "switch") return <Switch id={key} label={label} help={help} value={value === true} set={on => setValue(key, on || undefined)} />;
-  const placeholder = defaultText(option, state.props?.default_generation_settings.params ?? {});
+  const defaults = state.props?.default_generation_settings.params ?? {};
+  if (kind === "switch") {
+    const usual = defaults[key] === true;
+    const on = value === undefined ? usual : value === true;
+    return <Switch id={key} label={label} help={help} value={on} set={now => setValue(key, now === usual ? undefined : now)} />;
+  }
+  const placeholder = defaultText(option, defaults);
   const onInput = ({ currentTarget: { value: text } }: { currentTarget: HTMLInputElement }): void => {
-    if (kind === "list") return setValue(key, text.trim() ? text.split(",").map(part => part.trim()) : undefined);
+    if (kind === "list") return setValue(key, text.trim() ? partsOf(text, ",") : undefined);
     setValue(key, text === "" ? undefined : Number(text));
   };
   const range = kind === "list" ? { type: "text" } : { type: "number", min: option.min, max: option.max, step: option.step };
   return (
     <label class="field">
       <span>{label}</span>
-      <input id={key} {...range} defaultValue={Array.isArray(value) ? value.join(", ") : value?.toString()} placeholder={placeholder} aria-describedby={`${key}-help`} onInput={onInput} />
+      <input id={key} {...range} defaultValue={Array.isArray(value) ? textOf(value) : value?.toString()} placeholder={placeholder} aria-describedby={`${key}-help`} onInput={onInput} />
       <small id={`${key}-help`}>{help}</small>
     </label>
   );

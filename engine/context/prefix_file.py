@@ -1,0 +1,157 @@
+"""Files of saved prefixes: safetensors, whose metadata says by which model and how the keys and values were computed.
+
+Tensors: `token_ids` int64 [T]; of each group of layers `held.G` int64, the indices of its blocks; of each layer
+`layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with `.k_scale` and `.v_scale` fp16 [.., head_dim /
+32]. Metadata: `PrefixFiles.header`. Format: https://huggingface.co/docs/safetensors.
+"""
+
+import json
+import os
+from contextlib import suppress
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from quengine.context.saved_prefix import SavedPrefix
+from quengine.errors import EngineError
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.load import LoadedModel
+
+FORMAT, VERSION = "quengine saved prefix", "1"
+_NAMES = ("k", "v", "k_scale", "v_scale")
+_SAMPLE = 4096
+"""Bytes of each tensor that a model's digest covers."""
+_BESIDE_CACHE = 64 << 20
+"""Bytes that a file may have beyond those of the whole cache."""
+
+
+class PrefixFiles:
+    """Writes and reads the files that fit one engine. Any thread may.
+
+    cache_type: of its cache. deterministic: only what the same kernels have computed fits.
+    """
+
+    def __init__(self, loaded: LoadedModel, cache_type: str, deterministic: bool) -> None:
+        self._loaded = loaded
+        self._cache_type = cache_type
+        self._deterministic = deterministic
+
+    @cached_property
+    def header(self) -> dict[str, str]:
+        """What has to be equal in a file and here; `kernels` only for a deterministic engine."""
+        config, context = self._loaded.checkpoint.config, self._loaded.cache.ctx_size
+        rope = repr([config.rope(context, windowed) for windowed in (False, True)])
+        kernels = self._loaded.decoder.backend.name
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self._model_digest(),
+            "rope": sha256(rope.encode()).hexdigest()[:16],
+            "cache_type": self._cache_type,
+            "block_size": str(BLOCK_SIZE),
+            "windows": ", ".join(str(group.window) for group in config.cache_groups),
+            "kernels": f"{kernels}, deterministic" if self._deterministic else kernels,
+        }
+
+    def write(self, path: Path, saved: SavedPrefix) -> int:
+        """Write a file beside and rename it; its bytes. Raises EngineError where that fails."""
+        tensors = {"token_ids": torch.tensor(saved.token_ids, dtype=torch.int64)}
+        for group, held in enumerate(saved.held):
+            tensors[f"held.{group}"] = torch.tensor(held, dtype=torch.int64)
+        for layer, stored in enumerate(saved.layers):
+            for name, tensor in zip(_NAMES, stored, strict=False):
+                tensors[f"layer.{layer}.{name}"] = tensor.contiguous()
+        beside = path.with_name(f".{os.getpid()}.saving")
+        try:
+            beside.touch(mode=0o600)  # what it holds can be read as the conversation
+            save_file(tensors, beside, self.header)
+            size = beside.stat().st_size
+            beside.replace(path)
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise EngineError(f"cannot be written: {_reason(error)}") from None
+        return size
+
+    def read(self, path: Path) -> tuple[SavedPrefix, int]:
+        """The prefix in a file, and its bytes. Raises EngineError where it cannot be read or does not fit."""
+        most = self._loaded.cache.nbytes + _BESIDE_CACHE
+        try:
+            if not path.is_file():
+                raise EngineError("there is no such file")
+            if (size := path.stat().st_size) > most:
+                raise EngineError(f"it has {size} bytes, more than the cache of {self._loaded.cache.nbytes}")
+            data = path.read_bytes()
+            tensors = load(data)
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+        except (OSError, MemoryError, SafetensorError, ValueError) as error:
+            raise EngineError(f"cannot be read: {_reason(error)}") from None
+        self._check_header(header)
+        return self._checked(tensors), len(data)
+
+    def _check_header(self, header: dict[str, str]) -> None:
+        for name, mine in self.header.items():
+            if header.get(name) != mine and (name != "kernels" or self._deterministic):
+                theirs = str(header.get(name))[:80]
+                raise EngineError(
+                    f"it does not fit: its {name.replace('_', ' ')} is {theirs!r}, here {mine!r}"
+                )
+
+    def _checked(self, tensors: dict[str, Tensor]) -> SavedPrefix:
+        """The prefix of these tensors. Raises EngineError where they are not what the header promises."""
+        cache, config = self._loaded.cache, self._loaded.checkpoint.config
+        ids = self._indices(tensors, "token_ids")
+        blocks = len(ids) // BLOCK_SIZE
+        if len(ids) % BLOCK_SIZE or len(ids) > cache.ctx_size:
+            raise EngineError(
+                f"it holds {len(ids)} tokens, the context {cache.ctx_size}, in blocks of {BLOCK_SIZE}"
+            )
+        if not all(0 <= token < config.vocab_size for token in ids):
+            raise EngineError(f"it holds token ids outside the vocabulary of {config.vocab_size}")
+        held, layers = [], [list[Tensor]() for _ in cache.layers]
+        for number, (group, pool) in enumerate(zip(config.cache_groups, cache.pools, strict=True)):
+            indices = self._indices(tensors, f"held.{number}")
+            needed = range(pool.first_visible(len(ids)), blocks)
+            if sorted({*indices, *needed}) != indices or (
+                indices and not 0 <= indices[0] <= indices[-1] < blocks
+            ):
+                raise EngineError(f"its blocks of group {number} are not those of {len(ids)} tokens")
+            held.append(indices)
+            for layer in group.layers:
+                layers[layer] = self._layer(tensors, layer, len(indices))
+        return SavedPrefix(ids, held, layers)
+
+    def _layer(self, tensors: dict[str, Tensor], layer: int, blocks: int) -> list[Tensor]:
+        found = []
+        for name, own in zip(_NAMES, self._loaded.cache.layers[layer].tensors, strict=False):
+            tensor, shape = tensors.get(f"layer.{layer}.{name}"), (blocks, BLOCK_SIZE, *own.shape[1:])
+            if tensor is None or tensor.dtype != own.dtype or tuple(tensor.shape) != shape:
+                raise EngineError(f"its {name} of layer {layer} is not {own.dtype} {list(shape)}")
+            found.append(tensor)
+        return found
+
+    def _indices(self, tensors: dict[str, Tensor], name: str) -> list[int]:
+        tensor = tensors.get(name)
+        if tensor is None or tensor.dtype != torch.int64 or tensor.ndim != 1:
+            raise EngineError(f"it has no list of numbers {name!r}")
+        return list(map(int, tensor.tolist()))
+
+    def _model_digest(self) -> str:
+        """Of the model's shape and the beginning of every tensor but experts': no two trained models agree in these."""
+        checkpoint = self._loaded.checkpoint
+        digest = sha256(repr(checkpoint.config).encode())
+        tensors = checkpoint.tensors
+        for name in sorted(name for name in tensors if "_exps" not in name):
+            tensor = tensors[name]
+            digest.update(f"{name} {tensor.format.name} {tensor.shape}".encode())
+            digest.update(tensor.data.view(-1)[:_SAMPLE].cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

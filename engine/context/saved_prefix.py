@@ -1,0 +1,97 @@
+"""Keys and values of a prefix outside of the cache: copied from its blocks, and put back into free ones.
+
+Between two steps, in torch, so that they are the same on every device and for every type of cache. Blocks that a prompt
+can share are full and never written again, so what runs meanwhile does not matter.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.block_manager import extend_keys
+from quengine.errors import EngineError
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.models.config import ModelConfig
+from quengine.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class SavedPrefix:
+    """What a cache held of a prefix of whole blocks.
+
+    Attributes:
+        token_ids: of the prefix.
+        held: of each group of layers the indices of its blocks; one with a window has the last ones alone.
+        layers: of each layer its tensors as `KVLayer.tensors`, on the host: [blocks, BLOCK_SIZE, kv_heads, width].
+    """
+
+    token_ids: list[int]
+    held: list[list[int]]
+    layers: list[list[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer)
+
+
+def save_prefix(scheduler: Scheduler, config: ModelConfig, token_ids: list[int]) -> SavedPrefix:
+    """What the cache still holds of the beginning of these tokens, in whole blocks; nothing, if it holds none."""
+    blocks = scheduler.blocks.held(_keys(token_ids))
+    layers = [list[Tensor]() for _ in scheduler.cache.layers]
+    for group, of_group in zip(config.cache_groups, blocks, strict=True):
+        numbers = torch.tensor(list(of_group.values()), dtype=torch.int64)
+        for layer in group.layers:
+            stored = scheduler.cache.layers[layer].tensors
+            layers[layer] = [_by_block(tensor)[numbers.to(tensor.device)].cpu() for tensor in stored]
+    return SavedPrefix(token_ids[: _tokens(blocks)], [list(of_group) for of_group in blocks], layers)
+
+
+def restore_prefix(scheduler: Scheduler, config: ModelConfig, saved: SavedPrefix) -> None:
+    """Put a prefix where prompts that begin with it find it; the least recently used blocks make room.
+
+    Raises:
+        EngineError: sequences that run leave too few blocks.
+    """
+    keys = _keys(saved.token_ids)
+    taken = scheduler.blocks.take_back(keys, saved.held)
+    if taken is None:
+        raise EngineError(
+            f"the cache has no room for its {len(saved.token_ids)} tokens: {scheduler.cache_used} of "
+            f"{scheduler.cache_size} are in use"
+        )
+    for group, of_group, held in zip(config.cache_groups, taken, saved.held, strict=True):
+        place = {index: row for row, index in enumerate(held)}
+        rows = torch.tensor([place[index] for index in of_group], dtype=torch.int64)
+        numbers = torch.tensor(list(of_group.values()), dtype=torch.int64)
+        for layer in group.layers:
+            for tensor, values in zip(
+                scheduler.cache.layers[layer].tensors, saved.layers[layer], strict=True
+            ):
+                _by_block(tensor)[numbers.to(tensor.device)] = values[rows].to(tensor.device)
+    scheduler.blocks.given_back(keys, taken)
+
+
+def erase_prefix(scheduler: Scheduler, token_ids: list[int]) -> int:
+    """Let no prompt find the blocks of these tokens; how many tokens were there."""
+    keys = _keys(token_ids)
+    found = _tokens(scheduler.blocks.held(keys))
+    scheduler.blocks.discard(keys)
+    return found
+
+
+def _tokens(blocks: Iterable[Iterable[int]]) -> int:
+    """Of the prefix whose blocks have these indices."""
+    return BLOCK_SIZE * max((index + 1 for of_group in blocks for index in of_group), default=0)
+
+
+def _keys(token_ids: list[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, token_ids)
+    return keys
+
+
+def _by_block(tensor: Tensor) -> Tensor:
+    """[rows, ...] as [blocks, BLOCK_SIZE, ...]: a view."""
+    return tensor.view(-1, BLOCK_SIZE, *tensor.shape[1:])

@@ -1,0 +1,76 @@
+"""Slots, in llama-server's form: what runs in them, and saving, restoring and erasing what one holds."""
+
+from typing import Any, get_args
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.processes.shared_engine import SlotAction, SlotActionKind, SlotStats
+from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.reading import shown
+from quengine.serve.schemas.requests import SlotFileRequest
+from quengine.serve.service import Service
+
+_MAX_NAME_BYTES = 255
+_ACTIONS = get_args(SlotActionKind)
+
+
+async def slots(service: Service, request: Request) -> Response:
+    """One entry a slot, as llama-server's; at most a tenth of a second old."""
+    del request
+    worker, context = service.worker, service.model.ctx_size
+    holders, stats = worker.slot_holders, {slot.request_id: slot for slot in worker.stats.slots}
+    entries: list[dict[str, Any]] = []
+    for slot in range(worker.slots):
+        entry: dict[str, Any] = {
+            "id": slot,
+            "id_task": -1,
+            "n_ctx": context,
+            "is_processing": slot in holders,
+        }
+        if slot in holders:
+            holder = holders[slot]
+            of_request = stats.get(holder, SlotStats(holder, 0, 0, 0))
+            entry |= {
+                "id_task": holder,
+                "n_prompt_tokens": of_request.prompt_tokens,
+                "n_computed": of_request.computed,
+                "n_decoded": of_request.generated,
+            }
+        entries.append(entry)
+    return json_response(entries)
+
+
+async def slot_action(service: Service, request: Request) -> Response:
+    """POST /slots/{id_slot}?action=save, restore or erase; it waits until what runs in the slot has ended."""
+    folder = service.settings.slot_save_path
+    if folder is None:
+        raise ApiError(501, "this server does not save slots; start it with --slot-save-path DIR")
+    given = request.path_params["id_slot"]
+    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+        raise bad_request(
+            f"slot {shown(given)}: must be a whole number of at most 9 digits", "id_slot", "invalid_value"
+        )
+    kind: Any = request.query_params.get("action")
+    if kind not in _ACTIONS:
+        raise bad_request(f"action = {shown(kind)}: must be {', '.join(_ACTIONS)}", "action", "invalid_value")
+    name = "" if kind == "erase" else await _file_name(service, request)
+    slot = int(given) % service.worker.slots
+    action = SlotAction(kind, slot, "" if kind == "erase" else str(folder / name))
+    done = await unless_gone(request.receive, service.slot_action(action))
+    if kind == "erase":
+        return json_response({"id_slot": slot, "n_erased": done.tokens})
+    tokens, size = ("n_saved", "n_written") if kind == "save" else ("n_restored", "n_read")
+    timings = {f"{kind}_ms": 1e3 * done.seconds}
+    return json_response(
+        {"id_slot": slot, "filename": name, tokens: done.tokens, size: done.nbytes, "timings": timings}
+    )
+
+
+async def _file_name(service: Service, request: Request) -> str:
+    body = await read_request(request, SlotFileRequest, service.limits)
+    service.check_model_name(body.model)
+    if len(body.filename.encode()) > _MAX_NAME_BYTES:
+        raise bad_request(f"filename: it has more than {_MAX_NAME_BYTES} bytes", "filename", "over_limit")
+    return body.filename
