@@ -16,6 +16,7 @@ from tests.engine.serve.page.driving import (
     ask,
     attach,
     choose,
+    close,
     menu,
     open_settings,
     opened,
@@ -143,6 +144,17 @@ def test_a_chat_or_message_that_is_deleted_is_answered_no_longer(page: Any, serv
     wait_for_text(page.locator(".chats .title"), "a long one")
 
 
+def test_another_tab_has_the_same_chats(page: Any) -> None:
+    other = page.context.new_page()
+    other.goto(page.url)
+    ask(page, "seen in both")
+    text = answered(page).inner_text()
+    other.get_by_role("button", name="seen in both", exact=True).click()
+    wait_for_text(other.locator(".assistant .markdown"), text)
+    menu(other, "Actions on seen in both", "Delete")
+    page.locator(".empty").wait_for()
+
+
 def test_edits_and_second_answers_are_branches_and_messages_are_deleted(page: Any) -> None:
     choose(page, max_tokens=3)
     ask(page, "one")
@@ -189,6 +201,10 @@ def test_settings_are_sent_kept_with_the_chat_and_given_back_to_the_server(page:
     choose(page, schema="{oops")
     open_settings(page)
     assert "Not JSON" in page.locator("#schema-help").inner_text()
+    close(page)
+    ask(page, "under a schema")
+    wait_for_text(page.locator(".error"), "The JSON schema of this chat's settings: Not JSON")
+    open_settings(page)
     page.locator("#schema").fill(schema)
     page.get_by_role("button", name="Use for new chats").click()
     page.keyboard.press("Escape")

@@ -5,7 +5,7 @@ import { ApiError, events, request } from "./api";
 import { withAttachments } from "./attachments";
 import { type Attachment, type Chat, type Costs, type Message, type Token, addMessage, pathTo } from "./chats";
 import { fieldsOf } from "./options";
-import { followLoading, keep, modelOf, notify, show, speak, state, statusOf } from "./store";
+import { answering, followLoading, keep, modelOf, notify, show, speak, state, statusOf } from "./store";
 
 interface Run {
   chat: Chat;
@@ -78,6 +78,7 @@ export async function resume(chat: Chat, message: Message): Promise<void> {
 async function fill(chat: Chat, message: Message): Promise<void> {
   const run: Run = { chat, message, control: new AbortController(), progress: 0 };
   runs.set(message.id, run);
+  answering.add(chat.id);
   message.state = "running";
   delete message.error;
   keep(chat);
@@ -93,6 +94,7 @@ async function fill(chat: Chat, message: Message): Promise<void> {
     if (ending === "interrupted") failed(message, error);
   }
   runs.delete(message.id);
+  answering.delete(chat.id);
   if (ending && (message.content || message.thought || message.error)) message.state = ending;
   else delete message.state;
   if (message.id in chat.messages) settle(chat, message);

@@ -31,7 +31,7 @@ export const GROUPS: { name: string; options: Option[] }[] = [
       { key: "max_tokens", label: "Max tokens", help: "Most tokens of an answer", min: 1, step: 1, always: true },
       { key: "min_tokens", label: "Min tokens", help: "No end before so many", min: 0, step: 1, always: true },
       { key: "ignore_eos", label: "Ignore end tokens", help: "Go on until the limit", kind: "switch" },
-      { key: "context_shift", label: "Context shift", help: "Discard old tokens of a full context and go on", kind: "switch" },
+      { key: "context_shift", label: "Context shift", help: "Discard old tokens of a full context and go on", kind: "switch", always: true },
       { key: "n_keep", label: "Tokens kept", help: "First tokens that a context shift keeps; -1: the prompt", min: -1, step: 1 },
       { key: "n_discard", label: "Tokens discarded", help: "By a context shift; 0: half of the others", min: 0, step: 1 },
     ],
@@ -117,7 +117,7 @@ export function partsOf(text: string, separator: string): string[] {
 /** What `partsOf` reads again. */
 export const textOf = (parts: unknown[]): string => parts.map(part => JSON.stringify(part).slice(1, -1)).join(", ");
 
-/** The fields of a chat completion that the settings become. */
+/** The fields of a chat completion that the settings become. Throws Error for a schema that is none. */
 export function fieldsOf(settings: Settings): Record<string, unknown> {
   const fields: Record<string, unknown> = { ...settings.values };
   const stop = partsOf(settings.stop ?? "", "\n");
@@ -125,7 +125,9 @@ export function fieldsOf(settings: Settings): Record<string, unknown> {
   if (settings.effort === "none") fields.enable_thinking = false;
   else if (settings.effort) fields.reasoning_effort = settings.effort;
   if (settings.probabilities) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
-  if (settings.schema?.trim() && !schemaProblem(settings.schema)) {
+  if (settings.schema?.trim()) {
+    const problem = schemaProblem(settings.schema);
+    if (problem) throw new Error(`The JSON schema of this chat's settings: ${problem}`);
     const schema: unknown = JSON.parse(settings.schema);
     fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   }

@@ -42,6 +42,8 @@ export const state = {
   spoken: "",
 };
 
+/** Ids of the chats that this tab has answers under way for. */
+export const answering = new Set<string>();
 const watchers = new Set<() => void>();
 let drawn = true;
 
@@ -127,16 +129,14 @@ export async function start(): Promise<void> {
   if (last) openChat(last);
 }
 
-const isRunning = (message: Message): boolean => message.state === "running";
-
 function interrupt(chat: Chat): void {
-  for (const message of Object.values(chat.messages)) if (isRunning(message)) message.state = "interrupted";
+  for (const message of Object.values(chat.messages)) if (message.state === "running") message.state = "interrupted";
 }
 
 async function otherTab(id: string): Promise<void> {
   const written = await loadChat(id);
   const here = state.chats.find(chat => chat.id === id);
-  if (here && (Object.values(here.messages).some(isRunning) || (written && written.saved <= here.saved))) return;
+  if (answering.has(id) || (here && written && written.saved <= here.saved)) return;
   state.chats = state.chats.filter(chat => chat.id !== id);
   if (written) {
     state.chats.push(written);
@@ -154,7 +154,8 @@ export async function describe(): Promise<void> {
     const models = (await (await request("v1/models")).json()) as { data: Model[] };
     state.models = models.data;
     const model = modelOf(state.chat);
-    state.props = (await (await request(`props?model=${encodeURIComponent(model)}`)).json()) as Props;
+    const address = statusOf(model) === "loaded" ? `props?model=${encodeURIComponent(model)}` : "props";
+    state.props = (await (await request(address)).json()) as Props;
     document.title = model || "quengine";
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) {

@@ -26,7 +26,7 @@ function Empty(): JSX.Element {
   return (
     <div class="empty">
       <h1>What shall we talk about?</h1>
-      <p class="hint">{modelOf(state.chat) ? `${modelOf(state.chat)} runs on this server; chats stay in this browser.` : "Connecting to the server"}</p>
+      <p class="hint">{modelOf(state.chat) ? `${modelOf(state.chat)} answers; chats stay in this browser.` : "Connecting to the server"}</p>
       <div class="suggestions">
         {SUGGESTIONS.map(([title, text]) => (
           <button key={title} type="button" onClick={() => send(state.chat, null, text, [])}>
@@ -75,6 +75,7 @@ function Log(): JSX.Element {
     <div id="log" ref={log} tabIndex={0} role="log" aria-label="Conversation" aria-live="off" onScroll={onScroll} onClick={copyCode}>
       {path.length ? (
         <div class="column">
+          <h1 class="hidden">{chat.title}</h1>
           {path.map(message => (
             <MessageView key={message.id} chat={chat} message={message} />
           ))}

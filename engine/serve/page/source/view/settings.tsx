@@ -63,7 +63,7 @@ function OptionField({ option }: { option: Option }): JSX.Element {
   };
   const range = kind === "list" ? { type: "text" } : { type: "number", min: option.min, max: option.max, step: option.step };
   return (
-    <label class="field">
+    <label class={kind === "list" ? "field tall" : "field"}>
       <span>{label}</span>
       <input id={key} {...range} defaultValue={Array.isArray(value) ? textOf(value) : value?.toString()} placeholder={placeholder} aria-describedby={`${key}-help`} onInput={onInput} />
       <small id={`${key}-help`}>{help}</small>

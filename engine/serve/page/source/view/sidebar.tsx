@@ -43,8 +43,8 @@ export function Sidebar(): JSX.Element {
   const file = useRef<HTMLInputElement>(null);
   const found = search(state.chats, words);
   // Drawn anew when it differs, not with every token of an answer.
-  const signature = JSON.stringify([state.chat.id, found.map(chat => [chat.id, chat.title, runningIn(chat)?.id])]);
-  const list = useMemo(() => <ChatList chats={found} />, [signature]);
+  const shown = found.flatMap(chat => [chat, chat.title, runningIn(chat)]);
+  const list = useMemo(() => <ChatList chats={found} />, [state.chat.id, ...shown]);
   const load = async (files: FileList | null): Promise<void> => {
     try {
       const chats = imported((await files?.[0]?.text()) ?? "");
