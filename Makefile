@@ -39,8 +39,11 @@ $(VENV)/llama_cpp: $(VENV)/made
 	rm $(VENV)/llama_cpp.part/*.tar.gz
 	mv -T $(VENV)/llama_cpp.part $@
 
+# Clients that tests drive, and that ask for older versions of packages than quengine's own (rich, huggingface_hub).
+CLIENTS := 'litellm>=1.105,<2' 'instructor>=1.16,<2'
 $(VENV)/tested: $(VENV)/installed $(VENV)/llama_cpp
 	$(PIP) -q $(EDITABLE) '.[test]'
+	$(PIP) -q --no-deps $(CLIENTS)
 	touch $@
 
 $(VENV)/linted: $(VENV)/tested
@@ -51,7 +54,7 @@ demo: $(VENV)/installed
 	$(BIN)/engine generate --model smollm2-135m --temp 0 -n 96 --system "$(SYSTEM)" "$(PROMPT)"
 
 test: $(VENV)/tested
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 $(TESTS)
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist worksteal $(TESTS)
 
 # The chat page's bundle, which is committed: its sources, checked for types and bundled by packages of npm. Needs node.
 page:

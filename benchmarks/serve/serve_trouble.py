@@ -17,10 +17,12 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,28 +40,23 @@ ORDINARY = {"prompt": "One, two,", "max_tokens": 2, "ignore_eos": True}
 
 
 class Program:
-    """`engine serve` on a free port."""
+    """`engine serve` on a free port, which writes its log to a file."""
 
-    def __init__(self, model: str) -> None:
-        flags = ["-m", model, "--port", "0", "--parallel", "12", "-c", "2048", "--drain-timeout", "2"]
-        command = [sys.executable, "-m", "quengine.cli.main", "serve", *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        self.url = line = ""
-        for line in self.process.stderr:
-            self.url = (re.findall(r"http://\S+[0-9]", line) or [self.url])[0]
-            if "ready" in line:
-                break
-        else:
-            raise SystemExit(f"the server did not start: {line}")
-        # What it says later (an engine that is lost) must not fill the pipe.
-        subprocess.Popen(["cat"], stdin=self.process.stderr, stdout=subprocess.DEVNULL)
+    def __init__(self, model: str, flags: Sequence[str], log: Path) -> None:
+        command = [sys.executable, "-m", "quengine.cli.main", "serve", "-m", model, "--port", "0", *flags]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(command, stderr=file)
+        self.server = psutil.Process(self.process.pid)
+        while "ready" not in log.read_text():
+            if self.process.poll() is not None:
+                raise SystemExit(f"the server did not start: {log.read_text()}")
+            time.sleep(0.1)
+        (self.url, *_) = re.findall(r"http://\S+[0-9]", log.read_text())
 
     @property
     def engine(self) -> psutil.Process:
         """The engine's process, of which there is one."""
-        children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if "engine_process" in " ".join(child.cmdline()))
+        return next(child for child in self.server.children() if "engine_main" in " ".join(child.cmdline()))
 
 
 async def until(holds: Any, seconds: float = SECONDS) -> float:
@@ -252,12 +249,14 @@ def main() -> int:
     parser.add_argument("--bodies", type=int, default=300)
     parser.add_argument("--leave", type=int, default=500)
     given = parser.parse_args()
-    program = Program(given.model)
-    try:
-        result = asyncio.run(run(program, given.bodies, given.leave))
-    finally:
-        program.process.kill()
-        program.process.wait()
+    flags = ("--parallel", "12", "-c", "2048", "--drain-timeout", "2")
+    with tempfile.TemporaryDirectory() as folder:
+        program = Program(given.model, flags, Path(folder) / "log")
+        try:
+            result = asyncio.run(run(program, given.bodies, given.leave))
+        finally:
+            program.process.kill()
+            program.process.wait()
     result["passed"] = passed(result, given.leave)
     print(json.dumps(result))
     return 0 if result["passed"] else 1

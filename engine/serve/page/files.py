@@ -11,6 +11,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.serve.models.registry import Models
 from quengine.serve.schemas.errors import ApiError
 
 _TYPES = {
@@ -35,15 +36,15 @@ class _File:
     etag: str
 
 
-async def page(server: object, request: Request) -> Response:
+async def page(models: Models, request: Request) -> Response:
     """The chat page."""
-    del server
+    del models
     return _answer(request, "index.html")
 
 
-async def page_file(server: object, request: Request) -> Response:
+async def page_file(models: Models, request: Request) -> Response:
     """A script, style or font of the page. Raises ApiError for a name that is not among them."""
-    del server
+    del models
     return _answer(request, request.path_params["name"])
 
 

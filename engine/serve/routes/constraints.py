@@ -57,12 +57,14 @@ def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolUse:
 def answer_constraint(
     use: ToolUse, model: ServedModel, text: ConstraintSpec | None, prompt: str = "", budget: int = -1
 ) -> ConstraintSpec | None:
-    """What the answer is held to: calls where one is required, else `text`. Raises ApiError for both.
+    """What the answer is held to: calls where one is required, else `text`. Raises ApiError for a call and a grammar.
+
+    A JSON schema is of text, of which there is none where a call is required: clients send both.
 
     prompt: the prompt's end (`ServedModel.end_of`). budget: the most tokens of reasoning; -1: any number.
     """
-    if use.choice == "required" and text is not None:
-        raise bad_request("tool_choice requires a call, and response_format something else", "tool_choice")
+    if use.choice == "required" and text is not None and text.kind != "JSON schema":
+        raise bad_request(f"tool_choice requires a call, and the {text.kind} something else", "tool_choice")
     try:
         spec = model.answer_format.constraint(use, text, prompt)
     except EngineError as error:

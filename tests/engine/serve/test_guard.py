@@ -3,7 +3,7 @@
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.app import ROUTES
+from quengine.serve.app import ROUTES, SERVER_ROUTES
 from quengine.serve.guard import host_name
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.serving import serving
@@ -11,7 +11,7 @@ from tests.engine.serve.serving import serving
 
 def test_every_route_but_health_and_the_pages_files_wants_the_key() -> None:
     with serving(settings={"api_keys": ("one", "two")}) as served, served.http() as client:
-        for method, path, _ in ROUTES:
+        for method, path, _ in (*ROUTES, *SERVER_ROUTES):
             answer = client.request(method, path.replace("{name:path}", "x"))
             free = {"/": 200, "/health": 200, "/v1/health": 200, "/page/{name}": 404}
             assert answer.status_code == free.get(path, 401), path

@@ -39,6 +39,8 @@ def test_a_body_over_the_limit_is_a_413_declared_or_not() -> None:
         assert client.post("/tokenize", json={"content": "x" * 1001}).status_code == 413
         parts = (b"x" * 100 for _ in range(20))
         assert client.post("/tokenize", content=parts).status_code == 413
+        closed = {"headers": {"Connection": "close"}}  # with 8 MB on their way
+        assert client.post("/tokenize", content=b"x" * (8 << 20), **closed).status_code == 413
         assert client.post("/tokenize", json={"content": "x" * 900}).status_code == 200
 
 

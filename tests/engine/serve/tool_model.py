@@ -21,8 +21,8 @@ SCHEMA = {
 
 
 @contextmanager
-def serving_tools(folder: Path, parallel: int = 1) -> Iterator[Served]:
-    sizes = ModelSizes(embedding=64, feed_forward=128, context=1024)
+def serving_tools(folder: Path, parallel: int = 1, context: int = 1024) -> Iterator[Served]:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=context)
     path = write_tiny(
         folder / "tiny.gguf", kind="Q8_0", sizes=sizes, changes={"tokenizer.chat_template": HERMES}
     )
