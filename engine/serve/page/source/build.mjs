@@ -14,7 +14,10 @@ const woff2 = {
   name: "woff2",
   setup: bundle =>
     bundle.onLoad({ filter: /katex\.css$/ }, async ({ path }) => ({
-      contents: (await readFile(path, "utf8")).replace(/,\s*url\([^)]*\.(woff|ttf)\) format\("[a-z]+"\)/g, ""),
+      contents: (await readFile(path, "utf8")).replace(
+        /,\s*url\([^)]*\.(woff|ttf)\) format\("[a-z]+"\)/g,
+        "",
+      ),
       loader: "css",
     })),
 };
@@ -46,11 +49,16 @@ const { metafile } = await build({
 await writeFile(join(out, "index.html"), await readFile("index.html"));
 await writeFile(join(out, "LICENSES.txt"), await licenses(Object.keys(metafile.inputs)));
 
-const sources = (await readdir(".", { recursive: true })).filter(name => /^(?!node_modules).*\.(tsx?|mjs|json|css|html)$/.test(name)).sort();
+const sources = (await readdir(".", { recursive: true }))
+  .filter(name => /^(?!node_modules).*\.(tsx?|mjs|json|css|html)$/.test(name))
+  .sort();
 const texts = await Promise.all(sources.map(async name => `${name}\n${await readFile(name, "utf8")}`));
 const files = {};
 for (const name of (await readdir(out)).sort()) files[name] = sha256(await readFile(join(out, name)));
-await writeFile(join(out, "digests.json"), `${JSON.stringify({ sources: sha256(texts.join("\n")), files }, null, 1)}\n`);
+await writeFile(
+  join(out, "digests.json"),
+  `${JSON.stringify({ sources: sha256(texts.join("\n")), files }, null, 1)}\n`,
+);
 
 /** The license of every package that gave a file. */
 async function licenses(inputs) {

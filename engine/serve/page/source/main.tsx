@@ -1,7 +1,7 @@
 // Where the page starts.
 
 import { render } from "preact";
-import { describe, start } from "./state/store";
+import { describe, isNarrow, start } from "./state/store";
 import { App } from "./view/app";
 import { watchServer } from "./view/live";
 import { applyTheme } from "./view/sidebar";
@@ -9,7 +9,7 @@ import { applyTheme } from "./view/sidebar";
 applyTheme();
 void start().then(() => {
   render(<App />, document.body);
-  document.getElementById("input")?.focus();
+  if (!isNarrow()) document.getElementById("input")?.focus();
   void describe();
   void watchServer();
 });

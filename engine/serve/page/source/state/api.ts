@@ -28,7 +28,10 @@ export async function request(path: string, body?: unknown, signal?: AbortSignal
   const init: RequestInit = { headers, cache: "no-store", signal: signal ?? null };
   let response: Response;
   try {
-    response = await fetch(path, body === undefined ? init : { ...init, method: "POST", body: JSON.stringify(body) });
+    response = await fetch(
+      path,
+      body === undefined ? init : { ...init, method: "POST", body: JSON.stringify(body) },
+    );
   } catch (error) {
     if (signal?.aborted) throw error;
     throw new ApiError("The server cannot be reached.");

@@ -28,14 +28,22 @@ async function plainText(file: File): Promise<string> {
 /** The address of pdf.js's worker, which Trusted Types let nobody else choose. */
 function workerAddress(): URL {
   const url = new URL("pdf.worker.js", import.meta.url).href;
-  const policy = window.trustedTypes?.createPolicy("quengine-worker", { createScriptURL: (address: string) => address });
+  const policy = window.trustedTypes?.createPolicy("quengine-worker", {
+    createScriptURL: (address: string) => address,
+  });
   return (policy?.createScriptURL(url) ?? url) as unknown as URL;
 }
 
 async function pdfText(file: File): Promise<string> {
   const { getDocument, GlobalWorkerOptions } = await import("pdfjs-dist");
   GlobalWorkerOptions.workerPort ??= new Worker(workerAddress(), { type: "module" });
-  const task = getDocument({ data: await file.arrayBuffer(), disableFontFace: true, isEvalSupported: false, useWasm: false, verbosity: 0 });
+  const task = getDocument({
+    data: await file.arrayBuffer(),
+    disableFontFace: true,
+    isEvalSupported: false,
+    useWasm: false,
+    verbosity: 0,
+  });
   try {
     const pdf = await task.promise;
     const pages: string[] = [];
@@ -53,6 +61,8 @@ async function pdfText(file: File): Promise<string> {
 
 /** What the model is given: the files, each between lines that name it, then the message. */
 export function withAttachments(content: string, attachments: Attachment[] = []): string {
-  const files = attachments.map(({ name, text }) => `--- file: ${name} ---\n${text.trimEnd()}\n--- end of file ---\n\n`);
+  const files = attachments.map(
+    ({ name, text }) => `--- file: ${name} ---\n${text.trimEnd()}\n--- end of file ---\n\n`,
+  );
   return files.join("") + content;
 }

@@ -72,7 +72,11 @@ export function newChat(settings: Settings, model?: string): Chat {
 export const randomId = (): string =>
   Array.from(crypto.getRandomValues(new Uint8Array(12)), byte => byte.toString(16).padStart(2, "0")).join("");
 
-export function addMessage(chat: Chat, parent: string | null, fields: Pick<Message, "role" | "content"> & Partial<Message>): Message {
+export function addMessage(
+  chat: Chat,
+  parent: string | null,
+  fields: Pick<Message, "role" | "content"> & Partial<Message>,
+): Message {
   const message: Message = { ...fields, id: randomId(), parent, time: Date.now() };
   chat.messages[message.id] = message;
   chat.leaf = message.id;
@@ -84,7 +88,7 @@ export function addMessage(chat: Chat, parent: string | null, fields: Pick<Messa
 export function pathTo(chat: Chat, leaf: string | null): Message[] {
   const path: Message[] = [];
   const seen = new Set<string>();
-  for (let id = leaf; id !== null && !seen.has(id); ) {
+  for (let id = leaf; id !== null && !seen.has(id);) {
     const message: Message | undefined = chat.messages[id];
     if (!message) break;
     seen.add(id);
@@ -118,7 +122,9 @@ export function showBranch(chat: Chat, message: Message): void {
 
 /** Remove a message and all that follows it in every branch; what was shown becomes its neighbour or its parent. */
 export function removeMessage(chat: Chat, message: Message): void {
-  const neighbour = siblings(chat, message).filter(other => other !== message).at(-1);
+  const neighbour = siblings(chat, message)
+    .filter(other => other !== message)
+    .at(-1);
   const shown = pathTo(chat, chat.leaf).includes(message);
   const remove = (id: string): void => {
     for (const child of childrenOf(chat, id)) remove(child.id);
@@ -134,13 +140,16 @@ export function removeMessage(chat: Chat, message: Message): void {
 export function search(chats: Chat[], words: string): Chat[] {
   const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
   const holds = (chat: Chat): boolean => {
-    const texts = [chat.title, ...Object.values(chat.messages).map(message => message.content)].join("\n").toLowerCase();
+    const texts = [chat.title, ...Object.values(chat.messages).map(message => message.content)]
+      .join("\n")
+      .toLowerCase();
     return wanted.every(word => texts.includes(word));
   };
   return wanted.length ? chats.filter(holds) : chats;
 }
 
-export const exported = (chats: Chat[]): string => JSON.stringify({ format: "quengine-chats", version: 1, chats }, null, 1);
+export const exported = (chats: Chat[]): string =>
+  JSON.stringify({ format: "quengine-chats", version: 1, chats }, null, 1);
 
 /** The chats of an exported file, each under a new id. Throws Error for another file. */
 export function imported(text: string): Chat[] {
@@ -151,7 +160,8 @@ export function imported(text: string): Chat[] {
     throw new Error("the file is not JSON");
   }
   const { format, chats } = (file ?? {}) as { format?: unknown; chats?: unknown };
-  if (format !== "quengine-chats" || !Array.isArray(chats)) throw new Error("the file holds no chats of this page");
+  if (format !== "quengine-chats" || !Array.isArray(chats))
+    throw new Error("the file holds no chats of this page");
   return chats.map(checked);
 }
 
@@ -160,11 +170,18 @@ function checked(value: unknown): Chat {
   const messages: Record<string, Message> = {};
   for (const message of Object.values(chat.messages ?? {})) {
     const whole = typeof message?.id === "string" && typeof message.content === "string";
-    if (!whole || !["user", "assistant"].includes(message.role)) throw new Error("a message of the file is damaged");
+    if (!whole || !["user", "assistant"].includes(message.role))
+      throw new Error("a message of the file is damaged");
     if (message.state === "running") message.state = "interrupted";
     messages[message.id] = { ...message, parent: message.parent ?? null, time: Number(message.time) || 0 };
   }
   const leaf = typeof chat.leaf === "string" && chat.leaf in messages ? chat.leaf : null;
   const settings = chat.settings && typeof chat.settings === "object" ? chat.settings : {};
-  return { ...newChat(settings, chat.model), title: String(chat.title ?? "Imported chat"), named: true, messages, leaf };
+  return {
+    ...newChat(settings, chat.model),
+    title: String(chat.title ?? "Imported chat"),
+    named: true,
+    messages,
+    leaf,
+  };
 }

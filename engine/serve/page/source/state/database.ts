@@ -25,7 +25,8 @@ async function run<T>(mode: IDBTransactionMode, work: (store: IDBObjectStore) =>
     const made = work(transaction.objectStore(STORE));
     transaction.commit();
     transaction.oncomplete = () => resolve(made.result);
-    transaction.onerror = transaction.onabort = () => reject(transaction.error ?? new Error("IndexedDB failed"));
+    transaction.onerror = transaction.onabort = () =>
+      reject(transaction.error ?? new Error("IndexedDB failed"));
   });
 }
 

@@ -3,7 +3,15 @@
 
 import { ApiError, events, request } from "./api";
 import { withAttachments } from "./attachments";
-import { type Attachment, type Chat, type Costs, type Message, type Token, addMessage, pathTo } from "./chats";
+import {
+  type Attachment,
+  type Chat,
+  type Costs,
+  type Message,
+  type Token,
+  addMessage,
+  pathTo,
+} from "./chats";
 import { fieldsOf } from "./options";
 import { answering, followLoading, keep, modelOf, notify, show, speak, state, statusOf } from "./store";
 
@@ -54,8 +62,13 @@ export function stop(chat: Chat): void {
 /** Add a person's message after `parent` and have it answered. */
 export function send(chat: Chat, parent: string | null, content: string, attachments: Attachment[]): void {
   if (runningIn(chat)) return;
-  if (!chat.named && !chat.leaf) chat.title = (content || attachments[0]?.name || "New chat").replace(/\s+/g, " ").slice(0, 80);
-  const message = addMessage(chat, parent, attachments.length ? { role: "user", content, attachments } : { role: "user", content });
+  if (!chat.named && !chat.leaf)
+    chat.title = (content || attachments[0]?.name || "New chat").replace(/\s+/g, " ").slice(0, 80);
+  const message = addMessage(
+    chat,
+    parent,
+    attachments.length ? { role: "user", content, attachments } : { role: "user", content },
+  );
   void answer(chat, message.id);
 }
 
@@ -126,7 +139,11 @@ function bodyOf(chat: Chat, message: Message): unknown {
   }));
   const system = chat.settings.system?.trim();
   if (system) given.unshift({ role: "system", content: system });
-  const begun = { role: "assistant", content: message.content, ...(message.thought && { reasoning_content: message.thought }) };
+  const begun = {
+    role: "assistant",
+    content: message.content,
+    ...(message.thought && { reasoning_content: message.thought }),
+  };
   return {
     model: modelOf(chat) || undefined,
     messages: message.content || message.thought ? [...given, begun] : given,
@@ -154,8 +171,10 @@ async function stream(chat: Chat, message: Message, run: Run): Promise<void> {
       message.thoughtSeconds = (performance.now() - thinkingSince) / 1000;
     }
     message.content += content ?? "";
-    if (scored) for (const token of choice?.logprobs?.content ?? []) (message.tokens ??= []).push(tokenOf(token));
-    if (chunk.prompt_progress) run.progress = chunk.prompt_progress.processed / Math.max(1, chunk.prompt_progress.total);
+    if (scored)
+      for (const token of choice?.logprobs?.content ?? []) (message.tokens ??= []).push(tokenOf(token));
+    if (chunk.prompt_progress)
+      run.progress = chunk.prompt_progress.processed / Math.max(1, chunk.prompt_progress.total);
     end = choice?.finish_reason ?? end;
     if (chunk.usage) message.costs = costsOf(chunk, end);
     keep(chat, true);

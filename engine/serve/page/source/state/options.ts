@@ -28,29 +28,122 @@ export const GROUPS: { name: string; options: Option[] }[] = [
   {
     name: "Length",
     options: [
-      { key: "max_tokens", label: "Max tokens", help: "Most tokens of an answer", min: 1, step: 1, always: true },
-      { key: "min_tokens", label: "Min tokens", help: "No end before so many", min: 0, step: 1, always: true },
+      {
+        key: "max_tokens",
+        label: "Max tokens",
+        help: "Most tokens of an answer",
+        min: 1,
+        step: 1,
+        always: true,
+      },
+      {
+        key: "min_tokens",
+        label: "Min tokens",
+        help: "No end before so many",
+        min: 0,
+        step: 1,
+        always: true,
+      },
       { key: "ignore_eos", label: "Ignore end tokens", help: "Go on until the limit", kind: "switch" },
-      { key: "context_shift", label: "Context shift", help: "Discard old tokens of a full context and go on", kind: "switch", always: true },
-      { key: "n_keep", label: "Tokens kept", help: "First tokens that a context shift keeps; -1: the prompt", min: -1, step: 1 },
-      { key: "n_discard", label: "Tokens discarded", help: "By a context shift; 0: half of the others", min: 0, step: 1 },
+      {
+        key: "context_shift",
+        label: "Context shift",
+        help: "Discard old tokens of a full context and go on",
+        kind: "switch",
+        always: true,
+      },
+      {
+        key: "n_keep",
+        label: "Tokens kept",
+        help: "First tokens that a context shift keeps; -1: the prompt",
+        min: -1,
+        step: 1,
+      },
+      {
+        key: "n_discard",
+        label: "Tokens discarded",
+        help: "By a context shift; 0: half of the others",
+        min: 0,
+        step: 1,
+      },
     ],
   },
   {
     name: "Sampling",
     options: [
-      { key: "seed", label: "Seed", help: "Gives the same answer again; -1 draws one", min: -1, step: 1, always: true },
+      {
+        key: "seed",
+        label: "Seed",
+        help: "Gives the same answer again; -1 draws one",
+        min: -1,
+        step: 1,
+        always: true,
+      },
       { key: "temperature", label: "Temperature", help: "0 takes the likeliest token", min: 0, step: 0.1 },
       { key: "top_k", label: "Top-k", help: "Keep so many of the likeliest; 0: all", min: -1, step: 1 },
       { key: "top_p", label: "Top-p", help: "Keep the likeliest up to this sum", min: 0, max: 1, step: 0.01 },
-      { key: "min_p", label: "Min-p", help: "Drop those below this share of the likeliest", min: 0, max: 1, step: 0.01 },
-      { key: "typical_p", label: "Typical-p", help: "Keep those of typical surprise; 1: all", min: 0, max: 1, step: 0.01 },
-      { key: "top_n_sigma", label: "Top-n-sigma", help: "Keep logits within n deviations of the highest; -1: all", min: -1, step: 0.1 },
-      { key: "dynatemp_range", label: "Dynamic temperature", help: "Range around the temperature; 0: off", min: 0, step: 0.1 },
-      { key: "dynatemp_exponent", label: "Dynamic exponent", help: "How entropy moves the temperature", min: 0, step: 0.1 },
-      { key: "xtc_probability", label: "XTC probability", help: "How often the likeliest are dropped; 0: off", min: 0, max: 1, step: 0.05 },
-      { key: "xtc_threshold", label: "XTC threshold", help: "Drops tokens above it, but one", min: 0, max: 1, step: 0.05 },
-      { key: "mirostat", label: "Mirostat", help: "0: off, 1 or 2: its version", min: 0, max: 2, step: 1, needs: "mirostat_tau" },
+      {
+        key: "min_p",
+        label: "Min-p",
+        help: "Drop those below this share of the likeliest",
+        min: 0,
+        max: 1,
+        step: 0.01,
+      },
+      {
+        key: "typical_p",
+        label: "Typical-p",
+        help: "Keep those of typical surprise; 1: all",
+        min: 0,
+        max: 1,
+        step: 0.01,
+      },
+      {
+        key: "top_n_sigma",
+        label: "Top-n-sigma",
+        help: "Keep logits within n deviations of the highest; -1: all",
+        min: -1,
+        step: 0.1,
+      },
+      {
+        key: "dynatemp_range",
+        label: "Dynamic temperature",
+        help: "Range around the temperature; 0: off",
+        min: 0,
+        step: 0.1,
+      },
+      {
+        key: "dynatemp_exponent",
+        label: "Dynamic exponent",
+        help: "How entropy moves the temperature",
+        min: 0,
+        step: 0.1,
+      },
+      {
+        key: "xtc_probability",
+        label: "XTC probability",
+        help: "How often the likeliest are dropped; 0: off",
+        min: 0,
+        max: 1,
+        step: 0.05,
+      },
+      {
+        key: "xtc_threshold",
+        label: "XTC threshold",
+        help: "Drops tokens above it, but one",
+        min: 0,
+        max: 1,
+        step: 0.05,
+      },
+      {
+        key: "mirostat",
+        label: "Mirostat",
+        help: "0: off, 1 or 2: its version",
+        min: 0,
+        max: 2,
+        step: 1,
+        needs: "mirostat_tau",
+      },
       { key: "mirostat_tau", label: "Mirostat tau", help: "Surprise to aim for", min: 0, step: 0.1 },
       { key: "mirostat_eta", label: "Mirostat eta", help: "Learning rate", min: 0, step: 0.01 },
       { key: "samplers", label: "Samplers", help: "Their order, by commas", kind: "list" },
@@ -59,15 +152,60 @@ export const GROUPS: { name: string; options: Option[] }[] = [
   {
     name: "Penalties",
     options: [
-      { key: "repeat_penalty", label: "Repeat penalty", help: "Divides logits of recent tokens; 1: none", min: 0.01, step: 0.05 },
-      { key: "repeat_last_n", label: "Repeat window", help: "Tokens the penalties look at; -1: all", min: -1, step: 1 },
-      { key: "presence_penalty", label: "Presence penalty", help: "Subtracted from every recent token", step: 0.1 },
-      { key: "frequency_penalty", label: "Frequency penalty", help: "Subtracted each time a token came", step: 0.1 },
-      { key: "dry_multiplier", label: "DRY multiplier", help: "Penalty of repeated sequences; 0: off", min: 0, step: 0.1 },
+      {
+        key: "repeat_penalty",
+        label: "Repeat penalty",
+        help: "Divides logits of recent tokens; 1: none",
+        min: 0.01,
+        step: 0.05,
+      },
+      {
+        key: "repeat_last_n",
+        label: "Repeat window",
+        help: "Tokens the penalties look at; -1: all",
+        min: -1,
+        step: 1,
+      },
+      {
+        key: "presence_penalty",
+        label: "Presence penalty",
+        help: "Subtracted from every recent token",
+        step: 0.1,
+      },
+      {
+        key: "frequency_penalty",
+        label: "Frequency penalty",
+        help: "Subtracted each time a token came",
+        step: 0.1,
+      },
+      {
+        key: "dry_multiplier",
+        label: "DRY multiplier",
+        help: "Penalty of repeated sequences; 0: off",
+        min: 0,
+        step: 0.1,
+      },
       { key: "dry_base", label: "DRY base", help: "Growth with the sequence's length", min: 1, step: 0.05 },
-      { key: "dry_allowed_length", label: "DRY allowed length", help: "Repeats up to it cost nothing", min: 0, step: 1 },
-      { key: "dry_penalty_last_n", label: "DRY window", help: "Tokens it looks at; -1: all", min: -1, step: 1 },
-      { key: "dry_sequence_breakers", label: "DRY breakers", help: "End a sequence; by commas", kind: "list" },
+      {
+        key: "dry_allowed_length",
+        label: "DRY allowed length",
+        help: "Repeats up to it cost nothing",
+        min: 0,
+        step: 1,
+      },
+      {
+        key: "dry_penalty_last_n",
+        label: "DRY window",
+        help: "Tokens it looks at; -1: all",
+        min: -1,
+        step: 1,
+      },
+      {
+        key: "dry_sequence_breakers",
+        label: "DRY breakers",
+        help: "End a sequence; by commas",
+        kind: "list",
+      },
     ],
   },
 ];
@@ -85,7 +223,8 @@ export const EFFORTS = [
 export type Defaults = Record<string, unknown>;
 
 export const offered = (option: Option, defaults: Defaults): boolean =>
-  option.always === true || (option.key in defaults && (option.needs === undefined || option.needs in defaults));
+  option.always === true ||
+  (option.key in defaults && (option.needs === undefined || option.needs in defaults));
 
 /** How the server's own value of an option reads. */
 export function defaultText(option: Option, defaults: Defaults): string {
@@ -101,7 +240,9 @@ export function schemaProblem(text: string): string {
   if (!text.trim()) return "";
   try {
     const schema: unknown = JSON.parse(text);
-    return schema !== null && typeof schema === "object" && !Array.isArray(schema) ? "" : "A schema is a JSON object.";
+    return schema !== null && typeof schema === "object" && !Array.isArray(schema)
+      ? ""
+      : "A schema is a JSON object.";
   } catch (error) {
     return `Not JSON: ${(error as Error).message}`;
   }
@@ -109,13 +250,15 @@ export function schemaProblem(text: string): string {
 
 /** The parts of a text field, in which \n and \t stand for what they are in code. */
 export function partsOf(text: string, separator: string): string[] {
-  const read = (part: string): string => part.replace(/\\([nt\\"])/g, (_, c: string) => ({ n: "\n", t: "\t" })[c] ?? c);
+  const read = (part: string): string =>
+    part.replace(/\\([nt\\"])/g, (_, c: string) => ({ n: "\n", t: "\t" })[c] ?? c);
   const parts = text.split(separator);
   return (separator === "\n" ? parts : parts.map(part => part.trim())).filter(Boolean).map(read);
 }
 
 /** What `partsOf` reads again. */
-export const textOf = (parts: unknown[]): string => parts.map(part => JSON.stringify(part).slice(1, -1)).join(", ");
+export const textOf = (parts: unknown[]): string =>
+  parts.map(part => JSON.stringify(part).slice(1, -1)).join(", ");
 
 /** The fields of a chat completion that the settings become. Throws Error for a schema that is none. */
 export function fieldsOf(settings: Settings): Record<string, unknown> {

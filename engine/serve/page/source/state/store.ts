@@ -56,7 +56,8 @@ function growing(): void {
   if (!drawn) return;
   drawn = false;
   const draw = (): void => void (drawn || changed());
-  if (document.hidden) setTimeout(draw, 200); // no frames are drawn then
+  if (document.hidden)
+    setTimeout(draw, 200); // no frames are drawn then
   else requestAnimationFrame(draw);
 }
 
@@ -103,7 +104,10 @@ export function report(error: unknown): void {
 
 function freshChat(): Chat {
   try {
-    const { settings, model } = JSON.parse(localStorage.getItem(DEFAULTS) ?? "{}") as { settings?: Settings; model?: string };
+    const { settings, model } = JSON.parse(localStorage.getItem(DEFAULTS) ?? "{}") as {
+      settings?: Settings;
+      model?: string;
+    };
     return newChat(settings ?? {}, model);
   } catch {
     return newChat({});
@@ -116,7 +120,10 @@ export function keepDefaults(chat: Chat): void {
 
 /** Chats of earlier visits; an answer that a reload cut is marked, and kept as far as it came. */
 export async function start(): Promise<void> {
-  watchDatabase(error => notify(`This chat cannot be kept: ${(error as Error).message}`), id => void otherTab(id));
+  watchDatabase(
+    error => notify(`This chat cannot be kept: ${(error as Error).message}`),
+    id => void otherTab(id),
+  );
   try {
     const loaded = await loadChats();
     for (const chat of loaded) interrupt(chat);
@@ -130,7 +137,8 @@ export async function start(): Promise<void> {
 }
 
 function interrupt(chat: Chat): void {
-  for (const message of Object.values(chat.messages)) if (message.state === "running") message.state = "interrupted";
+  for (const message of Object.values(chat.messages))
+    if (message.state === "running") message.state = "interrupted";
 }
 
 async function otherTab(id: string): Promise<void> {
@@ -166,7 +174,8 @@ export async function describe(): Promise<void> {
   changed();
 }
 
-export const statusOf = (id: string): string | undefined => state.models.find(model => model.id === id)?.status?.value;
+export const statusOf = (id: string): string | undefined =>
+  state.models.find(model => model.id === id)?.status?.value;
 
 /** Look after the models for as long as one is being loaded. */
 export async function followLoading(): Promise<void> {

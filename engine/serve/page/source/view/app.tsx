@@ -6,7 +6,17 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { keepKey, keyKept } from "../state/api";
 import { pathTo } from "../state/chats";
 import { regenerate, runningIn, send, stop } from "../state/generation";
-import { beginChat, changed, describe, dismiss, isNarrow, modelOf, show, state, useStore } from "../state/store";
+import {
+  beginChat,
+  changed,
+  describe,
+  dismiss,
+  isNarrow,
+  modelOf,
+  show,
+  state,
+  useStore,
+} from "../state/store";
 import { Composer } from "./composer";
 import { LiveButton, LiveDialog } from "./live";
 import { MessageView } from "./message";
@@ -26,7 +36,11 @@ function Empty(): JSX.Element {
   return (
     <div class="empty">
       <h1>What shall we talk about?</h1>
-      <p class="hint">{modelOf(state.chat) ? `${modelOf(state.chat)} answers; chats stay in this browser.` : "Connecting to the server"}</p>
+      <p class="hint">
+        {modelOf(state.chat)
+          ? `${modelOf(state.chat)} answers; chats stay in this browser.`
+          : "Connecting to the server"}
+      </p>
       <div class="suggestions">
         {SUGGESTIONS.map(([title, text]) => (
           <button key={title} type="button" onClick={() => send(state.chat, null, text, [])}>
@@ -55,7 +69,8 @@ function Log(): JSX.Element {
   const log = useRef<HTMLDivElement>(null);
   const low = useRef(true);
   const path = pathTo(chat, chat.leaf);
-  const toEnd = (): void => void (low.current && log.current && (log.current.scrollTop = log.current.scrollHeight));
+  const toEnd = (): void =>
+    void (low.current && log.current && (log.current.scrollTop = log.current.scrollHeight));
   useLayoutEffect(() => {
     low.current = true;
     toEnd();
@@ -64,7 +79,8 @@ function Log(): JSX.Element {
   useEffect(() => {
     // What is drawn later (formulas, the box below growing) keeps the end in view too.
     const observer = new ResizeObserver(toEnd);
-    for (const element of [log.current, log.current?.firstElementChild]) if (element) observer.observe(element);
+    for (const element of [log.current, log.current?.firstElementChild])
+      if (element) observer.observe(element);
     return () => observer.disconnect();
   }, [path.length > 0]);
   const onScroll = (): void => {
@@ -72,7 +88,16 @@ function Log(): JSX.Element {
     low.current = scrollHeight - scrollTop - clientHeight < 60;
   };
   return (
-    <div id="log" ref={log} tabIndex={0} role="log" aria-label="Conversation" aria-live="off" onScroll={onScroll} onClick={copyCode}>
+    <div
+      id="log"
+      ref={log}
+      tabIndex={0}
+      role="log"
+      aria-label="Conversation"
+      aria-live="off"
+      onScroll={onScroll}
+      onClick={copyCode}
+    >
       {path.length ? (
         <div class="column">
           <h1 class="hidden">{chat.title}</h1>
@@ -100,7 +125,13 @@ function KeyDialog(): JSX.Element {
       <form class="key" onSubmit={submit}>
         <label>
           The key that this server was started with
-          <input type="password" autocomplete="off" value={key} autofocus onInput={event => setKey(event.currentTarget.value)} />
+          <input
+            type="password"
+            autocomplete="off"
+            value={key}
+            autofocus
+            onInput={event => setKey(event.currentTarget.value)}
+          />
         </label>
         <p class="hint">It is kept in this browser, and sent to this server alone.</p>
         <button type="submit" class="primary">
@@ -170,7 +201,12 @@ export function App(): JSX.Element {
       {drawer && <div class="shade" onClick={toggleSidebar} />}
       <div class="chat" inert={drawer}>
         <header>
-          <IconButton id="menu" icon={PanelLeft} label={sidebar ? "Hide the chats" : "Show the chats"} onClick={toggleSidebar} />
+          <IconButton
+            id="menu"
+            icon={PanelLeft}
+            label={sidebar ? "Hide the chats" : "Show the chats"}
+            onClick={toggleSidebar}
+          />
           <ModelPicker />
           <span class="grow" />
           <LiveButton />

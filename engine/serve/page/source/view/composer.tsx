@@ -63,7 +63,10 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
   };
   return (
     <form class="composer" onSubmit={submit}>
-      <DraftFiles files={draft.files} remove={at => set({ files: draft.files.filter((_, index) => index !== at) })} />
+      <DraftFiles
+        files={draft.files}
+        remove={at => set({ files: draft.files.filter((_, index) => index !== at) })}
+      />
       <textarea
         id="input"
         ref={area}
@@ -76,20 +79,46 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
         onPaste={onPaste}
       />
       <div class="composer-bar">
-        <input ref={picker} type="file" multiple hidden aria-label="Files" onChange={event => void add([...(event.currentTarget.files ?? [])]).then(() => picker.current && (picker.current.value = ""))} />
+        <input
+          ref={picker}
+          type="file"
+          multiple
+          hidden
+          aria-label="Files"
+          onChange={event =>
+            void add([...(event.currentTarget.files ?? [])]).then(
+              () => picker.current && (picker.current.value = ""),
+            )
+          }
+        />
         <IconButton icon={Paperclip} label="Attach files" onClick={() => picker.current?.click()} />
         <span class="grow hint" aria-hidden="true">
           Enter sends, Shift+Enter breaks the line
         </span>
-        <button type="submit" class="primary send" aria-label={running ? "Stop" : "Send"} title={running ? "Stop (Esc)" : "Send (Enter)"}>
-          {running ? <Square size={15} fill="currentColor" aria-hidden="true" /> : <ArrowUp size={19} aria-hidden="true" />}
+        <button
+          type="submit"
+          class="primary send"
+          aria-label={running ? "Stop" : "Send"}
+          title={running ? "Stop (Esc)" : "Send (Enter)"}
+        >
+          {running ? (
+            <Square size={15} fill="currentColor" aria-hidden="true" />
+          ) : (
+            <ArrowUp size={19} aria-hidden="true" />
+          )}
         </button>
       </div>
     </form>
   );
 }
 
-function DraftFiles({ files, remove }: { files: Attachment[]; remove: (at: number) => void }): JSX.Element | null {
+function DraftFiles({
+  files,
+  remove,
+}: {
+  files: Attachment[];
+  remove: (at: number) => void;
+}): JSX.Element | null {
   if (!files.length) return null;
   return (
     <ul class="chips" aria-label="Files to send">

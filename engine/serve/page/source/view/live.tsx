@@ -48,12 +48,18 @@ async function sample(): Promise<void> {
     const speed = before ? Math.max(0, (1000 * (now.tokens - before.tokens)) / (now.at - before.at)) : 0;
     before = now;
     sizes = { slots: value("slots"), cache: value("cache_size_tokens") };
-    samples = [...samples, { speed, running: value("running"), waiting: value("waiting"), cache: value("cache_used_tokens") }].slice(-SAMPLES);
+    samples = [
+      ...samples,
+      { speed, running: value("running"), waiting: value("waiting"), cache: value("cache_used_tokens") },
+    ].slice(-SAMPLES);
     problem = "";
     if (lost || !state.props) await describe();
   } catch (error) {
     before = undefined;
-    problem = error instanceof ApiError && error.status === 503 ? "The model is being loaded" : (error as Error).message;
+    problem =
+      error instanceof ApiError && error.status === 503
+        ? "The model is being loaded"
+        : (error as Error).message;
     if (error instanceof ApiError && error.status === 401) {
       problem = "A key is needed";
       if (!lost || !state.props) await describe();
@@ -76,7 +82,17 @@ function useSamples(): Sample {
 }
 
 /** A line of the last minute's values, `top` at its upper edge. */
-function Plot({ values, top, width, height }: { values: number[]; top: number; width: number; height: number }): JSX.Element {
+function Plot({
+  values,
+  top,
+  width,
+  height,
+}: {
+  values: number[];
+  top: number;
+  width: number;
+  height: number;
+}): JSX.Element {
   const point = (value: number, index: number): string => {
     const x = width - ((values.length - 1 - index) * width) / (SAMPLES - 1);
     return `${x.toFixed(1)},${(height - 1 - (value / Math.max(top, 1e-9)) * (height - 2)).toFixed(1)}`;
@@ -96,9 +112,19 @@ export function LiveButton(): JSX.Element {
   const speeds = samples.map(each => each.speed);
   const text = problem || `${now.speed.toFixed(1)} tok/s`;
   return (
-    <button type="button" id="live" class={problem && problem !== CONNECTING ? "lost" : ""} title="This server, all users together" onClick={() => show("live")}>
-      {!problem && samples.length > 1 && <Plot values={speeds} top={Math.max(1, ...speeds)} width={64} height={20} />}
-      <span role="status" aria-live={problem ? "polite" : "off"}>{text}</span>
+    <button
+      type="button"
+      id="live"
+      class={problem && problem !== CONNECTING ? "lost" : ""}
+      title="This server, all users together"
+      onClick={() => show("live")}
+    >
+      {!problem && samples.length > 1 && (
+        <Plot values={speeds} top={Math.max(1, ...speeds)} width={64} height={20} />
+      )}
+      <span role="status" aria-live={problem ? "polite" : "off"}>
+        {text}
+      </span>
     </button>
   );
 }
@@ -110,7 +136,12 @@ export function LiveDialog(): JSX.Element {
     ["Speed", `${now.speed.toFixed(1)} tok/s`, of("speed"), Math.max(1, ...of("speed"))],
     ["Batch", `${now.running} of ${sizes.slots} slots`, of("running"), sizes.slots],
     ["Queue", `${now.waiting} waiting`, of("waiting"), Math.max(4, ...of("waiting"))],
-    ["KV cache", `${sizes.cache ? Math.round((100 * now.cache) / sizes.cache) : 0}% of ${sizes.cache.toLocaleString("en")} tokens`, of("cache"), sizes.cache],
+    [
+      "KV cache",
+      `${sizes.cache ? Math.round((100 * now.cache) / sizes.cache) : 0}% of ${sizes.cache.toLocaleString("en")} tokens`,
+      of("cache"),
+      sizes.cache,
+    ],
   ];
   return (
     <Dialog title="This server" onClose={() => show("")}>

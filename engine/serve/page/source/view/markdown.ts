@@ -9,10 +9,25 @@ const MAX_HIGHLIGHTED = 50_000;
 /** Characters of code; longer blocks have one colour. */
 const MAX_CACHED = 4000;
 
-const ALLOWED_TAGS = (
-  "a blockquote br button code del div em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong table tbody td th thead tr ul"
-).split(" ");
-const ALLOWED_ATTR = ["class", "href", "target", "rel", "data-copy", "data-tex", "data-display", "tabindex", "type", "start", "align", "role", "aria-label"];
+const ALLOWED_TAGS =
+  "a blockquote br button code del div em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong table tbody td th thead tr ul".split(
+    " ",
+  );
+const ALLOWED_ATTR = [
+  "class",
+  "href",
+  "target",
+  "rel",
+  "data-copy",
+  "data-tex",
+  "data-display",
+  "tabindex",
+  "type",
+  "start",
+  "align",
+  "role",
+  "aria-label",
+];
 
 const cache = new Map<string, string>();
 const md = makeMarkdown({ html: false, linkify: true, breaks: false });
@@ -45,7 +60,12 @@ export function blocksOf(text: string): Block[] {
 function cached(source: string, tokens: Token[], env: Env): string {
   let html = cache.get(source);
   if (html === undefined) {
-    html = DOMPurify.sanitize(md.renderer.render(tokens, md.options, env), { ALLOWED_TAGS, ALLOWED_ATTR, ALLOW_DATA_ATTR: false, RETURN_TRUSTED_TYPE: true }) as unknown as string;
+    html = DOMPurify.sanitize(md.renderer.render(tokens, md.options, env), {
+      ALLOWED_TAGS,
+      ALLOWED_ATTR,
+      ALLOW_DATA_ATTR: false,
+      RETURN_TRUSTED_TYPE: true,
+    }) as unknown as string;
     if (cache.size >= MAX_CACHED) cache.clear();
     cache.set(source, html);
   }
@@ -68,7 +88,8 @@ function codeBlock(code: string, info: string): string {
   );
 }
 
-const attribute = (token: Token | undefined, name: string): string => escape(String(token?.attrGet(name) ?? ""));
+const attribute = (token: Token | undefined, name: string): string =>
+  escape(String(token?.attrGet(name) ?? ""));
 
 const { rules } = md.renderer;
 rules.fence = (tokens, index) => codeBlock(tokens[index]?.content ?? "", tokens[index]?.info ?? "");
@@ -117,25 +138,31 @@ function addMath(parser: MarkdownIt): void {
     state.pos = to + close.length;
     return true;
   });
-  parser.block.ruler.before("fence", "math", (state, first, last, silent) => {
-    const lineAt = (line: number): string => state.src.slice((state.bMarks[line] ?? 0) + (state.tShift[line] ?? 0), state.eMarks[line]);
-    const opened = INLINE.slice(0, 2).find(([open]) => lineAt(first).startsWith(open));
-    if (!opened || (state.sCount[first] ?? 0) - state.blkIndent >= 4) return false;
-    const [open, close] = opened;
-    let text = lineAt(first).slice(open.length);
-    let line = first;
-    while (!text.trimEnd().endsWith(close)) {
-      if (++line >= last || text.includes(close)) return false;
-      text += `\n${lineAt(line)}`;
-    }
-    if (silent) return true;
-    const token = state.push("math", "p", 0);
-    pushMath(token, text.trimEnd().slice(0, -close.length), true);
-    token.map = [first, line + 1];
-    token.block = true;
-    state.line = line + 1;
-    return true;
-  }, { alt: ["paragraph", "blockquote", "list"] });
+  parser.block.ruler.before(
+    "fence",
+    "math",
+    (state, first, last, silent) => {
+      const lineAt = (line: number): string =>
+        state.src.slice((state.bMarks[line] ?? 0) + (state.tShift[line] ?? 0), state.eMarks[line]);
+      const opened = INLINE.slice(0, 2).find(([open]) => lineAt(first).startsWith(open));
+      if (!opened || (state.sCount[first] ?? 0) - state.blkIndent >= 4) return false;
+      const [open, close] = opened;
+      let text = lineAt(first).slice(open.length);
+      let line = first;
+      while (!text.trimEnd().endsWith(close)) {
+        if (++line >= last || text.includes(close)) return false;
+        text += `\n${lineAt(line)}`;
+      }
+      if (silent) return true;
+      const token = state.push("math", "p", 0);
+      pushMath(token, text.trimEnd().slice(0, -close.length), true);
+      token.map = [first, line + 1];
+      token.block = true;
+      state.line = line + 1;
+      return true;
+    },
+    { alt: ["paragraph", "blockquote", "list"] },
+  );
 }
 
 function pushMath(token: Token, tex: string, display: boolean): void {
@@ -158,7 +185,14 @@ export async function typeset(root: HTMLElement): Promise<void> {
     span.classList.add("set");
     const displayMode = "display" in span.dataset;
     try {
-      katex.render(tex, span, { displayMode, trust: false, strict: false, maxExpand: 200, maxSize: 20, errorColor: "currentcolor" });
+      katex.render(tex, span, {
+        displayMode,
+        trust: false,
+        strict: false,
+        maxExpand: 200,
+        maxSize: 20,
+        errorColor: "currentcolor",
+      });
     } catch {
       span.textContent = tex;
     }

@@ -1,6 +1,16 @@
 // A message: its text, what the model thought before it, its files, costs and errors, and what can be done with it.
 
-import { Activity, ChevronLeft, ChevronRight, Copy, FileText, Pencil, Play, RotateCcw, Trash2 } from "lucide-preact";
+import {
+  Activity,
+  ChevronLeft,
+  ChevronRight,
+  Copy,
+  FileText,
+  Pencil,
+  Play,
+  RotateCcw,
+  Trash2,
+} from "lucide-preact";
 import type { JSX } from "preact";
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { type Chat, type Costs, type Message, showBranch, siblings } from "../state/chats";
@@ -58,7 +68,11 @@ function Thought({ message }: { message: Message }): JSX.Element | null {
   );
 }
 
-const ENDS: Record<string, string> = { stop: "its end", length: "the limit of tokens", content_filter: "a filter" };
+const ENDS: Record<string, string> = {
+  stop: "its end",
+  length: "the limit of tokens",
+  content_filter: "a filter",
+};
 
 function CostLine({ costs }: { costs: Costs }): JSX.Element {
   return (
@@ -67,7 +81,8 @@ function CostLine({ costs }: { costs: Costs }): JSX.Element {
         {costs.tokens} tokens · {costs.perSecond.toFixed(1)} tok/s
       </summary>
       <div>
-        Prompt {costs.prompt} tokens ({costs.cached} cached) in {costs.promptSeconds.toFixed(2)} s · ended by {ENDS[costs.end] ?? costs.end}
+        Prompt {costs.prompt} tokens ({costs.cached} cached) in {costs.promptSeconds.toFixed(2)} s · ended by{" "}
+        {ENDS[costs.end] ?? costs.end}
         {costs.seed !== null && ` · seed ${costs.seed}`}
       </div>
     </details>
@@ -93,7 +108,9 @@ function Files({ message }: { message: Message }): JSX.Element | null {
 }
 
 export const sizeOf = (text: string): string =>
-  text.length < 1000 ? `${text.length} characters` : `${(text.length / 1000).toFixed(text.length < 10_000 ? 1 : 0)}k characters`;
+  text.length < 1000
+    ? `${text.length} characters`
+    : `${(text.length / 1000).toFixed(text.length < 10_000 ? 1 : 0)}k characters`;
 
 /** Which of several branches is shown, with a switch between them. */
 function Branches({ chat, message }: { chat: Chat; message: Message }): JSX.Element | null {
@@ -106,11 +123,21 @@ function Branches({ chat, message }: { chat: Chat; message: Message }): JSX.Elem
   };
   return (
     <span class="branches" role="group" aria-label="Versions">
-      <IconButton icon={ChevronLeft} label="Previous version" disabled={at === 0} onClick={() => go(at - 1)} />
+      <IconButton
+        icon={ChevronLeft}
+        label="Previous version"
+        disabled={at === 0}
+        onClick={() => go(at - 1)}
+      />
       <span>
         {at + 1}/{all.length}
       </span>
-      <IconButton icon={ChevronRight} label="Next version" disabled={at === all.length - 1} onClick={() => go(at + 1)} />
+      <IconButton
+        icon={ChevronRight}
+        label="Next version"
+        disabled={at === all.length - 1}
+        onClick={() => go(at + 1)}
+      />
     </span>
   );
 }
@@ -135,7 +162,12 @@ function Editor({ chat, message, close }: { chat: Chat; message: Message; close:
   };
   return (
     <div class="editor">
-      <textarea ref={area} aria-label="Edit the message" rows={Math.min(16, message.content.split("\n").length + 2)} onKeyDown={onKey}>
+      <textarea
+        ref={area}
+        aria-label="Edit the message"
+        rows={Math.min(16, message.content.split("\n").length + 2)}
+        onKeyDown={onKey}
+      >
         {message.content}
       </textarea>
       <div>
@@ -167,9 +199,17 @@ function Actions({ chat, message, edit, scored, toggleScored }: ActionsProps): J
       <Branches chat={chat} message={message} />
       <IconButton icon={Copy} label="Copy" onClick={copyText} />
       <IconButton icon={Pencil} label="Edit" onClick={edit} />
-      <IconButton icon={RotateCcw} label={assistant ? "Regenerate" : "Answer again"} onClick={() => regenerate(chat, message)} />
-      {assistant && last && <IconButton icon={Play} label="Continue" onClick={() => void resume(chat, message)} />}
-      {message.tokens && <IconButton icon={Activity} label="Token probabilities" pressed={scored} onClick={toggleScored} />}
+      <IconButton
+        icon={RotateCcw}
+        label={assistant ? "Regenerate" : "Answer again"}
+        onClick={() => regenerate(chat, message)}
+      />
+      {assistant && last && (
+        <IconButton icon={Play} label="Continue" onClick={() => void resume(chat, message)} />
+      )}
+      {message.tokens && (
+        <IconButton icon={Activity} label="Token probabilities" pressed={scored} onClick={toggleScored} />
+      )}
       <IconButton icon={Trash2} label="Delete" onClick={() => deleteMessage(chat, message)} />
       {message.costs && <CostLine costs={message.costs} />}
     </div>
@@ -205,16 +245,37 @@ export function MessageView({ chat, message }: { chat: Chat; message: Message })
   const [scored, setScored] = useState(false);
   const user = message.role === "user";
   const running = runOf(message) !== undefined;
-  const body = scored && message.tokens ? <Tokens tokens={message.tokens} /> : user ? <div class="plain">{message.content}</div> : <Text message={message} />;
+  const body =
+    scored && message.tokens ? (
+      <Tokens tokens={message.tokens} />
+    ) : user ? (
+      <div class="plain">{message.content}</div>
+    ) : (
+      <Text message={message} />
+    );
   return (
-    <article class={`message ${message.role}`} aria-label={user ? "You" : (message.model ?? "Model")} aria-busy={running}>
+    <article
+      class={`message ${message.role}`}
+      aria-label={user ? "You" : (message.model ?? "Model")}
+      aria-busy={running}
+    >
       <Thought message={message} />
       <Files message={message} />
-      {editing ? <Editor chat={chat} message={message} close={() => setEditing(false)} /> : message.content && body}
+      {editing ? (
+        <Editor chat={chat} message={message} close={() => setEditing(false)} />
+      ) : (
+        message.content && body
+      )}
       <Waiting message={message} />
       <State chat={chat} message={message} />
       {!running && !editing && (
-        <Actions chat={chat} message={message} edit={() => setEditing(true)} scored={scored} toggleScored={() => setScored(!scored)} />
+        <Actions
+          chat={chat}
+          message={message}
+          edit={() => setEditing(true)}
+          scored={scored}
+          toggleScored={() => setScored(!scored)}
+        />
       )}
     </article>
   );

@@ -3,7 +3,19 @@
 import { ChevronDown, Info } from "lucide-preact";
 import type { JSX } from "preact";
 import { request } from "../state/api";
-import { type Model, describe, followLoading, keep, keepDefaults, modelOf, report, show, state, statusOf, useStore } from "../state/store";
+import {
+  type Model,
+  describe,
+  followLoading,
+  keep,
+  keepDefaults,
+  modelOf,
+  report,
+  show,
+  state,
+  statusOf,
+  useStore,
+} from "../state/store";
 import { Dialog, type Entry, Menu } from "./widgets";
 
 const shownStatus = (model: Model): string => (model.status?.failed ? "failed" : (model.status?.value ?? ""));
@@ -26,10 +38,16 @@ export function ModelPicker(): JSX.Element {
     keep(state.chat);
     void describe();
   };
-  const entries: Entry[] = state.models.map(each => ({ label: each.id, detail: state.models.length > 1 ? shownStatus(each) : "", checked: each.id === current, act: () => choose(each.id) }));
+  const entries: Entry[] = state.models.map(each => ({
+    label: each.id,
+    detail: state.models.length > 1 ? shownStatus(each) : "",
+    checked: each.id === current,
+    act: () => choose(each.id),
+  }));
   const status = statusOf(current);
   if (status === "unloaded") entries.push({ label: `Load ${current}`, act: () => void act("load", current) });
-  if (status === "loaded") entries.push({ label: `Unload ${current}`, act: () => void act("unload", current) });
+  if (status === "loaded")
+    entries.push({ label: `Unload ${current}`, act: () => void act("unload", current) });
   entries.push({ label: "About this model", icon: Info, act: () => show("about") });
   return (
     <Menu
@@ -59,7 +77,8 @@ const NAMES: Record<string, string> = {
   cache_type: "Cache",
 };
 
-const shownValue = (value: unknown): string => (typeof value === "number" ? value.toLocaleString("en") : String(value));
+const shownValue = (value: unknown): string =>
+  typeof value === "number" ? value.toLocaleString("en") : String(value);
 
 export function About(): JSX.Element {
   useStore();

@@ -1,6 +1,17 @@
 // The list of chats: search, rename, export, import, delete; on a narrow screen a drawer over the chat.
 
-import { Download, Ellipsis, KeyRound, Moon, Pencil, Plus, Sun, SunMoon, Trash2, Upload } from "lucide-preact";
+import {
+  Download,
+  Ellipsis,
+  KeyRound,
+  Moon,
+  Pencil,
+  Plus,
+  Sun,
+  SunMoon,
+  Trash2,
+  Upload,
+} from "lucide-preact";
 import type { JSX } from "preact";
 import { useMemo, useRef, useState } from "preact/hooks";
 import { type Chat, exported, imported, search } from "../state/chats";
@@ -67,13 +78,37 @@ export function Sidebar(): JSX.Element {
       <button type="button" id="new" class="wide" title="Alt+N" onClick={beginChat}>
         <Plus size={17} aria-hidden="true" /> New chat
       </button>
-      <input type="search" placeholder="Search chats" aria-label="Search chats" value={words} onInput={event => setWords(event.currentTarget.value)} />
+      <input
+        type="search"
+        placeholder="Search chats"
+        aria-label="Search chats"
+        value={words}
+        onInput={event => setWords(event.currentTarget.value)}
+      />
       <div class="chats">
         {list}
-        {!found.length && <p class="hint">{words ? "No chat holds these words." : "Chats stay in this browser."}</p>}
+        {!found.length && (
+          <p class="hint">{words ? "No chat holds these words." : "Chats stay in this browser."}</p>
+        )}
       </div>
-      <input ref={file} type="file" accept=".json,application/json" hidden aria-label="File of chats" onChange={event => void load(event.currentTarget.files)} />
-      <Menu label="More" entries={entries} class="up" button={<><Ellipsis size={17} aria-hidden="true" /> <span class="grow">More</span></>} />
+      <input
+        ref={file}
+        type="file"
+        accept=".json,application/json"
+        hidden
+        aria-label="File of chats"
+        onChange={event => void load(event.currentTarget.files)}
+      />
+      <Menu
+        label="More"
+        entries={entries}
+        class="up"
+        button={
+          <>
+            <Ellipsis size={17} aria-hidden="true" /> <span class="grow">More</span>
+          </>
+        }
+      />
     </nav>
   );
 }
@@ -86,9 +121,11 @@ function ChatList({ chats }: { chats: Chat[] }): JSX.Element {
         <section key={age} aria-label={age}>
           <h2>{age}</h2>
           <ul>
-            {chats.filter(chat => ageOf(chat) === age).map(chat => (
-              <Row key={chat.id} chat={chat} />
-            ))}
+            {chats
+              .filter(chat => ageOf(chat) === age)
+              .map(chat => (
+                <Row key={chat.id} chat={chat} />
+              ))}
           </ul>
         </section>
       ))}
@@ -109,13 +146,28 @@ function Row({ chat }: { chat: Chat }): JSX.Element {
     { label: "Export", icon: Download, act: () => download(`${chat.title}.json`, exported([chat])) },
     { label: "Delete", icon: Trash2, danger: true, act: () => deleteChat(chat) },
   ];
-  if (naming) return <li><NameField title={chat.title} done={rename} /></li>;
+  if (naming)
+    return (
+      <li>
+        <NameField title={chat.title} done={rename} />
+      </li>
+    );
   return (
     <li class={chat === state.chat ? "open" : ""}>
-      <button type="button" class={`title ${runningIn(chat) ? "busy" : ""}`} aria-current={chat === state.chat ? "page" : undefined} title={chat.title} onClick={() => openChat(chat)}>
+      <button
+        type="button"
+        class={`title ${runningIn(chat) ? "busy" : ""}`}
+        aria-current={chat === state.chat ? "page" : undefined}
+        title={chat.title}
+        onClick={() => openChat(chat)}
+      >
         {chat.title}
       </button>
-      <Menu label={`Actions on ${chat.title}`} entries={entries} button={<Ellipsis size={16} aria-hidden="true" />} />
+      <Menu
+        label={`Actions on ${chat.title}`}
+        entries={entries}
+        button={<Ellipsis size={16} aria-hidden="true" />}
+      />
     </li>
   );
 }
@@ -127,5 +179,13 @@ function NameField({ title, done }: { title: string; done: (title: string) => vo
     else return;
     event.stopPropagation();
   };
-  return <input ref={field => field?.select()} aria-label="Name of the chat" defaultValue={title} onKeyDown={onKey} onBlur={event => done(event.currentTarget.value)} />;
+  return (
+    <input
+      ref={field => field?.select()}
+      aria-label="Name of the chat"
+      defaultValue={title}
+      onKeyDown={onKey}
+      onBlur={event => done(event.currentTarget.value)}
+    />
+  );
 }

@@ -10,7 +10,8 @@ const share = (logprob: number): string => `${(100 * Math.exp(logprob)).toFixed(
 const shown = (text: string): string => JSON.stringify(text).slice(1, -1).replaceAll('\\"', '"') || "∅";
 
 /** 0 for a certain token to 4 for one below 10%. */
-const level = (logprob: number): number => [0.9, 0.6, 0.3, 0.1].filter(bound => Math.exp(logprob) < bound).length;
+const level = (logprob: number): number =>
+  [0.9, 0.6, 0.3, 0.1].filter(bound => Math.exp(logprob) < bound).length;
 
 export function Tokens({ tokens }: { tokens: Token[] }): JSX.Element {
   const [at, setAt] = useState(0);
@@ -28,9 +29,21 @@ export function Tokens({ tokens }: { tokens: Token[] }): JSX.Element {
   };
   return (
     <div class="tokens">
-      <div class="plain" tabIndex={0} role="application" aria-label="Tokens; the arrow keys move" onKeyDown={onKey} onMouseOver={onPointer} onClick={onPointer}>
+      <div
+        class="plain"
+        tabIndex={0}
+        role="application"
+        aria-label="Tokens; the arrow keys move"
+        onKeyDown={onKey}
+        onMouseOver={onPointer}
+        onClick={onPointer}
+      >
         {all.map((each, index) => (
-          <span key={index} data-index={index} class={`token p${level(each.logprob)} ${index === at ? "at" : ""}`}>
+          <span
+            key={index}
+            data-index={index}
+            class={`token p${level(each.logprob)} ${index === at ? "at" : ""}`}
+          >
             {each.text}
           </span>
         ))}

@@ -14,9 +14,26 @@ export interface IconButtonProps {
   class?: string;
 }
 
-export function IconButton({ icon: Icon, label, onClick, disabled, pressed, id, class: name }: IconButtonProps): JSX.Element {
+export function IconButton({
+  icon: Icon,
+  label,
+  onClick,
+  disabled,
+  pressed,
+  id,
+  class: name,
+}: IconButtonProps): JSX.Element {
   return (
-    <button type="button" id={id} class={`icon ${name ?? ""}`} aria-label={label} title={label} aria-pressed={pressed} disabled={disabled} onClick={onClick}>
+    <button
+      type="button"
+      id={id}
+      class={`icon ${name ?? ""}`}
+      aria-label={label}
+      title={label}
+      aria-pressed={pressed}
+      disabled={disabled}
+      onClick={onClick}
+    >
       <Icon size={17} aria-hidden="true" />
     </button>
   );
@@ -44,7 +61,9 @@ export function Menu({ label, entries, button, class: name, onOpen }: MenuProps)
   const [open, setOpen] = useState(false);
   const box = useRef<HTMLDivElement>(null);
   const id = useId();
-  const items = (): HTMLElement[] => [...(box.current?.querySelectorAll<HTMLElement>("[role^=menuitem]") ?? [])];
+  const items = (): HTMLElement[] => [
+    ...(box.current?.querySelectorAll<HTMLElement>("[role^=menuitem]") ?? []),
+  ];
   const close = (): void => {
     setOpen(false);
     box.current?.querySelector("button")?.focus();
@@ -52,7 +71,8 @@ export function Menu({ label, entries, button, class: name, onOpen }: MenuProps)
   useLayoutEffect(() => {
     if (!open) return;
     (items().find(item => item.ariaChecked === "true") ?? items()[0])?.focus();
-    const outside = (event: Event): void => void (box.current?.contains(event.target as Node) || setOpen(false));
+    const outside = (event: Event): void =>
+      void (box.current?.contains(event.target as Node) || setOpen(false));
     document.addEventListener("pointerdown", outside);
     return () => document.removeEventListener("pointerdown", outside);
   }, [open]);
@@ -74,7 +94,15 @@ export function Menu({ label, entries, button, class: name, onOpen }: MenuProps)
   };
   return (
     <div class={`menu ${name ?? ""}`} ref={box} onKeyDown={onKey}>
-      <button type="button" aria-label={label} title={label} aria-haspopup="menu" aria-expanded={open} aria-controls={open ? id : undefined} onClick={toggle}>
+      <button
+        type="button"
+        aria-label={label}
+        title={label}
+        aria-haspopup="menu"
+        aria-expanded={open}
+        aria-controls={open ? id : undefined}
+        onClick={toggle}
+      >
         {button}
       </button>
       {open && (
