@@ -61,7 +61,7 @@ class Device:
 @contextmanager
 def serving_models(device: Device, *specs: ModelSpec, most: int = 0, **options: object) -> Iterator[Served]:
     """A server of these models until the block ends."""
-    settings = {"model_names": (), "models": ModelsOptions(most=most, **options)}  # type: ignore[arg-type]
+    settings = {"model_names": (), "access_log": False, "models": ModelsOptions(most=most, **options)}  # type: ignore[arg-type]
     with serving(launch=device.launch, find=lambda: list(specs), settings=settings) as served:
         yield served
 
